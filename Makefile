@@ -1,0 +1,70 @@
+# Everything a person or a machine runs here. `make` alone lists the targets.
+# setup writes only into .venv; the other targets use .venv when it is there and the python3 at hand when it is not.
+
+PYTHON := $(shell command -v python3.11 || command -v python3)
+PY = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
+STAMP := .venv/.installed
+
+# One compute thread per process: tests run two at a time, and a peer's own setting decides in a run.
+export OMP_NUM_THREADS ?= 1
+export PYTHONPATH := $(CURDIR)/src
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help setup demo test check format lint imports types unit slow gpu bench clean
+
+help:
+	@echo "make setup   .venv with Shoal and its tools"
+	@echo "make demo    six local peers train a byte-level language model"
+	@echo "make test    setup, then every check and every quick test (what CI runs)"
+	@echo "make check   the same without setup and end-to-end tests, for every commit"
+	@echo "make slow    the tests marked slow;  make gpu: those that need CUDA"
+	@echo "make bench   every benchmark; each prints one JSON line"
+	@echo "make format  rewrite the sources in our format"
+
+setup: $(STAMP)
+
+# Redone only when what it installs has changed. A broken or half-made .venv is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer; no python3 was found" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shoal needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}")'
+	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	.venv/bin/shoal run configs/quickstart.toml
+
+test: setup
+	@$(MAKE) --no-print-directory lint imports types unit
+
+check: lint imports types
+	$(PY) -m pytest -q -n 2 -m 'not slow and not gpu' --ignore=tests/e2e
+
+lint:
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+imports:
+	@$(PY) -c 'from importlinter.cli import lint_imports_command as run; run(["--no-logo"])'
+
+types:
+	$(PY) -m mypy
+
+unit:
+	$(PY) -m pytest -q -n 2 -m 'not slow and not gpu'
+
+slow: setup
+	$(PY) -m pytest -q -m 'slow and not gpu' --timeout 900
+
+gpu:
+	$(PY) -m pytest -q -m gpu --timeout 600
+
+bench: setup
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "# $$script"; .venv/bin/python "$$script"; done
+
+format:
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,1 @@
+"""Shoal trains large models on machines nobody would choose for it."""

@@ -1,0 +1,94 @@
+"""`shoal generate CHECKPOINT PROMPT`: sample from a checkpoint, or from the newest one of a run.
+
+A checkpoint is an ordinary Hugging Face model directory, so this is transformers' own sampling on the model as a whole;
+it shows that the cut model and what was trained are what every other program will load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint, or the directory of a run: its newest one")
+    parser.add_argument("prompt", help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to add (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (default %(default)s)")
+    parser.add_argument("--top-k", type=int, default=50, help="sample among so many; 0 = all (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default %(default)s)")
+
+
+def main(args: argparse.Namespace) -> int:
+    _check(args)
+    print(sample(checkpoint(args.checkpoint), args))
+    return 0
+
+
+def checkpoint(place: str) -> Path:
+    """The model directory that `place` names. ValueError says what it found instead."""
+    path = Path(place)
+    if (path / "config.json").is_file():
+        return path
+    found = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
+    if found:
+        return max(found, key=_step)
+    if not path.exists():
+        raise ValueError(f"{place}: no such directory; give a checkpoint (runs/NAME/checkpoints/step-N) or runs/NAME")
+    raise ValueError(f"{place}: holds no checkpoint (a directory with config.json, or checkpoints/step-N below it)")
+
+
+def sample(path: Path, args: argparse.Namespace) -> str:
+    """The prompt and what the model adds to it."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()
+    except (OSError, ValueError, KeyError) as error:  # all of them are how transformers says that a file is wrong
+        raise ValueError(f"{path}: not a model that can be loaded: {error}") from error
+    tokens = tokenizer(args.prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    if tokens.numel() == 0:
+        tokens = tokenizer("\n", return_tensors="pt", add_special_tokens=False).input_ids
+    tokens = tokens.to(device=args.device, dtype=torch.int64)
+    torch.manual_seed(args.seed)
+    chance = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k} if args.temperature else {}
+    with torch.inference_mode():
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=args.tokens,
+            pad_token_id=tokenizer.pad_token_id or 0,
+            **(chance or {"do_sample": False}),
+        )
+    text: str = tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
+    return args.prompt + text.replace("\0", "\n")  # NUL stands between documents in the byte vocabulary
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens}: must be 1 or more")
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature {args.temperature}: must be 0 or more; try 0.8")
+    if args.top_k < 0:
+        raise ValueError(f"--top-k {args.top_k}: must be 0 or more")
+
+
+def _steps(parent: Path) -> list[Path]:
+    """Whole checkpoints below `parent`: one that is still being written has no config.json under its name yet."""
+    if not parent.is_dir():
+        return []
+    return [child for child in parent.iterdir() if _STEP.fullmatch(child.name) and (child / "config.json").is_file()]
+
+
+def _step(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])

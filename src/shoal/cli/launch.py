@@ -1,0 +1,151 @@
+"""Local peers as processes of their own: started, heard, killed, and never left behind. For `shoal run`.
+
+A peer reads who it is from its standard input (cli/peer.py), writes reports to its standard output and words for people to a log
+file. Each leads a process group of its own, so that a Ctrl-C reaches the launcher alone, and a kill takes a peer with all
+it started. A peer ends when its launcher does: the kernel is asked to see to it, and the closed pipe tells it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.runtime.report import AnyLine, Ended, Listening, decode
+
+MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
+GOODBYE_S = 5.0  # from SIGTERM to SIGKILL
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """First line on a peer's standard input: what it is to be. Known before anybody listens, so that it can get ready."""
+
+    config: dict[str, Any]
+    directory: str  # of the run
+    label: str
+    found: bool
+    first_step: int = 0
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Second line: the invite to the run, with the addresses of peers that listen by now."""
+
+    invite: str
+
+
+class Child:
+    """One peer process."""
+
+    def __init__(self, label: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.label, self.process, self.log = label, process, log
+        self.listening: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+        self.ended: Ended | None = None
+        self.killed = False
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def write(self, line: Spec | Start) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(line) + b"\n")
+
+    def kill(self) -> None:
+        """SIGKILL to the peer and all that it started."""
+        self.killed = True
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:  # it has ended by itself
+            return
+
+    def last_words(self, lines: int = 15) -> str:
+        """The end of its log."""
+        with open(self.log, "rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 20_000))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+class Crew:
+    """All peer processes of a launcher. `hear` is called with every report; `end` with every process that is over."""
+
+    def __init__(self, directory: Path, hear: Callable[[Child, AnyLine], None], end: Callable[[Child], None]) -> None:
+        self.directory, self._hear, self._end = directory, hear, end
+        self.children: list[Child] = []
+        self._readers: set[asyncio.Task[None]] = set()
+
+    @property
+    def living(self) -> list[Child]:
+        return [child for child in self.children if child.alive]
+
+    async def start(self, spec: Spec) -> Child:
+        logs = self.directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"{spec.label}.log"
+        with open(log, "ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "shoal.cli.peer",
+                str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                limit=MAX_REPORT_BYTES,
+                process_group=0,
+            )
+        child = Child(spec.label, process, log)
+        self.children.append(child)
+        child.write(spec)
+        reader = asyncio.get_running_loop().create_task(self._read(child))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        return child
+
+    async def stop(self, wait_s: float) -> None:
+        """Give the living `wait_s` to end by themselves, then ask, then kill. Nothing is left when this returns."""
+        await self._wait(wait_s)
+        for child in self.living:
+            child.signal(signal.SIGTERM)
+        await self._wait(GOODBYE_S)
+        self.kill()
+        await self._wait(None)
+
+    def kill(self) -> None:
+        """At once, whatever they are doing."""
+        for child in self.living:
+            child.signal(signal.SIGKILL)
+
+    async def _wait(self, wait_s: float | None) -> None:
+        if self._readers:
+            await asyncio.wait(set(self._readers), timeout=wait_s)
+
+    async def _read(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        while True:
+            try:
+                text = await child.process.stdout.readline()
+            except ValueError:  # longer than any report: not from our code; asyncio has thrown it away
+                continue
+            if not text:
+                break
+            line = decode(text)
+            if isinstance(line, Listening) and not child.listening.done():
+                child.listening.set_result(line)
+            if isinstance(line, Ended):
+                child.ended = line
+            if line is not None:
+                self._hear(child, line)
+        await child.process.wait()
+        child.signal(signal.SIGKILL)  # what it may have left in its group
+        if not child.listening.done():
+            child.listening.cancel()
+        self._end(child)

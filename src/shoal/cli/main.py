@@ -1,0 +1,103 @@
+"""The `shoal` program: which command was meant, and what becomes of its errors.
+
+Every command is a module of this package, named in COMMANDS and imported only when it is called (`shoal --help` imports
+none of them), with two functions:
+
+    arguments(parser: argparse.ArgumentParser) -> None     declares its arguments
+    main(args: argparse.Namespace) -> int                  does it; the result is the exit code
+
+Heavy imports (torch, transformers, hivemind) belong inside `main`. What the user can mend is raised as ValueError, or
+is an OSError that names a file: one line, exit code 2. Ctrl-C is exit code 130. Anything else is our mistake and is
+shown in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "run": "train: start local peers from a config and watch them",
+    "config": "print the whole effective configuration, with comments",
+    "init": "write a config to copy from",
+    "invite": "make a signed, expiring invite to a run",
+    "join": "take part in a run by its invite",
+    "status": "look at a run",
+    "generate": "sample text from a checkpoint",
+    "simulate": "play a scenario in virtual time",
+    "replay": "feed a recorded run to the machines again and compare",
+}
+USER_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells count it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Never raises for what a user can mend."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _call(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe (head, less) has left: nothing to tell and nobody to tell it to
+        sys.stderr.close()
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        if "--traceback" in words:
+            raise
+        print(f"shoal: {describe(error)}", file=sys.stderr)
+        return USER_ERROR
+
+
+def describe(error: ValueError | OSError) -> str:
+    """The error as one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _call(words: list[str]) -> int:
+    parser = _parser()
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name not in COMMANDS:
+        parser.parse_args(words)  # prints help, the version or what is wrong, and leaves
+        parser.print_help()
+        return USER_ERROR
+    words.remove(name)
+    module = importlib.import_module(f"shoal.cli.{name}")
+    command = argparse.ArgumentParser(f"shoal {name}", description=COMMANDS[name])
+    command.add_argument("--traceback", action="store_true", help="show where an error came from")
+    module.arguments(command)
+    # Settings (a.b=c) and options may come in any order, as in `shoal run my.toml --resume run.steps=5`.
+    code: int = module.main(command.parse_intermixed_args(words))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        "shoal",
+        description="Train language models on a changing swarm of peers; every sample counts once.",
+        epilog=f"commands:\n{listing}\n\n`shoal COMMAND --help` tells more about each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="shoal COMMAND [...]",
+    )
+    parser.add_argument("--version", action="version", version=f"shoal {_version()}")
+    parser.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="COMMAND", help="one of those below")
+    return parser
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("shoal")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

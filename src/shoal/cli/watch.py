@@ -1,0 +1,182 @@
+"""What the peers' reports add up to: the live view's Snapshot, the end's Summary. For `shoal run` and `shoal join`.
+
+Fed with the lines that peer processes write (runtime/report.py); every figure of the training itself comes from agreed views.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+import msgspec
+
+from shoal.config import Config
+from shoal.core.messages import Peer
+from shoal.dashboard.account import Summary
+from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
+from shoal.runtime.account import Books, Step
+from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Progress, Told
+
+HAPPENINGS = 60  # kept for the view
+RECENT_STEPS = 20  # that the live tokens per second are measured over
+_NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+\b")
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """Where a run goes on: a checkpoint's step and the commits before it."""
+
+    first_step: int = 0
+    steps: tuple[Step, ...] = ()
+
+
+class Watch:
+    """Everything known of one run. Times are of one monotonic clock; `started_s` is when the command was given."""
+
+    def __init__(self, config: Config, started_s: float, resumed: Resumed) -> None:
+        self.config, self.started_s, self.resumed = config, started_s, resumed
+        self.books = Books(
+            config.run.stages, config.train.batch // config.train.microbatch, resumed.first_step, resumed.steps
+        )
+        self.labels: dict[Peer, str] = {}
+        self.standing: dict[str, Progress] = {}  # by label, of the peers that live
+        self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
+        self.checkpoint = ""
+        self.killed = 0
+        self._serial = 0
+        self._losses: tuple[int, tuple[float, ...]] = (-1, ())
+        self._stages: dict[Peer, int] = {}
+
+    def hear(self, label: str, line: AnyLine, now: float) -> Step | None:
+        """Take in what peer `label` reports; a commit that is new."""
+        match line:
+            case Listening():
+                self.labels[line.peer] = label
+            case Progress():
+                self.standing[label] = line
+            case Told():
+                if line.kind == "checkpoint" and " saved at " in line.text and not line.text.startswith("NOT"):
+                    self.checkpoint = line.text.partition(" saved at ")[2]
+                self.tell(line.kind, line.text, now, label)
+            case Agreed():
+                if self.books.agree(line.view, now) is not None:
+                    return self.books.steps[-1]
+            case Ended() if not line.ok:
+                self.tell("trouble", line.reason, now, label)
+        return None
+
+    def tell(self, kind: str, text: str, now: float, label: str = "") -> None:
+        self._serial += 1
+        for peer, known in self.labels.items():
+            if peer in text:
+                text = text.replace(peer, known)
+        text = _NAME.sub(r"\1", text)
+        self.happenings.append(Happening(self._serial, now - self.started_s, kind, text, label))
+
+    def gone(self, label: str) -> None:
+        self.standing.pop(label, None)
+
+    @property
+    def started(self) -> bool:
+        return self.books.view is not None and self.books.view.started
+
+    @property
+    def finished(self) -> bool:
+        return self.books.view is not None and self.books.view.finished
+
+    def expendable(self) -> list[str]:
+        """Peers whose stage has another ready replica, so that no stage loses its last state."""
+        ready = [(label, standing.stage) for label, standing in self.standing.items() if standing.ready]
+        return sorted(label for label, stage in ready if sum(other == stage for _, other in ready) > 1)
+
+    def losses(self) -> tuple[float, ...]:
+        steps = self.books.steps
+        key = len(steps)
+        if self._losses[0] != key:
+            self._losses = key, tuple(step.commit.loss for step in steps)
+        return self._losses[1]
+
+    def tokens_per_s(self, recent: int | None = None) -> float:
+        """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
+        steps = [step for step in self.books.steps if step.commit.step >= self.resumed.first_step]
+        if recent is not None:
+            steps = steps[-recent:]
+        if len(steps) < 2:
+            return 0.0
+        seconds = steps[-1].heard_s - steps[0].heard_s
+        tokens = (len(steps) - 1) * self.config.train.batch * self.config.data.sequence
+        return tokens / seconds if seconds > 0 else 0.0
+
+    def snapshot(self, now: float) -> Snapshot:
+        view = self.books.view
+        account = view.account if view is not None else None
+        before = self.resumed.first_step * self.books.microbatches
+        return Snapshot(
+            name=self.config.run.name,
+            elapsed_s=now - self.started_s,
+            step=view.step if view is not None else self.resumed.first_step,
+            steps=self.config.run.steps,
+            stages=self.config.run.stages,
+            state=self._state(),
+            first_step=self.resumed.first_step,
+            losses=self.losses(),
+            tokens_per_s=self.tokens_per_s(RECENT_STEPS),
+            issued=before + (account.issued if account is not None else 0),
+            committed=before + (account.committed if account is not None else 0),
+            redone=account.redone if account is not None else 0,
+            peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+            happenings=tuple(self.happenings),
+        )
+
+    def summary(self, now: float, early: str = "") -> Summary:
+        """`early`: why the run ended before its last step."""
+        totals = self.books.totals()
+        steps = self.books.steps
+        session = [step for step in steps if step.commit.step >= self.resumed.first_step]
+        losses = self.losses()
+        reasons = [reason for reason in (early, totals.reason) if reason]
+        return Summary(
+            name=self.config.run.name,
+            steps=totals.steps,
+            losses=losses,
+            final_loss=losses[-1] if losses else None,
+            issued=totals.issued,
+            committed=totals.committed,
+            redone=totals.redone,
+            lost=totals.lost,
+            counted_twice=totals.counted_twice,
+            killed=self.killed,
+            joined=self.books.view.account.joined if self.books.view is not None else 0,
+            tokens_per_s=self.tokens_per_s(),
+            first_step_s=session[0].heard_s - self.started_s if session else None,
+            seconds=now - self.started_s,
+            checkpoint=self.checkpoint,
+            balanced=totals.balanced and not early,
+            reason="; ".join(reasons),
+        )
+
+    def _state(self) -> str:
+        view = self.books.view
+        if view is None:
+            return "starting"
+        if not view.started:
+            ready = sum(standing.ready for standing in self.standing.values())
+            return f"{ready} of {self.config.run.peers} peers ready"
+        if view.finished:
+            return "finished"
+        return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
+
+
+def _peer_line(label: str, standing: Progress) -> PeerLine:
+    return PeerLine(
+        label=label,
+        stage=standing.stage,
+        ready=standing.ready,
+        leading=standing.leading,
+        queue_s=standing.queue_s,
+        rate=standing.rate,
+    )
+
+
+def _natural(label: str) -> tuple[int, str]:
+    digits = "".join(filter(str.isdigit, label))
+    return (int(digits) if digits else 0, label)

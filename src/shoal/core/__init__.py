@@ -1,0 +1,1 @@
+"""Decides: pure state machines, handed events and the time, returning commands. Imports values only."""

@@ -1,0 +1,514 @@
+"""What the leader decides: who belongs, which stage each serves, when a step is averaged, committed, saved, finished.
+
+Acts only while its peer leads; everything it must not forget is in the View (quorum.py), the rest is learned again
+from the members' pulses, so a leader can die at any point. One proposal is in flight at a time, chosen by an ordered
+list of rules (`_rules`), each with its reason. For peer.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from shoal.core.ledger import Ledger, counted_twice
+from shoal.core.messages import (
+    Account,
+    Command,
+    Committed,
+    Complaint,
+    Join,
+    Leave,
+    Member,
+    Note,
+    Peer,
+    Pulse,
+    Reduced,
+    Removed,
+    Round,
+    RoundFailed,
+    Send,
+    Settings,
+    View,
+    Wire,
+)
+from shoal.core.quorum import Register
+from shoal.core.rebalance import place
+from shoal.core.saving import Saving
+
+DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
+# of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
+COMPLAINTS = 3
+ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
+
+
+class Coordinator:
+    """The leader's mind. Call `lead` when this peer becomes leader, `decide` after every event while it is."""
+
+    def __init__(self, name: Peer, settings: Settings) -> None:
+        self.name, self.settings = name, settings
+        self.view: View | None = None
+        self.term = 0
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self.heard: dict[Peer, float] = {}
+        self.pulses: dict[Peer, Pulse] = {}
+        self.joins: dict[Peer, Join] = {}
+        self.leaves: dict[Peer, str] = {}
+        self.complaints: dict[Peer, list[str]] = {}
+        self.guilty: dict[Peer, str] = {}  # to be removed, and why
+        self.stale: dict[Peer, str] = {}  # members that must download their state again
+        self.ledger = Ledger(self.settings.stages, self.settings.microbatches)
+        self.round: Round | None = None
+        self.rounds = 0
+        self.reduced: dict[Peer, Reduced] = {}
+        self.round_sent: dict[Peer, float] = {}
+        self.complete_at: float | None = None
+        self.saving = Saving(self.name, self.settings)
+        self.stalled = ""
+        self.disagreements = 0
+        self.farewell_at: float | None = None
+        self.present: dict[Peer, int] = {}  # everyone in the view -> stage
+        self.serving: dict[Peer, int] = {}  # members -> stage
+        self.dirty = True  # something happened that the rules look at
+        self.scan = True  # this time
+        self.check_at = float("-inf")  # when silence and replicas are looked at again
+
+    # ------------------------------------------------------------------------------------------------ being told
+
+    def lead(self, view: View, term: int, now: float) -> list[Command]:
+        """This peer now leads `term`, with `view` agreed."""
+        self._forget_all()
+        self.term = term
+        self.on_view(view, now)
+        self.heard = {member.peer: now for member in view.members + view.joining}
+        return [Note("leader", f"{self.name} leads term {term} from view {view.number}, step {view.step}")]
+
+    def on_view(self, view: View, now: float) -> list[Command]:
+        """A view is agreed (this leader proposed it, or it is the one it begins with)."""
+        before, self.view = self.view, view
+        self.serving = members = {member.peer: member.stage for member in view.members}
+        self.present = present = members | {member.peer: member.stage for member in view.joining}
+        self.dirty = True
+        commands: list[Command] = []
+        for peer in present:
+            self.heard.setdefault(peer, now)
+            self.joins.pop(peer, None)
+        fresh_step = before is None or (before.step, before.epoch) != (view.step, view.epoch)
+        if fresh_step:
+            self.ledger = Ledger(self.settings.stages, self.settings.microbatches)
+            self.complaints.clear()
+            self.complete_at, self.disagreements = None, 0
+            if view.last is not None and view.last.save:
+                self.saving.begin(view)
+        if fresh_step or self.round is None or not self._holds(self.round):
+            self.round, self.reduced, self.round_sent = None, {}, {}
+        for gone in [peer for peer in self.ledger.books if peer not in members]:
+            self.ledger.forget(gone)
+        for known in (self.pulses, self.heard, self.leaves, self.guilty, self.stale, self.complaints):
+            for peer in [peer for peer in known if peer not in present]:
+                del known[peer]
+        for peer in [peer for peer in self.stale if peer not in members]:
+            del self.stale[peer]
+        for pulse_of in [peer for peer in self.pulses if fresh_step and peer in present]:
+            self._take_books(pulse_of, self.pulses[pulse_of])
+        commands += self.saving.on_view(view)
+        return commands
+
+    def doubt(self, peer: Peer, now: float) -> None:
+        """The network says that peer cannot be reached: it has two beats to show life."""
+        if peer in self.heard:
+            patience = self.settings.silence_s - 3 * self.settings.beat_s
+            self.heard[peer] = min(self.heard[peer], now - patience)
+
+    def forgive(self, gap_s: float, now: float) -> None:
+        """This process was stopped for `gap_s`: nobody's silence in that time counts."""
+        self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
+
+    def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
+        assert self.view is not None
+        present = peer in self.present
+        if present:
+            self.heard[peer] = now
+        if not isinstance(message, Pulse):
+            self.dirty = True
+        match message:
+            case Join():
+                if not present:
+                    self.joins[peer] = message
+            case Pulse() if not present and peer not in self.joins:
+                return [Send(peer, Removed(number=self.view.number, reason="not in the view"))]
+            case Pulse():
+                return self._on_pulse(peer, message, now)
+            case Leave() if present:
+                self.leaves.setdefault(peer, message.reason)
+            case Complaint() if present:
+                self._on_complaint(peer, message)
+            case Reduced() if self._in_round(message) and peer in self.round_sent:
+                self.reduced[peer] = message
+            case RoundFailed() if self._in_round(message):
+                return self._on_round_failed(peer, message)
+            case _:
+                return self.saving.on_message(peer, message, now) if present else []
+        return []
+
+    # ------------------------------------------------------------------------------------------------- deciding
+
+    def decide(self, register: Register, now: float) -> list[Command]:
+        """Whatever the rules ask for now: at most one proposal, and messages."""
+        view = register.agreed
+        if view is None or self.view is not view or register.proposing:
+            return []
+        if not self.dirty and now < self.check_at:
+            return []
+        self.dirty, self.scan = False, now >= self.check_at
+        if self.scan:
+            self.check_at = now + 0.9 * self.settings.beat_s
+        if view.finished:
+            return self._dismiss(view, now)
+        commands = self._watch(view, now) if self.scan else []
+        for rule in (self._remove, self._start, self._commit, self._admit, self._end):
+            successor = rule(view, now)
+            if successor is not None:
+                return commands + register.propose(successor, now)
+        return commands + self._average(view, now) + self.saving.tick(view, now)
+
+    def _remove(self, view: View, now: float) -> View | None:
+        """Put out the silent, the guilty and the ones with a wrong state; their work goes to the others."""
+        if not (self.scan or self.guilty or self.stale):
+            return None
+        gone: dict[Peer, str] = {}
+        for member in view.members + view.joining:
+            silence = now - self.heard.get(member.peer, now)
+            if member.peer == self.name:
+                continue
+            if silence > self.settings.silence_s:
+                gone[member.peer] = f"silent for {silence:.1f} s"
+            elif member.peer in self.guilty:
+                gone[member.peer] = self.guilty[member.peer]
+        again = [member for member in view.members if member.peer in self.stale and member.peer not in gone]
+        if not gone and not again:
+            return None
+        words = [f"{peer} {why}" for peer, why in gone.items()]
+        words += [f"{member.peer} downloads its state again: {self.stale[member.peer]}" for member in again]
+        left = set(gone) | {member.peer for member in again}
+        members = tuple(member for member in view.members if member.peer not in left)
+        joining = tuple(member for member in view.joining if member.peer not in left) + tuple(again)
+        redone = sum(len(self.ledger.books.get(peer, ())) for peer in left)
+        killed = sum(member.peer in gone for member in view.members)
+        account = msgspec.structs.replace(
+            view.account, redone=view.account.redone + redone, killed=view.account.killed + killed
+        )
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            members=members,
+            joining=joining,
+            owners=_inherit(view, members),
+            account=account,
+            reason="; ".join(words)[:2000],
+        )
+
+    def _admit(self, view: View, now: float) -> View | None:
+        """Give every new peer a stage to prepare."""
+        if not self.joins or view.finished:
+            return None
+        joining, words = list(view.joining), []
+        for peer in self.joins:
+            stage, why = place((*view.members, *joining), self.settings.stages, self._seconds())
+            joining.append(Member(peer=peer, stage=stage))
+            words.append(f"{peer} joins stage {stage}: {why}")
+        return msgspec.structs.replace(
+            view, number=view.number + 1, joining=tuple(joining), reason="; ".join(words)[:2000]
+        )
+
+    def _start(self, view: View, now: float) -> View | None:
+        """Begin the first step when enough peers hold their stage and no stage is empty."""
+        if view.started:
+            return None
+        candidates = view.members + view.joining
+        ready = tuple(member for member in candidates if self._ready(member, view))
+        served = {member.stage for member in ready}
+        if len(ready) < self.settings.peers or len(served) < self.settings.stages or self.name not in _names(ready):
+            return None
+        rest = tuple(member for member in candidates if member not in ready)
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            members=ready,
+            joining=rest,
+            owners=_owners(ready, self.settings.microbatches),
+            started=True,
+            account=msgspec.structs.replace(view.account, issued=view.account.issued + self.settings.microbatches),
+            reason=f"{len(ready)} peers hold all {self.settings.stages} stages: step {view.step} begins",
+        )
+
+    def _commit(self, view: View, now: float) -> View | None:
+        """Every replica of every stage holds the same reduced gradient: the step is committed, the next one begins."""
+        if self.round is None or len(self.reduced) < sum(len(group) for group in self.round.groups):
+            return None
+        digests, norm_sq = [], 0.0
+        for stage, group in enumerate(self.round.groups):
+            found = {self.reduced[share.peer].digest for share in group}
+            if len(found) > 1:
+                self._disagree(stage, tuple(share.peer for share in group))
+                return None
+            digests.append(found.pop())
+            norm_sq += self.reduced[group[0].peer].norm_sq
+        step = view.step + 1
+        over = step >= self.settings.steps
+        every = self.settings.save_every
+        save = (over and self.settings.save_last) or (every > 0 and step % every == 0)
+        last = Committed(
+            step=view.step,
+            round=self.round.round,
+            norm=math.sqrt(norm_sq),
+            loss=self.ledger.loss(),
+            digests=tuple(digests),
+            groups=self.round.groups,
+            save=save,
+        )
+        return self._next(view, last, over)
+
+    def _disagree(self, stage: int, peers: tuple[Peer, ...]) -> None:
+        """Replicas of one stage hold different sums: average again; at the second time the minority starts afresh."""
+        self.disagreements += 1
+        if self.disagreements >= DISAGREEMENTS:
+            by_digest: dict[str, list[Peer]] = {}
+            for peer in peers:
+                by_digest.setdefault(self.reduced[peer].digest, []).append(peer)
+            right = max(by_digest.values(), key=len)
+            minority = [peer for peer in peers if peer not in right]
+            self.stale.update(dict.fromkeys(minority, f"its sums differ from its stage {stage}'s others"))
+        self.round, self.reduced = None, {}
+
+    def _next(self, view: View, last: Committed, over: bool) -> View:
+        """The view that begins the step after `last`: leavers go, joiners that took part become members."""
+        assert self.round is not None
+        took_part = {share.peer for group in self.round.groups for share in group}
+        new = tuple(member for member in view.joining if member.peer in took_part)
+        leavers = {member.peer for member in view.members if member.peer in self.leaves}
+        members = tuple(member for member in view.members + new if member.peer not in leavers)
+        if {member.stage for member in members} != {member.stage for member in view.members + new}:
+            members, leavers = view.members + new, set()  # a stage is never emptied by a leave
+        joining = tuple(member for member in view.joining if member not in new and member.peer not in self.leaves)
+        words = [
+            f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
+        ]
+        words += [f"{member.peer} serves stage {member.stage}" for member in new]
+        words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
+        account = view.account
+        account = Account(
+            issued=account.issued + (0 if over else self.settings.microbatches),
+            committed=account.committed + self.settings.microbatches,
+            redone=account.redone,
+            counted_twice=account.counted_twice + counted_twice(last.groups),
+            killed=account.killed,
+            joined=account.joined + len(new),
+        )
+        return View(
+            number=view.number + 1,
+            step=view.step + 1,
+            members=members,
+            joining=joining,
+            owners=() if over else _owners(members, self.settings.microbatches),
+            started=True,
+            finished=over and not last.save,
+            epoch=view.epoch,
+            last=last,
+            account=account,
+            reason="; ".join(words)[:2000],
+        )
+
+    def _end(self, view: View, now: float) -> View | None:
+        """After the last step the run is over once its checkpoint is published or cannot be."""
+        if view.finished or view.step < self.settings.steps or not self.saving.idle:
+            return None
+        return msgspec.structs.replace(
+            view, number=view.number + 1, finished=True, reason=f"all {self.settings.steps} steps are committed"
+        )
+
+    # ------------------------------------------------------------------------------------------------- averaging
+
+    def _average(self, view: View, now: float) -> list[Command]:
+        """Ask for the round when the books are whole; repeat it to whoever has not answered."""
+        if not view.started or view.step >= self.settings.steps:
+            return []
+        if self.round is None:
+            return self._open_round(view, now)
+        late = [
+            share.peer
+            for group in self.round.groups
+            for share in group
+            if share.peer not in self.reduced and now - self.round_sent.get(share.peer, -1e9) > 4 * self.settings.beat_s
+        ]
+        self.round_sent.update(dict.fromkeys(late, now))
+        return [Send(peer, self.round) for peer in late]
+
+    def _open_round(self, view: View, now: float) -> list[Command]:
+        total = self.settings.stages * self.settings.microbatches
+        if self.ledger.booked < total:
+            return []
+        if not self.ledger.complete(view.members):
+            twice = self.ledger.doubled(view.members)
+            if twice is not None:
+                self.guilty[twice] = "booked a microbatch that another member had booked"
+            return []
+        if self.complete_at is None:
+            self.complete_at = now
+        ready = tuple(member for member in view.joining if self._ready(member, view))
+        downloading = len(view.joining) - len(ready)
+        if downloading and now - self.complete_at < self.settings.hold_s:
+            return []
+        self.rounds += 1
+        groups = self.ledger.groups(view.members, ready)
+        self.round = Round(
+            epoch=view.epoch,
+            step=view.step,
+            round=self.term * ROUNDS_PER_TERM + self.rounds,
+            view=view.number,
+            groups=groups,
+        )
+        self.reduced = {}
+        peers = [share.peer for group in groups for share in group]
+        self.round_sent = dict.fromkeys(peers, now)
+        return [Send(peer, self.round) for peer in peers]
+
+    def _on_round_failed(self, peer: Peer, failed: RoundFailed) -> list[Command]:
+        assert self.view is not None
+        self.round, self.reduced = None, {}
+        if failed.culprit and failed.culprit in self.present:
+            self._complain(peer, failed.culprit, failed.reason, gentle=True)
+        return [Note("round", f"round given up: {peer} says {failed.reason}")]
+
+    def _holds(self, round_: Round) -> bool:
+        """Everyone of the round is still in the view."""
+        return all(share.peer in self.present for group in round_.groups for share in group)
+
+    def _in_round(self, message: Reduced | RoundFailed) -> bool:
+        current = self.round
+        return current is not None and (current.epoch, current.step, current.round) == (
+            message.epoch,
+            message.step,
+            message.round,
+        )
+
+    # --------------------------------------------------------------------------------------------------- watching
+
+    def _on_pulse(self, peer: Peer, pulse: Pulse, now: float) -> list[Command]:
+        assert self.view is not None
+        self.dirty |= peer not in self.serving or not self.view.started or self.view.finished
+        self.pulses[peer] = pulse
+        self._take_books(peer, pulse)
+        return []
+
+    def _take_books(self, peer: Peer, pulse: Pulse) -> None:
+        view = self.view
+        assert view is not None
+        if not pulse.books or (pulse.step, pulse.epoch) != (view.step, view.epoch):
+            return
+        if self.serving.get(peer) == pulse.stage:
+            self.ledger.report(peer, pulse.books)
+            self.dirty |= self.ledger.booked >= self.settings.stages * self.settings.microbatches
+
+    def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
+        if complaint.about == peer:
+            self.stale[peer] = complaint.reason
+        else:
+            self._complain(peer, complaint.about, complaint.reason, gentle=complaint.unreachable)
+
+    def _complain(self, peer: Peer, about: Peer, reason: str, *, gentle: bool) -> None:
+        """Count it; at COMPLAINTS the accused goes. `gentle`: a link may be to blame, so a stage's last replica stays."""
+        assert self.view is not None
+        stage = self.serving.get(about)
+        if stage is None:
+            return
+        if gentle and sum(other == stage for other in self.serving.values()) < 2:
+            return
+        held = self.complaints.setdefault(about, [])
+        held.append(f"{peer}: {reason}")
+        if len(held) >= COMPLAINTS and about != self.name:
+            self.guilty[about] = f"after {len(held)} complaints, the last by {held[-1]}"
+
+    def _watch(self, view: View, now: float) -> list[Command]:
+        """Compare the replicas' parameters; say when a stage has nobody."""
+        commands: list[Command] = []
+        empty = sorted(set(range(self.settings.stages)) - {member.stage for member in view.members})
+        stalled = f"stage {empty[0]} has no replica left: the run waits" if view.started and empty else ""
+        if stalled != self.stalled:
+            self.stalled = stalled
+            commands += [Note("stall", stalled or "every stage is served again")]
+        held: dict[int, dict[str, list[Peer]]] = {}
+        for member in view.members:
+            pulse = self.pulses.get(member.peer)
+            if pulse is not None and pulse.digest and (pulse.step, pulse.epoch) == (view.step, view.epoch):
+                held.setdefault(member.stage, {}).setdefault(pulse.digest, []).append(member.peer)
+        for stage, digests in held.items():
+            if len(digests) > 1:
+                right = max(digests.values(), key=len)
+                for peers in digests.values():
+                    if peers is not right:
+                        self.stale.update(
+                            dict.fromkeys(peers, f"its parameters differ from its stage {stage}'s others")
+                        )
+        return commands
+
+    def _ready(self, member: Member, view: View) -> bool:
+        pulse = self.pulses.get(member.peer)
+        return (
+            pulse is not None
+            and pulse.ready
+            and (pulse.step, pulse.epoch, pulse.stage) == (view.step, view.epoch, member.stage)
+        )
+
+    def _seconds(self) -> tuple[float, ...]:
+        """Seconds per microbatch at each stage: measured where the members' rates say, else as planned."""
+        assert self.view is not None
+        rates: list[list[float]] = [[] for _ in range(self.settings.stages)]
+        for member in self.view.members:
+            pulse = self.pulses.get(member.peer)
+            if pulse is not None and pulse.rate > 0 and pulse.stage == member.stage:
+                rates[member.stage].append(pulse.rate)
+        if all(rates):
+            return tuple(len(group) / sum(group) for group in rates)
+        return self.settings.stage_seconds
+
+    def _dismiss(self, view: View, now: float) -> list[Command]:
+        """A finished run: tell the others once all know, or after a while."""
+        if self.farewell_at is None:
+            self.farewell_at = now + 2 * self.settings.silence_s
+        others = [member.peer for member in view.members + view.joining if member.peer != self.name]
+        aware = all(peer in self.pulses and self.pulses[peer].number >= view.number for peer in others)
+        if aware or now >= self.farewell_at:
+            self.farewell_at = float("-inf")
+            return [Send(peer, Removed(number=view.number, reason="finished")) for peer in others]
+        return []
+
+    @property
+    def dismissed(self) -> bool:
+        """Everybody has been told that the run is over."""
+        return self.farewell_at == float("-inf")
+
+
+def _names(members: tuple[Member, ...]) -> set[Peer]:
+    return {member.peer for member in members}
+
+
+def _owners(members: tuple[Member, ...], microbatches: int) -> tuple[int, ...]:
+    """Microbatch i is owned by member i modulo their number."""
+    return tuple(i % len(members) for i in range(microbatches))
+
+
+def _inherit(view: View, members: tuple[Member, ...]) -> tuple[int, ...]:
+    """Owners after some members left: the others keep theirs, and inherit what is orphaned in turn."""
+    if not members or not view.owners:
+        return ()
+    position = {member.peer: at for at, member in enumerate(members)}
+    owners, turn = [], 0
+    for owner in view.owners:
+        at = position.get(view.members[owner].peer)
+        if at is None:
+            at, turn = turn % len(members), turn + 1
+        owners.append(at)
+    return tuple(owners)

@@ -1,0 +1,729 @@
+"""The protocol: what peers tell one another, what a machine is told, and what it asks its driver to do.
+
+Every value here is a frozen struct. `Message`s cross the network (msgpack, tagged, bounded), `Event`s enter a machine,
+`Command`s leave it. Tensors never appear: a blob is a name, and the driver keeps the table from name to bytes. One
+View, the value that the members agree on by quorum.py, says who serves what, who owns which microbatch and which step
+is trained.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL = 1  # raised with every change of a wire message; peers of another number are refused at the handshake
+
+# key id + incarnation: a restarted process is another
+Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
+Stage = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+Text = Annotated[str, msgspec.Meta(max_length=2000)]
+Digest = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A plain value inside messages."""
+
+
+class Wire(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """A message between peers."""
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Something that happened to a peer."""
+
+
+class Command(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Something a machine wants done."""
+
+
+# ---------------------------------------------------------------------------------------------------- agreed state
+
+
+class Member(Value, frozen=True):
+    peer: Peer
+    stage: Stage
+
+
+class Share(Value, frozen=True):
+    """What one replica brings into a round: the indices it booked, in the order in which it added them."""
+
+    peer: Peer
+    indices: tuple[Index, ...]
+
+
+class Account(Value, frozen=True):
+    """Samples of the whole run so far, in microbatches. `redone` counts (microbatch, stage) bookings computed again."""
+
+    issued: Count = 0
+    committed: Count = 0
+    redone: Count = 0
+    counted_twice: Count = 0
+    killed: Count = 0
+    joined: Count = 0
+
+
+class Committed(Value, frozen=True):
+    """How the step before the view's step was committed: the round, the norm that clips it, who summed what."""
+
+    step: Count
+    round: Count
+    norm: float  # Euclidean norm of the whole model's averaged gradient
+    loss: float  # mean over the step's microbatches
+    digests: tuple[Digest, ...]  # of each stage's reduced gradient
+    groups: tuple[tuple[Share, ...], ...]  # one per stage
+    save: bool = False  # write a checkpoint of the parameters after this step
+
+
+class View(Value, frozen=True):
+    """The replicated value. `members` vote, serve and train; `joining` download their stage's state."""
+
+    number: Count
+    step: Count  # being trained now; equals the version of the parameters it is trained with
+    members: tuple[Member, ...]
+    joining: tuple[Member, ...] = ()
+    owners: tuple[Index, ...] = ()  # owners[i]: position in `members` of the trainer that owns microbatch i
+    started: bool = False
+    finished: bool = False
+    epoch: Count = 0  # raised when the run goes back to a checkpoint: everything of an older epoch is void
+    last: Committed | None = None
+    account: Account = Account()
+    reason: Text = ""  # why this view replaced the one before, in words
+
+
+class Entry(Value, frozen=True):
+    """A view on its way to being agreed: proposed in `term`, to be accepted by majorities of both sets of voters."""
+
+    term: Count
+    view: View
+    before: tuple[Peer, ...]  # the voters of the view it replaces
+
+
+# ------------------------------------------------------------------------------------------- agreeing and belonging
+
+
+class Lead(Wire, frozen=True):
+    """Leader to everyone: I lead `term`; the view numbered `number` is agreed, up to `decided_term`'s proposal."""
+
+    term: Count
+    number: Count  # the newest agreed view
+    decided_term: Count = 0  # term under which that view was agreed
+
+
+class Propose(Wire, frozen=True):
+    entry: Entry
+    term: Count  # of the leader that sends it
+    decided: bool = False  # already agreed: a repair for a peer that missed it
+
+
+class Accept(Wire, frozen=True):
+    term: Count
+    number: Count
+
+
+class AskVote(Wire, frozen=True):
+    term: Count
+    last_term: Count
+    last_number: Count
+    trial: bool = False  # pre-vote: would you vote? changes nothing
+
+
+class Vote(Wire, frozen=True):
+    term: Count
+    granted: bool
+    trial: bool = False
+
+
+class Booking(Value, frozen=True):
+    index: Index
+    loss: float | None = None  # at the last stage: mean loss of the microbatch
+
+
+class Pulse(Wire, frozen=True):
+    """Member (or joiner) to leader, every beat and after each booking: I live, and these are my books."""
+
+    term: Count
+    number: Count  # newest agreed view I hold
+    step: Count  # version of my parameters; meaningful when ready
+    ready: bool  # my parameters are those of `step`
+    books: tuple[Booking, ...] = ()  # of the step, in the order they were added
+    epoch: Count = 0
+    queue_s: float = 0.0  # seconds of work waiting here
+    rate: float = 0.0  # microbatches per second my stage passes when busy
+    digest: Digest = ""  # of my parameters at `step`
+    stage: Stage = 0  # the stage those books belong to
+
+
+class Join(Wire, frozen=True):
+    """To any member: let me take part. Repeated until a view names the sender."""
+
+    speed: float = 1.0  # relative, from the config or a profile
+    saves: bool = True  # can reach the run's checkpoint storage
+
+
+class Redirect(Wire, frozen=True):
+    leader: Peer
+
+
+class Leave(Wire, frozen=True):
+    """To the leader: I go at the next step boundary."""
+
+    reason: Text = ""
+
+
+class Complaint(Wire, frozen=True):
+    """To the leader: `about` misbehaves (wrong shapes, non-finite values) or cannot be reached by me."""
+
+    about: Peer
+    reason: Text
+    unreachable: bool = False
+
+
+class Removed(Wire, frozen=True):
+    """Leader to a peer that still talks to it but is in no view."""
+
+    number: Count
+    reason: Text = ""
+
+
+# ------------------------------------------------------------------------------------------------------------- hops
+
+
+class Forward(Wire, frozen=True):
+    """Owner to server: run the stage on blob 0, the stage's input (tokens at stage 0). Answer: Output."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    view: Count
+
+
+class Backward(Wire, frozen=True):
+    """Owner to server: blob 0 the stage's input, blob 1 the gradient of its output (last stage: the tokens). Booked
+    once.
+
+    With one stage blob 0 alone, the tokens. Answer: Gradient."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    view: Count
+
+
+class Output(Wire, frozen=True):
+    """Blob 0: the stage's output."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+
+
+class Gradient(Wire, frozen=True):
+    """The microbatch is booked here. Blob 0: the gradient of the stage's input (none at stage 0)."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    loss: float | None = None
+
+
+class Recall(Wire, frozen=True):
+    """Owner to server: send the Gradient you booked again. Answer: Gradient, or Cancelled when nothing is booked."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    view: Count
+
+
+class Cancel(Wire, frozen=True):
+    """Owner to server: unless booked or running, forget every backward attempt up to this one. Answer: Cancelled or
+    Gradient."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    view: Count
+
+
+class Cancelled(Wire, frozen=True):
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+
+
+class Busy(Wire, frozen=True):
+    """Server to owner: not taken; my queue is `wait_s` long, or I do not hold that version or view yet."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    backward: bool
+    wait_s: float
+
+
+class Refused(Wire, frozen=True):
+    """Server to owner: that request is wrong and will never be taken."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    backward: bool
+    reason: Text
+
+
+class AskBooks(Wire, frozen=True):
+    """New owner to server: which microbatches have you booked? Answered once the view is `view` or newer and nothing
+    that a former owner sent is running."""
+
+    epoch: Count
+    step: Count
+    view: Count
+
+
+class Books(Wire, frozen=True):
+    epoch: Count
+    step: Count
+    view: Count
+    stage: Stage
+    indices: tuple[Index, ...]
+
+
+# ------------------------------------------------------------------------------------------------------------ rounds
+
+
+class Round(Wire, frozen=True):
+    """Leader to members: average now. groups[s] lists the replicas of stage s with what each brings."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    view: Count
+    groups: tuple[tuple[Share, ...], ...]
+
+
+class Part(Wire, frozen=True):
+    """Replica to chunk owner: blob 0 is my sum's values of that chunk."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    chunk: Index
+
+
+class Sum(Wire, frozen=True):
+    """Chunk owner to replicas: blob 0 is the chunk added up over the group, in group order."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    chunk: Index
+
+
+class Resend(Wire, frozen=True):
+    """Replica to replica: I still miss your part (as a chunk's owner) or your sum (`sum` true) of that chunk."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    chunk: Index
+    sum: bool
+
+
+class Reduced(Wire, frozen=True):
+    """Replica to leader: I hold the group's reduced gradient."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    digest: Digest
+    norm_sq: float
+
+
+class RoundFailed(Wire, frozen=True):
+    """Replica to leader: this round cannot end here. `culprit` is empty when it is nobody's fault (books have
+    changed)."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    reason: Text
+    culprit: str = ""
+
+
+# ------------------------------------------------------------------------------------------------- state, checkpoints
+
+
+class AskState(Wire, frozen=True):
+    """Joiner to replica: offer me the state of your stage."""
+
+    epoch: Count
+    stage: Stage
+
+
+class Manifest(Value, frozen=True):
+    """State of one stage at one version, cut into chunks: SHA-256 and size of each."""
+
+    hashes: tuple[Digest, ...]
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=1, le=2**28)], ...]
+
+
+class Offer(Wire, frozen=True):
+    """Replica to joiner. An empty manifest: I have no state of that stage to give (now)."""
+
+    epoch: Count
+    step: Count
+    stage: Stage
+    manifest: Manifest
+
+
+class AskChunk(Wire, frozen=True):
+    epoch: Count
+    step: Count
+    stage: Stage
+    chunk: Index
+
+
+class Chunk(Wire, frozen=True):
+    """Blob 0: the chunk's bytes. `gone` (and no blob): that version is no longer held here."""
+
+    epoch: Count
+    step: Count
+    stage: Stage
+    chunk: Index
+    gone: bool = False
+
+
+class Saved(Wire, frozen=True):
+    """Replica to leader: my stage's shard of the checkpoint is written. `failed` says why it could not be."""
+
+    epoch: Count
+    step: Count
+    stage: Stage
+    record: Annotated[str, msgspec.Meta(max_length=2**20)] = ""  # JSON: files, tensors, sizes, hashes
+    failed: Text = ""
+
+
+class AskSave(Wire, frozen=True):
+    """Leader to replica: write your stage's shard of the checkpoint of version `step` (you keep a copy until told)."""
+
+    epoch: Count
+    step: Count
+
+
+class AskPublish(Wire, frozen=True):
+    """Leader to one peer: every shard is there; make the checkpoint whole and visible."""
+
+    epoch: Count
+    step: Count
+    records: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)]
+
+
+class Published(Wire, frozen=True):
+    epoch: Count
+    step: Count
+    path: Text = ""
+    failed: Text = ""
+
+
+Message = (
+    Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Removed
+    | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
+    | Round | Part | Sum | Resend | Reduced | RoundFailed
+    | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
+)  # fmt: skip
+
+BULK = (Forward, Backward, Output, Gradient, Part, Sum, Chunk)  # may carry blobs; all others travel as control
+
+
+# ------------------------------------------------------------------------------------------------------------ events
+
+
+class BlobRef(msgspec.Struct, frozen=True, gc=False):
+    """A tensor the driver holds under a local name."""
+
+    id: str
+    nbytes: int
+    holders: tuple[Peer, ...] = ()
+
+
+class Received(Event, frozen=True):
+    """A message came. `fault` says what is wrong with its blobs (shape, type, non-finite values), checked by the
+    driver."""
+
+    peer: Peer
+    message: Message
+    blobs: tuple[BlobRef, ...] = ()
+    fault: Text = ""
+
+
+class Unreachable(Event, frozen=True):
+    """The transport cannot reach that peer now (connection refused or broken)."""
+
+    peer: Peer
+
+
+class Result(msgspec.Struct, frozen=True, gc=False):
+    """What a task found out; fields that do not apply keep their defaults."""
+
+    loss: float | None = None
+    digest: str = ""
+    norm_sq: float = 0.0
+    length: int = 0  # values in the stage's flat gradient
+    manifest: Manifest | None = None
+    record: str = ""
+    nbytes: int = 0
+
+
+class Done(Event, frozen=True):
+    """A task ended well; `result` has the fields its docstring names."""
+
+    id: str
+    result: Result
+    seconds: float = 0.0
+
+
+class Failed(Event, frozen=True):
+    id: str
+    reason: Text
+
+
+class Tick(Event, frozen=True):
+    """The machine's deadline has come (or the driver simply calls)."""
+
+
+class Found(Event, frozen=True):
+    """The directory lists these peers of the run."""
+
+    peers: tuple[Peer, ...]
+
+
+class Asked(Event, frozen=True):
+    """A person or the launcher asks this peer to leave at the next step boundary."""
+
+    reason: Text = ""
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+class Send(Command, frozen=True):
+    """Blobs are local names, resolved when the command is carried out: a Drop may follow at once."""
+
+    peer: Peer
+    message: Message
+    blobs: tuple[str, ...] = ()
+
+
+class Drop(Command, frozen=True):
+    """Forget these blobs."""
+
+    blobs: tuple[str, ...]
+
+
+class Note(Command, frozen=True):
+    """A decision worth telling: `text` is the reason in words."""
+
+    kind: str  # joined | removed | commit | round | leader | checkpoint | route | refused | stall | finished | state
+    text: str
+
+
+class Finish(Command, frozen=True):
+    """This peer's part in the run is over."""
+
+    ok: bool
+    reason: str
+
+
+class Find(Command, frozen=True):
+    """Ask the directory for peers of the run; answered by Found."""
+
+
+class Do(Command, frozen=True):
+    """Carry out a task; answered by exactly one Done or Failed with the task's id, unless the task says otherwise."""
+
+    task: Task
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Read microbatch `index` of `step` from the data into blob `out` (tokens: (B, L+1) int64)."""
+
+    id: str
+    step: int
+    index: int
+    out: str
+
+
+class RunForward(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The stage on blob `x` into blob `out`."""
+
+    id: str
+    step: int
+    index: int
+    stage: int
+    x: str
+    out: str
+
+
+class RunBackward(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Recompute the stage on `x`, run back from `grad` (last stage: loss against the tokens), add to the step's sum,
+    write the gradient of `x` to `out` ('' at stage 0). Result: loss at the last stage. Failed leaves the sum as it
+    was."""
+
+    id: str
+    step: int
+    index: int
+    stage: int
+    x: str
+    grad: str  # '' when the model has one stage: x holds the tokens
+    out: str
+
+
+class Cut(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Copy slices of the step's sum (of `bounds[i]` to `bounds[i+1]` values) into blobs `outs`."""
+
+    id: str
+    step: int
+    bounds: tuple[int, ...]
+    outs: tuple[str, ...]
+
+
+class Add(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Add blobs `parts` in that order into blob `out`."""
+
+    id: str
+    parts: tuple[str, ...]
+    out: str
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Concatenate `sums` into the reduced gradient of `round`. Result: digest, norm_sq (fp64). Failed: non-finite
+    values."""
+
+    id: str
+    step: int
+    round: int
+    sums: tuple[str, ...]
+
+
+class Apply(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Clip round `round`'s reduced gradient by the whole model's `norm`, one optimizer step, empty the sum; parameters
+    are now those of step + 1. With `save`, keep a copy for RunSave. Result: digest of the parameters."""
+
+    id: str
+    step: int
+    round: int
+    norm: float
+    save: bool
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Empty the step's sum (a peer's books are void: it was fenced, moved or rolled back). Result: nothing."""
+
+    id: str
+
+
+class Init(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Build stage `stage` with the parameters of version `step`: from the seed, or from the checkpoint of that step.
+    Result: digest, length."""
+
+    id: str
+    stage: int
+    step: int
+
+
+class Export(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Copy parameters, optimizer state and schedule position of version `step`, to be read by ReadChunk. Result:
+    manifest. A later Export replaces the copy."""
+
+    id: str
+    step: int
+
+
+class ReadChunk(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Chunk `chunk` of the exported copy of `step` into blob `out`. Failed: another version is held."""
+
+    id: str
+    step: int
+    chunk: int
+    out: str
+
+
+class CheckChunk(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Compare blob `blob` with `digest` (SHA-256) and keep it as chunk `chunk`. Failed: it differs."""
+
+    id: str
+    chunk: int
+    digest: str
+    blob: str
+
+
+class Import(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Build stage `stage` at version `step` from the kept chunks. Result: digest, length."""
+
+    id: str
+    stage: int
+    step: int
+    chunks: int
+
+
+class RunSave(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Write this stage's shard of the checkpoint of version `step` from the copy kept by Apply. Result: record."""
+
+    id: str
+    stage: int
+    step: int
+
+
+class RunPublish(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Write index and configuration, and make the checkpoint of `step` visible at once. Result: record = its path."""
+
+    id: str
+    step: int
+    records: tuple[str, ...]
+
+
+Task = (
+    Fetch | RunForward | RunBackward | Cut | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk | Import
+    | RunSave | RunPublish
+)  # fmt: skip
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the machines need to know of a run's configuration."""
+
+    stages: int
+    microbatches: int  # per step
+    steps: int  # the run ends when this many steps are committed
+    first_step: int = 0  # a resumed run starts here
+    peers: int = 1  # training starts when this many have joined and every stage is served
+    inflight: int = 4  # microbatches a trainer drives at once
+    queue_limit: int = 16  # tasks a server holds before it answers Busy
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    save_last: bool = True
+    beat_s: float = 0.5
+    silence_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
+    hop_floor_s: float = 2.0  # no hop is called slow before this
+    hold_s: float = 30.0  # a finished step waits at most this long for a joiner's download
+    ban_s: float = 10.0  # first ban of a failing peer; doubles up to 8 times this
+    stage_seconds: tuple[float, ...] = ()  # planned seconds per microbatch, for placement before anything is measured

@@ -1,0 +1,388 @@
+"""One peer's whole mind: the machines put together. `handle(event, now)` returns what is to be done; nothing else
+changes state.
+
+Every peer serves a stage (server.py), owns microbatches (trainer.py), helps to agree on the view (quorum.py), keeps
+its stage's state in step with the others (sync.py) and, while it leads, decides for all (coordinator.py). The driver
+(runtime/node.py, sim/, a replay) hands in events and carries out commands; it calls again at `deadline`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.core.coordinator import Coordinator
+from shoal.core.messages import (
+    Accept,
+    AskBooks,
+    AskChunk,
+    Asked,
+    AskPublish,
+    AskSave,
+    AskState,
+    AskVote,
+    Backward,
+    BlobRef,
+    Cancel,
+    Chunk,
+    Command,
+    Complaint,
+    Done,
+    Drop,
+    Event,
+    Failed,
+    Find,
+    Finish,
+    Forward,
+    Found,
+    Join,
+    Lead,
+    Leave,
+    Member,
+    Note,
+    Offer,
+    Part,
+    Peer,
+    Propose,
+    Published,
+    Pulse,
+    Recall,
+    Received,
+    Redirect,
+    Reduced,
+    Removed,
+    Resend,
+    Round,
+    RoundFailed,
+    Saved,
+    Send,
+    Settings,
+    Sum,
+    Unreachable,
+    View,
+    Vote,
+    Wire,
+)
+from shoal.core.quorum import Register
+from shoal.core.server import Server
+from shoal.core.sync import Sync
+from shoal.core.trainer import Trainer
+
+if TYPE_CHECKING:
+    from random import Random
+
+SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Part, Sum, Resend)
+FROM_LEADER = (Round, AskSave, AskPublish)
+TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Saved, Published)
+AGREEING = (Lead, Propose, Accept, AskVote, Vote)
+SYNC = (AskState, Offer, AskChunk, Chunk)
+FIND_BEATS = 4  # between look-ups of the directory while no view names me
+
+
+class PeerMachine:
+    """`found` is true of the one peer that begins the run."""
+
+    def __init__(self, name: Peer, settings: Settings, rng: Random, found: bool) -> None:
+        self.name, self.settings, self.rng, self.founding = name, settings, rng, found
+        self.register = Register(name, settings, rng)
+        self.server = Server(name, settings)
+        self.trainer = Trainer(name, settings, rng)
+        self.sync = Sync(name, settings, rng, self.server)
+        self.coordinator = Coordinator(name, settings)
+        self.view: View | None = None  # newest agreed
+        self.present: set[Peer] = set()  # its members and joiners
+        self.last_now: float | None = None
+        self.pulse_at: float | None = None
+        self.find_at: float | None = None
+        self.known: tuple[Peer, ...] = ()  # peers to ask for admission
+        self.led = 0  # the term my coordinator has begun
+        self.leaving = ""
+        self.removed_from = -1  # number of the view that no longer had me
+        self.finished = False
+        self.linger_at: float | None = None  # when a finished peer stops waiting for its dismissal
+
+    # ------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def leading(self) -> bool:
+        return self.register.leading
+
+    @property
+    def leader(self) -> Peer | None:
+        return self.register.leader
+
+    @property
+    def deadline(self) -> float | None:
+        times = (
+            self.register.deadline,
+            self.server.deadline,
+            self.trainer.deadline,
+            self.sync.deadline,
+            self.pulse_at,
+            self.find_at,
+            self.linger_at,
+        )
+        return min((at for at in times if at is not None), default=None)
+
+    # --------------------------------------------------------------------------------------------------- driving
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take in one event; the commands are to be carried out in order."""
+        if self.finished:
+            return []
+        commands = self._begin(now)
+        self.trainer.leader = self.server.leader = self.register.leader
+        commands += self._dispatch(event, now)
+        commands += self._tick(now)
+        return self._settle(commands, now)
+
+    def _begin(self, now: float) -> list[Command]:
+        """First call: found the run or look for it. Later: a gap means that this process stood still."""
+        last, self.last_now = self.last_now, now
+        if last is None:
+            self.find_at = None if self.founding else now
+            if not self.founding:
+                return []
+            view = View(number=1, step=self.settings.first_step, members=(Member(peer=self.name, stage=0),))
+            return self.register.found(view, now)
+        gap = now - last
+        if gap > 3 * self.settings.beat_s:
+            self.register.forgive(gap, now)
+            if self.led:
+                self.coordinator.forgive(gap, now)
+        return []
+
+    def _dispatch(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case Received():
+                return self._received(event, now)
+            case Done():
+                return self._owner(event.id).on_done(event, now)
+            case Failed():
+                return self._owner(event.id).on_failed(event, now)
+            case Unreachable():
+                if self.led:
+                    self.coordinator.doubt(event.peer, now)
+                return self.trainer.on_unreachable(event.peer, now)
+            case Found():
+                self.known = tuple(peer for peer in event.peers if peer != self.name)
+                return self._ask_in(now)
+            case Asked():
+                self.leaving = event.reason or "asked to"
+        return []
+
+    def _received(self, event: Received, now: float) -> list[Command]:
+        peer, message = event.peer, event.message
+        self.register.show_life(peer, now)
+        if isinstance(message, AGREEING):
+            return self._agreeing(peer, message, now)
+        if isinstance(message, SYNC):
+            return self.sync.on_message(peer, message, event.blobs, event.fault, now)
+        if isinstance(message, TO_LEADER):
+            return self._to_leader(peer, message, now)
+        if isinstance(message, Removed):
+            return self._on_removed(peer, message, now)
+        if isinstance(message, Redirect):
+            return [Send(message.leader, Join())] if self._outside() and message.leader != self.name else []
+        drop = _drop(event.blobs)
+        if isinstance(message, FROM_LEADER):
+            if peer != self.register.leader:
+                return drop
+            return self.server.on_message(peer, message, event.blobs, event.fault, now)
+        if not self._belongs(peer):
+            return drop
+        if isinstance(message, SERVER):
+            return self.server.on_message(peer, message, event.blobs, event.fault, now)
+        return self.trainer.on_message(peer, message, event.blobs, event.fault, now)
+
+    def _agreeing(self, peer: Peer, message: Wire, now: float) -> list[Command]:
+        """A stranger neither leads nor votes; one that was put out is told so when it asks."""
+        view = self.view
+        if isinstance(message, AskVote) and view is not None and not self._belongs(peer):
+            return [Send(peer, Removed(number=view.number, reason=f"not in view {view.number}"))]
+        return self.register.on_message(peer, message, now)
+
+    def _to_leader(self, peer: Peer, message: Wire, now: float) -> list[Command]:
+        if self.register.leading:
+            commands = self.coordinator.on_message(peer, message, now) if self.led == self.register.term else []
+            if isinstance(message, Pulse) and self._belongs(peer):
+                commands += self.register.repair(peer, message.number)
+            return commands
+        leader = self.register.leader
+        if isinstance(message, Join) and leader is not None and leader != peer:
+            return [Send(peer, Redirect(leader=leader))]
+        return []
+
+    def _on_removed(self, peer: Peer, message: Removed, now: float) -> list[Command]:
+        """I am out: because the run is over, or to come back as a joiner that downloads its state."""
+        if message.reason == "finished" and self.view is not None and self.view.finished:
+            return self._finish(True, "the run is finished")
+        if self.view is None or message.number <= max(self.view.number, self.removed_from) or not self._belongs(peer):
+            return []
+        if self.leaving:
+            return self._finish(True, f"left: {self.leaving}")
+        self.removed_from = message.number
+        return self._outside_now(f"put out of the run: {message.reason}", now)
+
+    def _owner(self, task: str) -> Server | Trainer | Sync:
+        return {"t": self.trainer, "s": self.server, "y": self.sync}[task[0]]  # type: ignore[return-value]
+
+    # -------------------------------------------------------------------------------------------------- settling
+
+    def _tick(self, now: float) -> list[Command]:
+        commands = self.register.tick(now) if _due(self.register.deadline, now) else []
+        for machine in (self.server, self.trainer, self.sync):
+            if _due(machine.deadline, now):
+                commands += machine.tick(now)  # type: ignore[attr-defined]
+        if _due(self.find_at, now):
+            self.find_at = now + FIND_BEATS * self.settings.beat_s
+            commands += [Find(), *self._ask_in(now)]
+        if _due(self.linger_at, now):
+            commands += self._finish(True, "the run is finished")
+        return commands
+
+    def _settle(self, commands: list[Command], now: float) -> list[Command]:
+        """Let what was agreed take effect, decide, and tell the leader how I am."""
+        while True:
+            for view in self.register.take():
+                commands += self._adopt(view, now)
+            if not self.register.leading or self.finished:
+                self.led = 0
+                break
+            commands += self._lead(now)
+            if not self.register.fresh:
+                break
+        if self.server.stale:
+            commands += self._tell(Complaint(about=self.name, reason=self.server.stale), now)
+            if self.register.leader is not None:
+                self.server.stale = ""
+        if self.server.changed or _due(self.pulse_at, now):
+            commands += self._pulse(now)
+        return commands
+
+    def _lead(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        view = self.register.agreed
+        assert view is not None
+        if self.led != self.register.term:
+            self.led = self.register.term
+            commands += self.coordinator.lead(view, self.register.term, now)
+            commands += self._pulse(now)
+        commands += self.coordinator.decide(self.register, now)
+        if self.coordinator.dismissed:
+            commands += self._finish(True, "the run is finished")
+        return commands
+
+    def _adopt(self, view: View, now: float) -> list[Command]:
+        """An agreed view takes effect on every part of this peer."""
+        before, self.view = self.view, view
+        self.present = {member.peer for member in view.members + view.joining}
+        commands: list[Command] = []
+        self.trainer.leader = self.server.leader = self.register.leader
+        if self.register.leading:
+            if self.led == self.register.term:
+                commands += self.coordinator.on_view(view, now)
+            commands += _tell_change(before, view)
+        if self.name not in self.present:
+            if before is not None and self.leaving:
+                return commands + self._finish(True, f"left: {self.leaving}")
+            if before is None:
+                return commands
+            return commands + self._outside_now(f"put out of the run in view {view.number}: {view.reason}", now)
+        self.find_at = None
+        if self.pulse_at is None:
+            self.pulse_at = now
+        commands += self.server.on_view(view, now)
+        commands += self.trainer.on_view(view, now)
+        commands += self.sync.on_view(view, now)
+        if view.finished:
+            self.linger_at = now + 4 * self.settings.silence_s
+        return commands + self._pulse(now)
+
+    def _outside_now(self, why: str, now: float) -> list[Command]:
+        """Everything I hold of the run is void; ask to come back."""
+        self.find_at = now
+        self.pulse_at = None
+        if self.view is not None:
+            self.removed_from = max(self.removed_from, self.view.number)
+            self.known = self.known or tuple(m.peer for m in self.view.members if m.peer != self.name)
+        gone = View(number=self.removed_from, step=0, members=())
+        commands: list[Command] = [Note("removed", why)]
+        commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
+        if self.server.seated:
+            commands += self.server.unseat()
+        return commands
+
+    def _ask_in(self, now: float) -> list[Command]:
+        """Ask for admission: the leader where known, else everyone I have heard of."""
+        if not self._outside():
+            return []
+        peers = (self.register.leader,) if self.register.leader not in (None, self.name) else self.known
+        return [Send(peer, Join()) for peer in peers if peer is not None]
+
+    def _outside(self) -> bool:
+        return not self.founding and self.find_at is not None
+
+    def _pulse(self, now: float) -> list[Command]:
+        """Tell the leader how I am; a peer that does not hear its leader keeps silent, so that it is missed."""
+        server = self.server
+        server.changed = False
+        self.pulse_at = now + self.settings.beat_s
+        if self.view is None or self._outside() or self.finished:
+            return []
+        if not self.register.leading and now - self.register.heard_lead > self.settings.silence_s:
+            return []
+        pulse = Pulse(
+            term=self.register.term,
+            number=self.view.number,
+            step=server.step,
+            ready=server.ready,
+            books=server.books,
+            epoch=server.epoch,
+            queue_s=server.queue_s,
+            rate=server.rate,
+            digest=server.digest,
+            stage=server.stage,
+        )
+        commands = self._tell(pulse, now)
+        if self.leaving:
+            commands += self._tell(Leave(reason=self.leaving), now)
+        return commands
+
+    def _tell(self, message: Wire, now: float) -> list[Command]:
+        """To the leader, who may be this very peer."""
+        leader = self.register.leader
+        if leader is None:
+            return []
+        if leader == self.name:
+            if self.led != self.register.term:
+                return []
+            return self.coordinator.on_message(self.name, message, now)
+        return [Send(leader, message)]  # type: ignore[arg-type]
+
+    def _belongs(self, peer: Peer) -> bool:
+        return self.view is None or peer in self.present  # without a view: the one that will tell is on its way
+
+    def _finish(self, ok: bool, reason: str) -> list[Command]:
+        self.finished = True
+        self.pulse_at = self.find_at = self.linger_at = None
+        return [Finish(ok=ok, reason=reason)]
+
+
+def _due(at: float | None, now: float) -> bool:
+    return at is not None and now >= at
+
+
+def _drop(blobs: tuple[BlobRef, ...]) -> list[Command]:
+    return [Drop(tuple(blob.id for blob in blobs))] if blobs else []
+
+
+def _tell_change(before: View | None, view: View) -> list[Command]:
+    """The leader's account of a change, for people."""
+    if before is None or not view.reason:
+        return []
+    if view.finished and not before.finished:
+        return [Note("finished", view.reason)]
+    if view.step > before.step:
+        return [Note("commit", view.reason)]
+    left = {m.peer for m in before.members} - {m.peer for m in view.members}
+    return [Note("removed" if left else "joined", view.reason)]

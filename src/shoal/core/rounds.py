@@ -1,0 +1,416 @@
+"""One replica's part in a round: cut its sum, exchange parts and sums, hold the group's reduced gradient.
+
+For server.py, which owns the books and decides whether a round may start now and what a commit does. averaging.py decides
+chunk bounds and who takes part. Here: Part, Sum and Resend, the order of the tasks, what an abort leaves behind. At most one
+round is held; a newer number replaces it. A task that is under way when its round ends goes on, and its blobs go with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from shoal.core.averaging import Chunks, objection, split
+from shoal.core.messages import (
+    Add,
+    Command,
+    Committed,
+    Cut,
+    Do,
+    Done,
+    Drop,
+    Failed,
+    Gather,
+    Part,
+    Peer,
+    Reduced,
+    Resend,
+    Round,
+    RoundFailed,
+    Send,
+    Settings,
+    Share,
+    Sum,
+    View,
+)
+
+TEXT = 2000  # longest reason a message may carry
+
+
+class Mean:
+    """Running mean of seconds: exponential with factor 0.1, corrected for its start (SWARM, section 4)."""
+
+    def __init__(self, prior: float = 0.0) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+        self._prior = prior
+
+    def add(self, seconds: float) -> None:
+        self._sum += 0.1 * (seconds - self._sum)
+        self._weight += 0.1 * (1.0 - self._weight)
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else self._prior
+
+
+class Early(msgspec.Struct, frozen=True):
+    """A Part or Sum that came before the Round it belongs to."""
+
+    message: Part | Sum
+    blobs: tuple[str, ...]
+    fault: str
+
+
+class Current(msgspec.Struct):
+    """The round under way. `live` are the blobs held for it, in the order they came; dicts keep that order."""
+
+    message: Round
+    group: tuple[Peer, ...]
+    chunks: Chunks
+    began: float
+    wake: float  # when to ask for what is missing, or to repeat Reduced
+    cut: tuple[str, ...] = ()  # my part of each chunk, once cut
+    parts: dict[Peer, str] = msgspec.field(default_factory=dict)  # of the chunk I own
+    sums: dict[int, str] = msgspec.field(default_factory=dict)
+    tasks: dict[str, Cut | Add | Gather] = msgspec.field(default_factory=dict)
+    live: dict[str, None] = msgspec.field(default_factory=dict)
+    adding: bool = False
+    gathering: bool = False
+    reduced: Reduced | None = None
+
+
+class Rounds:
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int]) -> None:
+        self.leader: Peer | None = None
+        self.view: View | None = None
+        self._name = name
+        self._settings = settings
+        self._serial = serial
+        self._stage = 0
+        self._current: Current | None = None
+        self._newest = -1  # the highest round of this step that I began or refused
+        self._reason = ""  # why I am not in that round (any more)
+        self._early: dict[tuple[Peer, bool], Early] = {}
+        self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: its inputs, outputs
+        self._usual = Mean()  # seconds from a round's start to its reduced gradient
+
+    @property
+    def cutting(self) -> bool:
+        """My sum is being copied: nothing may be added to it."""
+        return self._current is not None and any(isinstance(task, Cut) for task in self._current.tasks.values())
+
+    @property
+    def active(self) -> int | None:
+        return None if self._current is None else self._current.message.round
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self._current is None else self._current.wake
+
+    def begin(self, message: Round, me: Share, stage: int, length: int, now: float) -> list[Command]:
+        """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
+        assert self.view is not None
+        current = self._current
+        if current is not None and current.message.round == message.round:
+            return self._report() if current.reduced else []
+        if message.round <= self._newest:
+            return self._tell_failed(message, self._reason or f"round {self._newest} is newer", "")
+        commands = self.end(f"round {message.round} replaces it")
+        self._newest, self._stage = message.round, stage
+        reason = objection(message, self.view, me)
+        if reason:
+            return commands + self.fail(message, reason)
+        group = tuple(share.peer for share in message.groups[stage]) if stage < len(message.groups) else ()
+        if self._name not in group:
+            self._reason = f"{self._name} is not listed"
+            return commands
+        chunks = split(length, group)
+        self._current = current = Current(message, group, chunks, now, now + self._patience_s)
+        outs = tuple(f"s/{next(self._serial)}" for _ in chunks.owners)
+        commands += self._do(current, Cut(self._task_id(), message.step, chunks.bounds, outs))
+        return commands + self._take_early(current, now)
+
+    def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
+        """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
+        self._newest = max(self._newest, message.round)
+        commands = self.end(reason)
+        return commands + self._tell_failed(message, reason, culprit)
+
+    def end(self, reason: str) -> list[Command]:
+        """Let go of the round under way. Blobs that a running task reads stay until it has ended."""
+        current, self._current, self._reason = self._current, None, reason
+        if current is None:
+            return []
+        read: set[str] = set()
+        for task in current.tasks.values():
+            self._void[task.id] = _inputs(task), _outputs(task)
+            read.update(_inputs(task))
+        return _drop(tuple(blob for blob in current.live if blob not in read))
+
+    def turn(self) -> list[Command]:
+        """The step is over, or what I held of it is void."""
+        early = tuple(blob for held in self._early.values() for blob in held.blobs)
+        self._early.clear()
+        commands = self.end("the step is over")
+        self._newest, self._reason = -1, ""
+        return commands + _drop(early)
+
+    def on_view(self, view: View) -> list[Command]:
+        """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
+        self.view = view
+        members = {member.peer for member in view.members}
+        gone = [key for key in self._early if key[0] not in members]
+        commands = _drop(tuple(blob for key in gone for blob in self._early.pop(key).blobs))
+        if self._current is not None:
+            listed = (share.peer for group in self._current.message.groups for share in group)
+            lost = next((peer for peer in listed if peer not in members), None)
+            if lost is not None:
+                commands += self.end(f"{lost} left in view {view.number}")
+        return commands
+
+    def holds(self, last: Committed) -> bool:
+        """Whether the reduced gradient held here is the one that was committed."""
+        reduced = self._current.reduced if self._current is not None else None
+        return (
+            reduced is not None
+            and (reduced.step, reduced.round) == (last.step, last.round)
+            and self._stage < len(last.digests)
+            and last.digests[self._stage] == reduced.digest
+        )
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def on_message(
+        self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
+    ) -> list[Command]:
+        view = self.view
+        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._serves(view, peer):
+            return _drop(blobs)
+        current = self._current
+        if current is not None and message.round == current.message.round:
+            if peer not in current.group:
+                return _drop(blobs)
+            if isinstance(message, Resend):
+                return self._send_again(current, peer, message) + _drop(blobs)
+            return self._take(current, peer, Early(message, blobs, fault), now)
+        if isinstance(message, Resend) or message.round <= self._newest:
+            return _drop(blobs)
+        return self._hold(peer, Early(message, blobs, fault))
+
+    def _serves(self, view: View, peer: Peer) -> bool:
+        """A replica of my own stage; whoever is not cannot share a group with me."""
+        stages = {member.peer: member.stage for member in view.members}
+        return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
+
+    def _hold(self, peer: Peer, early: Early) -> list[Command]:
+        """Two per sender at most, a Part and a Sum: of its newest round."""
+        key = peer, isinstance(early.message, Sum)
+        held = self._early.get(key)
+        if held is not None and held.message.round >= early.message.round:
+            return _drop(early.blobs)
+        self._early[key] = early
+        return _drop(held.blobs) if held is not None else []
+
+    def _take_early(self, current: Current, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for key in list(self._early):
+            number = self._early[key].message.round
+            if number > current.message.round:
+                continue
+            early = self._early.pop(key)
+            if number == current.message.round and key[0] in current.group and self._current is current:
+                commands += self._take(current, key[0], early, now)
+            else:
+                commands += _drop(early.blobs)
+        return commands
+
+    def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
+        message, chunks = early.message, current.chunks
+        if isinstance(message, Part):
+            wanted = message.chunk == chunks.of(self._name) and peer not in current.parts and not current.adding
+        else:
+            wanted = message.chunk == chunks.of(peer) and message.chunk not in current.sums and not current.gathering
+        if not wanted:
+            return _drop(early.blobs)
+        if early.fault or len(early.blobs) != 1:
+            what = f"{type(message).__name__} of chunk {message.chunk} from {peer}"
+            reason = f"{what}: {early.fault or f'{len(early.blobs)} blobs, not 1'}"
+            return _drop(early.blobs) + self.fail(current.message, reason, peer)
+        blob = early.blobs[0]
+        current.live[blob] = None
+        if isinstance(message, Part):
+            current.parts[peer] = blob
+        else:
+            current.sums[message.chunk] = blob
+        return self._go_on(current)
+
+    def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
+        """What is not there yet comes by itself when it is."""
+        chunks = current.chunks
+        if not message.sum:
+            if not current.cut or chunks.of(peer) != message.chunk:
+                return []
+            return [Send(peer, self._part(current, message.chunk), (current.cut[message.chunk],))]
+        if chunks.of(self._name) != message.chunk or message.chunk not in current.sums:
+            return []
+        return [Send(peer, self._sum(current, message.chunk), (current.sums[message.chunk],))]
+
+    # ---------------------------------------------------------------------------------------------------------- tasks
+
+    def on_done(self, done: Done, now: float) -> list[Command]:
+        if done.id in self._void:
+            inputs, outputs = self._void.pop(done.id)
+            return _drop(inputs + outputs)
+        current = self._current
+        task = current.tasks.pop(done.id, None) if current is not None else None
+        if current is None or task is None:
+            return []
+        current.live.update(dict.fromkeys(_outputs(task)))
+        match task:
+            case Cut():
+                return self._on_cut(current, task)
+            case Add():
+                chunk = current.chunks.of(self._name)
+                assert chunk is not None
+                current.sums[chunk] = task.out
+                sends: list[Command] = [
+                    Send(peer, self._sum(current, chunk), (task.out,)) for peer in current.group if peer != self._name
+                ]
+                return sends + _forget(current, task.parts) + self._go_on(current)
+            case Gather():
+                self._usual.add(now - current.began)
+                current.reduced = Reduced(
+                    current.message.epoch,
+                    current.message.step,
+                    current.message.round,
+                    done.result.digest,
+                    done.result.norm_sq,
+                )
+                current.wake = now + 2 * self._settings.beat_s
+                own = current.chunks.of(self._name) if len(current.group) > 1 else None  # nobody asks a lone replica again
+                return _forget(current, tuple(b for c, b in current.sums.items() if c != own)) + self._report()
+
+    def on_failed(self, failed: Failed, now: float) -> list[Command]:
+        if failed.id in self._void:
+            inputs, _ = self._void.pop(failed.id)
+            return _drop(inputs)
+        current = self._current
+        task = current.tasks.pop(failed.id, None) if current is not None else None
+        if current is None or task is None:
+            return []
+        return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
+
+    def _on_cut(self, current: Current, task: Cut) -> list[Command]:
+        current.cut = task.outs
+        sends: list[Command] = []
+        for chunk, owner in enumerate(current.chunks.owners):
+            if owner != self._name:
+                sends.append(Send(owner, self._part(current, chunk), (task.outs[chunk],)))
+            elif len(current.group) == 1:
+                current.sums[chunk] = task.outs[chunk]
+            else:
+                current.parts[owner] = task.outs[chunk]
+        return sends + self._go_on(current)
+
+    def _go_on(self, current: Current) -> list[Command]:
+        """Start what has all it needs: adding my chunk, gathering the whole."""
+        commands: list[Command] = []
+        if len(current.parts) == len(current.group) and not current.adding:
+            current.adding = True
+            parts = tuple(current.parts[peer] for peer in current.group)
+            commands += self._do(current, Add(self._task_id(), parts, f"s/{next(self._serial)}"))
+        if len(current.sums) == len(current.chunks.owners) and not current.gathering:
+            current.gathering = True
+            sums = tuple(current.sums[chunk] for chunk in range(len(current.sums)))
+            commands += self._do(
+                current, Gather(self._task_id(), current.message.step, current.message.round, sums)
+            )
+        return commands
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def tick(self, now: float) -> list[Command]:
+        current = self._current
+        if current is None or now < current.wake:
+            return []
+        if current.reduced is not None:
+            current.wake = now + 2 * self._settings.beat_s
+            return self._report()
+        current.wake = now + self._patience_s
+        commands: list[Command] = []
+        mine = current.chunks.of(self._name)
+        if mine is not None and not current.adding:
+            commands += [
+                Send(peer, self._resend(current, mine, False))
+                for peer in current.group
+                if peer != self._name and peer not in current.parts
+            ]
+        for chunk, owner in enumerate(current.chunks.owners):
+            if owner != self._name and chunk not in current.sums:
+                commands.append(Send(owner, self._resend(current, chunk, True)))
+        return commands
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self._settings.hop_floor_s, 4 * self._usual.value)
+
+    # ---------------------------------------------------------------------------------------------------------- sends
+
+    def _report(self) -> list[Command]:
+        reduced = self._current.reduced if self._current is not None else None
+        return [Send(self.leader, reduced)] if reduced is not None and self.leader is not None else []
+
+    def _tell_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
+        if self.leader is None:
+            return []
+        return [
+            Send(self.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
+        ]
+
+    def _part(self, current: Current, chunk: int) -> Part:
+        return Part(current.message.epoch, current.message.step, current.message.round, chunk)
+
+    def _sum(self, current: Current, chunk: int) -> Sum:
+        return Sum(current.message.epoch, current.message.step, current.message.round, chunk)
+
+    def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
+        return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)
+
+    def _do(self, current: Current, task: Cut | Add | Gather) -> list[Command]:
+        current.tasks[task.id] = task
+        return [Do(task)]
+
+    def _task_id(self) -> str:
+        return f"s/{next(self._serial)}"
+
+
+def _inputs(task: Cut | Add | Gather) -> tuple[str, ...]:
+    match task:
+        case Cut():
+            return ()
+        case Add():
+            return task.parts
+        case Gather():
+            return task.sums
+
+
+def _outputs(task: Cut | Add | Gather) -> tuple[str, ...]:
+    match task:
+        case Cut():
+            return task.outs
+        case Add():
+            return (task.out,)
+        case Gather():
+            return ()
+
+
+def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
+    for blob in blobs:
+        current.live.pop(blob, None)
+    return _drop(blobs)
+
+
+def _drop(blobs: tuple[str, ...]) -> list[Command]:
+    return [Drop(blobs)] if blobs else []

@@ -1,0 +1,265 @@
+"""Which replica of a stage gets the next hop, and how long its answer may take. For trainers.
+
+Paper: SWARM parallelism (arXiv 2301.11913), section 3.2: stochastic wiring, interleaved weighted round robin. Claim: when every
+trainer picks the peer of least virtual time and charges it the time the hop is expected to take, each peer gets work in
+proportion to its throughput without anybody coordinating. `Routes.choose` is the paper's choose, `Routes.on_view` its add,
+`Routes.answered` its success, `Routes.failed` its ban.
+
+What we changed: a timeout is a slow sample, not a ban and not nothing; a ban is bounded and ends in one probation request;
+Busy is back-pressure; deadlines follow what was measured; a stage's last replicas are used even when banned.
+Left to others: what to send (microbatch.py) and everything about attempts (trainer.py).
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import Protocol
+
+import msgspec
+
+from shoal.core.messages import Member, Peer, Settings, Stage
+
+FORWARD_SIZE = 1.0
+BACKWARD_SIZE = 2.5  # recompute and two products, on the scale of a forward: SWARM's figure
+ALPHA = 0.1  # of the latency average: SWARM's figure
+COLD_S = 1.0  # guess where neither the plan nor a measurement says better: SWARM's figure
+LEAST_S = 1e-4  # no hop is free: a zero would let one peer take everything
+PATIENCE = 4.0  # a hop is slow after this many times its usual wall time
+FAR = 8.0  # a peer's own average lengthens its deadline to at most this many times its stage's average
+LEAST_WAIT_S = 0.02  # after Busy: even a server that says 0 is not asked again in the same instant
+MOST_WAIT_S = 30.0  # after Busy: no peer can send itself into retirement
+BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
+MISSES = 3  # unanswered requests before a peer counts as silent
+
+
+class Chance(Protocol):
+    """The random source that machines are handed."""
+
+    def random(self) -> float: ...
+
+
+class Latency:
+    """Bias-corrected moving average of seconds per unit of task size."""
+
+    __slots__ = ("_sum", "_weight")
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0  # 1 - (1 - ALPHA)^n
+
+    def add(self, seconds: float) -> None:
+        self._sum += ALPHA * (max(seconds, LEAST_S) - self._sum)
+        self._weight += ALPHA * (1.0 - self._weight)
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._weight if self._weight else None
+
+
+class Replica(msgspec.Struct, eq=False):
+    """What this trainer knows of one peer. In exactly one heap of its Wiring, under `serial`."""
+
+    peer: Peer
+    latency: Latency
+    virtual: float  # seconds of work charged so far
+    serial: int = 0
+    busy_until: float = 0.0
+    banned_until: float = 0.0
+    level: int = 0  # of the ban; 0: in good standing
+    trial: bool = False  # a request was sent to it while banned or on probation
+    queue_s: float = 0.0  # what it last said of its queue, fading with every answer
+    asked_at: float | None = None  # the oldest request since its last answer
+    misses: int = 0  # requests that ran out since its last answer
+
+
+class Wiring:
+    """One stage: replicas that can be chosen by virtual time, and the resting ones by when they wake."""
+
+    def __init__(self, prior_s: float, rng: Chance) -> None:
+        self.latency = Latency()  # of real answers only: fed with timeouts it would chase its own deadlines
+        self._prior_s = prior_s
+        self._rng = rng
+        self._serial = 0
+        self._clock = 0.0  # virtual time of the last replica chosen: nobody enters below it
+        self._ready: list[tuple[float, float, int, Replica]] = []
+        self._busy: list[tuple[float, int, Replica]] = []
+        self._banned: list[tuple[float, int, Replica]] = []
+
+    def enter(self, peer: Peer, now: float) -> Replica:
+        """A new replica, at the current least virtual time: tried soon, not flooded."""
+        self._settle(now)
+        replica = Replica(peer, Latency(), self._ready[0][0] if self._ready else self._clock)
+        self.place(replica, now)
+        return replica
+
+    def place(self, replica: Replica, now: float) -> None:
+        """Put it into the heap it belongs to by its state; its older entries become void."""
+        self._serial += 1
+        replica.serial = self._serial
+        if replica.busy_until > now:
+            heappush(self._busy, (replica.busy_until, self._serial, replica))
+        elif replica.banned_until > now:
+            heappush(self._banned, (replica.banned_until, self._serial, replica))
+        else:
+            replica.virtual = max(replica.virtual, self._clock)
+            heappush(self._ready, (replica.virtual, self._rng.random(), self._serial, replica))
+
+    def estimate(self, replica: Replica) -> float:
+        """Expected seconds per unit of size."""
+        return replica.latency.value or self.latency.value or self._prior_s
+
+    def usual(self, replica: Replica) -> float:
+        """The same for deadlines: no peer is slow only because its whole stage is loaded."""
+        own, stage = self.estimate(replica), self.latency.value
+        return own if stage is None else min(max(own, stage), FAR * stage)
+
+    def choose(self, now: float, avoid: str) -> tuple[Replica, str] | None:
+        self._settle(now)
+        if not self._ready:
+            return (self._banned[0][2], "every replica is banned or busy; its ban ends first") if self._banned else None
+        entry = heappop(self._ready)
+        if entry[3].peer == avoid:
+            self._settle(now)
+            if self._ready:
+                first, entry = entry, heappop(self._ready)
+                heappush(self._ready, first)
+        self._clock = max(self._clock, min(entry[0], self._ready[0][0]) if self._ready else entry[0])
+        replica = entry[3]
+        return replica, "probation after a ban" if replica.level else "least virtual time"
+
+    def wake(self) -> float | None:
+        """When the next busy replica can be asked again."""
+        while self._busy and self._busy[0][2].serial != self._busy[0][1]:
+            heappop(self._busy)
+        return self._busy[0][0] if self._busy else None
+
+    def _settle(self, now: float) -> None:
+        """Move replicas whose rest is over; afterwards every heap's first entry is valid."""
+        for heap in (self._busy, self._banned):
+            while heap and (heap[0][2].serial != heap[0][1] or heap[0][0] <= now):
+                _, serial, replica = heappop(heap)
+                if replica.serial == serial:
+                    self.place(replica, now)
+        while self._ready and self._ready[0][3].serial != self._ready[0][2]:
+            heappop(self._ready)
+
+
+class Routes:
+    """The wiring of all stages, as one trainer measures it. Calls about peers that have left are ignored."""
+
+    def __init__(self, settings: Settings, rng: Chance) -> None:
+        self._settings = settings
+        self._rng = rng
+        planned = settings.stage_seconds
+        self._wirings = [
+            Wiring(planned[stage] if stage < len(planned) and planned[stage] > 0 else COLD_S, rng)
+            for stage in range(settings.stages)
+        ]
+        self._at: dict[Peer, tuple[Stage, Replica]] = {}
+
+    def on_view(self, members: tuple[Member, ...], now: float) -> None:
+        stage_of = {member.peer: member.stage for member in members}
+        for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
+            self._at.pop(peer)[1].serial = -1
+        for peer, stage in stage_of.items():
+            if peer not in self._at:
+                self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
+
+    def choose(self, stage: Stage, now: float, size: float = FORWARD_SIZE, avoid: str = "") -> tuple[Peer, str] | None:
+        """The replica for a hop of that size, charged for it, and why; None while all are busy (see wake) or none exists.
+
+        `avoid` is passed over once if another replica is ready."""
+        wiring = self._wirings[stage]
+        chosen = wiring.choose(now, avoid)
+        if chosen is None:
+            return None
+        replica, reason = chosen
+        replica.virtual += size * wiring.estimate(replica)
+        if replica.level:  # one request per ban, until one is answered
+            replica.trial = True
+            replica.banned_until = max(replica.banned_until, now + self._ban_s(replica))
+        wiring.place(replica, now)
+        return replica.peer, reason
+
+    def wake(self, stage: Stage) -> float | None:
+        """When to call choose again after it returned None; None: only a new view helps."""
+        return self._wirings[stage].wake()
+
+    def patience(self, peer: Peer, size: float) -> float:
+        """Seconds after which a hop of that size to that peer is slow."""
+        if peer not in self._at:
+            return self._settings.hop_floor_s
+        stage, replica = self._at[peer]
+        usual_s = PATIENCE * size * self._wirings[stage].usual(replica) + replica.queue_s
+        return max(self._settings.hop_floor_s, usual_s)
+
+    def answered(self, peer: Peer, seconds: float, size: float, now: float) -> None:
+        """It did a hop of that size; wall time, with network and queue inside."""
+        if peer not in self._at:
+            return
+        stage, replica = self._at[peer]
+        replica.latency.add(seconds / size)
+        self._wirings[stage].latency.add(seconds / size)
+        replica.queue_s /= 2
+        if replica.trial:
+            replica.trial, replica.level, replica.banned_until = False, 0, 0.0
+            self._wirings[stage].place(replica, now)
+
+    def slow(self, peer: Peer, seconds: float, size: float, now: float) -> None:
+        """It did not answer in time: a slow sample, and on probation a failure."""
+        if peer not in self._at:
+            return
+        replica = self._at[peer][1]
+        replica.latency.add(seconds / size)
+        if replica.trial:
+            self.failed(peer, now)
+
+    def failed(self, peer: Peer, now: float) -> float:
+        """It cannot be reached, refuses or sends rubbish. Seconds of a new ban; 0.0 if this failure belongs to the ban it has."""
+        if peer not in self._at:
+            return 0.0
+        stage, replica = self._at[peer]
+        if replica.banned_until > now and not replica.trial:
+            return 0.0
+        replica.trial = False
+        replica.level = min(replica.level + 1, BAN_LEVELS)
+        ban_s = self._ban_s(replica)
+        replica.banned_until = now + ban_s
+        self._wirings[stage].place(replica, now)
+        return ban_s
+
+    def busy(self, peer: Peer, wait_s: float, size: float, now: float) -> None:
+        """It did not take a hop of that size: the charge is given back and it is left alone for the jittered wait."""
+        if peer not in self._at:
+            return
+        stage, replica = self._at[peer]
+        wait_s = max(wait_s, LEAST_WAIT_S) if 0 <= wait_s <= MOST_WAIT_S else MOST_WAIT_S  # NaN lands here too
+        replica.queue_s = wait_s
+        replica.busy_until = max(replica.busy_until, now + wait_s * (1.0 + 0.25 * self._rng.random()))
+        replica.virtual -= size * self._wirings[stage].estimate(replica)
+        if replica.trial:  # neither passed nor failed: the probation request comes after the wait
+            replica.trial, replica.banned_until = False, 0.0
+        self._wirings[stage].place(replica, now)
+
+    def asked(self, peer: Peer, now: float) -> None:
+        if peer in self._at and self._at[peer][1].asked_at is None:
+            self._at[peer][1].asked_at = now
+
+    def missed(self, peer: Peer, now: float) -> bool:
+        """A request to it ran out. True, at most once per 2 * silence_s: nothing at all has come from it for that long."""
+        if peer not in self._at:
+            return False
+        replica = self._at[peer][1]
+        replica.misses += 1
+        asked_at = replica.asked_at
+        if asked_at is None or replica.misses < MISSES or now - asked_at <= 2 * self._settings.silence_s:
+            return False
+        replica.asked_at = now
+        return True
+
+    def heard(self, peer: Peer) -> None:
+        if peer in self._at:
+            self._at[peer][1].asked_at, self._at[peer][1].misses = None, 0
+
+    def _ban_s(self, replica: Replica) -> float:
+        return float(self._settings.ban_s * 2 ** (replica.level - 1))

@@ -1,0 +1,76 @@
+"""The end of a run in words and numbers: `Summary` is runs/NAME/summary.json, `text` is what the terminal shows of it.
+
+For `shoal run` and `shoal status`. Where the numbers come from, and whether they balance, runtime/account.py says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from shoal import units
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished or interrupted run. Samples are counted in microbatches; every number is of the whole run."""
+
+    name: str
+    steps: int
+    losses: tuple[float, ...]
+    final_loss: float | None
+    issued: int
+    committed: int
+    redone: int  # (microbatch, stage) bookings that were computed again because a peer was lost
+    lost: int
+    counted_twice: int
+    killed: int  # peers ended by --kill-every
+    joined: int  # peers that came while it ran
+    tokens_per_s: float
+    first_step_s: float | None  # from the command to the end of the first step; None: there was none
+    seconds: float
+    checkpoint: str  # path or URL; '' when none was written
+    balanced: bool
+    reason: str = ""  # what does not balance, or why the run ended early
+
+
+def encode(summary: Summary) -> bytes:
+    """summary.json."""
+    return msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+
+
+def read(path: str | Path) -> Summary:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Summary)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not the summary of a run: {error}") from None
+
+
+def text(summary: Summary) -> str:
+    """The account, a few lines: nothing in it needs the terminal to be wide or coloured."""
+    rows = [
+        ("issued", f"{summary.issued:,} microbatches"),
+        ("committed", f"{summary.committed:,}"),
+        ("redone", f"{summary.redone:,}"),
+        ("lost", f"{summary.lost:,}"),
+        ("counted twice", f"{summary.counted_twice:,}"),
+        ("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way"),
+        ("checkpoint", summary.checkpoint or "none was written"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    verdict = "Every sample counted once." if summary.balanced else f"THE ACCOUNT DOES NOT BALANCE: {summary.reason}"
+    lines = [_headline(summary), *(f"  {name:<{width}}  {value}" for name, value in rows), verdict]
+    if summary.balanced and summary.reason:
+        lines.append(summary.reason)
+    return "\n".join(lines)
+
+
+def _headline(summary: Summary) -> str:
+    words = f"{summary.name}: {summary.steps:,} steps in {units.duration(summary.seconds)}"
+    if summary.losses and summary.final_loss is not None:
+        words += f", loss {summary.losses[0]:.3f} -> {summary.final_loss:.3f}"
+    if summary.tokens_per_s > 0:
+        words += f", {summary.tokens_per_s:,.0f} tokens/s"
+    if summary.first_step_s is not None:
+        words += f", first step after {units.duration(summary.first_step_s)}"
+    return words

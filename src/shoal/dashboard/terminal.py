@@ -1,0 +1,192 @@
+"""The live view of a run: step, loss, tokens/s, the stages with their peers and load, what happened last and why.
+
+For `shoal run` and `shoal status`. It is fed with Snapshots, plain values made by the caller, and knows no live object.
+On a terminal it is one screen drawn again and again; elsewhere (a pipe, a log of CI) new events and now and then a line
+of progress are printed, so that nothing depends on how often it is called.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shoal import units
+from shoal.dashboard import plot
+
+PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
+_EVENTS_MIN = 3
+_CURVE_ROWS = 5
+_STYLES = {"commit": "dim", "removed": "red", "trouble": "red", "refused": "red", "stall": "yellow", "joined": "green"}
+
+
+class PeerLine(msgspec.Struct, frozen=True):
+    """One peer as its stage's line shows it."""
+
+    label: str  # a short name that the reader can tell apart
+    stage: int | None = None  # None: it has no seat yet
+    ready: bool = False  # its parameters are those of the step being trained
+    leading: bool = False
+    queue_s: float = 0.0  # seconds of work waiting there
+    rate: float = 0.0  # microbatches per second when busy
+
+
+class Happening(msgspec.Struct, frozen=True):
+    """A decision and its reason. `serial` numbers them within the run, so that each is printed once."""
+
+    serial: int
+    elapsed_s: float
+    kind: str  # as in core.messages.Note
+    text: str
+    label: str = ""  # of the peer it concerns or that decided
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment."""
+
+    name: str
+    elapsed_s: float
+    step: int  # committed so far
+    steps: int
+    stages: int
+    state: str = ""  # what the run is doing while no step is trained: 'waiting for 2 more peers', 'writing ...'
+    first_step: int = 0  # where this run (or its resumption) started
+    losses: tuple[float, ...] = ()  # of the committed steps
+    tokens_per_s: float = 0.0
+    issued: int = 0
+    committed: int = 0
+    redone: int = 0
+    peers: tuple[PeerLine, ...] = ()
+    happenings: tuple[Happening, ...] = ()  # oldest first; the last few dozen are enough
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end at the pace so far; None while there is no pace."""
+        done = self.step - self.first_step
+        return (self.steps - self.step) * self.elapsed_s / done if done > 0 else None
+
+
+class Terminal:
+    """A context manager: `show` as often as there is news."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console if console is not None else Console(highlight=False)
+        self._live = (
+            Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
+        )
+        self._plain = Plain()
+
+    def __enter__(self) -> Terminal:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, snapshot: Snapshot) -> None:
+        if self._live is not None:
+            size = self._console.size
+            self._live.update(render(snapshot, size.width, size.height), refresh=True)
+            return
+        for line in self._plain.lines(snapshot):
+            self._console.print(line, markup=False, soft_wrap=True)
+
+
+class Plain:
+    """Which lines are new since the last Snapshot."""
+
+    def __init__(self) -> None:
+        self._serial = -1
+        self._told_s = float("-inf")
+        self._step = -1
+        self._state = ""
+
+    def lines(self, snapshot: Snapshot) -> list[str]:
+        fresh = [event for event in snapshot.happenings if event.serial > self._serial]
+        # Commits are what the line of progress tells, every few seconds and not once a step.
+        lines = [_event_line(event) for event in fresh if event.kind != "commit"]
+        self._serial = max([self._serial, *(event.serial for event in fresh)])
+        due = snapshot.elapsed_s >= self._told_s + PLAIN_EVERY_S
+        ended = snapshot.step >= snapshot.steps
+        if (snapshot.step != self._step and (due or ended)) or snapshot.state != self._state:
+            lines.append(headline(snapshot))
+            self._told_s, self._step, self._state = snapshot.elapsed_s, snapshot.step, snapshot.state
+        return lines
+
+
+def headline(snapshot: Snapshot) -> str:
+    """The run in one line."""
+    words = [f"{snapshot.name}: step {snapshot.step:,}/{snapshot.steps:,}"]
+    if snapshot.losses:
+        words.append(f"loss {snapshot.losses[-1]:.3f}")
+    if snapshot.tokens_per_s > 0:
+        words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
+    words.append(f"{len(snapshot.peers)} peers")
+    if snapshot.redone:
+        words.append(f"{snapshot.redone:,} redone")
+    words.append(units.duration(snapshot.elapsed_s))
+    if snapshot.left_s is not None and snapshot.step < snapshot.steps:
+        words.append(f"about {units.duration(snapshot.left_s)} to go")
+    if snapshot.state:
+        words.append(snapshot.state)
+    return ", ".join(words)
+
+
+def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
+    """One screen: what matters most on top, nothing wider than `width`; what has no room below is left out."""
+    stages = _stages(snapshot)
+    parts: list[RenderableType] = [
+        Text(headline(snapshot), style="bold", no_wrap=True, overflow="ellipsis"),
+        _bar(snapshot.step / max(1, snapshot.steps), width),
+        stages,
+    ]
+    room = height - 4 - stages.row_count  # headline, bar, the table's head and one line kept free
+    if room >= _EVENTS_MIN + _CURVE_ROWS and len(snapshot.losses) > 1:
+        parts.append(Text(plot.curve(snapshot.losses, width - 1, _CURVE_ROWS), style="cyan", no_wrap=True))
+        room -= _CURVE_ROWS
+    for event in snapshot.happenings[-room:] if room > 0 else ():
+        style = _STYLES.get(event.kind, "")
+        parts.append(Text(_event_line(event), style=style, no_wrap=True, overflow="ellipsis"))
+    return Group(*parts)
+
+
+def _bar(done: float, width: int) -> Text:
+    full = round(min(1.0, done) * width)
+    return Text.assemble(("━" * full, "green"), ("━" * (width - full), "dim"), no_wrap=True, overflow="crop")
+
+
+def _stages(snapshot: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("stage", "mb/s", "waiting"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
+    table.add_column("peers  (* leads, ~ loading)", no_wrap=True, overflow="ellipsis")
+    for stage in [*range(snapshot.stages), None]:
+        peers = [peer for peer in snapshot.peers if peer.stage == stage]
+        if stage is None and not peers:
+            continue
+        rate = sum(peer.rate for peer in peers if peer.ready)
+        queue_s = max((peer.queue_s for peer in peers), default=0.0)
+        names = "  ".join(_mark(peer) for peer in peers) or "nobody"
+        table.add_row(
+            "-" if stage is None else str(stage),
+            f"{rate:.1f}" if rate else "",
+            units.duration(queue_s) if queue_s else "",
+            Text(names, style="" if peers else "red"),
+        )
+    return table
+
+
+def _mark(peer: PeerLine) -> str:
+    return f"{peer.label}{'*' if peer.leading else ''}{'' if peer.ready else '~'}"
+
+
+def _event_line(event: Happening) -> str:
+    minutes, seconds = divmod(int(event.elapsed_s), 60)
+    label = f"{event.label}: " if event.label else ""
+    return f"{minutes:3d}:{seconds:02d}  {event.kind:<10} {label}{' '.join(event.text.split())}"

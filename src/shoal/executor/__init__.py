@@ -1,0 +1,20 @@
+"""Executors run one stage of a model on one device. `create` picks the one that the configuration names."""
+
+from __future__ import annotations
+
+from shoal.config import Config
+from shoal.executor.base import Executor
+
+
+def create(config: Config, stage: int, *, source: str | None = None) -> Executor:
+    """The executor of stage `stage`, its weights from the directory `source`, else `model.path`, else the seed."""
+    if config.device.executor == "emulated":  # imports are here: an emulated peer never loads transformers
+        from shoal.executor.emulated import Emulated
+
+        return Emulated(config, stage)
+    if config.device.executor == "resident":
+        from shoal.executor.resident import Resident
+        from shoal.model import stages
+
+        return Resident(stages.build(config, stage, source=source, device=config.device.kind), config)
+    raise ValueError(f"device.executor = {config.device.executor!r} is none of resident, emulated")

@@ -1,0 +1,69 @@
+"""Takes a fixed time per microbatch and computes nothing: many peers on one machine, timed as if each had its own device.
+
+Tensors have the size of the configured boundary. Sum, parameter and optimizer state are small but real, so that losing or
+doubling a microbatch shows: each backward adds one share of the batch, and a step moves the parameter by what was added.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.config import Config
+from shoal.executor.base import NotFinite, boundary, copy_state_, digest_of
+
+LENGTH = 256  # values of its gradient: a round has something to cut into chunks and costs nothing
+
+
+class Emulated:
+    """See base.Executor. `sleep` is replaced in tests."""
+
+    def __init__(self, config: Config, stage: int, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._first = stage == 0
+        self._last = stage == config.run.stages - 1
+        self._seconds = config.device.emulated_s
+        self._share = 1.0 / (config.train.batch // config.train.microbatch)
+        self._sleep = sleep
+        # One tensor for every answer, never written to: time goes to the modelled work, not to clearing memory.
+        self._boundary = torch.zeros(boundary(config).shape, dtype=torch.float32)
+        self.length = LENGTH
+        self.sum = torch.zeros(LENGTH)
+        self._parameter, self._exp_avg, self._exp_avg_sq = (torch.zeros(LENGTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._sleep(self._seconds)
+        return self._boundary
+
+    def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
+        if (tokens if self._last else grad) is None:
+            raise ValueError("the last stage runs back from tokens, every other one from a gradient")
+        self._sleep(2 * self._seconds)
+        self.sum += self._share
+        return None if self._first else self._boundary, 1.0 if self._last else None
+
+    def zero(self) -> None:
+        self.sum.zero_()
+
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+        if tuple(reduced.shape) != (self.length,):
+            raise ValueError(f"a reduced gradient {tuple(reduced.shape)}, not ({self.length},)")
+        if not math.isfinite(norm):
+            raise NotFinite(f"norm = {norm}")
+        self._parameter -= reduced
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            "model/emulated": self._parameter,
+            "exp_avg/emulated": self._exp_avg,
+            "exp_avg_sq/emulated": self._exp_avg_sq,
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        copy_state_(self.state(), state)
+
+    def digest(self) -> str:
+        return digest_of([self._parameter])

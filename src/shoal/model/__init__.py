@@ -1,0 +1,1 @@
+"""Cuts models into stages."""

@@ -1,0 +1,76 @@
+"""What a stage is to everyone else, and which blocks it holds: `Stage`, `spans`, and the loss and seeds that all models share.
+
+For the executors, which run stages, and for stages.py and sequential.py, which build them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Stage(Protocol):
+    """Consecutive blocks of a model on one device, in fp32 when built; an executor chooses the dtype it computes in."""
+
+    first: bool  # takes tokens (B, L) int64 instead of hidden states (B, L, D)
+    last: bool  # has a loss instead of a boundary tensor
+    vocabulary: int | None  # tokens must be below it; None = the model takes no token ids
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Own parameters, named as in the whole model, each once, in the whole model's order."""
+        ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Boundary tensor (B, L, D); at the last stage the logits (B, L, V)."""
+        ...
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Mean loss of a microbatch, at the last stage. `x` is the stage's input, `tokens` (B, L+1) int64."""
+        ...
+
+
+def spans(blocks: int, stages: int) -> tuple[range, ...]:
+    """Blocks of each stage: as even as can be; the ends, which also hold embedding and head, get an extra block last."""
+    if not 1 <= stages <= blocks:
+        raise ValueError(
+            f"run.stages = {stages}, but the model has {blocks} blocks and each stage needs at least one;"
+            f" try run.stages={min(max(1, stages), blocks)}"
+        )
+    base, extra = divmod(blocks, stages)
+    from_the_middle = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
+    longer = set(from_the_middle[:extra])
+    starts = [0]
+    for stage in range(stages):
+        starts.append(starts[-1] + base + (stage in longer))
+    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+
+
+def inputs(tokens: Tensor) -> Tensor:
+    """What the first stage reads of a microbatch's tokens (B, L+1)."""
+    return tokens[:, :-1]
+
+
+def targets(tokens: Tensor) -> Tensor:
+    """What the last stage must predict of a microbatch's tokens (B, L+1)."""
+    return tokens[:, 1:]
+
+
+def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Mean cross entropy in fp32, whatever the dtype of the logits."""
+    return nn.functional.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
+
+
+@contextmanager
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Draws inside come from (seed, name) alone, so that a module's first weights do not depend on what was built before.
+
+    Only the CPU's generator: weights are drawn there and moved, which makes them the same for every kind of device."""
+    drawn = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(drawn)
+        yield

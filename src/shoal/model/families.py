@@ -1,0 +1,117 @@
+"""Finds a Hugging Face family's configuration and classes from our `model` section, importing that family's modules only.
+
+For stages.py, and for checkpoints, which write the same configuration beside the weights. Everything a user can get wrong
+about the model's shape is a ValueError here. Code that comes with a model directory is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from shoal.config import Config
+
+NAMES = {  # our word: theirs
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+}
+
+
+def hf_config(config: Config) -> Any:
+    """The Hugging Face configuration of the whole model: from the seed's settings, or of `model.path` with `model.extra`."""
+    fields, family = _read(config.model.path) if config.model.path else (_fields(config), config.model.family)
+    where = config.model.path or f"model.family = {family!r}"
+    described = _config_class(family)
+    if not getattr(described, "base_model_pp_plan", None):
+        text = f"{family}_text"
+        hint = f"; try model.family={text}" if text in _families() else "; Llama, Qwen, Mistral and Gemma have one"
+        raise ValueError(f"{where}: this family has no pipeline plan (base_model_pp_plan){hint}")
+    known = {field.name for field in dataclasses.fields(described)} | set(described.attribute_map)
+    for name in config.model.extra:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise ValueError(
+                f"model.extra.{name}: {family} has no such field" + (f"; did you mean {near[0]}?" if near else "")
+            )
+    if not config.model.path:
+        if "qk_rope_head_dim" in known:
+            fields.pop("head_dim")  # latent attention has several head sizes of its own
+        fields = {name: value for name, value in fields.items() if name in known}
+    fields |= config.model.extra | {"architectures": [_class_name(family)], "dtype": config.train.dtype}
+    try:
+        made = described.from_dict(fields)
+    except Exception as error:  # the family's own validation, whose exception types are no part of its interface
+        raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
+    _refuse_dropout(made)
+    return made
+
+
+def model_class(hf: Any) -> Any:
+    """The family's causal language model. Imports its modeling module, which takes seconds: see stages.preload."""
+    described = type(hf)
+    module = importlib.import_module(described.__module__.replace(".configuration_", ".modeling_"))
+    return getattr(module, _class_name(described.model_type))
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    ours = config.model
+    for many, few, left, right in (
+        (ours.hidden_size, ours.heads, "hidden_size", "heads"),
+        (ours.heads, ours.kv_heads, "heads", "kv_heads"),
+    ):
+        if few < 1 or many % few:
+            raise ValueError(f"model.{left} = {many} is not a multiple of model.{right} = {few}")
+    fields: dict[str, Any] = {theirs: getattr(ours, name) for name, theirs in NAMES.items()}
+    fields["head_dim"] = ours.hidden_size // ours.heads  # some families have a fixed default instead
+    fields["max_position_embeddings"] = config.data.sequence
+    # The families' special tokens are those of their own tokenizers, and a padding token would get no gradient.
+    return fields | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def _read(path: str) -> tuple[dict[str, Any], str]:
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model.path = {path!r} has no config.json; it must be a local Hugging Face model directory")
+    try:
+        fields = json.loads(file.read_text())
+        return fields, fields["model_type"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no Hugging Face configuration: {error!r}") from error
+
+
+def _families() -> dict[str, str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _class_name(family: str) -> str:
+    return _families()[family]
+
+
+def _config_class(family: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    families = _families()
+    if family not in families:
+        near = difflib.get_close_matches(family, sorted(families), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"model.family = {family!r} is no Hugging Face causal language model{hint}")
+    return CONFIG_MAPPING[family]
+
+
+def _refuse_dropout(hf: Any) -> None:
+    """A backward pass runs the stage a second time, maybe on another peer, and must find the same activations."""
+    for name, value in hf.to_dict().items():
+        drops = ("dropout" in name or name.endswith("_pdrop")) and not name.startswith("classifier")
+        if drops and isinstance(value, float | int) and value > 0:
+            raise ValueError(f"{name} = {value}: stages are recomputed and cannot drop out; set model.extra.{name}=0.0")

@@ -1,0 +1,84 @@
+"""Cuts a plain `nn.Sequential` and a loss, both written in Python, into the same kind of stages as a Hugging Face model.
+
+The model comes as a function that builds it, called on the meta device: a peer never holds more than its own stage. Weights
+are drawn as in weights.py, module by module from (seed, name), by each module's own `reset_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shoal.model.cut import next_token_loss, seeded, spans, targets
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the model, what it must predict) -> mean over the microbatch
+
+
+class SequentialStage:
+    """A cut.Stage: consecutive children of an nn.Sequential, under their names in the whole."""
+
+    def __init__(self, model: nn.Sequential, loss: Loss, *, first: bool, last: bool) -> None:
+        self.model = model
+        self.first = first
+        self.last = last
+        embedding = next((child for child in model if first), None)
+        self.vocabulary: int | None = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        self._loss = loss
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self._loss(self.forward(x), targets(tokens))
+
+
+def build(
+    make: Callable[[], nn.Sequential], span: tuple[int, int], *, loss: Loss = next_token_loss, seed: int, device: str = "cpu"
+) -> SequentialStage:
+    """Stage `span[0]` of `span[1]` of the model that `make()` returns, each of its children being one block."""
+    stage, stages = span
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(f"a {type(model).__name__} cannot be cut; give a function that returns an nn.Sequential")
+    _refuse_shared(model)
+    names = [name for name, _ in model.named_children()]
+    mine = {names[block] for block in spans(len(names), stages)[stage]}
+    for name in names:
+        if name not in mine:
+            delattr(model, name)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        _initialise(model, seed)
+    return SequentialStage(model.eval().to(device), loss, first=stage == 0, last=stage == stages - 1)
+
+
+def _initialise(model: nn.Sequential, seed: int) -> None:
+    for name, module in model.named_modules():
+        owned = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not owned:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"{name}: {type(module).__name__} has parameters or buffers but no reset_parameters() to draw them with"
+            )
+        with seeded(seed, name):
+            reset()
+
+
+def _refuse_shared(model: nn.Sequential) -> None:
+    """A parameter in two stages would be trained as two; dropout would differ when a stage is recomputed."""
+    owner: dict[nn.Parameter, str] = {}
+    for name, child in model.named_children():
+        for parameter in child.parameters():
+            if owner.setdefault(parameter, name) != name:
+                raise ValueError(f"children {owner[parameter]} and {name} share a parameter; stages cannot")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(f"{name}: stages are recomputed and cannot drop out; set its p to 0")

@@ -1,0 +1,199 @@
+"""Cuts a Hugging Face causal language model into stages of whole blocks, for the executors.
+
+A stage is the family's own model with the blocks of other stages taken out: the whole is built on the meta device, where it
+takes no memory, what belongs to other stages is replaced by `Elsewhere`, which hands hidden states through, and only the
+rest is given memory and values. So positions, masks and layer types are computed by the family's own code, with each block
+at its own index, and a cut model gives the bits of the whole. A family whose code does more between its blocks than hand
+hidden states on (say, scale whatever enters) is found by running it with all blocks taken out, and refused.
+
+Which blocks: cut.py. Where weights come from: weights.py. Tied embeddings would make the first and the last stage share a
+parameter, whose gradient no group of replicas holds alone: they are refused for more than one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config import Config
+from shoal.model.cut import next_token_loss, spans, targets
+from shoal.model.families import hf_config, model_class
+from shoal.model.weights import materialise
+
+# What a family may hand to every block beside the hidden states: functions of positions alone, the same in each stage.
+PLAIN = {
+    "attention_mask",
+    "cache_position",
+    "causal_mask",
+    "output_attentions",
+    "past_key_value",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "use_cache",
+}
+
+
+class Elsewhere(nn.Module):
+    """Stands where a part of another stage would be: no parameters, hands its input through."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.odd: list[str] = []  # what it was given beyond hidden states and positions
+        object.__setattr__(self, "part", part)  # on the meta device, and not registered as a child
+
+    def forward(self, hidden_states: Tensor, *rest: Any, **given: Any) -> Tensor:
+        self.odd += [f"argument {place + 2}" for place, value in enumerate(rest) if isinstance(value, Tensor)]
+        self.odd += [name for name, value in given.items() if value is not None and name not in PLAIN]
+        return hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        """Some models read their blocks' attributes, such as the type of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "part"), name)
+
+
+class HuggingFaceStage:
+    """A cut.Stage: some blocks of a Hugging Face model, run by the model's own forward."""
+
+    def __init__(self, model: Any, *, first: bool, last: bool) -> None:
+        self.model = model
+        self.first = first
+        self.last = last
+        self.vocabulary: int | None = model.config.vocab_size
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
+        if self.last:
+            return self.model(**given).logits  # type: ignore[no-any-return]
+        return self.model.base_model(**given).last_hidden_state  # type: ignore[no-any-return]
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return next_token_loss(self.forward(x), targets(tokens))
+
+
+def preload(config: Config) -> None:
+    """Import the family's code ahead of `build`: seconds that can pass while peers are still being looked for."""
+    model_class(hf_config(config))
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for a model that `build` would refuse. Weights are neither read nor given memory."""
+    if config.device.executor != "emulated":
+        _hollow(config)
+
+
+def build(config: Config, stage: int, *, source: str | None = None, device: str = "cpu") -> HuggingFaceStage:
+    """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
+    random from `run.seed` and then equal to that part of `whole`, whatever the cut."""
+    stages = config.run.stages
+    model, parts = _hollow(config)
+    first, last = stage == 0, stage == stages - 1
+    parts.put_back(spans(len(parts.blocks), stages)[stage], first=first, last=last)
+    materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    return HuggingFaceStage(model.eval().to(device), first=first, last=last)
+
+
+def whole(config: Config, source: str | None = None, device: str = "cpu") -> Any:
+    """The uncut Hugging Face model with the same weights: what stages are compared with, and what one machine trains."""
+    model = _on_meta(hf_config(config))
+    materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    return model.eval().to(device)
+
+
+class Parts:
+    """The parts of a model in the order of its pipeline plan, taken out of it one by one and put back."""
+
+    def __init__(self, model: Any) -> None:
+        self.family = model.config.model_type
+        self.model, self.base = model, model.base_model
+        plan = list(model.config.base_model_pp_plan)
+        lists = [name for name in plan if isinstance(getattr(self.base, name, None), nn.ModuleList)]
+        if self.base is model or len(lists) != 1 or lists[0] in (plan[0], plan[-1]):
+            raise ValueError(f"model.family = {self.family!r}: its pipeline plan {plan} is not embedding, blocks, norm")
+        place = plan.index(lists[0])
+        self.held: nn.ModuleList = getattr(self.base, lists[0])
+        self.blocks = list(self.held)
+        self.before = {name: getattr(self.base, name) for name in plan[:place]}
+        self.after = {name: getattr(self.base, name) for name in plan[place + 1 :]}
+        self.head = {name: child for name, child in model.named_children() if child is not self.base}
+
+    def take_out(self) -> None:
+        for index, block in enumerate(self.blocks):
+            self.held[index] = Elsewhere(block)
+        for owner, names in ((self.base, self.before), (self.base, self.after), (self.model, self.head)):
+            for name, part in names.items():
+                setattr(owner, name, Elsewhere(part))
+        left = [name for name, _ in self.model.named_parameters()]
+        if left:
+            raise ValueError(f"model.family = {self.family!r}: its pipeline plan says nothing of {left[0]}")
+
+    def put_back(self, blocks: range, *, first: bool, last: bool) -> None:
+        for index in blocks:
+            self.held[index] = self.blocks[index]
+        for owner, names, mine in (
+            (self.base, self.before, first),
+            (self.base, self.after, last),
+            (self.model, self.head, last),
+        ):
+            for name, part in names.items() if mine else ():
+                setattr(owner, name, part)
+
+
+def _hollow(config: Config) -> tuple[Any, Parts]:
+    """The model with all its parts taken out, found to hand hidden states through unchanged."""
+    hf = hf_config(config)
+    _refuse_tied(config, hf)
+    spans(hf.num_hidden_layers, config.run.stages)
+    model = _on_meta(hf)
+    kept = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    if kept:
+        raise ValueError(f"model.family = {hf.model_type!r} keeps {kept[0]} outside its parameters; that is not averaged")
+    parts = Parts(model)
+    parts.take_out()
+    if config.run.stages > 1:
+        materialise(model, seed=config.run.seed, source=None)
+        _refuse_more_than_blocks(model, parts)
+    return model, parts
+
+
+def _on_meta(hf: Any) -> Any:
+    described = model_class(hf)
+    try:
+        with torch.device("meta"):
+            return described(hf)
+    except Exception as error:  # the family's own code, on numbers that it may not have been written for
+        raise ValueError(
+            f"model.family = {hf.model_type!r} cannot be built with these settings ({error!r});"
+            " it may need fields of its own under model.extra"
+        ) from error
+
+
+def _refuse_tied(config: Config, hf: Any) -> None:
+    if config.run.stages > 1 and getattr(hf, "tie_word_embeddings", False):
+        setting = "model.extra.tie_word_embeddings" if config.model.path else "model.tied_embeddings"
+        raise ValueError(
+            f"{setting} is true, but embedding and head are on different stages (run.stages = {config.run.stages});"
+            f" set {setting}=false to train them apart, or run.stages=1"
+        )
+
+
+def _refuse_more_than_blocks(model: Any, parts: Parts) -> None:
+    x = torch.linspace(-1.0, 1.0, 4 * model.config.hidden_size).view(1, 4, -1)
+    refused = f"model.family = {parts.family!r} cannot be cut into stages: between its blocks it does more than hand on"
+    try:
+        with torch.no_grad():
+            y = model.eval().base_model(inputs_embeds=x, use_cache=False).last_hidden_state
+    except Exception as error:  # any family's own code runs here, on an input it was not written for
+        raise ValueError(f"{refused} hidden states ({error!r}); set run.stages=1") from error
+    odd = sorted({name for part in parts.held for name in part.odd})
+    if odd or not torch.equal(x, y):
+        raise ValueError(f"{refused} hidden states ({', '.join(odd) or 'they change'}); set run.stages=1")

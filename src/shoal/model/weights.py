@@ -1,0 +1,88 @@
+"""Gives the parameters of a module built on the meta device their memory and values: from the seed or from safetensors.
+
+The rule of a random start: every module's own parameters and buffers are drawn by the family's `_init_weights`, on the CPU
+in fp32, from a generator seeded with (seed, full name of the module). So they depend neither on the cut nor on the device.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.model.cut import seeded
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def materialise(model: Any, *, seed: int, source: str | None) -> None:
+    """Fill every parameter and buffer that is still in `model`, a Hugging Face model on the meta device."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)  # so that one which the family forgets to compute is noticed below
+        _initialise(model, model, "", seed, buffers_only=source is not None)
+        model.tie_weights()  # to_empty has given tied weights memory of their own
+        if source is not None:
+            load(model, source)
+    for name, value in model.named_buffers():
+        if value.is_floating_point() and value.isnan().any():
+            raise ValueError(f"model.family = {model.config.model_type!r} does not compute its buffer {name}")
+
+
+def _initialise(module: nn.Module, owner: Any, name: str, seed: int, *, buffers_only: bool) -> None:
+    """Children first, each by the innermost Hugging Face model around it: the order in which the family itself goes."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    for child_name, child in module.named_children():
+        _initialise(child, owner, f"{name}.{child_name}" if name else child_name, seed, buffers_only=buffers_only)
+    if not buffers_only or next(module.buffers(recurse=False), None) is not None:
+        with seeded(seed, name):
+            owner._init_weights(module)
+
+
+def load(model: Any, source: str) -> None:
+    """Read this model's own parameters from a directory of safetensors shards; nothing else of them is read."""
+    from safetensors import safe_open
+
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"}  # left out by models that tied them
+    wanted: dict[str, list[tuple[str, Tensor]]] = {}
+    shards = shard_of(source)
+    for name, parameter in model.named_parameters():
+        stored = name if name in shards else aliases.get(name, name)
+        if stored not in shards:
+            raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of {model.config.model_type}?")
+        wanted.setdefault(shards[stored], []).append((stored, parameter))
+    for shard, pairs in wanted.items():
+        with safe_open(Path(source) / shard, framework="pt", device="cpu") as file:
+            for stored, parameter in pairs:
+                found = tuple(file.get_slice(stored).get_shape())
+                if found != tuple(parameter.shape):
+                    raise ValueError(
+                        f"{source}/{shard}: {stored} has shape {found}, the model needs {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(file.get_tensor(stored))
+
+
+def shard_of(source: str) -> dict[str, str]:
+    """Which file of the directory holds which tensor."""
+    from safetensors import safe_open
+
+    folder = Path(source)
+    if (folder / INDEX).is_file():
+        shards = json.loads((folder / INDEX).read_text())["weight_map"]
+        for shard in sorted(set(shards.values())):
+            if Path(shard).name != shard or not (folder / shard).is_file():
+                raise ValueError(f"{folder / INDEX} names {shard!r}, which is no file of that directory")
+        return dict(shards)
+    if (folder / SINGLE).is_file():
+        with safe_open(folder / SINGLE, framework="pt", device="cpu") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    raise ValueError(f"{source} has neither {SINGLE} nor {INDEX}; other formats of weights are not read")

@@ -1,0 +1,1 @@
+"""Numerics: plain torch functions."""

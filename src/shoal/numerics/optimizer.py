@@ -1,0 +1,75 @@
+"""AdamW, its learning rate and the clip: plain functions of (settings, step), for the executors.
+
+Nothing here remembers a step: the schedule and AdamW's bias correction are told which step it is, so a rollback, a resume and
+a joiner's first step need the moments and nothing else. Clipping uses the norm of the whole model, which no stage knows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.config import Train
+
+FUSED = ("cpu", "cuda", "mps")  # device types with a fused AdamW kernel in torch 2.13
+
+
+def learning_rate(train: Train, steps: int, step: int) -> float:
+    """Rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then down to `final_ratio` of it at the last."""
+    if step < train.warmup:
+        return train.learning_rate * (step + 1) / train.warmup
+    after = min(1.0, (step - train.warmup) / max(1, steps - 1 - train.warmup))  # 0 at the peak, 1 at the last step
+    if train.schedule == "constant":
+        return train.learning_rate
+    if train.schedule == "linear":
+        left = 1.0 - after
+    elif train.schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * after))
+    else:
+        raise ValueError(f"train.schedule = {train.schedule!r} is none of cosine, linear, constant")
+    return train.learning_rate * (train.final_ratio + (1.0 - train.final_ratio) * left)
+
+
+def clip_factor(norm: float, clip: float) -> float:
+    """What a gradient of the whole model's Euclidean norm `norm` is multiplied by; as torch.nn.utils.clip_grad_norm_."""
+    return min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+
+
+def decays(parameter: Tensor) -> bool:
+    """Matrices decay; vectors (norms, biases) do not."""
+    return parameter.dim() >= 2
+
+
+def adamw(parameters: Mapping[str, Tensor], train: Train) -> torch.optim.AdamW:
+    """AdamW over fp32 parameters of one device, moments allocated at once so that they can be read and loaded from the start."""
+    values = list(parameters.values())
+    groups = [
+        {"params": [value for value in values if decays(value)], "weight_decay": train.weight_decay},
+        {"params": [value for value in values if not decays(value)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.epsilon,
+        fused=all(value.device.type in FUSED for value in values),
+    )
+    for value in values:
+        optimizer.state[value] = {
+            "step": torch.zeros((), dtype=torch.float32, device=value.device),
+            "exp_avg": torch.zeros_like(value, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(value, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def step_(optimizer: torch.optim.AdamW, lr: float, step: int) -> None:
+    """One AdamW step from the parameters' `.grad`, as the step that follows `step` earlier ones."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        for parameter in group["params"]:
+            optimizer.state[parameter]["step"].fill_(float(step))
+    optimizer.step()

@@ -1,0 +1,123 @@
+"""Where every sample went, measured from what the members agreed on: the groups listed in each step's commit.
+
+Nothing is taken on trust: a sample counts as committed when, at every stage, exactly one replica of the committed round lists it.
+Fed with the agreed views that any number of peers report, in any order, twice or not at all; for the launcher's
+summary and exit code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from shoal.core.messages import Account, Committed, View
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A committed step as it was first heard of."""
+
+    epoch: int
+    commit: Committed
+    heard_s: float
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """In microbatches. `balanced`: each one issued was committed once, at every stage of every step."""
+
+    steps: int
+    issued: int
+    committed: int
+    redone: int
+    lost: int
+    counted_twice: int
+    balanced: bool
+    reason: str  # what does not balance, in words; '' when all does
+
+
+class Books:
+    """The commits of a run. A resumed run starts at `first_step` with `before`, the commits that its checkpoint holds; the
+    members count from there on."""
+
+    def __init__(self, stages: int, microbatches: int, first_step: int = 0, before: tuple[Step, ...] = ()) -> None:
+        self.stages, self.microbatches = stages, microbatches
+        self.first_step = first_step
+        self.view: View | None = None  # the newest
+        self.conflicts: set[int] = set()  # steps that were committed in two ways
+        self._steps: dict[int, Step] = {step.commit.step: step for step in before}
+
+    def agree(self, view: View, now: float) -> Committed | None:
+        """Take note of an agreed view; its commit, when it was not known yet."""
+        self._roll_back(view)
+        if self.view is None or view.number > self.view.number:
+            self.view = view
+        if view.last is None or view.last.step < self.first_step:
+            return None
+        known = self._steps.get(view.last.step)
+        if known is not None and known.epoch >= view.epoch:
+            if known.epoch == view.epoch and known.commit != view.last:
+                self.conflicts.add(view.last.step)
+            return None
+        assert self.view is not None
+        if view.epoch < self.view.epoch and view.last.step >= self.view.step:
+            return None  # void: the run went back
+        self._steps[view.last.step] = Step(epoch=view.epoch, commit=view.last, heard_s=now)
+        return view.last
+
+    def _roll_back(self, view: View) -> None:
+        """The first view of a new epoch is trained from its step on: later commits of older epochs are void."""
+        if self.view is not None and view.epoch > self.view.epoch:
+            self._steps = {n: step for n, step in self._steps.items() if n < view.step}
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """In order."""
+        return tuple(self._steps[number] for number in sorted(self._steps))
+
+    def totals(self) -> Totals:
+        account = self.view.account if self.view is not None else Account()
+        steps = self.view.step if self.view is not None else self.first_step
+        before = self.first_step * self.microbatches
+        issued = before + account.issued
+        committed = lost = twice = 0
+        reasons: list[str] = []
+        for number in range(steps):
+            step = self._steps.get(number)
+            if step is None:
+                lost += self.microbatches
+                reasons.append(f"nobody reported how step {number} was committed")
+                continue
+            once, missing, doubled = self._count(step.commit)
+            if missing or doubled:
+                reasons.append(f"step {number}: {missing} microbatches missing, {doubled} counted twice")
+            committed, lost, twice = committed + once, lost + missing, twice + doubled
+        for number in sorted(self.conflicts):
+            reasons.append(f"step {number} was committed in two ways")
+            twice += self.microbatches
+        twice = max(twice, account.counted_twice)
+        if committed != issued:
+            reasons.append(f"issued {issued}, committed {committed}")
+        if before + account.committed != committed:
+            reasons.append(f"the members count {before + account.committed} committed, their rounds hold {committed}")
+        return Totals(
+            steps=steps,
+            issued=issued,
+            committed=committed,
+            redone=account.redone,
+            lost=lost,
+            counted_twice=twice,
+            balanced=not reasons and twice == 0,
+            reason="; ".join(reasons[:5]),
+        )
+
+    def _count(self, commit: Committed) -> tuple[int, int, int]:
+        """Microbatches of the step held once at every stage, missing at some stage, held twice at some stage."""
+        missing: set[int] = set()
+        doubled: set[int] = set()
+        groups = commit.groups + ((),) * (self.stages - len(commit.groups))
+        for group in groups:
+            held = Counter(index for share in group for index in share.indices)
+            missing.update(index for index in range(self.microbatches) if index not in held)
+            doubled.update(index for index, times in held.items() if times > 1 or index >= self.microbatches)
+        once = sum(index not in missing and index not in doubled for index in range(self.microbatches))
+        return once, len(missing), len(doubled)

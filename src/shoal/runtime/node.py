@@ -1,0 +1,192 @@
+"""Drives one peer's machine: everything that happens becomes an event, every command is carried out. It decides nothing.
+
+One TaskGroup: what the transport receives, what tasks found out, the machine's deadline, directory look-ups and the report.
+`handle` never waits, so events are handled one at a time whichever task brings them. Tensors stay in the hands; what
+comes off the network is checked there before the machine hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Protocol
+
+from shoal import trace
+from shoal.core.messages import (
+    Asked,
+    BlobRef,
+    Command,
+    Do,
+    Done,
+    Drop,
+    Event,
+    Failed,
+    Find,
+    Finish,
+    Found,
+    Peer,
+    Received,
+    Send,
+    Tick,
+    Unreachable,
+    View,
+)
+from shoal.runtime.hands import Hands
+from shoal.runtime.record import Record
+from shoal.runtime.report import Progress
+from shoal.transport.base import Incoming, Transport
+from shoal.transport.directory import Directory
+
+REPORT_S = 0.5
+ANNOUNCE_S = 20.0  # well within the time for which a directory keeps a record
+
+
+class Machine(Protocol):
+    """What a node drives: core.peer.PeerMachine."""
+
+    name: Peer
+
+    def handle(self, event: Event, now: float) -> list[Command]: ...
+
+    @property
+    def deadline(self) -> float | None: ...
+
+    @property
+    def view(self) -> View | None: ...
+
+
+class Node:
+    """One peer at work. Whoever makes it starts and closes transport, directory and hands."""
+
+    def __init__(
+        self, machine: Machine, hands: Hands, transport: Transport, directory: Directory, record: Record
+    ) -> None:
+        self.machine, self.hands, self.transport = machine, hands, transport
+        self.directory, self.record = directory, record
+        self.finish: Finish | None = None
+        self._view: View | None = None
+        self._serial = 0
+        self._armed: float | None = None  # the deadline that _ticks sleeps until
+        self._wake = asyncio.Event()
+        self._find = asyncio.Event()
+        self._over = asyncio.Event()
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # what tasks found out, and messages to myself
+
+    async def run(self) -> Finish:
+        """Take part until the machine says that it is over."""
+        self._loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            works = (
+                self._receive(),
+                self._read_inbox(),
+                self._ticks(),
+                self._look_up(),
+                self._announce(),
+                self._report(),
+            )
+            tasks = [group.create_task(work) for work in works]
+            self.handle(Tick())
+            await self._over.wait()
+            for task in tasks:
+                task.cancel()
+        assert self.finish is not None
+        return self.finish
+
+    def leave(self, reason: str) -> None:
+        """Ask the machine to go at the next step boundary."""
+        self.handle(Asked(reason=reason))
+
+    def handle(self, event: Event) -> None:
+        if self.finish is not None:
+            return
+        now = time.monotonic()
+        commands = self.machine.handle(event, now)
+        self.record.event(now, event, commands)
+        if self.machine.view is not self._view and self.machine.view is not None:
+            self._view = self.machine.view
+            self.record.view(now, self._view)
+        for command in commands:
+            self._carry_out(command)
+        deadline = self.machine.deadline
+        if deadline is not None and (self._armed is None or deadline < self._armed):
+            self._wake.set()
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(peer=peer) if peer == self.machine.name:
+                # Handled after this event, as if it had travelled; own names for the blobs, since a Drop may follow.
+                refs = tuple(self._keep(self.hands.get(name)) for name in command.blobs)
+                self._inbox.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
+            case Send():
+                blobs = tuple(self.hands.blob(name) for name in command.blobs)
+                self.transport.send(command.peer, command.message, blobs)
+            case Do():
+                self.hands.submit(command.task, self._on_result)
+            case Drop():
+                for name in command.blobs:
+                    self.hands.drop(name)
+            case Find():
+                self._find.set()
+            case Finish():
+                self.finish = command
+                self._over.set()
+
+    def _on_result(self, result: Done | Failed) -> None:
+        """Called on the hands' threads."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this peer's part is over
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, result)
+
+    async def _read_inbox(self) -> None:
+        while True:
+            self.handle(await self._inbox.get())
+            await asyncio.sleep(0)
+
+    async def _receive(self) -> None:
+        while True:
+            incoming = await self.transport.receive()
+            if isinstance(incoming, Incoming):
+                self._on_message(incoming)
+            else:
+                self.handle(Unreachable(peer=incoming.peer))
+            await asyncio.sleep(0)  # a flood of messages starves neither deadlines nor results
+
+    def _on_message(self, incoming: Incoming) -> None:
+        fault = self.hands.check(incoming.message, incoming.blobs)
+        if not trace.finite(incoming.message):
+            if not incoming.blobs:
+                return  # nobody honest sends such a number; a machine would only have to guess what it means
+            fault = fault or "a number in the message is not finite"
+        refs = () if fault else tuple(self._keep(blob) for blob in incoming.blobs)
+        self.handle(Received(peer=incoming.peer, message=incoming.message, blobs=refs, fault=fault))
+
+    async def _ticks(self) -> None:
+        while True:
+            self._wake.clear()
+            self._armed = self.machine.deadline
+            if self._armed is not None and self._armed <= time.monotonic():
+                self.handle(Tick())
+                await asyncio.sleep(0)
+                continue
+            try:
+                async with asyncio.timeout_at(self._armed):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.handle(Tick())
+
+    async def _look_up(self) -> None:
+        while True:
+            await self._find.wait()
+            self._find.clear()
+            records = await self.directory.peers()
+            self.handle(Found(peers=tuple(record.peer for record in records if record.peer != self.machine.name)))
+
+    async def _announce(self) -> None:
+        while True:
+            await self.directory.announce()
+            await asyncio.sleep(ANNOUNCE_S)
+
+    async def _report(self) -> None:
+        while True:
+            self.record.tell(self._progress())
+            await asyncio.sleep(REPORT_S)

@@ -1,0 +1,117 @@
+"""Writes down what a peer's machine was told and said (the trace) and tells whoever started the peer how it stands.
+
+For runtime/node.py, whose loop must never wait for a disk or a full pipe: lines are appended to a bounded buffer in memory and
+written by a thread of their own. When the disk cannot keep up or is full, training goes on: the trace ends there, and
+that is told. What the lines mean is decided by trace.py and runtime/report.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import IO, Protocol
+
+from shoal import trace
+from shoal.core.messages import Command, Event, Note, Peer, View
+from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Told, encode
+
+BUFFER_BYTES = 256 << 20  # of trace waiting for the disk: minutes of a busy run
+FLUSH_S = 0.2
+CLOSE_S = 10.0
+
+
+class Record(Protocol):
+    """What the node asks of its record."""
+
+    def event(self, time_s: float, event: Event, commands: list[Command]) -> None: ...
+
+    def view(self, time_s: float, view: View) -> None: ...
+
+    def tell(self, line: AnyLine) -> None: ...
+
+
+class Recorder:
+    """`path` takes the trace (None: no trace is kept), `out` the report's lines (None: nobody listens)."""
+
+    def __init__(self, header: trace.Header, path: Path | None, out: IO[bytes] | None) -> None:
+        self.peer: Peer = header.peer
+        self._file = open(path, "wb", buffering=0) if path is not None else None
+        self._path = path
+        self._out = out
+        self._lines: list[bytes] = [trace.line(header)]
+        self._nbytes = 0
+        self._told: list[bytes] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._write, name="record", daemon=True)
+        self._thread.start()
+
+    def event(self, time_s: float, event: Event, commands: list[Command]) -> None:
+        if self._file is not None:
+            text = trace.line_of(time_s, self.peer, event, commands)
+            with self._lock:
+                self._nbytes += len(text)
+                self._lines.append(text)
+            if self._nbytes > BUFFER_BYTES:
+                self._stop(f"the disk does not keep up with {self._path}")
+        for command in commands:
+            if isinstance(command, Note):
+                self.tell(Told(time_s=time_s, peer=self.peer, kind=command.kind, text=command.text))
+
+    def view(self, time_s: float, view: View) -> None:
+        self.tell(Agreed(time_s=time_s, view=view))
+
+    def trouble(self, time_s: float, text: str) -> None:
+        self.tell(Told(time_s=time_s, peer=self.peer, kind="trouble", text=text))
+
+    def tell(self, line: AnyLine) -> None:
+        if self._out is not None:
+            with self._lock:
+                self._told.append(encode(line))
+            if isinstance(line, (Agreed, Listening, Ended)):
+                self._wake.set()
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(CLOSE_S)  # a reader that has stopped reading keeps nobody here for good
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self) -> None:
+        while True:
+            closing = self._closing
+            self._wake.wait(FLUSH_S)
+            self._wake.clear()
+            with self._lock:
+                told, self._told = self._told, []
+                lines, self._lines = self._lines, []
+                self._nbytes = 0
+            try:
+                if told and self._out is not None:
+                    self._out.write(b"".join(told))
+                    self._out.flush()
+            except OSError:  # nobody listens any more: the launcher's end takes this process with it
+                self._out = None
+            try:
+                if lines and self._file is not None:
+                    _write_all(self._file, b"".join(lines))
+            except OSError as error:
+                self._stop(f"{self._path}: {error.strerror}")
+            if closing:
+                return
+
+    def _stop(self, why: str) -> None:
+        self._file, file = None, self._file
+        with self._lock:
+            self._lines = []
+        if file is not None:
+            self.trouble(0.0, f"the trace ends here, training goes on: {why}")
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

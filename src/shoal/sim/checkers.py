@@ -1,0 +1,214 @@
+"""Watches a simulated swarm from outside and says when an invariant is broken.
+
+Knows nothing of how the machines decide: it sees what they send, which views they hold for agreed, which tasks they
+start and how these end. Each method checks one thing and can be tested alone; a violation is a sentence, with the
+peer and the virtual second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shoal.core import messages as m
+from shoal.sim.hands import Reduced, World
+
+HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
+
+
+class Violation(msgspec.Struct, frozen=True):
+    time_s: float
+    peer: m.Peer
+    checker: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.time_s:.3f} s, {self.peer}: [{self.checker}] {self.text}"
+
+
+class Watch:
+    """All checkers of one simulation. `newest` is the highest view that any machine holds for agreed."""
+
+    def __init__(self, settings: m.Settings, world: World, now: Callable[[], float]) -> None:
+        self.settings = settings
+        self.world = world
+        self.violations: list[Violation] = []
+        self.newest: m.View | None = None
+        self.commits: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
+        self.commit_times: list[float] = []
+        self._now = now
+        self._views: dict[int, m.View] = {}
+        self._leaders: dict[int, m.Peer] = {}
+        self._sent: dict[tuple[object, ...], m.Peer] = {}
+        self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
+
+    def report(self, peer: m.Peer, checker: str, text: str) -> None:
+        self.violations.append(Violation(self._now(), peer, checker, text))
+
+    # ---------------------------------------------------------------------------------------------------- sending
+
+    def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None:
+        """No request twice to different peers; one leader per term."""
+        if isinstance(message, HOPS):
+            kind = type(message).__name__ if isinstance(message, (m.Forward, m.Backward)) else "Ask"
+            if kind == "Ask":
+                return
+            key = (peer, message.epoch, message.step, message.index, message.stage, message.attempt, kind)
+            other = self._sent.setdefault(key, to)
+            if other != to:
+                self.report(peer, "attempt", f"{message} to {to}, after the same attempt to {other}")
+        elif type(message) is m.Lead or (type(message) is m.Propose):
+            other = self._leaders.setdefault(message.term, peer)
+            if other != peer:
+                self.report(peer, "leader", f"leads term {message.term} beside {other}")
+
+    # ------------------------------------------------------------------------------------------------------- views
+
+    def agreed(self, peer: m.Peer, view: m.View) -> None:
+        """Called for every view that a machine newly holds for agreed."""
+        known = self._views.get(view.number)
+        if known is not None:
+            if known is not view and known != view:
+                self.report(peer, "agreement", f"view {view.number} is {view}, elsewhere {known}")
+            return
+        self._views[view.number] = view
+        self._whole(peer, view)
+        before = self._views.get(view.number - 1)
+        if before is not None:
+            self._follows(peer, before, view)
+        if self.newest is None or view.number > self.newest.number:
+            self.newest = view
+        if view.last is not None and (before is None or before.last != view.last):
+            self._committed(peer, view.epoch, view.last, view)
+
+    def _whole(self, peer: m.Peer, view: m.View) -> None:
+        names = [member.peer for member in view.members]
+        if len(set(names)) != len(names):
+            self.report(peer, "view", f"view {view.number} names a member twice: {names}")
+        if not names:
+            self.report(peer, "view", f"view {view.number} has no members")
+        if any(owner >= len(names) for owner in view.owners):
+            self.report(peer, "view", f"view {view.number} has owners {view.owners} of {len(names)} members")
+        if view.started and not view.finished and len(view.owners) != self.settings.microbatches:
+            self.report(peer, "view", f"view {view.number} has {len(view.owners)} owners")
+
+    def _follows(self, peer: m.Peer, before: m.View, view: m.View) -> None:
+        if view.epoch == before.epoch:
+            if view.step not in (before.step, before.step + 1):
+                self.report(peer, "view", f"view {view.number} goes from step {before.step} to {view.step}")
+            if view.step == before.step and view.started and before.started:
+                entered = {one.peer for one in view.members} - {one.peer for one in before.members}
+                if entered:
+                    self.report(peer, "view", f"view {view.number} admits {sorted(entered)} in the middle of a step")
+            if before.started:
+                self._staffed(peer, before, view)
+        elif view.epoch < before.epoch:
+            self.report(peer, "view", f"view {view.number} goes back to epoch {view.epoch}")
+
+    def _staffed(self, peer: m.Peer, before: m.View, view: m.View) -> None:
+        """A move never empties a stage: only the removal of its last replica does."""
+        left = {one.peer for one in view.members}
+        for stage in range(self.settings.stages):
+            if any(one.stage == stage for one in view.members):
+                continue
+            moved = [one.peer for one in before.members if one.stage == stage and one.peer in left]
+            if moved:
+                self.report(peer, "staffed", f"view {view.number} moves {moved} away from stage {stage}, now empty")
+
+    # ------------------------------------------------------------------------------------------------------ commits
+
+    def _committed(self, peer: m.Peer, epoch: int, last: m.Committed, view: m.View) -> None:
+        known = self.commits.setdefault((epoch, last.step), last)
+        if known != last:
+            self.report(peer, "commit", f"step {last.step} of epoch {epoch} is committed as {last}, elsewhere {known}")
+            return
+        self.commit_times.append(self._now())
+        if view.step != last.step + 1:
+            self.report(peer, "commit", f"step {last.step} is committed and the next is {view.step}")
+        if len(last.digests) != self.settings.stages:
+            self.report(peer, "commit", f"step {last.step} is committed with {len(last.digests)} digests")
+        below = ""
+        for stage, digest in enumerate(last.digests):
+            reduced = self.world.reduced.get(digest)
+            if reduced is None:
+                self.report(peer, "commit", f"step {last.step}, stage {stage}: nobody has reduced {digest!r}")
+                return
+            text, below = contents(reduced, last.step, self.settings.microbatches, below)
+            if text:
+                self.report(peer, "exactly once", f"step {last.step} of epoch {epoch}, stage {stage}: {text}")
+
+    def applying(self, peer: m.Peer, view: m.View | None, task: m.Apply) -> None:
+        """A gradient is applied only if the agreed view says that its round was committed."""
+        last = view.last if view is not None else None
+        if last is None or (last.step, last.round, last.norm) != (task.step, task.round, task.norm):
+            self.report(peer, "apply", f"{task} although the view's last commit is {last}")
+
+    def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None:
+        """Replicas of a stage have the same parameters at the same version."""
+        known = self._digests.setdefault((epoch, version, stage), digest)
+        if known != digest:
+            self.report(
+                peer, "replicas", f"stage {stage} version {version} epoch {epoch} is {digest}, elsewhere {known}"
+            )
+
+    def published(self, peer: m.Peer, step: int, digests: Sequence[str]) -> None:
+        """A checkpoint holds the parameters of one epoch's commit of that step, at every stage."""
+        epochs = {epoch for epoch, version, _ in self._digests if version == step}
+        wanted = [tuple(self._digests.get((epoch, step, s), "") for s in range(len(digests))) for epoch in sorted(epochs)]
+        if not any(all(not a or a == b for a, b in zip(known, digests, strict=True)) for known in wanted):
+            self.report(peer, "checkpoint", f"step {step} is published as {tuple(digests)}; known: {wanted}")
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def end(self, finished: Sequence[m.Peer], alive: Sequence[m.Peer]) -> None:
+        """Called when the run is over: every step is committed once, the account adds up, all living peers know."""
+        view = self.newest
+        assert view is not None
+        if not view.finished:
+            self.report("", "progress", f"the run is not finished: {progress(view)}")
+            return
+        if view.step != self.settings.steps:
+            self.report("", "account", f"finished at step {view.step} of {self.settings.steps}")
+        account = view.account
+        if account.counted_twice:
+            self.report("", "account", f"counted twice: {account}")
+        if account.issued < account.committed or account.committed < self.settings.steps * self.settings.microbatches:
+            self.report("", "account", f"{account} after {self.settings.steps} x {self.settings.microbatches}")
+        if not view.epoch and account.issued != account.committed:
+            self.report("", "account", f"nothing waits, is in flight or booked, yet {account}")
+        members = {one.peer for one in view.members}
+        missing = sorted(members.intersection(alive).difference(finished))
+        if missing:
+            self.report(missing[0], "progress", f"members that never finished: {missing}")
+
+
+def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tuple[str, str]:
+    """What is wrong with a stage's reduced gradient ('' if nothing), and the parameters of that stage that made it.
+
+    Every index once, of this step, each computed with the same parameters, from the outputs of the stage `below`."""
+    own = ""
+    for number, chunk in enumerate(reduced.chunks):
+        if reduced.bounds[number] == reduced.bounds[number + 1]:
+            continue
+        indices = sorted(one[1] for one in chunk)
+        if indices != list(range(microbatches)):
+            return f"chunk {number} holds indices {indices}", own
+        made = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        if len(made) != 1:
+            return f"chunk {number} was made with different parameters: {sorted(made)}", own
+        of, under, own, _ = made.pop()
+        if of != step:
+            return f"chunk {number} is of step {of}", own
+        if under != below:
+            return f"chunk {number} was made from outputs of {under!r}, the stage below is {below!r}", own
+    return "", own
+
+
+def progress(view: m.View) -> str:
+    members = ", ".join(f"{one.peer}:{one.stage}" for one in view.members)
+    joining = ", ".join(f"{one.peer}:{one.stage}" for one in view.joining)
+    return (
+        f"view {view.number} epoch {view.epoch} step {view.step} started {view.started} members [{members}] "
+        f"joining [{joining}] account {view.account}, because {view.reason!r}"
+    )

@@ -1,0 +1,71 @@
+"""Who comes and goes in a simulated swarm: peers killed, killed and started again, asked to leave, joining late.
+
+Nobody goes whom the run cannot lose: the survivors keep a majority of the members and every stage keeps a replica, since
+without these the run rightly waits (`Swarm.spares`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal.core.messages import Asked
+
+if TYPE_CHECKING:
+    from shoal.sim.scenario import Case
+    from shoal.sim.swarm import Swarm
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """Something that will happen `at_s` after training has begun, lasting `length_s` where that means anything."""
+
+    at_s: float
+    kind: str
+    length_s: float
+
+
+def plan(case: Case) -> list[Planned]:
+    rng = case.rng("churn")
+    drawn = case.happenings
+    end_s = case.scenario.faults_s
+    kinds = {"kill": drawn.kills, "restart": drawn.restarts, "leave": drawn.leaves, "join": drawn.joiners}
+    return [
+        Planned(rng.uniform(0.0, end_s), kind, rng.uniform(0.1, 5.0)) for kind, count in kinds.items() for _ in range(count)
+    ]
+
+
+def kill(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    node = swarm.victim(rng)
+    if node is not None:
+        swarm.kill(node)
+
+
+def restart(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    """The process dies at once and another one of the same key comes back."""
+    node = swarm.victim(rng)
+    if node is not None:
+        swarm.kill(node)
+        swarm.kernel.after(planned.length_s, swarm.boot, (node.key, node.incarnation + 1))
+
+
+def leave(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    node = swarm.victim(rng)
+    if node is not None:
+        node.away = True
+        node.told(Asked(reason="drawn by the simulation"))
+
+
+def join(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    swarm.keys += 1
+    swarm.boot((swarm.keys - 1, 0))
+
+
+APPLY: dict[str, Callable[[Swarm, Planned, Random], None]] = {
+    "kill": kill,
+    "restart": restart,
+    "leave": leave,
+    "join": join,
+}

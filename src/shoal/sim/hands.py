@@ -1,0 +1,298 @@
+"""Carries out a machine's tasks in symbols: what a real peer computes with tensors is here who put what where.
+
+A boundary tensor is a tuple naming its microbatch and the parameters that made it, a gradient sum is the list of what
+was added, parameters are a chain of digests over all that was ever applied. So that two replicas agree exactly if their
+tensors would, and the checkers can read from a digest which microbatches it holds. Takes virtual seconds: computing goes
+one task after the other, reading and writing beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.core import messages as m
+
+CHUNKS = 3  # of a stage's state
+BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
+Blob = tuple[Any, ...]
+ENDS = Callable[[m.Done | m.Failed], None]
+
+# Seconds of the tasks that do not depend on the model's size; about what small stages take.
+SECONDS: dict[type, float] = {
+    m.Fetch: 0.01, m.Cut: 0.01, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
+    m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.RunSave: 0.4, m.RunPublish: 0.2,
+}  # fmt: skip
+BESIDE = (m.Fetch, m.ReadChunk, m.CheckChunk, m.RunSave, m.RunPublish)  # not in the line of computing tasks
+MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
+
+
+def short(*parts: object) -> str:
+    """A digest of nested tuples of plain values."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+class Reduced(msgspec.Struct, frozen=True):
+    """A stage's reduced gradient: `chunks[c]` is what was added to values `bounds[c]` to `bounds[c + 1]`, in order."""
+
+    stage: int
+    bounds: tuple[int, ...]
+    chunks: tuple[tuple[Blob, ...], ...]
+
+
+class Storage:
+    """The run's checkpoint storage, shared by all peers. `full` fails every write."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.shards: dict[tuple[int, int], str] = {}
+        self.published: dict[int, tuple[str, ...]] = {}
+
+
+class World:
+    """What all hands of one simulation share: the storage, and for the checkers what each digest stands for."""
+
+    def __init__(self, stages: int, values: int) -> None:
+        self.stages = stages
+        self.values = values
+        self.storage = Storage()
+        self.reduced: dict[str, Reduced] = {}
+        self.faults: list[str] = []  # what no machine may ever ask for; the swarm makes violations of them
+
+    def length(self, stage: int) -> int:
+        return self.values + 7 * stage
+
+
+class Hands:
+    """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
+
+    def __init__(self, world: World, after: Callable[[float, Callable[[Any], None], Any], None], now: Callable[[], float]):
+        self.world = world
+        self.blobs: dict[str, Blob] = {}
+        self.slowness = 1.0  # seconds per second of a usual peer
+        self.forward_s = 0.1
+        self.fails: Callable[[], bool] = lambda: False
+        self._after = after
+        self._now = now
+        self._free_s = 0.0  # when the compute is idle
+        self.stage = -1
+        self.version = -1
+        self.digest = ""
+        self.sum: list[Blob] = []
+        self._reduced: dict[int, Reduced] = {}
+        self._copy: tuple[int, int, str] | None = None  # (version, stage, digest) exported
+        self._kept: dict[int, Blob] = {}  # chunks of a download
+        self._saves: dict[tuple[int, int], str] = {}
+
+    def submit(self, task: m.Task, ends: ENDS) -> None:
+        """Inputs are resolved when the task is given, so a Drop may follow at once."""
+        kind = type(task)
+        inputs = [self._find(name, kind.__name__) for name in _inputs(task)]
+        if kind is m.RunForward or kind is m.RunBackward:
+            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else 2.5)
+        else:
+            seconds = SECONDS[kind] * self.slowness
+        now = self._now()
+        if kind in BESIDE:
+            wait = seconds
+        else:
+            self._free_s = max(self._free_s, now) + seconds
+            wait = self._free_s - now
+        self._after(wait, self._end, (task, inputs, seconds, ends))
+
+    def _find(self, name: str, user: str) -> Blob:
+        blob = self.blobs.get(name)
+        if blob is None:
+            self.world.faults.append(f"{user} needs blob {name!r}, which is not held")
+            return BAD
+        return blob
+
+    def _end(self, given: tuple[m.Task, list[Blob], float, ENDS]) -> None:
+        task, inputs, seconds, ends = given
+        try:
+            if isinstance(task, MAY_FAIL) and self.fails():
+                raise ValueError("fault drawn by the simulation")
+            result = _WORK[type(task)](self, task, inputs)
+        except ValueError as error:
+            ends(m.Failed(task.id, str(error)))
+            return
+        ends(m.Done(task.id, result, seconds))
+
+    def _put(self, name: str, blob: Blob) -> None:
+        if name in self.blobs:
+            self.world.faults.append(f"blob name {name!r} is used twice")
+        self.blobs[name] = blob
+
+    def _seat(self, stage: int, version: int, digest: str) -> m.Result:
+        self.stage, self.version, self.digest = stage, version, digest
+        self.sum.clear()
+        self._reduced.clear()
+        self._kept.clear()
+        return m.Result(digest=digest, length=self.world.length(stage))
+
+    # ------------------------------------------------------------------------------------------------------- hops
+
+    def _fetch(self, task: m.Fetch, inputs: Sequence[Blob]) -> m.Result:
+        self._put(task.out, ("x", task.step, task.index, 0, ""))
+        return m.Result(nbytes=100)
+
+    def _forward(self, task: m.RunForward, inputs: Sequence[Blob]) -> m.Result:
+        (x,) = inputs
+        if x[:4] != ("x", task.step, task.index, task.stage):
+            raise ValueError(f"not the input of stage {task.stage}: {x}")
+        self._expect(task.stage, task.step, "RunForward")
+        self._put(task.out, ("x", task.step, task.index, task.stage + 1, self.digest))
+        return m.Result(nbytes=100)
+
+    def _backward(self, task: m.RunBackward, inputs: Sequence[Blob]) -> m.Result:
+        x = inputs[0]
+        last = self.world.stages - 1
+        if x[:4] != ("x", task.step, task.index, task.stage):
+            raise ValueError(f"not the input of stage {task.stage}: {x}")
+        above = ""
+        if task.grad:
+            wanted = ("x", task.step, task.index, 0) if task.stage == last else ("g", task.step, task.index, task.stage)
+            if inputs[1][:4] != wanted:
+                raise ValueError(f"not the gradient of stage {task.stage}'s output: {inputs[1]}")
+            above = inputs[1][4]
+        self._expect(task.stage, task.step, "RunBackward")
+        self.sum.append((task.step, task.index, x[4], self.digest, above))
+        if task.out:
+            self._put(task.out, ("g", task.step, task.index, task.stage - 1, self.digest))
+        return m.Result(loss=1.0 + task.index / 64 if task.stage == last else None, nbytes=100)
+
+    def _expect(self, stage: int, version: int, what: str) -> None:
+        if (stage, version) != (self.stage, self.version):
+            self.world.faults.append(
+                f"{what} of stage {stage} step {version} on stage {self.stage} version {self.version}"
+            )
+
+    # ----------------------------------------------------------------------------------------------------- rounds
+
+    def _cut(self, task: m.Cut, inputs: Sequence[Blob]) -> m.Result:
+        self._expect(self.stage, task.step, "Cut")
+        held = tuple(self.sum)
+        for low, high, out in zip(task.bounds[:-1], task.bounds[1:], task.outs, strict=True):
+            self._put(out, ("part", self.stage, low, high, held))
+        return m.Result()
+
+    def _add(self, task: m.Add, inputs: Sequence[Blob]) -> m.Result:
+        if any(part[:4] != inputs[0][:4] or part[0] != "part" for part in inputs):
+            raise ValueError(f"parts of different chunks: {[part[:4] for part in inputs]}")
+        self._put(task.out, (*inputs[0][:4], tuple(one for part in inputs for one in part[4])))
+        return m.Result()
+
+    def _gather(self, task: m.Gather, inputs: Sequence[Blob]) -> m.Result:
+        bounds = [0]
+        for part in inputs:
+            if part[:3] != ("part", self.stage, bounds[-1]):
+                raise ValueError(f"sums do not join: {part[:4]} after {bounds[-1]} of stage {self.stage}")
+            bounds.append(part[3])
+        if bounds[-1] != self.world.length(self.stage):
+            raise ValueError(f"sums end at {bounds[-1]}, not at {self.world.length(self.stage)}")
+        reduced = Reduced(self.stage, tuple(bounds), tuple(part[4] for part in inputs))
+        digest = short(reduced.stage, reduced.bounds, reduced.chunks)
+        self.world.reduced[digest] = reduced
+        self._reduced[task.round] = reduced
+        return m.Result(digest=digest, norm_sq=1.0 + int(digest[:6], 16) / 2**24)
+
+    def _apply(self, task: m.Apply, inputs: Sequence[Blob]) -> m.Result:
+        self._expect(self.stage, task.step, "Apply")
+        reduced = self._reduced.get(task.round)
+        if reduced is None:
+            self.world.faults.append(f"Apply of round {task.round}, whose reduced gradient is not held")
+            raise ValueError("no such round")
+        digest = short(self.digest, task.step, reduced.chunks, task.norm)
+        if task.save:
+            self._saves[(self.stage, task.step + 1)] = digest
+        return self._seat(self.stage, task.step + 1, digest)
+
+    def _reset(self, task: m.Reset, inputs: Sequence[Blob]) -> m.Result:
+        self.sum.clear()
+        return m.Result()
+
+    # ------------------------------------------------------------------------------------------ state, checkpoints
+
+    def _init(self, task: m.Init, inputs: Sequence[Blob]) -> m.Result:
+        if task.step == 0:
+            return self._seat(task.stage, 0, short("init", task.stage))
+        saved = self.world.storage.published.get(task.step)
+        if saved is None:
+            raise ValueError(f"there is no checkpoint of step {task.step}")
+        return self._seat(task.stage, task.step, saved[task.stage])
+
+    def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
+        if task.step != self.version:
+            raise ValueError(f"version {self.version} is held, not {task.step}")
+        self._copy = (self.version, self.stage, self.digest)
+        hashes = tuple(short(self._piece(chunk)) for chunk in range(CHUNKS))
+        return m.Result(manifest=m.Manifest(hashes, (1000,) * CHUNKS))
+
+    def _piece(self, chunk: int) -> Blob:
+        return ("state", self._copy, chunk)
+
+    def _read(self, task: m.ReadChunk, inputs: Sequence[Blob]) -> m.Result:
+        if self._copy is None or self._copy[0] != task.step:
+            raise ValueError(f"version {task.step} is not exported")
+        self._put(task.out, self._piece(task.chunk))
+        return m.Result(nbytes=1000)
+
+    def _check(self, task: m.CheckChunk, inputs: Sequence[Blob]) -> m.Result:
+        if short(inputs[0]) != task.digest:
+            raise ValueError("the chunk's digest differs")
+        self._kept[task.chunk] = inputs[0]
+        return m.Result()
+
+    def _import(self, task: m.Import, inputs: Sequence[Blob]) -> m.Result:
+        kept = [self._kept.get(chunk) for chunk in range(task.chunks)]
+        copies = {piece[1] for piece in kept if piece is not None}
+        if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
+            raise ValueError(f"the kept chunks do not make one state: {kept}")
+        version, stage, digest = copies.pop()
+        if (stage, version) != (task.stage, task.step):
+            raise ValueError(f"kept: stage {stage} version {version}; wanted: {task.stage} version {task.step}")
+        return self._seat(stage, version, digest)
+
+    def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
+        if self.world.storage.full:
+            raise ValueError("no space left on the storage")
+        digest = self._saves.get((task.stage, task.step))
+        if digest is None:
+            raise ValueError(f"no copy of stage {task.stage} version {task.step}")
+        self.world.storage.shards[(task.step, task.stage)] = digest
+        return m.Result(record=json.dumps({"step": task.step, "stage": task.stage, "digest": digest}))
+
+    def _publish(self, task: m.RunPublish, inputs: Sequence[Blob]) -> m.Result:
+        storage = self.world.storage
+        if storage.full:
+            raise ValueError("no space left on the storage")
+        records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
+        if [(record["step"], record["stage"]) for record in records] != [(task.step, s) for s in range(self.world.stages)]:
+            self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
+            raise ValueError("records are not one of each stage")
+        storage.published[task.step] = tuple(record["digest"] for record in records)
+        return m.Result(record=f"checkpoints/step-{task.step}")
+
+
+def _inputs(task: m.Task) -> tuple[str, ...]:
+    if isinstance(task, m.RunForward):
+        return (task.x,)
+    if isinstance(task, m.RunBackward):
+        return (task.x, task.grad) if task.grad else (task.x,)
+    if isinstance(task, m.Add):
+        return task.parts
+    if isinstance(task, m.Gather):
+        return task.sums
+    return (task.blob,) if isinstance(task, m.CheckChunk) else ()
+
+
+_WORK: dict[type, Callable[[Hands, Any, Sequence[Blob]], m.Result]] = {
+    m.Fetch: Hands._fetch, m.RunForward: Hands._forward, m.RunBackward: Hands._backward, m.Cut: Hands._cut,
+    m.Add: Hands._add, m.Gather: Hands._gather, m.Apply: Hands._apply, m.Reset: Hands._reset, m.Init: Hands._init,
+    m.Export: Hands._export, m.ReadChunk: Hands._read, m.CheckChunk: Hands._check, m.Import: Hands._import,
+    m.RunSave: Hands._save, m.RunPublish: Hands._publish,
+}  # fmt: skip

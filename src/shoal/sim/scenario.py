@@ -1,0 +1,180 @@
+"""What is simulated: how many peers, which links, which faults until when, and what is demanded after healing.
+
+A scenario gives ranges; `draw` makes of it and a seed one Case. Each kind of fault is absent in about half of the seeds
+and otherwise drawn up to its limit: runs with few kinds of faults reach states that runs with all of them never do.
+Scenarios are TOML files of these fields, or one of the built-in names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+import msgspec
+
+from shoal.core.messages import Settings
+
+
+class Messages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may happen to one message: probabilities."""
+
+    drop: float = 0.0
+    delay: float = 0.0  # held back for up to 3 s, and with it what follows on its link and class
+    duplicate: float = 0.0  # breaks the transport's contract
+    reorder: float = 0.0  # breaks the transport's contract: overtaken within its class
+    stranger: float = 0.0  # a copy arrives from a peer that is in no view
+    fail: float = 0.0  # probability that a task which can fail does
+
+
+class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many of each may happen before healing."""
+
+    kills: int = 0  # for good
+    restarts: int = 0  # killed, and back under a new name
+    leaves: int = 0
+    joiners: int = 0
+    pauses: int = 0  # stopped for up to 12 s, then continued
+    halves: int = 0  # the network parts in two
+    one_ways: int = 0  # one peer is not heard (or hears nothing) by some others
+    slows: int = 0  # one peer computes 10 times slower
+    jumps: int = 0  # one peer's clock jumps ahead
+    full_disks: int = 0
+    liars: int = 0  # peers that send faulty blobs and garbled messages
+    wipes: int = 0  # every replica of one stage is killed at once (and comes back under new names)
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pairs are ranges, both ends included."""
+
+    name: str = "chaos"
+    peers: tuple[int, int] = (6, 14)
+    stages: tuple[int, int] = (1, 4)
+    steps: tuple[int, int] = (4, 6)
+    microbatches: tuple[int, int] = (4, 16)
+    step_s: float = 4.0  # seconds of an undisturbed step, about; the compute per microbatch follows from it
+    spread: float = 3.0  # fastest over slowest peer
+    delay_s: tuple[float, float] = (0.002, 0.12)
+    bandwidth_Bps: tuple[float, float] = (2e6, 1e8)
+    boundary_bytes: int = 200_000
+    values: int = 20_000  # in one stage's gradient
+    save_every: tuple[int, int] = (0, 3)
+    silence_s: float = 4.0
+    messages: Messages = Messages()
+    happenings: Happenings = Happenings()
+    faults_s: float = 20.0  # counted from the start of training; then everything heals
+    start_s: float = 90.0  # the run must have started by then
+    progress_s: float = 90.0  # after healing no commit may take longer
+    finish_s: float = 400.0  # after healing the run must end within
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One drawn scenario. `speeds[i]` multiplies the compute of peer i."""
+
+    scenario: Scenario
+    seed: int
+    settings: Settings
+    peers: int
+    speeds: tuple[float, ...]
+    forward_s: float
+    messages: Messages
+    happenings: Happenings
+
+    def rng(self, purpose: str) -> Random:
+        """A stream of its own for each purpose, so that one more draw in one place moves nothing elsewhere."""
+        return Random(self.stream(purpose))
+
+    def stream(self, purpose: str) -> str:
+        """What seeds that stream; a peer's name is the purpose of its machine's."""
+        return f"{self.scenario.name}/{self.seed}/{purpose}"
+
+
+Limits = TypeVar("Limits", Messages, Happenings)
+
+_HARSH = Happenings(
+    kills=3, restarts=3, leaves=2, joiners=3, pauses=3, halves=2, one_ways=3, slows=2, jumps=3, full_disks=2, liars=2
+)  # fmt: skip
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(name="calm"),
+        Scenario(name="churn", happenings=Happenings(kills=4, restarts=4, leaves=3, joiners=4)),
+        Scenario(
+            name="network",
+            messages=Messages(drop=0.05, delay=0.02),
+            happenings=Happenings(halves=3, one_ways=4, slows=2, pauses=3),
+        ),
+        Scenario(name="chaos", messages=Messages(drop=0.05, delay=0.02, stranger=0.02, fail=0.02), happenings=_HARSH),
+        Scenario(
+            name="wild",
+            messages=Messages(drop=0.1, delay=0.05, stranger=0.05, fail=0.03, duplicate=0.1, reorder=0.1),
+            happenings=_HARSH,
+        ),
+        Scenario(
+            name="wipe",
+            stages=(2, 4),
+            messages=Messages(drop=0.03, fail=0.02),
+            happenings=Happenings(wipes=2, kills=1, restarts=2, joiners=2, full_disks=1, pauses=1),
+        ),
+        Scenario(
+            name="large",
+            peers=(24, 40),
+            stages=(3, 6),
+            microbatches=(24, 48),
+            messages=Messages(drop=0.03, delay=0.01, stranger=0.01, fail=0.01),
+            happenings=msgspec.structs.replace(_HARSH, kills=8, restarts=8, joiners=6),
+        ),
+    )
+}
+
+
+def load(name: str) -> Scenario:
+    """A built-in scenario by name, or one from a TOML file."""
+    if name in SCENARIOS:
+        return SCENARIOS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"scenario {name!r}: neither a file nor one of {', '.join(sorted(SCENARIOS))}")
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Scenario)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"scenario {name}: {error}") from error
+
+
+def draw(scenario: Scenario, seed: int) -> Case:
+    rng = Random(f"{scenario.name}/{seed}/case")
+    stages = rng.randint(*scenario.stages)
+    peers = rng.randint(max(scenario.peers[0], stages), max(scenario.peers[1], stages))
+    microbatches = rng.randint(*scenario.microbatches)
+    speeds = tuple(scenario.spread ** rng.uniform(-0.5, 0.5) for _ in range(peers))
+    settings = Settings(
+        stages=stages,
+        microbatches=microbatches,
+        steps=rng.randint(*scenario.steps),
+        peers=rng.randint(max(stages, peers - 2), peers),
+        inflight=rng.choice((1, 2, 4)),
+        queue_limit=rng.choice((2, 4, 16)),
+        save_every=rng.randint(*scenario.save_every),
+        silence_s=scenario.silence_s,
+        hold_s=rng.choice((5.0, 30.0)),
+    )
+    return Case(
+        scenario=scenario,
+        seed=seed,
+        settings=settings,
+        peers=peers,
+        speeds=speeds,
+        forward_s=scenario.step_s * peers / (microbatches * stages * 3.5),
+        messages=_some(scenario.messages, rng, whole=False),
+        happenings=_some(scenario.happenings, rng, whole=True),
+    )
+
+
+def _some(limits: Limits, rng: Random, whole: bool) -> Limits:
+    """Each kind in about half of the cases, up to its limit."""
+    drawn: dict[str, float] = {}
+    for field in limits.__struct_fields__:
+        limit = getattr(limits, field)
+        amount = rng.randint(1, limit) if whole and limit else rng.uniform(0.0, limit)
+        drawn[field] = amount if rng.random() < 0.5 else 0
+    return msgspec.convert(drawn, type(limits))

@@ -1,0 +1,503 @@
+"""One simulation: a drawn case, its nodes and network, the faults until healing, the checkers; `simulate` is the way in.
+
+A node does for a machine what runtime/node.py does on a real peer, on virtual time. In the first phase faults happen and only safety
+is demanded; then everything heals and the run must progress and finish within the scenario's bounds.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+
+from shoal.core import messages as m
+from shoal.core.peer import PeerMachine
+from shoal.sim import churn, faults
+from shoal.sim.checkers import Violation, Watch, progress
+from shoal.sim.hands import BAD, Blob, Hands, World
+from shoal.sim.kernel import Kernel
+from shoal.sim.network import CLEAN, Network
+from shoal.sim.scenario import Case, Scenario, draw, load
+
+MAX_EVENTS = 3_000_000  # a run that needs more is called stuck: usual ones need some 10,000
+SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
+SAMPLE = 61  # every so many messages one is encoded, decoded and compared
+STRANGER = "stranger.0"
+CHECK_S = 5.0  # between looks at the progress
+Record = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """`digest` is the same whenever scenario, seed and program are. `stuck` says why progress could not be demanded."""
+
+    digest: str
+    violations: tuple[Violation, ...]
+    committed: int
+    redone: int
+    virtual_s: float
+    events: int
+    stuck: str = ""
+
+
+class Node:
+    """One process: its machine, hands and clock. `away`: its membership is at risk, do not rely on it."""
+
+    def __init__(self, swarm: Swarm, key: int, incarnation: int, found: bool) -> None:
+        case = swarm.case
+        self.swarm, self.key, self.incarnation = swarm, key, incarnation
+        self.name = f"p{key}.{incarnation}"
+        self.serial = swarm.booted
+        self.found = found
+        self.machine = PeerMachine(self.name, case.settings, case.rng(self.name), found)
+        self.hands = Hands(swarm.world, self._later, self._clock)
+        self.hands.forward_s = case.forward_s
+        self.hands.slowness = case.speeds[key % len(case.speeds)]
+        self.hands.fails = swarm.fails
+        self.lives = True
+        self.away = False
+        self.stopped = False
+        self.finish: m.Finish | None = None
+        self.lies = 0.0
+        self.view: m.View | None = None
+        self._ahead_s = 0.0  # of its clock
+        self._missed: list[m.Event] = []
+        self._armed: float | None = None  # kernel time of the next wanted call of _ring
+        self._names = 0
+        self._spins = 0
+        self._spun_at = -1.0
+
+    # ---------------------------------------------------------------------------------------------- from outside
+
+    def told(self, event: m.Event) -> None:
+        """Something happened to this peer."""
+        if not self.lives:
+            return
+        if self.stopped:
+            self._missed.append(event)
+            return
+        self._handle(event)
+
+    def deliver(self, source: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> None:
+        if values:
+            bad = any(value is BAD for value in values)
+            refs = () if bad else tuple(m.BlobRef(self._keep(value), 100) for value in values)
+            self.told(m.Received(source, message, refs, "blob 0: values are not finite" if bad else ""))
+        else:
+            self.told(m.Received(source, message))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def resume(self, _: Any = None) -> None:
+        if not self.stopped or not self.lives:
+            return
+        self.stopped = self.away = False
+        missed, self._missed = self._missed, []
+        if self.swarm.chance.random() < 0.5:
+            missed.insert(0, m.Tick())
+        for event in missed:
+            self.told(event)
+        self._ring()
+
+    def jump(self, seconds: float) -> None:
+        self._ahead_s += seconds
+        self._armed = None
+        self._arm()
+
+    # ------------------------------------------------------------------------------------------------- private
+
+    def _clock(self) -> float:
+        return self.swarm.kernel.now
+
+    def _later(self, seconds: float, action: Callable[[Any], None], argument: Any) -> None:
+        """For the hands: a stopped process works no further, a dead one never."""
+
+        def act(_: Any) -> None:
+            if self.stopped:
+                self.swarm.kernel.after(0.5, act)
+            elif self.lives:
+                action(argument)
+
+        self.swarm.kernel.after(seconds, act)
+
+    def _keep(self, value: Blob) -> str:
+        self._names += 1
+        name = f"r/{self._names}"
+        self.hands.blobs[name] = value
+        return name
+
+    def _handle(self, event: m.Event) -> None:
+        swarm = self.swarm
+        now = swarm.kernel.now
+        machine = self.machine
+        try:
+            commands = machine.handle(event, now + self._ahead_s)
+        except Exception:  # whatever a machine raises is a finding, not an end of the simulation
+            swarm.watch.report(self.name, "crash", f"on {event}:\n{traceback.format_exc(limit=-6)}")
+            swarm.kill(self)
+            return
+        swarm.handled += 1
+        swarm.mix(self.serial, len(commands))
+        if swarm.record is not None:
+            swarm.record(now + self._ahead_s, self.name, event, commands)
+        if machine.view is not self.view:
+            self.view = machine.view
+            if self.view is not None:
+                swarm.agreed(self.name, self.view)
+        for command in commands:
+            _CARRY[type(command)](self, command)
+        if self.finish is not None:
+            swarm.ended(self)
+        elif self.lives:
+            self._arm()
+
+    def _arm(self) -> None:
+        deadline = self.machine.deadline
+        if deadline is None:
+            return
+        at = max(deadline - self._ahead_s, self.swarm.kernel.now)
+        if self._armed is None or at < self._armed - 1e-9:
+            self._armed = at
+            self.swarm.kernel.at(at, self._ring, at)
+
+    def _ring(self, at: float | None = None) -> None:
+        if at is not None and at != self._armed:
+            return  # overtaken by an earlier one
+        self._armed = None
+        if self.stopped or not self.lives:
+            return
+        now = self.swarm.kernel.now
+        deadline = self.machine.deadline
+        if deadline is not None and deadline - self._ahead_s <= now + 1e-9:
+            self._spins = self._spins + 1 if self._spun_at == now else 0
+            self._spun_at = now
+            if self._spins > SPINS:
+                self.swarm.watch.report(self.name, "spin", f"deadline stays {deadline - now - self._ahead_s:+.3f} s from now")
+                self.swarm.kill(self)
+                return
+            self._handle(m.Tick())
+        else:
+            self._arm()
+
+    def _send(self, command: m.Send) -> None:
+        swarm = self.swarm
+        message = command.message
+        values = tuple([self._value(name, message) for name in command.blobs])
+        swarm.watch.sent(self.name, command.peer, message)
+        if self.lies and swarm.chance.random() < self.lies:
+            message = faults.garble(message, swarm.chance) if swarm.chance.random() < 0.2 else message
+            values = tuple(BAD for _ in values)
+        swarm.carry(self, command.peer, message, values)
+
+    def _value(self, name: str, message: m.Message) -> Blob:
+        value = self.hands.blobs.get(name)
+        if value is None:
+            self.swarm.watch.report(self.name, "blobs", f"sends blob {name!r}, which is not held, with {message}")
+            return BAD
+        return value
+
+    def _do(self, command: m.Do) -> None:
+        task = command.task
+        if isinstance(task, m.Apply):
+            self.swarm.watch.applying(self.name, self.view, task)
+        self.hands.submit(task, self._done)
+        self._faults()
+
+    def _done(self, result: m.Done | m.Failed) -> None:
+        self._faults()
+        hands, swarm = self.hands, self.swarm
+        if isinstance(result, m.Done):
+            if result.result.digest and self.view is not None:
+                swarm.holds(self)
+            if result.result.record.startswith("checkpoints/"):
+                step = int(result.result.record.rpartition("-")[2])
+                swarm.watch.published(self.name, step, hands.world.storage.published[step])
+        self.told(result)
+
+    def _faults(self) -> None:
+        for text in self.hands.world.faults:
+            self.swarm.watch.report(self.name, "tasks", text)
+        self.hands.world.faults.clear()
+
+    def _drop(self, command: m.Drop) -> None:
+        for name in command.blobs:
+            if self.hands.blobs.pop(name, None) is None:
+                self.swarm.watch.report(self.name, "blobs", f"drops blob {name!r}, which is not held")
+
+    def _find(self, command: m.Find) -> None:
+        self.swarm.kernel.after(self.swarm.chance.uniform(0.05, 0.5), self._found)
+
+    def _found(self, _: Any) -> None:
+        names = [name for name in self.swarm.nodes if name != self.name]
+        self.told(m.Found(peers=tuple(self.swarm.chance.sample(names, min(len(names), 8)))))
+
+    def _finish(self, command: m.Finish) -> None:
+        self.finish = command
+
+    def _note(self, command: m.Note) -> None:
+        if self.swarm.notes is not None:
+            self.swarm.notes.append(f"{self.swarm.kernel.now:9.3f} {self.name:6} {command.kind}: {command.text}")
+
+
+_CARRY: dict[type, Callable[[Node, Any], None]] = {
+    m.Send: Node._send, m.Do: Node._do, m.Drop: Node._drop, m.Find: Node._find, m.Finish: Node._finish, m.Note: Node._note,
+}  # fmt: skip
+
+
+class Swarm:
+    """All of one simulation. `nodes` are the living processes by name, in the order in which they began."""
+
+    def __init__(self, case: Case, record: Record | None = None) -> None:
+        self.case = case
+        self.kernel = Kernel()
+        self.world = World(case.settings.stages, case.scenario.values)
+        self.watch = Watch(case.settings, self.world, lambda: self.kernel.now)
+        self.network = Network(case.scenario, case.rng("network"))
+        self.chance = case.rng("chance")
+        self.record = record
+        self.notes: list[str] | None = None
+        self.nodes: dict[m.Peer, Node] = {}
+        self.finished: list[m.Peer] = []
+        self.booted = 0
+        self.handled = 0
+        self.keys = case.peers
+        self.healed_s: float | None = None
+        self._digest = 0
+        self._proposed: m.View | None = None
+        self._messages = 0
+        self._healers: list[Callable[[Any], None]] = []
+        self._began_s: float | None = None
+        self._over_s: float | None = None
+        self._progressed_s = 0.0
+        self.stuck = ""
+
+    # -------------------------------------------------------------------------------------------------- the whole
+
+    def run(self) -> Outcome:
+        rng = self.case.rng("boot")
+        self.network.faults = self.case.messages if self.case.messages != CLEAN else CLEAN  # CLEAN itself is quicker
+        self.boot((0, 0))
+        for key in range(1, self.case.peers):
+            self.kernel.at(rng.uniform(0.0, 2.0), self.boot, (key, 0))
+        self.kernel.after(CHECK_S, self._look)
+        self.kernel.run(until=float("inf"), events=MAX_EVENTS)
+        if self.kernel.events >= MAX_EVENTS:
+            self.watch.report("", "progress", f"{MAX_EVENTS} events and no end: {self._state()}")
+        elif not self.stuck and not self.watch.violations:
+            self.watch.end(self.finished, list(self.nodes))
+        newest = self.watch.newest
+        return Outcome(
+            digest=f"{self._digest:016x}",
+            violations=tuple(self.watch.violations),
+            committed=len(self.watch.commits),
+            redone=newest.account.redone if newest is not None else 0,
+            virtual_s=self.kernel.now,
+            events=self.handled,
+            stuck=self.stuck,
+        )
+
+    def boot(self, who: tuple[int, int]) -> None:
+        """A process starts: (key, incarnation)."""
+        if self._over_s is not None:
+            return
+        self.booted += 1
+        node = Node(self, who[0], who[1], found=who == (0, 0))
+        self.nodes[node.name] = node
+        node.told(m.Tick())
+
+    def kill(self, node: Node) -> None:
+        node.lives = False
+        self.nodes.pop(node.name, None)
+
+    def ended(self, node: Node) -> None:
+        """A machine has finished: its process ends, and if it was not the run's end another one takes its place."""
+        assert node.finish is not None
+        self.kill(node)
+        if node.finish.ok:
+            self.finished.append(node.name)
+            if not self.nodes:
+                self.kernel.stop()
+        else:
+            self.kernel.after(2.0, self.boot, (node.key, node.incarnation + 1))
+
+    def agreed(self, peer: m.Peer, view: m.View) -> None:
+        self.watch.agreed(peer, view)
+        if self._began_s is None and view.started:
+            self._began_s = self.kernel.now
+            for planned in churn.plan(self.case) + faults.plan(self.case):
+                self.kernel.after(planned.at_s, self._happen, planned)
+            self.kernel.after(self.case.scenario.faults_s, self._heal)
+        if view.finished and self._over_s is None:
+            self._over_s = self.kernel.now
+            self.kernel.after(60.0, lambda _: self.kernel.stop())
+            self._heal(None)
+
+    def holds(self, node: Node) -> None:
+        """A task has given the node's stage new parameters."""
+        hands, view = node.hands, node.view
+        if hands.version >= 0 and view is not None and abs(hands.version - view.step) <= 1:
+            self.watch.holds(node.name, view.epoch, hands.stage, hands.version, hands.digest)
+
+    # ---------------------------------------------------------------------------------------------------- the network
+
+    def carry(self, source: Node, target: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> None:
+        """Hand a message to the network."""
+        kernel, case = self.kernel, self.case
+        self._messages += 1
+        if self._messages % SAMPLE == 0:
+            self._through_wire(source.name, message)
+        if type(message) is m.Propose and (self._proposed is None or message.entry.view.number > self._proposed.number):
+            self._proposed = message.entry.view
+        parcel = (source.name, target, message, values)
+        if target == source.name:
+            kernel.at(kernel.now, self._arrive, parcel)
+            return
+        nbytes = 0
+        if values:
+            part = isinstance(message, m.Part | m.Sum)
+            nbytes = case.scenario.values if part else case.scenario.boundary_bytes * len(values)
+        arrivals = self.network.arrivals(source.name, target, nbytes, kernel.now)
+        for at in arrivals:
+            kernel.at(at, self._arrive, parcel)
+        stranger = self.network.faults.stranger
+        if stranger and self.chance.random() < stranger and type(message) is not m.Join:
+            parcel = (STRANGER, target, message, values)
+            kernel.after(self.chance.uniform(0.0, 10.0), self._arrive, parcel)
+
+    def _arrive(self, parcel: tuple[m.Peer, m.Peer, m.Message, tuple[Blob, ...]]) -> None:
+        source, target, message, values = parcel
+        node = self.nodes.get(target)
+        if node is not None:
+            node.deliver(source, message, values)
+        elif self.chance.random() < 0.7 and source in self.nodes:
+            self.kernel.after(0.05, self._refused, (source, target))
+
+    def _refused(self, pair: tuple[m.Peer, m.Peer]) -> None:
+        node = self.nodes.get(pair[0])
+        if node is not None:
+            node.told(m.Unreachable(pair[1]))
+
+    def _through_wire(self, peer: m.Peer, message: m.Message) -> None:
+        try:
+            same = _DECODER.decode(_ENCODER.encode(message)) == message
+        except msgspec.ValidationError as error:
+            self.watch.report(peer, "wire", f"{message}: {error}")
+            return
+        if not same and "nan" not in repr(message):
+            self.watch.report(peer, "wire", f"{message} is another message after decoding")
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def victim(self, rng: Random) -> Node | None:
+        """A living peer that the run can lose, or None."""
+        candidates = [node for node in self.nodes.values() if not node.away and not node.stopped]
+        rng.shuffle(candidates)
+        return next((node for node in candidates if self.spares({node.name})), None)
+
+    def spares(self, gone: set[m.Peer]) -> bool:
+        """Without these peers the newest views keep a majority of members, and a replica of every stage."""
+        for view in self._current():
+            left = [one for one in view.members if self._sound(one.peer) and one.peer not in gone]
+            if 2 * len(left) <= len(view.members) + 1:
+                return False
+            if view.started and len({one.stage for one in left}) < self.case.settings.stages:
+                return False
+        return bool(self.nodes)
+
+    def until(self, seconds: float, over: Callable[[Any], None]) -> None:
+        """End a fault after that time, or at healing if that is earlier."""
+        self.kernel.after(seconds, over)
+        self._healers.append(over)
+
+    def fails(self) -> bool:
+        chance = self.network.faults.fail
+        return chance > 0.0 and self.chance.random() < chance
+
+    def mix(self, serial: int, commands: int) -> None:
+        """One event more in the digest."""
+        word = int(self.kernel.now * 1e9) * 1009 + serial * 31 + commands
+        self._digest = ((self._digest ^ word) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+
+    def _current(self) -> list[m.View]:
+        """The views that a survivor may hold: the newest agreed one and what is proposed after it."""
+        newest = self.watch.newest
+        views = [newest] if newest is not None else []
+        if newest is not None and self._proposed is not None and self._proposed.number > newest.number:
+            views.append(self._proposed)
+        return views
+
+    def _sound(self, peer: m.Peer) -> bool:
+        node = self.nodes.get(peer)
+        return node is not None and not node.away and not node.stopped
+
+    def _happen(self, planned: churn.Planned) -> None:
+        if self.healed_s is None:
+            apply = churn.APPLY.get(planned.kind) or faults.APPLY[planned.kind]
+            if self.notes is not None:
+                self.notes.append(f"{self.kernel.now:9.3f} ====== {planned.kind} for {planned.length_s:.1f} s")
+            apply(self, planned, self.chance)
+
+    def _heal(self, _: Any) -> None:
+        if self.healed_s is not None:
+            return
+        self.healed_s = self.kernel.now
+        self.network.heal()
+        for over in self._healers:
+            over(None)
+        self._progressed_s = self.kernel.now
+        if self.notes is not None:
+            self.notes.append(f"{self.kernel.now:9.3f} ====== healed")
+
+    # -------------------------------------------------------------------------------------------------- progress
+
+    def _look(self, _: Any) -> None:
+        """Is the run where it should be by now?"""
+        scenario, now = self.case.scenario, self.kernel.now
+        text = ""
+        if self._began_s is None:
+            if now > scenario.start_s / 2:
+                self.network.heal()
+            text = "the run has not begun" if now > scenario.start_s else ""
+        elif self._over_s is None and self.healed_s is not None:
+            since = max([self.healed_s, *self.watch.commit_times[-1:]])
+            if now - since > scenario.progress_s:
+                text = f"no commit for {now - since:.0f} s after healing"
+            elif now - self.healed_s > scenario.finish_s:
+                text = f"not finished {scenario.finish_s:.0f} s after healing"
+        if text:
+            self.stuck = self._hopeless()
+            if not self.stuck:
+                self.watch.report("", "progress", f"{text}: {self._state()}")
+            self.kernel.stop()
+        if self.watch.violations:
+            self.kernel.stop()
+        self.kernel.after(CHECK_S, self._look)
+
+    def _hopeless(self) -> str:
+        """Why nobody could go on: a stage without replicas, or no majority left."""
+        for view in self._current():
+            alive = [one for one in view.members if one.peer in self.nodes]
+            if 2 * len(alive) <= len(view.members):
+                return f"{len(alive)} of {len(view.members)} members live"
+            served = {one.stage for one in alive}
+            if view.started and len(served) < self.case.settings.stages:
+                return f"only stages {sorted(served)} are served"
+        return ""
+
+    def _state(self) -> str:
+        newest = self.watch.newest
+        views = ", ".join(f"{node.name}:{node.view.number if node.view else '-'}" for node in self.nodes.values())
+        return f"{progress(newest) if newest else 'no view'}; views held: {views}"
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(m.Message)
+
+
+def simulate(scenario: Scenario | str, seed: int, record: Record | None = None) -> Outcome:
+    """Run one seed of a scenario to its end."""
+    drawn = draw(load(scenario) if isinstance(scenario, str) else scenario, seed)
+    return Swarm(drawn, record).run()

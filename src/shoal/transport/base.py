@@ -1,0 +1,71 @@
+"""The contract of every network: at most once, ordered per peer, may vanish silently; sizes bounded; authenticated.
+
+Timeouts, retries, bans and heartbeats are core's business, so a transport never waits for an answer and `send` never raises
+for a dead peer. One contract test (tests/contract) runs over every implementation. Control messages (no blobs) and bulk
+messages (with blobs) are ordered among themselves but control never waits behind bulk.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from shoal.core.messages import Message, Peer
+
+MAX_CONTROL_BYTES = 4 << 20  # a View of 1,000 peers and 100,000 microbatches fits
+MAX_BLOBS = 4
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """A tensor on its way: raw little-endian bytes in row-major order, and what they mean.
+
+    `dtype` is one of transport.base.DTYPES; `codec` names how `data` encodes the values ("raw" until codecs are used)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | bytearray | memoryview
+    codec: str = "raw"
+
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    peer: Peer
+    message: Message
+    blobs: tuple[Blob, ...] = ()
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """That peer cannot be reached: connection refused or broken, or it was never known."""
+
+    peer: Peer
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Checked before memory is taken. `blob_bytes` bounds one blob, `queued_bytes` what may wait for one peer (further bulk
+    messages to it vanish: the sender's machine sees a slow hop)."""
+
+    blob_bytes: int = 1 << 30
+    queued_bytes: int = 4 << 30
+
+
+class Transport(Protocol):
+    """`name` is this peer's core name: '<key id>.<incarnation>'."""
+
+    name: Peer
+
+    async def start(self) -> None:
+        """Bind and listen. ValueError when the port is taken (names it)."""
+
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+        """Queue for sending and return at once; never raises for a dead peer."""
+
+    async def receive(self) -> Incoming | Lost:
+        """The next thing that happened. A peer that sends malformed or oversized data is dropped and reported as Lost."""
+
+    def forget(self, peer: Peer) -> None:
+        """That peer is gone for good: close connections to it, drop what waits for it."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,135 @@
+"""The bytes of a message: a length, a head in msgpack, then the blobs as they are.
+
+    4 bytes   length of the head, big-endian
+    head      [message, [[dtype, shape, codec, nbytes], ...]]
+    blobs     one after the other, `nbytes` each
+
+For every transport that moves bytes. Whoever reads calls `head_bytes` on the first four bytes, `decode_head` on the head
+and `buffers` for the memory of the blobs, in this order: each raises Malformed before the memory it is about is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from shoal.core.messages import BULK, Message
+from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
+
+PREFIX_BYTES = 4
+MAX_DIMENSIONS = 8
+_prefix = struct.Struct(">I")
+
+_Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+
+
+class Malformed(ValueError):
+    """The other side sent what no honest peer of this protocol sends."""
+
+
+class BlobHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Annotated[tuple[_Dimension, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    codec: Annotated[str, msgspec.Meta(max_length=32)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    message: Message
+    blobs: Annotated[tuple[BlobHead, ...], msgspec.Meta(max_length=MAX_BLOBS)] = ()
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A message ready to be written. The blobs' memory is read until then: it must not change."""
+
+    parts: tuple[memoryview, ...]
+    nbytes: int
+    bulk: bool
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Head)
+
+
+def encode(message: Message, blobs: tuple[Blob, ...], limits: Limits) -> Frame:
+    """ValueError when this peer itself is about to send what others would refuse."""
+    views = tuple(memoryview(blob.data).cast("B") for blob in blobs)
+    heads = tuple(
+        BlobHead(blob.dtype, tuple(blob.shape), blob.codec, view.nbytes)
+        for blob, view in zip(blobs, views, strict=True)
+    )
+    head = _encoder.encode(Head(message, heads))
+    if len(head) > MAX_CONTROL_BYTES:
+        raise ValueError(f"{type(message).__name__} takes {len(head)} bytes; a message may have {MAX_CONTROL_BYTES}")
+    _check(message, heads, limits)
+    parts = (memoryview(_prefix.pack(len(head)) + head), *views)
+    return Frame(parts, sum(part.nbytes for part in parts), bool(blobs))
+
+
+def head_bytes(prefix: bytes | bytearray | memoryview) -> int:
+    (length,) = _prefix.unpack(prefix)
+    if not 0 < length <= MAX_CONTROL_BYTES:
+        raise Malformed(f"a message head of {length} bytes; allowed are 1 to {MAX_CONTROL_BYTES}")
+    return int(length)
+
+
+def decode_head(data: bytes | bytearray | memoryview, limits: Limits) -> Head:
+    try:
+        head = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"not a message: {error}") from None
+    _check(head.message, head.blobs, limits)
+    return head
+
+
+def buffers(head: Head) -> tuple[memoryview, ...]:
+    """Writable memory for the blobs of a head that was decoded, hence checked; taken from the system page by page."""
+    return tuple(np.empty(blob.nbytes, np.uint8).data for blob in head.blobs)
+
+
+def blobs_of(head: Head, memory: tuple[memoryview, ...]) -> tuple[Blob, ...]:
+    return tuple(Blob(h.dtype, h.shape, view, h.codec) for h, view in zip(head.blobs, memory, strict=True))
+
+
+def decode(data: bytes | bytearray | memoryview, limits: Limits) -> tuple[Message, tuple[Blob, ...]]:
+    """A whole frame at once, for transports that hold it in memory anyway."""
+    view = memoryview(data)
+    if view.nbytes < PREFIX_BYTES:
+        raise Malformed("a message shorter than its length field")
+    at = PREFIX_BYTES + head_bytes(view[:PREFIX_BYTES])
+    if view.nbytes < at:
+        raise Malformed("a message shorter than its head")
+    head = decode_head(view[PREFIX_BYTES:at], limits)
+    if view.nbytes != at + sum(blob.nbytes for blob in head.blobs):
+        raise Malformed("a message whose blobs have other sizes than its head says")
+    memory = buffers(head)
+    for part in memory:
+        part[:] = view[at : at + part.nbytes]
+        at += part.nbytes
+    return head.message, blobs_of(head, memory)
+
+
+def size(message: Message, blobs: tuple[Blob, ...]) -> int:
+    """Bytes that a message takes on the line, to within a few."""
+    return PREFIX_BYTES + len(_encoder.encode(message)) + sum(memoryview(blob.data).nbytes for blob in blobs)
+
+
+def _check(message: Message, heads: tuple[BlobHead, ...], limits: Limits) -> None:
+    kind = type(message).__name__
+    if heads and not isinstance(message, BULK):
+        raise Malformed(f"{kind} with blobs")
+    if len(heads) > MAX_BLOBS:
+        raise Malformed(f"{kind} with {len(heads)} blobs; allowed are {MAX_BLOBS}")
+    for head in heads:
+        if head.dtype not in DTYPES:
+            raise Malformed(f"{kind} with a blob of type '{head.dtype}'; known are {', '.join(DTYPES)}")
+        if head.nbytes > limits.blob_bytes:
+            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes; allowed are {limits.blob_bytes}")
+        if head.codec != "raw":
+            raise Malformed(f"{kind} with a blob in codec '{head.codec}'; known is raw")
+        if head.nbytes != math.prod(head.shape) * DTYPES[head.dtype]:
+            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes for shape {head.shape} of {head.dtype}")

@@ -1,0 +1,75 @@
+"""The leader's account of a step: disjoint books that together hold every index, or no commit."""
+
+from __future__ import annotations
+
+from shoal.core.ledger import Ledger, counted_twice
+from shoal.core.messages import Booking, Member, Share
+
+A, B, C, D = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
+MEMBERS = (A, B, C, D)
+
+
+def books(*indices: int) -> tuple[Booking, ...]:
+    return tuple(Booking(i, loss=float(i)) for i in indices)
+
+
+def a_whole_step() -> Ledger:
+    ledger = Ledger(stages=2, microbatches=4)
+    for peer, indices in (("a", (0, 2)), ("b", (3, 1)), ("c", (0, 1, 2)), ("d", (3,))):
+        ledger.report(peer, books(*indices))
+    return ledger
+
+
+def test_a_step_is_complete_when_every_stage_holds_every_index_once() -> None:
+    assert a_whole_step().complete(MEMBERS)
+
+
+def test_a_missing_index_keeps_the_step_open() -> None:
+    ledger = Ledger(stages=2, microbatches=4)
+    ledger.report("a", books(0, 1, 2))
+    assert not ledger.complete(MEMBERS)
+    assert "stage 0 has 3 of 4 microbatches" in ledger.faults(MEMBERS)
+
+
+def test_an_index_in_two_books_of_a_stage_keeps_the_step_open_and_names_the_smaller_book() -> None:
+    ledger = a_whole_step()
+    ledger.forget("b")
+    ledger.report("b", books(3, 2))  # the count is right, the books overlap
+    assert not ledger.complete(MEMBERS)
+    ledger.report("b", books(3, 2, 1))
+    assert ledger.doubled(MEMBERS) == "a"
+
+
+def test_the_books_of_a_peer_outside_the_view_count_for_nothing() -> None:
+    ledger = a_whole_step()
+    assert not ledger.complete((A, B, C))
+
+
+def test_forgetting_a_peer_says_how_much_must_be_redone() -> None:
+    ledger = a_whole_step()
+    assert ledger.forget("c") == 3
+    assert ledger.booked == 5
+    assert ledger.forget("c") == 0
+
+
+def test_an_older_report_does_not_shrink_the_books() -> None:
+    ledger = Ledger(stages=1, microbatches=4)
+    ledger.report("a", books(0, 1, 2))
+    ledger.report("a", books(0, 1))
+    assert ledger.booked == 3
+
+
+def test_groups_hold_members_in_order_and_joiners_with_nothing() -> None:
+    groups = a_whole_step().groups(MEMBERS, (Member("e", 1),))
+    assert groups == (
+        (Share("a", (0, 2)), Share("b", (3, 1))),
+        (Share("c", (0, 1, 2)), Share("d", (3,)), Share("e", ())),
+    )
+
+
+def test_the_loss_is_the_mean_over_the_microbatches() -> None:
+    assert a_whole_step().loss() == 1.5
+
+
+def test_a_commit_that_holds_an_index_twice_is_counted() -> None:
+    assert counted_twice(((Share("a", (0, 1)), Share("b", (1, 2))), (Share("c", (0, 1, 2)),))) == 1

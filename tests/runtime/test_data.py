@@ -1,0 +1,246 @@
+"""Sample i is the same for everyone and for ever; every epoch visits each sample once; bad input is refused by name."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.config import Config, Data, Model, Run, Train
+from shoal.runtime import data
+
+
+def a_config(source: str = "text", path: str = "", **fields: object) -> Config:
+    section = msgspec.structs.replace(Data(source=source, path=path, sequence=16), **fields)
+    return Config(run=Run(seed=3), data=section, train=Train(batch=8, microbatch=2))
+
+
+def a_text(folder: Path, name: str = "a.txt", size: int = 1000) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(32 + (i * 7) % 90 for i in range(size)))
+    return path
+
+
+def test_an_epoch_visits_every_sample_once_and_the_next_one_in_another_order() -> None:
+    for count in (1, 2, 3, 17, 64, 1000):
+        orders = [[data.permuted(i, count, (5, epoch)) for i in range(count)] for epoch in range(2)]
+        assert sorted(orders[0]) == sorted(orders[1]) == list(range(count))
+    assert orders[0] != orders[1]
+    assert orders[0] != list(range(count))
+
+
+def test_the_permutation_never_changes_between_releases() -> None:
+    """A resumed run would otherwise train on other samples than its checkpoint says."""
+    assert [data.permuted(i, 10, (0, 0)) for i in range(10)] == [2, 0, 6, 7, 4, 3, 8, 1, 9, 5]
+
+
+def test_sample_numbers_follow_step_and_index_alone(tmp_path: Path) -> None:
+    held = data.open_dataset(a_config(path=str(a_text(tmp_path))))
+    again = data.open_dataset(a_config(path=str(tmp_path)))
+    for step, index in ((5, 3), (0, 0), (5, 2)):  # in any order, as peers ask
+        tokens = held.microbatch(step, index)
+        assert tokens.shape == (2, 17)
+        assert str(tokens.dtype) == "torch.int64"
+        first = (step * 4 + index) * 2
+        for b in range(2):
+            np.testing.assert_array_equal(tokens[b].numpy(), again.sample(first + b))
+    assert held.digest == again.digest
+
+
+def test_windows_cover_the_corpus_and_overlap_by_the_predicted_token(tmp_path: Path) -> None:
+    path = a_text(tmp_path, size=16 * 20)
+    held = data.open_dataset(a_config(path=str(path)))  # 320 bytes and a separator: 20 samples
+    found = {bytes(held.sample(i).astype(np.uint8)) for i in range(20)}
+    text = path.read_bytes() + b"\0"
+    assert found == {text[i * 16 : i * 16 + 17] for i in range(20)}
+
+
+def test_another_seed_gives_another_order(tmp_path: Path) -> None:
+    config = a_config(path=str(a_text(tmp_path)))
+    other = msgspec.structs.replace(config, run=Run(seed=4))
+    one, two = data.open_dataset(config), data.open_dataset(other)
+    assert [one.sample(i).tolist() for i in range(20)] != [two.sample(i).tolist() for i in range(20)]
+
+
+def test_the_order_of_files_is_by_relative_path_wherever_they_lie(tmp_path: Path) -> None:
+    for root in ("x", "y/deeper"):
+        for name in ("b.txt", "a/z.txt", "a.txt"):
+            (tmp_path / root / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / root / name).write_text(f"text of {name} " * 10)
+    digests = {
+        data.open_dataset(a_config(path=path)).digest
+        for path in (str(tmp_path / "x"), str(tmp_path / "y/deeper"), str(tmp_path / "x" / "**" / "*.txt"))
+    }
+    assert len(digests) == 1
+
+
+def test_tokens_from_the_cache_equal_tokens_from_the_text(tmp_path: Path) -> None:
+    config = a_config(path=str(a_text(tmp_path / "text")))
+    plain = data.open_dataset(config)
+    for _ in range(2):  # written, then mapped
+        cached = data.open_dataset(config, tmp_path / "cache")
+        assert cached.digest == plain.digest
+        np.testing.assert_array_equal(cached.sample(7), plain.sample(7))
+    a_text(tmp_path / "text", size=1001)
+    assert data.open_dataset(config, tmp_path / "cache").digest != plain.digest
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix not in (".tokens", ".sha256")]
+
+
+def test_the_library_is_the_offline_default_and_says_what_it_is() -> None:
+    held = data.open_dataset(a_config("python"))
+    assert "library of Python" in held.describe
+    assert held.digest[:16] in held.describe
+    assert held.sample(0).max() < 256
+    assert data.open_dataset(a_config("python")).digest == held.digest
+
+
+def test_json_lines_give_their_field(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": f"document {i} " * 5}) + "\n" for i in range(9)) + "\n")
+    held = data.open_dataset(a_config("jsonl", str(path), field="body"))
+    assert b"document" in b"".join(held.sample(i).astype(np.uint8).tobytes() for i in range(4))
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'text'; it has 'body'; set data\.field"):
+        data.open_dataset(a_config("jsonl", str(path)))
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("not json", r"x\.jsonl:2: not a line of JSON"),
+        ("[1, 2]", r"x\.jsonl:2: no field 'text'; it has a list"),
+        ('{"text": 5}', r"x\.jsonl:2: field 'text' holds a int, not text"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, match: str) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=match):
+        data.open_dataset(a_config("jsonl", str(tmp_path)))
+
+
+def test_bad_sources_and_paths_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "empty").mkdir()
+    for config, match in (
+        (a_config("text", str(tmp_path / "none.txt")), r"data\.path = .*none\.txt.*no such file or directory"),
+        (a_config("text", str(tmp_path / "*.md")), r"data\.path = .*no file matches"),
+        (a_config("text", str(tmp_path / "empty")), r"no \.txt files in this directory"),
+        (a_config("text"), r"needs data\.path"),
+        (a_config("books", "x"), r"data\.source = 'books': choose one of"),
+        (a_config("text", str(tmp_path)), r"6 tokens, fewer than one sample of data\.sequence \+ 1 = 17"),
+        (a_config("python", tokenizer=str(tmp_path / "tok")), r"data\.tokenizer = .*neither 'bytes' nor"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            data.open_dataset(config)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(a_config(path=str(a_text(tmp_path))), model=Model(vocab_size=255))
+    with pytest.raises(ValueError, match=r"256 ids.*vocabulary 255; set model\.vocab_size to at least 256"):
+        data.open_dataset(config)
+
+
+def test_the_byte_tokenizer_in_a_model_directory_gives_the_same_ids(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    mine = data.open_tokenizer("bytes")
+    for name, content in mine.files().items():
+        (tmp_path / name).write_bytes(content)
+    text = "def f(x):\n\treturn 'é ü ∀ 🐟\x7f'  # two  spaces\r\n"
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert loaded.encode(text) == mine.encode(text.encode()).tolist()
+    assert loaded.decode(mine.encode(text.encode()).tolist()) == text == mine.decode(mine.encode(text.encode()))
+    held = data.open_tokenizer(str(tmp_path))  # and by path, as any Hugging Face tokenizer
+    assert held.encode(text.encode()).tolist() == mine.encode(text.encode()).tolist()
+    assert held.vocabulary == 256
+    assert {"tokenizer.json", "tokenizer_config.json"} <= held.files().keys()
+
+
+class Reading:
+    """Documents, counting how often they were opened."""
+
+    def __init__(self, texts: list[bytes]) -> None:
+        self.texts = texts
+        self.opened: list[int] = []
+
+    def __call__(self, first: int) -> Iterator[bytes]:
+        self.opened.append(first)
+        return iter(self.texts[first:])
+
+
+def a_stream(monkeypatch: pytest.MonkeyPatch, texts: list[bytes], sequence: int = 4) -> tuple[data.Stream, Reading]:
+    monkeypatch.setattr(data, "BLOCK_TOKENS", 1)  # 64 samples, the least
+    reading = Reading(texts)
+    return data.Stream(reading, data.ByteTokenizer(), sequence, 1, "fake"), reading
+
+
+def test_a_stream_gives_every_sample_of_the_corpus_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [bytes([65 + i % 20]) * (i * 37 % 101) for i in range(60)]
+    joined = b"".join(text + b"\0" for text in texts)
+    count = (len(joined) - 1) // 4
+    held, _ = a_stream(monkeypatch, texts)
+    wanted = collections.Counter(joined[i * 4 : i * 4 + 5] for i in range(count))
+    orders = [[bytes(held.sample(epoch * count + i).astype(np.uint8)) for i in range(count)] for epoch in range(2)]
+    assert collections.Counter(orders[0]) == collections.Counter(orders[1]) == wanted
+    assert orders[0] != orders[1]
+
+
+def test_a_stream_gives_the_same_sample_in_any_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [bytes([65 + i % 20]) * (i * 37 % 101) for i in range(60)]
+    held, _ = a_stream(monkeypatch, texts)
+    straight = [held.sample(i).tolist() for i in range(1500)]
+    jumping, reading = a_stream(monkeypatch, texts)
+    for i in (1300, 5, 700, 640, 200, 1499, 0):
+        assert jumping.sample(i).tolist() == straight[i]
+    assert any(first > 0 for first in reading.opened)  # going back does not start at the first document
+
+
+def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [b"x" * 50, b"y" * 50] * 10
+    held, reading = a_stream(monkeypatch, texts)
+    whole, _ = a_stream(monkeypatch, texts)
+    calls = 0
+
+    def broken(first: int) -> Iterator[bytes]:
+        nonlocal calls
+        calls += 1
+        for number, text in enumerate(texts[first:]):
+            if calls == 1 and number == 7:
+                raise OSError("connection reset")
+            yield text
+
+    held._documents = broken
+    assert held.sample(0).tolist() == whole.sample(0).tolist()
+    with pytest.raises(OSError, match="reset"):
+        held.sample(70)
+    assert held.sample(70).tolist() == whole.sample(70).tolist()
+
+
+def test_a_stream_shorter_than_one_sample_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, _ = a_stream(monkeypatch, [b"ab"], sequence=8)
+    with pytest.raises(ValueError, match="fewer than one sample"):
+        held.sample(0)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'shoal\[data\]'"):
+        data.open_dataset(a_config("huggingface", "some/name"))
+
+
+def test_a_hugging_face_dataset_is_streamed(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(50)))
+    held = data.open_dataset(a_config("huggingface", str(tmp_path)))
+    assert b"row" in bytes(held.sample(0).astype(np.uint8))
+    assert held.sample(100).tolist() == data.open_dataset(a_config("huggingface", str(tmp_path))).sample(100).tolist()
+    for fields, match in (({"field": "body"}, "no field 'body'; it has 'text'"), ({"split": "nosuch"}, "nosuch")):
+        with pytest.raises(ValueError, match=match):
+            data.open_dataset(a_config("huggingface", str(tmp_path), **fields))
+    with pytest.raises(ValueError, match="cannot open this dataset"):
+        data.open_dataset(a_config("huggingface", str(tmp_path / "nothing")))
