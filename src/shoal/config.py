@@ -94,7 +94,9 @@ class Network(Section, frozen=True):
     """How this peer reaches the others."""
 
     transport: Literal["tls", "libp2p"] = "tls"  # libp2p for peers that cannot be reached directly
-    discovery: Literal["dht"] = "dht"  # Kademlia over libp2p
+    discovery: Literal["dht", "gossip"] = (
+        "dht"  # dht = Kademlia over libp2p; gossip = peers tell one another all they know
+    )
     host: str = "127.0.0.1"  # address this peer listens on and announces
     port: int = 0  # 0 = any free port
     delay_s: float = 0.0  # modelled link, added to the real one: seconds each way
@@ -183,6 +185,16 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         hop_floor_s=run.hop_floor_s,
         hold_s=run.hold_s,
     )
+
+
+def directory(config: Config) -> Path:
+    """Where `shoal run` keeps this run."""
+    return Path(config.run.dir) / config.run.name
+
+
+def checkpoint_url(config: Config) -> str:
+    """Where the run's checkpoints are: step-N/ each."""
+    return config.checkpoint.url or str(directory(config) / "checkpoints")
 
 
 # ----------------------------------------------------------------------------------------------------------- checking

@@ -148,10 +148,10 @@ def finite(value: object) -> bool:
 def _differing(recorded: tuple[AnyCommand, ...], said: list[Command]) -> list[str]:
     wrong = []
     for position in range(max(len(recorded), len(said))):
-        then = _show(recorded[position]) if position < len(recorded) else "nothing"
-        now = _show(said[position]) if position < len(said) else "nothing"
+        then = recorded[position] if position < len(recorded) else None
+        now = said[position] if position < len(said) else None
         if then != now:
-            wrong.append(f"recorded {then}, replayed {now}")
+            wrong.append(f"recorded {_show(then)}, replayed {_show(now)}")
     return wrong
 
 

@@ -88,7 +88,9 @@ def test_the_loss_of_the_last_stage_is_that_of_the_whole() -> None:
 
 def test_a_stage_has_memory_for_its_own_blocks_only() -> None:
     first, last = (stages.build(a_config(cut=2), stage) for stage in (0, 1))
-    names = [{name.split(".layers.")[-1].split(".")[0] for name, _ in part.named_parameters()} for part in (first, last)]
+    names = [
+        {name.split(".layers.")[-1].split(".")[0] for name, _ in part.named_parameters()} for part in (first, last)
+    ]
     assert names == [{"model", "0", "1"}, {"2", "3", "model", "lm_head"}]
     assert not any(value.is_meta for part in (first, last) for _, value in part.named_parameters())
 

@@ -202,7 +202,7 @@ def test_a_stream_gives_the_same_sample_in_any_order_of_asking(monkeypatch: pyte
 
 def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [b"x" * 50, b"y" * 50] * 10
-    held, reading = a_stream(monkeypatch, texts)
+    held, _ = a_stream(monkeypatch, texts)
     whole, _ = a_stream(monkeypatch, texts)
     calls = 0
 

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+
 from shoal.core import messages as m
 from shoal.sim import scenario
 from shoal.sim.hands import BAD, Hands, World
@@ -224,7 +225,9 @@ def test_computing_is_one_after_the_other_and_reading_beside_it() -> None:
     ends: list[tuple[str, float]] = []
     hands.blobs["x"] = ("x", 0, 0, 0, "")
     for number in range(2):
-        hands.submit(m.RunForward(f"f{number}", 0, 0, 0, "x", f"y{number}"), lambda r: ends.append((r.id, bench.kernel.now)))
+        hands.submit(
+            m.RunForward(f"f{number}", 0, 0, 0, "x", f"y{number}"), lambda r: ends.append((r.id, bench.kernel.now))
+        )
     hands.submit(m.Fetch("t", 0, 1, "z"), lambda r: ends.append((r.id, bench.kernel.now)))
     bench.kernel.run(until=1e9, events=100)
     assert [(name, pytest.approx(at - began)) for name, at in ends] == [("t", 0.01), ("f0", 1.0), ("f1", 2.0)]

@@ -47,8 +47,8 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import torch
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()
@@ -68,8 +68,8 @@ def sample(path: Path, args: argparse.Namespace) -> str:
             pad_token_id=tokenizer.pad_token_id or 0,
             **(chance or {"do_sample": False}),
         )
-    text: str = tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
-    return args.prompt + text.replace("\0", "\n")  # NUL stands between documents in the byte vocabulary
+    text = str(tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True))
+    return f"{args.prompt}{text}".replace("\0", "\n")  # NUL stands between documents in the byte vocabulary
 
 
 def _check(args: argparse.Namespace) -> None:

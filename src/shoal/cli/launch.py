@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class Child:
 
     def __init__(self, label: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.label, self.process, self.log = label, process, log
-        self.listening: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+        self.listening = asyncio.Event()  # or gone without ever listening
+        self.addresses: tuple[str, ...] = ()
         self.ended: Ended | None = None
         self.killed = False
 
@@ -80,7 +81,7 @@ class Crew:
     def __init__(self, directory: Path, hear: Callable[[Child, AnyLine], None], end: Callable[[Child], None]) -> None:
         self.directory, self._hear, self._end = directory, hear, end
         self.children: list[Child] = []
-        self._readers: set[asyncio.Task[None]] = set()
+        self._readers: dict[str, asyncio.Task[None]] = {}
 
     @property
     def living(self) -> list[Child]:
@@ -105,28 +106,27 @@ class Crew:
         child = Child(spec.label, process, log)
         self.children.append(child)
         child.write(spec)
-        reader = asyncio.get_running_loop().create_task(self._read(child))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
+        self._readers[child.label] = asyncio.get_running_loop().create_task(self._read(child))
         return child
 
-    async def stop(self, wait_s: float) -> None:
-        """Give the living `wait_s` to end by themselves, then ask, then kill. Nothing is left when this returns."""
-        await self._wait(wait_s)
+    async def wait(self, children: Iterable[Child], wait_s: float | None) -> None:
+        """Until all of these have ended, or `wait_s` have passed."""
+        readers = [self._readers[child.label] for child in children]
+        if readers:
+            await asyncio.wait(readers, timeout=wait_s)
+
+    async def stop(self) -> None:
+        """Ask the living to end, then kill them. Nothing is left when this returns."""
         for child in self.living:
             child.signal(signal.SIGTERM)
-        await self._wait(GOODBYE_S)
+        await self.wait(self.living, GOODBYE_S)
         self.kill()
-        await self._wait(None)
+        await self.wait(self.children, None)
 
     def kill(self) -> None:
         """At once, whatever they are doing."""
         for child in self.living:
             child.signal(signal.SIGKILL)
-
-    async def _wait(self, wait_s: float | None) -> None:
-        if self._readers:
-            await asyncio.wait(set(self._readers), timeout=wait_s)
 
     async def _read(self, child: Child) -> None:
         assert child.process.stdout is not None
@@ -138,14 +138,14 @@ class Crew:
             if not text:
                 break
             line = decode(text)
-            if isinstance(line, Listening) and not child.listening.done():
-                child.listening.set_result(line)
+            if isinstance(line, Listening):
+                child.addresses = line.addresses
+                child.listening.set()
             if isinstance(line, Ended):
                 child.ended = line
             if line is not None:
                 self._hear(child, line)
         await child.process.wait()
         child.signal(signal.SIGKILL)  # what it may have left in its group
-        if not child.listening.done():
-            child.listening.cancel()
+        child.listening.set()
         self._end(child)

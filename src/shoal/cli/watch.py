@@ -58,8 +58,7 @@ class Watch:
                     self.checkpoint = line.text.partition(" saved at ")[2]
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
-                if self.books.agree(line.view, now) is not None:
-                    return self.books.steps[-1]
+                return self.books.agree(line.view, now)
             case Ended() if not line.ok:
                 self.tell("trouble", line.reason, now, label)
         return None
@@ -82,6 +81,11 @@ class Watch:
     @property
     def finished(self) -> bool:
         return self.books.view is not None and self.books.view.finished
+
+    def members(self) -> set[str]:
+        """Labels of those in the newest view, whom the leader tells when the run is finished."""
+        view = self.books.view
+        return {self.labels.get(m.peer, "") for m in view.members + view.joining} if view is not None else set()
 
     def expendable(self) -> list[str]:
         """Peers whose stage has another ready replica, so that no stage loses its last state."""
@@ -107,9 +111,7 @@ class Watch:
         return tokens / seconds if seconds > 0 else 0.0
 
     def snapshot(self, now: float) -> Snapshot:
-        view = self.books.view
-        account = view.account if view is not None else None
-        before = self.resumed.first_step * self.books.microbatches
+        view, account = self.books.view, self.books.account
         return Snapshot(
             name=self.config.run.name,
             elapsed_s=now - self.started_s,
@@ -120,9 +122,9 @@ class Watch:
             first_step=self.resumed.first_step,
             losses=self.losses(),
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
-            issued=before + (account.issued if account is not None else 0),
-            committed=before + (account.committed if account is not None else 0),
-            redone=account.redone if account is not None else 0,
+            issued=account.issued,
+            committed=account.committed,
+            redone=account.redone,
             peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
             happenings=tuple(self.happenings),
         )
@@ -144,8 +146,8 @@ class Watch:
             redone=totals.redone,
             lost=totals.lost,
             counted_twice=totals.counted_twice,
-            killed=self.killed,
-            joined=self.books.view.account.joined if self.books.view is not None else 0,
+            killed=self.killed + self.books.base.killed,
+            joined=self.books.account.joined,
             tokens_per_s=self.tokens_per_s(),
             first_step_s=session[0].heard_s - self.started_s if session else None,
             seconds=now - self.started_s,

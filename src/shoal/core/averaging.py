@@ -34,22 +34,33 @@ def split(length: int, group: Sequence[Peer]) -> Chunks:
     return Chunks(bounds, tuple(group[:count]))
 
 
+def fenced(message: Round, view: View) -> Peer | None:
+    """A peer the round lists although the agreed view has put it out, or has made it a joiner whose books are void."""
+    serving = {(member.peer, member.stage) for member in view.members}
+    joining = {(member.peer, member.stage) for member in view.joining}
+    for stage, group in enumerate(message.groups):
+        for share in group:
+            seat = share.peer, stage
+            if seat not in serving and (seat not in joining or share.indices):
+                return share.peer
+    return None
+
+
 def objection(message: Round, view: View, me: Share) -> str:
     """Why `me` cannot take part in that round, in words; '' when nothing speaks against it.
 
-    Refused here and not only by the leader: what enters an average cannot be taken out again. A peer outside the agreed view
-    is fenced, whatever an older leader lists, and an index that two replicas bring would be counted twice."""
-    stages = {member.peer: member.stage for member in view.members}
+    Refused here and not only by the leader: what enters an average cannot be taken out again. A peer that the agreed view does
+    not know is fenced, whatever an older leader lists, and an index that two replicas bring would be counted twice."""
+    outside = fenced(message, view)
+    if outside is not None:
+        return f"{outside} is listed, but view {view.number} has it not in that stage, or only joining"
     for stage, group in enumerate(message.groups):
-        for share in group:
-            if stages.get(share.peer) != stage:
-                return f"{share.peer} does not serve stage {stage} in view {view.number}"
         reason = _coverage(group, len(view.owners))
         if reason:
             return f"stage {stage}: {reason}"
-    for share in message.groups[stages[me.peer]] if stages.get(me.peer, -1) in range(len(message.groups)) else ():
-        if share.peer == me.peer and share.indices != me.indices:
-            return f"the round lists {_few(share.indices)} for me, I booked {_few(me.indices)}"
+        for share in group:
+            if share.peer == me.peer and share.indices != me.indices:
+                return f"the round lists {_few(share.indices)} for me, I booked {_few(me.indices)}"
     return ""
 
 
@@ -64,7 +75,11 @@ def _coverage(group: Sequence[Share], microbatches: int) -> str:
         return f"microbatches {_few(twice)} are brought twice"
     if listed != list(range(microbatches)):
         lacking = sorted(set(range(microbatches)) - set(listed))
-        return f"microbatches {_few(lacking)} are brought by nobody" if lacking else f"only {microbatches} microbatches exist"
+        return (
+            f"microbatches {_few(lacking)} are brought by nobody"
+            if lacking
+            else f"only {microbatches} microbatches exist"
+        )
     return ""
 
 

@@ -199,7 +199,11 @@ class PeerMachine:
         view = self.view
         if isinstance(message, AskVote) and view is not None and not self._belongs(peer):
             return [Send(peer, Removed(number=view.number, reason=f"not in view {view.number}"))]
-        return self.register.on_message(peer, message, now)
+        commands = self.register.on_message(peer, message, now)
+        agreed = self.register.agreed
+        if isinstance(message, Lead) and message.number > (0 if agreed is None else agreed.number):
+            commands.append(Send(peer, self._state()))  # the leader repairs whoever tells that it is behind
+        return commands
 
     def _to_leader(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         if self.register.leading:
@@ -232,7 +236,7 @@ class PeerMachine:
         commands = self.register.tick(now) if _due(self.register.deadline, now) else []
         for machine in (self.server, self.trainer, self.sync):
             if _due(machine.deadline, now):
-                commands += machine.tick(now)  # type: ignore[attr-defined]
+                commands += machine.tick(now)
         if _due(self.find_at, now):
             self.find_at = now + FIND_BEATS * self.settings.beat_s
             commands += [Find(), *self._ask_in(now)]
@@ -320,20 +324,26 @@ class PeerMachine:
         return [Send(peer, Join()) for peer in peers if peer is not None]
 
     def _outside(self) -> bool:
-        return not self.founding and self.find_at is not None
+        return self.find_at is not None
 
     def _pulse(self, now: float) -> list[Command]:
         """Tell the leader how I am; a peer that does not hear its leader keeps silent, so that it is missed."""
-        server = self.server
-        server.changed = False
+        self.server.changed = False
         self.pulse_at = now + self.settings.beat_s
         if self.view is None or self._outside() or self.finished:
             return []
         if not self.register.leading and now - self.register.heard_lead > self.settings.silence_s:
             return []
-        pulse = Pulse(
+        commands = self._tell(self._state(), now)
+        if self.leaving:
+            commands += self._tell(Leave(reason=self.leaving), now)
+        return commands
+
+    def _state(self) -> Pulse:
+        server = self.server
+        return Pulse(
             term=self.register.term,
-            number=self.view.number,
+            number=0 if self.view is None else self.view.number,
             step=server.step,
             ready=server.ready,
             books=server.books,
@@ -343,10 +353,6 @@ class PeerMachine:
             digest=server.digest,
             stage=server.stage,
         )
-        commands = self._tell(pulse, now)
-        if self.leaving:
-            commands += self._tell(Leave(reason=self.leaving), now)
-        return commands
 
     def _tell(self, message: Wire, now: float) -> list[Command]:
         """To the leader, who may be this very peer."""

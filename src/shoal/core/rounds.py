@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shoal.core.averaging import Chunks, objection, split
+from shoal.core.averaging import Chunks, fenced, objection, split
 from shoal.core.messages import (
     Add,
     Command,
@@ -34,25 +34,9 @@ from shoal.core.messages import (
     Sum,
     View,
 )
+from shoal.core.routing import Latency
 
 TEXT = 2000  # longest reason a message may carry
-
-
-class Mean:
-    """Running mean of seconds: exponential with factor 0.1, corrected for its start (SWARM, section 4)."""
-
-    def __init__(self, prior: float = 0.0) -> None:
-        self._sum = 0.0
-        self._weight = 0.0
-        self._prior = prior
-
-    def add(self, seconds: float) -> None:
-        self._sum += 0.1 * (seconds - self._sum)
-        self._weight += 0.1 * (1.0 - self._weight)
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight if self._weight else self._prior
 
 
 class Early(msgspec.Struct, frozen=True):
@@ -94,7 +78,7 @@ class Rounds:
         self._reason = ""  # why I am not in that round (any more)
         self._early: dict[tuple[Peer, bool], Early] = {}
         self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: its inputs, outputs
-        self._usual = Mean()  # seconds from a round's start to its reduced gradient
+        self._usual = Latency()  # seconds from a round's start to its reduced gradient
 
     @property
     def cutting(self) -> bool:
@@ -160,15 +144,10 @@ class Rounds:
     def on_view(self, view: View) -> list[Command]:
         """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
         self.view = view
-        members = {member.peer for member in view.members}
-        gone = [key for key in self._early if key[0] not in members]
+        gone = [key for key in self._early if not self._serves(view, key[0])]
         commands = _drop(tuple(blob for key in gone for blob in self._early.pop(key).blobs))
-        if self._current is not None:
-            listed = (share.peer for group in self._current.message.groups for share in group)
-            lost = next((peer for peer in listed if peer not in members), None)
-            if lost is not None:
-                commands += self.end(f"{lost} left in view {view.number}")
-        return commands
+        lost = fenced(self._current.message, view) if self._current is not None else None
+        return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
 
     def holds(self, last: Committed) -> bool:
         """Whether the reduced gradient held here is the one that was committed."""
@@ -201,7 +180,7 @@ class Rounds:
 
     def _serves(self, view: View, peer: Peer) -> bool:
         """A replica of my own stage; whoever is not cannot share a group with me."""
-        stages = {member.peer: member.stage for member in view.members}
+        stages = {member.peer: member.stage for member in view.joining + view.members}
         return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
 
     def _hold(self, peer: Peer, early: Early) -> list[Command]:
@@ -289,7 +268,9 @@ class Rounds:
                     done.result.norm_sq,
                 )
                 current.wake = now + 2 * self._settings.beat_s
-                own = current.chunks.of(self._name) if len(current.group) > 1 else None  # nobody asks a lone replica again
+                own = (
+                    current.chunks.of(self._name) if len(current.group) > 1 else None
+                )  # nobody asks a lone replica again
                 return _forget(current, tuple(b for c, b in current.sums.items() if c != own)) + self._report()
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
@@ -324,9 +305,7 @@ class Rounds:
         if len(current.sums) == len(current.chunks.owners) and not current.gathering:
             current.gathering = True
             sums = tuple(current.sums[chunk] for chunk in range(len(current.sums)))
-            commands += self._do(
-                current, Gather(self._task_id(), current.message.step, current.message.round, sums)
-            )
+            commands += self._do(current, Gather(self._task_id(), current.message.step, current.message.round, sums))
         return commands
 
     # ----------------------------------------------------------------------------------------------------------- time
@@ -354,7 +333,7 @@ class Rounds:
 
     @property
     def _patience_s(self) -> float:
-        return max(self._settings.hop_floor_s, 4 * self._usual.value)
+        return max(self._settings.hop_floor_s, 4 * (self._usual.value or 0.0))
 
     # ---------------------------------------------------------------------------------------------------------- sends
 
@@ -365,9 +344,7 @@ class Rounds:
     def _tell_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
         if self.leader is None:
             return []
-        return [
-            Send(self.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
-        ]
+        return [Send(self.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))]
 
     def _part(self, current: Current, chunk: int) -> Part:
         return Part(current.message.epoch, current.message.step, current.message.round, chunk)

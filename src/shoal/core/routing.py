@@ -1,12 +1,12 @@
 """Which replica of a stage gets the next hop, and how long its answer may take. For trainers.
 
-Paper: SWARM parallelism (arXiv 2301.11913), section 3.2: stochastic wiring, interleaved weighted round robin. Claim: when every
-trainer picks the peer of least virtual time and charges it the time the hop is expected to take, each peer gets work in
-proportion to its throughput without anybody coordinating. `Routes.choose` is the paper's choose, `Routes.on_view` its add,
-`Routes.answered` its success, `Routes.failed` its ban.
+Paper: SWARM parallelism (arXiv 2301.11913), stochastic wiring by interleaved weighted round robin. Claim: when every
+trainer picks the peer of least virtual time and charges it the time the hop is expected to take, each peer gets work
+in proportion to its throughput without anybody coordinating. `Routes.choose` is the paper's choose, `Routes.on_view`
+its add, `Routes.answered` its success, `Routes.failed` its ban.
 
-What we changed: a timeout is a slow sample, not a ban and not nothing; a ban is bounded and ends in one probation request;
-Busy is back-pressure; deadlines follow what was measured; a stage's last replicas are used even when banned.
+What we changed: a timeout is a slow sample, not a ban and not nothing; a ban is bounded and ends in one probation
+request; Busy is back-pressure; deadlines follow what was measured; a stage's last replicas are used even when banned.
 Left to others: what to send (microbatch.py) and everything about attempts (trainer.py).
 """
 
@@ -166,9 +166,9 @@ class Routes:
                 self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
 
     def choose(self, stage: Stage, now: float, size: float = FORWARD_SIZE, avoid: str = "") -> tuple[Peer, str] | None:
-        """The replica for a hop of that size, charged for it, and why; None while all are busy (see wake) or none exists.
+        """The replica for a hop of that size, charged for it, and why; None while all are busy (see wake), or none is.
 
-        `avoid` is passed over once if another replica is ready."""
+        `avoid` is passed over if another replica is ready."""
         wiring = self._wirings[stage]
         chosen = wiring.choose(now, avoid)
         if chosen is None:
@@ -215,7 +215,7 @@ class Routes:
             self.failed(peer, now)
 
     def failed(self, peer: Peer, now: float) -> float:
-        """It cannot be reached, refuses or sends rubbish. Seconds of a new ban; 0.0 if this failure belongs to the ban it has."""
+        """It cannot be reached, refuses or sends rubbish. Seconds of a new ban; 0.0 if it is banned already."""
         if peer not in self._at:
             return 0.0
         stage, replica = self._at[peer]
@@ -245,17 +245,19 @@ class Routes:
         if peer in self._at and self._at[peer][1].asked_at is None:
             self._at[peer][1].asked_at = now
 
-    def missed(self, peer: Peer, now: float) -> bool:
-        """A request to it ran out. True, at most once per 2 * silence_s: nothing at all has come from it for that long."""
+    def missed(self, peer: Peer, now: float) -> float:
+        """A request to it ran out. Seconds for which nothing at all has come from it, if too many; then it starts anew."""
         if peer not in self._at:
-            return False
+            return 0.0
         replica = self._at[peer][1]
         replica.misses += 1
-        asked_at = replica.asked_at
-        if asked_at is None or replica.misses < MISSES or now - asked_at <= 2 * self._settings.silence_s:
-            return False
+        # A server says nothing while it runs what was sent: a long task is no silence.
+        most_s = max(2 * self._settings.silence_s, 2 * self.patience(peer, BACKWARD_SIZE))
+        silent_s = now - replica.asked_at if replica.asked_at is not None else 0.0
+        if replica.misses < MISSES or silent_s <= most_s:
+            return 0.0
         replica.asked_at = now
-        return True
+        return silent_s
 
     def heard(self, peer: Peer) -> None:
         if peer in self._at:

@@ -87,7 +87,8 @@ def hidden_size(config: Config) -> int:
 def digest_of(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()))
+        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+        found.update(flat.numpy().data)
     return found.hexdigest()
 
 

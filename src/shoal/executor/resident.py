@@ -49,7 +49,7 @@ class Resident:
         x = self._input(x)
         wanted = list(self._computing)
         if not self._stage.first:
-            wanted.append(x.requires_grad_())  # type: ignore[arg-type]
+            wanted.append(x.requires_grad_())
         with torch.enable_grad():
             y, grad_y, loss = self._outcome(x, grad, tokens)
             found = list(torch.autograd.grad(y, wanted, grad_y, allow_unused=True, materialize_grads=True))
@@ -126,7 +126,7 @@ class Resident:
         return tokens.to(self._device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([value.numel() for value in self._parameters])
+        parts = torch.split(flat, [value.numel() for value in self._parameters])
         return [part.view(value.shape) for part, value in zip(parts, self._parameters, strict=True)]
 
     def _refresh(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -47,7 +48,7 @@ def spans(blocks: int, stages: int) -> tuple[range, ...]:
     starts = [0]
     for stage in range(stages):
         starts.append(starts[-1] + base + (stage in longer))
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def inputs(tokens: Tensor) -> Tensor:

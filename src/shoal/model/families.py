@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,9 @@ def hf_config(config: Config) -> Any:
 
 def model_class(hf: Any) -> Any:
     """The family's causal language model. Imports its modeling module, which takes seconds: see stages.preload."""
-    described = type(hf)
-    module = importlib.import_module(described.__module__.replace(".configuration_", ".modeling_"))
-    return getattr(module, _class_name(described.model_type))
+    import transformers
+
+    return getattr(transformers, _class_name(hf.model_type))  # resolved lazily, to the one module that defines it
 
 
 def _fields(config: Config) -> dict[str, Any]:

@@ -38,7 +38,12 @@ class SequentialStage:
 
 
 def build(
-    make: Callable[[], nn.Sequential], span: tuple[int, int], *, loss: Loss = next_token_loss, seed: int, device: str = "cpu"
+    make: Callable[[], nn.Sequential],
+    span: tuple[int, int],
+    *,
+    loss: Loss = next_token_loss,
+    seed: int,
+    device: str = "cpu",
 ) -> SequentialStage:
     """Stage `span[0]` of `span[1]` of the model that `make()` returns, each of its children being one block."""
     stage, stages = span

@@ -156,7 +156,9 @@ def _hollow(config: Config) -> tuple[Any, Parts]:
     model = _on_meta(hf)
     kept = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if kept:
-        raise ValueError(f"model.family = {hf.model_type!r} keeps {kept[0]} outside its parameters; that is not averaged")
+        raise ValueError(
+            f"model.family = {hf.model_type!r} keeps {kept[0]} outside its parameters; that is not averaged"
+        )
     parts = Parts(model)
     parts.take_out()
     if config.run.stages > 1:
@@ -194,6 +196,6 @@ def _refuse_more_than_blocks(model: Any, parts: Parts) -> None:
             y = model.eval().base_model(inputs_embeds=x, use_cache=False).last_hidden_state
     except Exception as error:  # any family's own code runs here, on an input it was not written for
         raise ValueError(f"{refused} hidden states ({error!r}); set run.stages=1") from error
-    odd = sorted({name for part in parts.held for name in part.odd})
+    odd = sorted({name for part in parts.held if isinstance(part, Elsewhere) for name in part.odd})
     if odd or not torch.equal(x, y):
         raise ValueError(f"{refused} hidden states ({', '.join(odd) or 'they change'}); set run.stages=1")

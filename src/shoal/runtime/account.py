@@ -20,6 +20,7 @@ class Step(msgspec.Struct, frozen=True):
     epoch: int
     commit: Committed
     heard_s: float
+    account: Account = Account()  # of the whole run, by the members' count, as of this commit
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -42,11 +43,12 @@ class Books:
     def __init__(self, stages: int, microbatches: int, first_step: int = 0, before: tuple[Step, ...] = ()) -> None:
         self.stages, self.microbatches = stages, microbatches
         self.first_step = first_step
+        self.base = before[-1].account if before else Account()
         self.view: View | None = None  # the newest
         self.conflicts: set[int] = set()  # steps that were committed in two ways
         self._steps: dict[int, Step] = {step.commit.step: step for step in before}
 
-    def agree(self, view: View, now: float) -> Committed | None:
+    def agree(self, view: View, now: float) -> Step | None:
         """Take note of an agreed view; its commit, when it was not known yet."""
         self._roll_back(view)
         if self.view is None or view.number > self.view.number:
@@ -61,8 +63,9 @@ class Books:
         assert self.view is not None
         if view.epoch < self.view.epoch and view.last.step >= self.view.step:
             return None  # void: the run went back
-        self._steps[view.last.step] = Step(epoch=view.epoch, commit=view.last, heard_s=now)
-        return view.last
+        step = Step(epoch=view.epoch, commit=view.last, heard_s=now, account=self._whole(view.account))
+        self._steps[view.last.step] = step
+        return step
 
     def _roll_back(self, view: View) -> None:
         """The first view of a new epoch is trained from its step on: later commits of older epochs are void."""
@@ -74,11 +77,26 @@ class Books:
         """In order."""
         return tuple(self._steps[number] for number in sorted(self._steps))
 
-    def totals(self) -> Totals:
-        account = self.view.account if self.view is not None else Account()
-        steps = self.view.step if self.view is not None else self.first_step
+    @property
+    def account(self) -> Account:
+        """The members' own count, of the whole run."""
+        return self._whole(self.view.account if self.view is not None else Account())
+
+    def _whole(self, account: Account) -> Account:
         before = self.first_step * self.microbatches
-        issued = before + account.issued
+        return Account(
+            issued=before + account.issued,
+            committed=before + account.committed,
+            redone=self.base.redone + account.redone,
+            counted_twice=self.base.counted_twice + account.counted_twice,
+            killed=self.base.killed + account.killed,
+            joined=self.base.joined + account.joined,
+        )
+
+    def totals(self) -> Totals:
+        account = self.account
+        steps = self.view.step if self.view is not None else self.first_step
+        issued = account.issued
         committed = lost = twice = 0
         reasons: list[str] = []
         for number in range(steps):
@@ -97,8 +115,8 @@ class Books:
         twice = max(twice, account.counted_twice)
         if committed != issued:
             reasons.append(f"issued {issued}, committed {committed}")
-        if before + account.committed != committed:
-            reasons.append(f"the members count {before + account.committed} committed, their rounds hold {committed}")
+        if account.committed != committed:
+            reasons.append(f"the members count {account.committed} committed, their rounds hold {committed}")
         return Totals(
             steps=steps,
             issued=issued,

@@ -3,8 +3,8 @@
 One global cursor: microbatch `index` of `step` holds the samples (step * microbatches + index) * microbatch + b, and
 sample i depends on the corpus, the sequence length and the run's seed alone, so any peer reads it the same, whatever
 their number, and a resumed run goes on at the next one. Every epoch visits each sample once, in an order of its own.
-Who trains on which microbatch is core's matter. A corpus of files is tokenised once and indexed freely; a streamed Hugging
-Face dataset is read block by block and shuffled within a block, since it cannot be indexed.
+Who trains on which microbatch is core's matter. A corpus of files is tokenised once and indexed freely; a streamed
+Hugging Face dataset is read block by block and shuffled within a block, since it cannot be indexed.
 """
 
 from __future__ import annotations

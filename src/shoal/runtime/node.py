@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Protocol
+
+import torch
 
 from shoal import trace
 from shoal.core.messages import (
@@ -25,42 +26,29 @@ from shoal.core.messages import (
     Find,
     Finish,
     Found,
-    Peer,
     Received,
     Send,
     Tick,
     Unreachable,
     View,
 )
+from shoal.core.peer import PeerMachine
 from shoal.runtime.hands import Hands
 from shoal.runtime.record import Record
 from shoal.runtime.report import Progress
-from shoal.transport.base import Incoming, Transport
+from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.directory import Directory
 
 REPORT_S = 0.5
+LOOK_UP_S = 0.5  # between two look-ups, however often they are asked for
 ANNOUNCE_S = 20.0  # well within the time for which a directory keeps a record
-
-
-class Machine(Protocol):
-    """What a node drives: core.peer.PeerMachine."""
-
-    name: Peer
-
-    def handle(self, event: Event, now: float) -> list[Command]: ...
-
-    @property
-    def deadline(self) -> float | None: ...
-
-    @property
-    def view(self) -> View | None: ...
 
 
 class Node:
     """One peer at work. Whoever makes it starts and closes transport, directory and hands."""
 
     def __init__(
-        self, machine: Machine, hands: Hands, transport: Transport, directory: Directory, record: Record
+        self, machine: PeerMachine, hands: Hands, transport: Transport, directory: Directory, record: Record
     ) -> None:
         self.machine, self.hands, self.transport = machine, hands, transport
         self.directory, self.record = directory, record
@@ -149,6 +137,7 @@ class Node:
                 self._on_message(incoming)
             else:
                 self.handle(Unreachable(peer=incoming.peer))
+                self._find.set()  # its address may not be known here yet
             await asyncio.sleep(0)  # a flood of messages starves neither deadlines nor results
 
     def _on_message(self, incoming: Incoming) -> None:
@@ -159,6 +148,12 @@ class Node:
             fault = fault or "a number in the message is not finite"
         refs = () if fault else tuple(self._keep(blob) for blob in incoming.blobs)
         self.handle(Received(peer=incoming.peer, message=incoming.message, blobs=refs, fault=fault))
+
+    def _keep(self, value: torch.Tensor | Blob) -> BlobRef:
+        """Under a name of its own: what the driver names begins with 'r'."""
+        self._serial += 1
+        name = f"r/{self._serial}"
+        return BlobRef(id=name, nbytes=self.hands.put(name, value))
 
     async def _ticks(self) -> None:
         while True:
@@ -180,6 +175,7 @@ class Node:
             self._find.clear()
             records = await self.directory.peers()
             self.handle(Found(peers=tuple(record.peer for record in records if record.peer != self.machine.name)))
+            await asyncio.sleep(LOOK_UP_S)
 
     async def _announce(self) -> None:
         while True:
@@ -188,5 +184,22 @@ class Node:
 
     async def _report(self) -> None:
         while True:
-            self.record.tell(self._progress())
+            self.record.tell(progress(self.machine))
             await asyncio.sleep(REPORT_S)
+
+
+def progress(machine: PeerMachine) -> Progress:
+    server, load = machine.server, machine.trainer.summary()
+    return Progress(
+        peer=machine.name,
+        view=machine.view.number if machine.view is not None else 0,
+        step=server.step,
+        stage=server.stage if server.seated else None,
+        ready=server.ready,
+        leading=machine.leading,
+        queue_s=server.queue_s,
+        rate=server.rate,
+        booked=len(server.books),
+        waiting=load.waiting,
+        inflight=load.inflight,
+    )

@@ -1,1 +1,1 @@
-"""Pretends: whole swarms of machines on virtual seconds, with faults drawn from a seed and checkers that watch from outside."""
+"""Pretends: whole swarms of machines on virtual seconds, faults drawn from a seed, checkers that watch from outside."""

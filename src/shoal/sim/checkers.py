@@ -90,7 +90,7 @@ class Watch:
             self.report(peer, "view", f"view {view.number} has no members")
         if any(owner >= len(names) for owner in view.owners):
             self.report(peer, "view", f"view {view.number} has owners {view.owners} of {len(names)} members")
-        if view.started and not view.finished and len(view.owners) != self.settings.microbatches:
+        if view.started and view.step < self.settings.steps and len(view.owners) != self.settings.microbatches:
             self.report(peer, "view", f"view {view.number} has {len(view.owners)} owners")
 
     def _follows(self, peer: m.Peer, before: m.View, view: m.View) -> None:
@@ -155,7 +155,8 @@ class Watch:
     def published(self, peer: m.Peer, step: int, digests: Sequence[str]) -> None:
         """A checkpoint holds the parameters of one epoch's commit of that step, at every stage."""
         epochs = {epoch for epoch, version, _ in self._digests if version == step}
-        wanted = [tuple(self._digests.get((epoch, step, s), "") for s in range(len(digests))) for epoch in sorted(epochs)]
+        stages = range(len(digests))
+        wanted = [tuple(self._digests.get((epoch, step, stage), "") for stage in stages) for epoch in sorted(epochs)]
         if not any(all(not a or a == b for a, b in zip(known, digests, strict=True)) for known in wanted):
             self.report(peer, "checkpoint", f"step {step} is published as {tuple(digests)}; known: {wanted}")
 

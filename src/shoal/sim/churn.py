@@ -1,6 +1,6 @@
 """Who comes and goes in a simulated swarm: peers killed, killed and started again, asked to leave, joining late.
 
-Nobody goes whom the run cannot lose: the survivors keep a majority of the members and every stage keeps a replica, since
+Nobody goes whom the run cannot lose: the survivors keep a majority of the members and every stage keeps a replica;
 without these the run rightly waits (`Swarm.spares`).
 """
 
@@ -33,7 +33,9 @@ def plan(case: Case) -> list[Planned]:
     end_s = case.scenario.faults_s
     kinds = {"kill": drawn.kills, "restart": drawn.restarts, "leave": drawn.leaves, "join": drawn.joiners}
     return [
-        Planned(rng.uniform(0.0, end_s), kind, rng.uniform(0.1, 5.0)) for kind, count in kinds.items() for _ in range(count)
+        Planned(rng.uniform(0.0, end_s), kind, rng.uniform(0.1, 5.0))
+        for kind, count in kinds.items()
+        for _ in range(count)
     ]
 
 
@@ -54,7 +56,7 @@ def restart(swarm: Swarm, planned: Planned, rng: Random) -> None:
 def leave(swarm: Swarm, planned: Planned, rng: Random) -> None:
     node = swarm.victim(rng)
     if node is not None:
-        node.away = True
+        node.away = node.leaving = True
         node.told(Asked(reason="drawn by the simulation"))
 
 

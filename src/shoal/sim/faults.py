@@ -1,7 +1,7 @@
-"""What goes wrong around peers that live: stopped, cut off, slow, with a jumping clock, lying, or in front of a full disk.
+"""What goes wrong around peers that live: stopped, cut off, slow, a jumping clock, lies, a full disk.
 
-Each fault ends by itself, at the latest when the swarm heals. Peers that a fault may cost their membership are chosen like
-those to be killed, so that the run can always go on without them.
+Each fault ends by itself, at the latest when the swarm heals. Peers that a fault may cost their membership are chosen
+like those to be killed, so that the run can always go on without them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A boundary tensor is a tuple naming its microbatch and the parameters that made it, a gradient sum is the list of what
 was added, parameters are a chain of digests over all that was ever applied. So that two replicas agree exactly if their
-tensors would, and the checkers can read from a digest which microbatches it holds. Takes virtual seconds: computing goes
-one task after the other, reading and writing beside it.
+tensors would, and the checkers can read from a digest which microbatches it holds. Takes virtual seconds: computing
+goes one task after the other, reading and writing beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shoal.core import messages as m
 CHUNKS = 3  # of a stage's state
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
 Blob = tuple[Any, ...]
-ENDS = Callable[[m.Done | m.Failed], None]
+Ends = Callable[[m.Done | m.Failed], None]
+After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
 
 # Seconds of the tasks that do not depend on the model's size; about what small stages take.
 SECONDS: dict[type, float] = {
@@ -70,7 +71,7 @@ class World:
 class Hands:
     """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
 
-    def __init__(self, world: World, after: Callable[[float, Callable[[Any], None], Any], None], now: Callable[[], float]):
+    def __init__(self, world: World, after: After, now: Callable[[], float]) -> None:
         self.world = world
         self.blobs: dict[str, Blob] = {}
         self.slowness = 1.0  # seconds per second of a usual peer
@@ -88,7 +89,7 @@ class Hands:
         self._kept: dict[int, Blob] = {}  # chunks of a download
         self._saves: dict[tuple[int, int], str] = {}
 
-    def submit(self, task: m.Task, ends: ENDS) -> None:
+    def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
         kind = type(task)
         inputs = [self._find(name, kind.__name__) for name in _inputs(task)]
@@ -111,7 +112,7 @@ class Hands:
             return BAD
         return blob
 
-    def _end(self, given: tuple[m.Task, list[Blob], float, ENDS]) -> None:
+    def _end(self, given: tuple[m.Task, list[Blob], float, Ends]) -> None:
         task, inputs, seconds, ends = given
         try:
             if isinstance(task, MAY_FAIL) and self.fails():
@@ -271,7 +272,8 @@ class Hands:
         if storage.full:
             raise ValueError("no space left on the storage")
         records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
-        if [(record["step"], record["stage"]) for record in records] != [(task.step, s) for s in range(self.world.stages)]:
+        found = [(record["step"], record["stage"]) for record in records]
+        if found != [(task.step, stage) for stage in range(self.world.stages)]:
             self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
             raise ValueError("records are not one of each stage")
         storage.published[task.step] = tuple(record["digest"] for record in records)

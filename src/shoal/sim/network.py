@@ -2,7 +2,7 @@
 
 Within the transport's contract (transport/base.py) control and bulk are two streams per pair of peers, each in order; a
 sender's uplink passes one blob after the other; anything may vanish. Faults come on top: drops, delays, cuts, and, for
-scenarios that ask for it, duplicates and reordering that no transport is allowed to do. Every draw comes from one stream.
+scenarios that ask for it, duplicates and reordering that no transport is allowed. Every draw comes from one stream.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs many seeds of a scenario and says which failed: `python -m shoal.sim.run --scenario chaos --seeds 0:100`.
 
-Each failure prints the command that reruns it. Wall time is measured here, outside of everything that must be repeatable.
+Each failure prints the command that reruns it. Wall time is measured here, outside of everything repeatable.
 """
 
 from __future__ import annotations

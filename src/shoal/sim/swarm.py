@@ -1,7 +1,7 @@
-"""One simulation: a drawn case, its nodes and network, the faults until healing, the checkers; `simulate` is the way in.
+"""One simulation: a drawn case, its nodes and network, the faults until healing; `simulate` is the way in.
 
-A node does for a machine what runtime/node.py does on a real peer, on virtual time. In the first phase faults happen and only safety
-is demanded; then everything heals and the run must progress and finish within the scenario's bounds.
+A node does for a machine what runtime/node.py does on a real peer, on virtual time. In the first phase faults happen
+and only safety is demanded; then everything heals and the run must progress and finish within the scenario's bounds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
 STRANGER = "stranger.0"
 CHECK_S = 5.0  # between looks at the progress
+HOME_S = 45.0  # after that long without disturbance a peer must belong to the run: retries, a download, a held step
+KEPT = 12  # blobs that a machine may hold after the last step: what is on its way is dropped when it comes
 Record = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
 
 
@@ -61,6 +63,8 @@ class Node:
         self.stopped = False
         self.finish: m.Finish | None = None
         self.lies = 0.0
+        self.born_s = swarm.kernel.now
+        self.leaving = False
         self.view: m.View | None = None
         self._ahead_s = 0.0  # of its clock
         self._missed: list[m.Event] = []
@@ -135,7 +139,7 @@ class Node:
         machine = self.machine
         try:
             commands = machine.handle(event, now + self._ahead_s)
-        except Exception:  # whatever a machine raises is a finding, not an end of the simulation
+        except Exception:  # noqa: BLE001  whatever a machine raises is a finding, not an end of the simulation
             swarm.watch.report(self.name, "crash", f"on {event}:\n{traceback.format_exc(limit=-6)}")
             swarm.kill(self)
             return
@@ -158,7 +162,7 @@ class Node:
         deadline = self.machine.deadline
         if deadline is None:
             return
-        at = max(deadline - self._ahead_s, self.swarm.kernel.now)
+        at = max(deadline - self._ahead_s + 1e-9, self.swarm.kernel.now)  # rounding must not make it a moment early
         if self._armed is None or at < self._armed - 1e-9:
             self._armed = at
             self.swarm.kernel.at(at, self._ring, at)
@@ -171,11 +175,13 @@ class Node:
             return
         now = self.swarm.kernel.now
         deadline = self.machine.deadline
-        if deadline is not None and deadline - self._ahead_s <= now + 1e-9:
+        if deadline is not None and deadline <= now + self._ahead_s:
             self._spins = self._spins + 1 if self._spun_at == now else 0
             self._spun_at = now
             if self._spins > SPINS:
-                self.swarm.watch.report(self.name, "spin", f"deadline stays {deadline - now - self._ahead_s:+.3f} s from now")
+                self.swarm.watch.report(
+                    self.name, "spin", f"deadline stays {deadline - now - self._ahead_s:+.3f} s from now"
+                )
                 self.swarm.kill(self)
                 return
             self._handle(m.Tick())
@@ -243,7 +249,8 @@ class Node:
 
 
 _CARRY: dict[type, Callable[[Node, Any], None]] = {
-    m.Send: Node._send, m.Do: Node._do, m.Drop: Node._drop, m.Find: Node._find, m.Finish: Node._finish, m.Note: Node._note,
+    m.Send: Node._send, m.Do: Node._do, m.Drop: Node._drop, m.Find: Node._find, m.Finish: Node._finish,
+    m.Note: Node._note,
 }  # fmt: skip
 
 
@@ -265,6 +272,7 @@ class Swarm:
         self.handled = 0
         self.keys = case.peers
         self.healed_s: float | None = None
+        self.veterans: list[Node] = []  # who lived when the run was over
         self._digest = 0
         self._proposed: m.View | None = None
         self._messages = 0
@@ -288,6 +296,7 @@ class Swarm:
             self.watch.report("", "progress", f"{MAX_EVENTS} events and no end: {self._state()}")
         elif not self.stuck and not self.watch.violations:
             self.watch.end(self.finished, list(self.nodes))
+            self._at_home()
         newest = self.watch.newest
         return Outcome(
             digest=f"{self._digest:016x}",
@@ -332,6 +341,7 @@ class Swarm:
             self.kernel.after(self.case.scenario.faults_s, self._heal)
         if view.finished and self._over_s is None:
             self._over_s = self.kernel.now
+            self.veterans = list(self.nodes.values())
             self.kernel.after(60.0, lambda _: self.kernel.stop())
             self._heal(None)
 
@@ -475,6 +485,20 @@ class Swarm:
         if self.watch.violations:
             self.kernel.stop()
         self.kernel.after(CHECK_S, self._look)
+
+    def _at_home(self) -> None:
+        """Whoever has lived undisturbed for long belongs to the run, and keeps no blob of a step long gone."""
+        newest = self.watch.newest
+        assert newest is not None and self._over_s is not None and self.healed_s is not None
+        known = {one.peer for one in newest.members + newest.joining}
+        for node in self.veterans:
+            if self._over_s - max(self.healed_s, node.born_s) < HOME_S or node.leaving:
+                continue
+            if node.name not in known:
+                self.watch.report(node.name, "home", f"lives since {node.born_s:.0f} s and is no member of {progress(newest)}")
+            held = sorted(node.hands.blobs)
+            if len(held) > KEPT:
+                self.watch.report(node.name, "leak", f"holds {len(held)} blobs after the last step: {held[:8]}")
 
     def _hopeless(self) -> str:
         """Why nobody could go on: a stage without replicas, or no majority left."""

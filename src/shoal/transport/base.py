@@ -38,9 +38,12 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """That peer cannot be reached: connection refused or broken, or it was never known."""
+    """That peer cannot be reached: connection refused or broken, or it was never known; or it was dropped for misbehaving.
+
+    `reason` says which, for people."""
 
     peer: Peer
+    reason: str = ""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Protocol
 
 import msgspec
 
 from shoal.core.messages import Peer
 from shoal.transport.identity import Identity, key_id, key_id_of, verify
+from shoal.transport.invite import Membership
 
 TTL_S = 90.0  # several announcements may be lost before a living peer is forgotten
 MAX_SEALED_BYTES = 4096
@@ -39,16 +40,26 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):
-    """A record as it travels: its bytes, the key it is signed with, and what admits that key to the run."""
+    """A record as it travels: its bytes, the key it is signed with, and the pass that admits that key to the run."""
 
     body: bytes
     public: bytes
     signature: bytes
-    admission: bytes = b""
+    proof: bytes
 
 
 class Directory(Protocol):
-    """Both calls may take seconds; neither raises for a network that does not answer."""
+    """Both calls may take seconds; neither raises for a network that does not answer. Every record that comes to be known is
+    handed at once to the `learn` that the directory was made with, so that the transport knows the way."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Bootstrap addresses for newcomers, as an invite carries them."""
+
+    async def start(self) -> None:
+        """Listen. ValueError names a port that is taken."""
+
+    async def close(self) -> None: ...
 
     async def announce(self) -> None:
         """Tell of this peer; called again well within TTL_S."""
@@ -56,36 +67,32 @@ class Directory(Protocol):
     async def peers(self) -> list[Record]:
         """Records of the run that have not expired."""
 
-    def find(self, peer: Peer) -> Record | None:
-        """What is known of that peer, without asking anybody."""
 
-
-def seal(identity: Identity, record: Record, admission: bytes = b"") -> bytes:
+def seal(identity: Identity, membership: Membership, record: Record) -> bytes:
     body = msgspec.msgpack.encode(record)
-    return msgspec.msgpack.encode(
-        Sealed(body=body, public=identity.public, signature=identity.sign("record", body), admission=admission)
-    )
+    signature = identity.sign("record", body)
+    return msgspec.msgpack.encode(Sealed(body, identity.public, signature, membership.proof))
 
 
-def unseal(data: bytes, run: str, now: float, admits: Callable[[Sealed], bool] | None = None) -> Record:
-    """The record, checked: its size, signature, run and expiry. ValueError says what is wrong."""
+def unseal(data: bytes, membership: Membership, now: float) -> Record:
+    """The record, checked: its size, signature, run, expiry, and that its peer belongs to the run. ValueError says what is wrong."""
     if len(data) > MAX_SEALED_BYTES:
         raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
     try:
         sealed = msgspec.msgpack.decode(data, type=Sealed)
         record = msgspec.msgpack.decode(sealed.body, type=Record)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"not a record: {error}") from None
-    if key_id_of(record.peer) != key_id(sealed.public):
+    key = key_id(sealed.public)
+    if key_id_of(record.peer) != key:
         raise ValueError(f"{record.peer}: signed with another peer's key")
     if not verify(sealed.public, "record", sealed.body, sealed.signature):
         raise ValueError(f"{record.peer}: the signature is wrong")
-    if record.run != run:
+    if record.run != membership.run:
         raise ValueError(f"{record.peer} takes part in another run")
     if not now < record.expires_s <= now + 10 * TTL_S:
         raise ValueError(f"{record.peer}: the record has expired, or a clock is wrong by minutes")
-    if admits is not None and not admits(sealed):
-        raise ValueError(f"{record.peer} was not admitted to this run")
+    membership.check(sealed.proof, key, now)
     return record
 
 
@@ -95,19 +102,20 @@ class Gossip:
     def __init__(
         self,
         identity: Identity,
+        membership: Membership,
         own: Record,
         bootstrap: tuple[str, ...],
-        admission: bytes = b"",
-        admits: Callable[[Sealed], bool] | None = None,
+        learn: Callable[[Record], None],
     ) -> None:
-        self.identity, self.own, self.bootstrap = identity, own, bootstrap
-        self.admission, self.admits = admission, admits
+        self.identity, self.membership = identity, membership
+        self.own, self.bootstrap, self._learn = own, bootstrap, learn
         self._held: dict[Peer, tuple[Record, bytes]] = {}
+        self._told: set[str] = set()  # addresses that have heard of this peer
         self._server: asyncio.Server | None = None
         self._rng = random.Random(own.peer)
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, self.own.host, port)
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, self.own.host, 0)
         self.own = msgspec.structs.replace(self.own, directory_port=self._server.sockets[0].getsockname()[1])
 
     @property
@@ -117,7 +125,8 @@ class Gossip:
 
     async def announce(self) -> None:
         self.own = msgspec.structs.replace(self.own, expires_s=time.time() + TTL_S)
-        self._held[self.own.peer] = (self.own, seal(self.identity, self.own, self.admission))
+        self._held[self.own.peer] = (self.own, seal(self.identity, self.membership, self.own))
+        self._told.clear()
         await self._exchange()
 
     async def peers(self) -> list[Record]:
@@ -125,22 +134,27 @@ class Gossip:
         now = time.time()
         return [record for record, _ in self._held.values() if record.expires_s > now]
 
-    def find(self, peer: Peer) -> Record | None:
-        held = self._held.get(peer)
-        return held[0] if held is not None else None
-
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
     async def _exchange(self) -> None:
+        """Ask the bootstrap peers and some others; then those that are new and have not heard of this peer."""
+        await self._ask_all(dict.fromkeys((*self.bootstrap, *self._some(self._contacts()))))
+        await self._ask_all(self._some([address for address in self._contacts() if address not in self._told]))
+
+    def _contacts(self) -> list[str]:
         now = time.time()
-        known = [
+        return [
             f"{record.host}:{record.directory_port}"
             for record, _ in self._held.values()
             if record.expires_s > now and record.peer != self.own.peer
         ]
-        contacts = dict.fromkeys((*self.bootstrap, *self._rng.sample(known, min(CONTACTS, len(known)))))
+
+    def _some(self, contacts: list[str]) -> list[str]:
+        return self._rng.sample(contacts, min(CONTACTS, len(contacts)))
+
+    async def _ask_all(self, contacts: Iterable[str]) -> None:
         await asyncio.gather(*(self._ask(address) for address in contacts))
 
     async def _ask(self, address: str) -> None:
@@ -151,6 +165,7 @@ class Gossip:
                 try:
                     self._tell(writer)
                     self._hear(await _read(reader))
+                    self._told.add(address)
                 finally:
                     writer.close()
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
@@ -177,12 +192,13 @@ class Gossip:
         now = time.time()
         for data in told[:MAX_RECORDS]:
             try:
-                record = unseal(data, self.own.run, now, self.admits)
+                record = unseal(data, self.membership, now)
             except ValueError:
                 continue  # expired, of another run, or forged: not passed on either
             held = self._held.get(record.peer)
             if held is None or record.expires_s > held[0].expires_s:
                 self._held[record.peer] = (record, data)
+                self._learn(record)
         if len(self._held) > MAX_RECORDS:
             self._held = {peer: kept for peer, kept in self._held.items() if kept[0].expires_s > now}
 

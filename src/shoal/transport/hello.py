@@ -27,6 +27,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     protocol: int
     run: Annotated[str, msgspec.Meta(max_length=128)]
     name: Peer
+    to: Peer  # whom the speaker wants: at that address another may have started since
     kind: Literal["control", "bulk"]
     proof: Annotated[bytes, msgspec.Meta(max_length=MAX_PASS_BYTES)]
 
@@ -35,19 +36,20 @@ class No(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: Annotated[str, msgspec.Meta(max_length=500)]
 
 
-_decoder = msgspec.msgpack.Decoder(Hello | No)
+_decoder: msgspec.msgpack.Decoder[Hello | No] = msgspec.msgpack.Decoder(Hello | No)
 
 
-def encode_hello(name: Peer, kind: Literal["control", "bulk"], membership: Membership) -> bytes:
-    return msgspec.msgpack.encode(Hello(PROTOCOL, membership.run, name, kind, membership.proof))
+def encode_hello(name: Peer, to: Peer, kind: Literal["control", "bulk"], membership: Membership) -> bytes:
+    return msgspec.msgpack.encode(Hello(PROTOCOL, membership.run, name, to, kind, membership.proof))
 
 
 def encode_no(reason: str) -> bytes:
     return msgspec.msgpack.encode(No(reason[:500]))
 
 
-def check_hello(data: bytes | bytearray, key: str, membership: Membership) -> Hello:
-    """The other side's hello, when it holds the key with id `key` and belongs to the run; else Refusal says why not."""
+def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Membership) -> Hello:
+    """The other side's hello, when it holds the key with id `key`, belongs to the run and wants `me`; else Refusal says why
+    not."""
     try:
         hello = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -58,6 +60,8 @@ def check_hello(data: bytes | bytearray, key: str, membership: Membership) -> He
         raise Refusal(f"it speaks protocol {hello.protocol}, this peer {PROTOCOL}; install the same version of shoal")
     if hello.run != membership.run:
         raise Refusal(f"it belongs to another run ({hello.run}, not {membership.run})")
+    if hello.to != me:
+        raise Refusal(f"it wants {hello.to}, and here is {me}")
     try:
         claimed = key_id_of(hello.name)
         if claimed != key:

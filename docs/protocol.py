@@ -1,0 +1,61 @@
+"""Writes docs/protocol.md from the definitions in core/messages.py: `make protocol`. A test says when it is out of date."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parent / "src" / "shoal" / "core" / "messages.py"
+PAGE = HERE / "protocol.md"
+KINDS = {
+    "Value": "Values inside messages",
+    "Wire": "Messages between peers",
+    "Event": "Events: what a machine is told",
+    "Command": "Commands: what a machine wants done",
+    "msgspec.Struct": "Tasks of `Do`, and what goes with them",
+}
+
+
+def page() -> str:
+    source = SOURCE.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    number = next(line for line in lines if line.startswith("PROTOCOL = ")).split()[2]
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef) or node.name in KINDS or not node.bases:
+            continue
+        rows = found[ast.unparse(node.bases[0])]
+        rows.append(f"| `{node.name}` | {_fields(node)} | {_escaped(_meaning(node, lines))} |")
+    text = [
+        "# Protocol",
+        "",
+        f"Version {number}. Made by `make protocol` from `src/shoal/core/messages.py`; do not edit.",
+    ]
+    for kind, title in KINDS.items():
+        text += ["", f"## {title}", "", "| name | fields | meaning |", "|---|---|---|", *found[kind]]
+    return "\n".join(text) + "\n"
+
+
+def _fields(node: ast.ClassDef) -> str:
+    fields = [field for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)]
+    names = [f"{ast.unparse(field.target)}{'?' if field.value is not None else ''}" for field in fields]
+    return ", ".join(names) or "none"
+
+
+def _meaning(node: ast.ClassDef, lines: list[str]) -> str:
+    words = [" ".join((ast.get_docstring(node) or "").split())]
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and field.end_lineno is not None:
+            comment = lines[field.end_lineno - 1].partition("  # ")[2].strip()
+            if comment:
+                words.append(f"`{ast.unparse(field.target)}`: {comment}.")
+    return " ".join(word for word in words if word)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,115 @@
+"""The composition root: one peer of a run, put together from its configuration, its identity and its part in the run.
+
+Everything is chosen here once (which transport, which directory, which machine) and handed on as values; for cli/peer.py and
+cli/join.py, and for tests that run whole peers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import IO
+
+import msgspec
+
+from shoal import trace
+from shoal.config import Config, settings
+from shoal.core.messages import PROTOCOL
+from shoal.core.peer import PeerMachine
+from shoal.model import stages
+from shoal.runtime.checkpoint import Store, refuse_foreign
+from shoal.runtime.data import open_dataset
+from shoal.runtime.hands import Hands
+from shoal.runtime.node import Node
+from shoal.runtime.record import Recorder
+from shoal.runtime.report import Listening
+from shoal.transport.base import Limits
+from shoal.transport.directory import Directory, Gossip, Record
+from shoal.transport.identity import Identity
+from shoal.transport.invite import Invite, Membership
+from shoal.transport.shaped import Link, Reachable, Shaped
+from shoal.transport.tls import TlsTransport
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer's part in a run."""
+
+    found: bool = False  # it is the run's first
+    first_step: int = 0  # of a resumed run
+    port: int = 0
+    trace: Path | None = None
+
+
+def run_directory(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def checkpoint_url(config: Config) -> str:
+    return config.checkpoint.url or posixpath.join(str(run_directory(config)), "checkpoints")
+
+
+def hands(config: Config, first_step: int = 0) -> Hands:
+    """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
+
+    ValueError: the model cannot be cut as asked, the data is not there, or the checkpoint of `first_step` is foreign."""
+    store = Store(checkpoint_url(config))
+    if config.device.executor == "emulated":
+        return Hands(config, None, store)
+    stages.check(config)
+    dataset = open_dataset(config, cache=Path(config.run.dir) / ".cache")
+    if first_step:
+        refuse_foreign(store.open(first_step), config, dataset.digest)
+    return Hands(config, dataset, store)
+
+
+@asynccontextmanager
+async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO[bytes] | None) -> AsyncIterator[Node]:
+    """A peer that listens and has told so; `run` the node. Everything is closed at the end, the hands too."""
+    identity = Identity.new()
+    membership = invite.membership(identity)
+    header = trace.Header(
+        protocol=PROTOCOL,
+        peer=identity.name,
+        settings=settings(config, role.first_step),
+        seed=f"{config.run.seed}/{identity.name}",
+        found=role.found,
+        config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
+    )
+    async with AsyncExitStack() as stack:
+        stack.callback(hands.close)
+        record = Recorder(header, role.trace, out)
+        stack.callback(record.close)
+        transport = _transport(config, identity, membership, role.port)
+        await transport.start()
+        stack.push_async_callback(transport.close)
+        directory = await _directory(config, identity, membership, invite, transport)
+        stack.push_async_callback(directory.close)
+        record.tell(Listening(peer=identity.name, addresses=directory.addresses))
+        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
+        yield Node(machine, hands, transport, directory, record)
+
+
+def _transport(config: Config, identity: Identity, membership: Membership, port: int) -> Reachable:
+    network = config.network
+    plain = TlsTransport(identity, membership, network.host, port, Limits(blob_bytes=network.blob_bytes))
+    if not network.delay_s and not network.bandwidth_Bps:
+        return plain
+    return Shaped(plain, Link(network.delay_s, network.bandwidth_Bps, network.bandwidth_Bps))
+
+
+async def _directory(
+    config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable
+) -> Directory:
+    host, port = transport.address
+    own = Record(run=membership.run, peer=identity.name, host=host, port=port)
+
+    def learn(record: Record) -> None:
+        transport.learn(record.peer, (record.host, record.port))
+
+    directory = Gossip(identity, membership, own, invite.addresses, learn)
+    await directory.start()
+    return directory

@@ -1,0 +1,96 @@
+"""One local peer as a process of its own: `python -m shoal.cli.peer LAUNCHER`, started by `shoal run` and by nobody else.
+
+It reads what it is to be from standard input (cli/launch.py says how), reports on standard output, and ends with its launcher:
+the kernel kills it when process LAUNCHER dies, and where the kernel cannot, the end of standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.cli.launch import Spec, Start
+from shoal.cli.main import describe
+from shoal.runtime.report import Ended, encode
+
+PR_SET_PDEATHSIG = 1
+ORPHANED = 3
+
+
+def main() -> int:
+    die_with(int(sys.argv[1]))
+    out = _own_output()
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=Spec)
+    try:
+        ended = _take_part(spec, out)
+    except (ValueError, OSError) as error:
+        ended = Ended(ok=False, reason=describe(error), user_error=isinstance(error, ValueError))
+    out.write(encode(ended))
+    out.flush()
+    return 0 if ended.ok else 1
+
+
+def die_with(launcher: int) -> None:
+    """Ask the kernel (Linux) to kill this process when its parent dies; it may have died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(ORPHANED)
+
+
+def _own_output() -> IO[bytes]:
+    """The report's pipe for us alone: whatever a library prints goes to the log."""
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return out
+
+
+def _take_part(spec: Spec, out: IO[bytes]) -> Ended:
+    from shoal import build  # imports torch; every process does so while the first one is not yet listening
+    from shoal.transport.invite import read_invite
+
+    config = configuration.from_tree(spec.config)
+    hands = build.hands(config, spec.first_step)
+    start = msgspec.json.decode(sys.stdin.buffer.readline() or b"null", type=Start | None)
+    if start is None:
+        return Ended(ok=False, reason="the launcher is gone")
+    threading.Thread(target=_watch_launcher, name="launcher", daemon=True).start()
+    traces = Path(spec.directory) / "traces"
+    traces.mkdir(exist_ok=True)
+    role = build.Role(
+        found=spec.found,
+        first_step=spec.first_step,
+        port=config.network.port if spec.found else 0,
+        trace=traces / f"{spec.label}.jsonl",
+    )
+
+    async def run() -> Ended:
+        async with build.peer(config, role, read_invite(start.invite, 0.0), hands, out) as node:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, lambda: node.leave("its launcher asks it to"))
+            finish = await node.run()
+        return Ended(ok=finish.ok, reason=finish.reason)
+
+    return asyncio.run(run())
+
+
+def _watch_launcher() -> None:
+    """The launcher writes nothing more; an end of input means that it is gone."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1):  # not through sys.stdin, whose lock would be held when the interpreter ends
+            pass
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

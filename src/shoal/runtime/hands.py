@@ -1,0 +1,580 @@
+"""Carries out core's tasks with real tensors: keeps the blobs, the stage's executor, rounds, copies of state, checkpoints.
+
+For runtime/node.py, which hands over every Do and passes each Done or Failed back to the machine; which task, when and for
+whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
+time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
+storage which takes minutes holds up neither training nor data. Blobs lie in the CPU's memory, whatever the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+
+from shoal.config import Config
+from shoal.core.messages import (
+    BULK,
+    Add,
+    Apply,
+    Backward,
+    CheckChunk,
+    Chunk,
+    Cut,
+    Done,
+    Export,
+    Failed,
+    Fetch,
+    Forward,
+    Gather,
+    Gradient,
+    Import,
+    Init,
+    Message,
+    Output,
+    Part,
+    ReadChunk,
+    Reset,
+    Result,
+    RunBackward,
+    RunForward,
+    RunPublish,
+    RunSave,
+    Sum,
+    Task,
+)
+from shoal.executor import create
+from shoal.executor.base import Executor, boundary
+from shoal.runtime import checkpoint
+from shoal.runtime.data import Dataset, vocabulary
+from shoal.runtime.state import MAX_CHUNK_BYTES, Copy, check_chunk, join, raw
+from shoal.transport.base import DTYPES, Blob
+
+log = logging.getLogger(__name__)
+
+REASON_LENGTH = 1000  # of a failure, in letters; core's Text holds 2000
+ROUNDS_KEPT = 2  # a commit may name the round before the one that is running
+NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces: 16 MiB instead of four times the gradient
+
+Answer = Callable[[Done | Failed], None]
+Make = Callable[[Config, int], Executor]
+
+
+class Seat(msgspec.Struct):
+    """The stage that this peer serves, at version `step`."""
+
+    executor: Executor
+    stage: int
+    step: int
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What a blob must be. An empty shape: one dimension of 1 to `most` values."""
+
+    what: str  # in words
+    dtype: str
+    shape: tuple[int, ...] = ()
+    most: int = 0
+
+
+class Later(Exception):
+    """A task goes on in the `write` lane with `work`. Not an error: the way out of a task's first half."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        super().__init__()
+        self.work = work
+
+
+class Hands:
+    """One peer's tensors and what is done with them. `dataset` is not needed by emulated stages, `store` not without
+    checkpoints. `put`, `get`, `drop`, `blob`, `check` and `submit` are called from one thread, the driver's."""
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset | None = None,
+        store: checkpoint.Store | None = None,
+        make: Make = create,
+    ) -> None:
+        self._config = config
+        self._dataset = dataset
+        self._store = store
+        self._make = make
+        self._about: checkpoint.About | None = None
+        self._seat: Seat | None = None
+        self._reduced: dict[tuple[int, int], torch.Tensor] = {}  # by step and round
+        self._saved: Copy | None = None  # for RunSave
+        self._exported: Copy | None = None  # for ReadChunk
+        self._downloaded: dict[int, torch.Tensor] = {}
+        self._blobs: dict[str, torch.Tensor] = {}
+        self._unwanted: set[str] = set()  # dropped before the task that makes them was done
+        self._awaited: set[str] = set()
+        self._lock = threading.Lock()  # over the four tables of blobs
+        self._kinds = Kinds(config)
+        self._lanes = {name: Lane(name, self._threads) for name in ("compute", "read", "write")}
+
+    # -------------------------------------------------------------------------------------------------------- blobs
+
+    def put(self, name: str, value: torch.Tensor | Blob) -> int:
+        """Keep a tensor, or what came off the network, under `name`. Returns its size in bytes."""
+        tensor = value if isinstance(value, torch.Tensor) else tensor_of(value)
+        with self._lock:
+            self._blobs[name] = tensor
+        return tensor.nbytes
+
+    def get(self, name: str) -> torch.Tensor:
+        """KeyError: never put, or dropped."""
+        with self._lock:
+            return self._blobs[name]
+
+    def drop(self, name: str) -> None:
+        """Forget a blob, also one that a task is still making."""
+        with self._lock:
+            self._blobs.pop(name, None)
+            if name in self._awaited:
+                self._unwanted.add(name)
+
+    def blob(self, name: str) -> Blob:
+        """The blob as the network takes it, without a copy."""
+        return blob_of(self.get(name))
+
+    def held(self) -> int:
+        """Blobs in the table: what leaks would make grow."""
+        with self._lock:
+            return len(self._blobs)
+
+    def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
+        """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""
+        seat = self._seat
+        return self._kinds.fault(message, blobs, seat.executor.length if seat else 0)
+
+    # -------------------------------------------------------------------------------------------------------- tasks
+
+    def submit(self, task: Task, done: Answer) -> None:
+        """Carry out a task; `done` is called once, on the thread that did it.
+
+        Blobs that are here now may be dropped at once; others are looked for when the task's turn has come."""
+        with self._lock:
+            held = {name: self._blobs[name] for name in _inputs(task) if name in self._blobs}
+            self._awaited.update(_outputs(task))
+        lane = "read" if isinstance(task, Fetch | ReadChunk | CheckChunk) else "compute"
+        lane = "write" if isinstance(task, RunSave | RunPublish) else lane
+        self._lanes[lane].put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End after the tasks that are running; those that wait are not answered."""
+        for lane in self._lanes.values():
+            lane.stop()
+        for lane in self._lanes.values():
+            lane.thread.join(timeout_s)  # daemons: a storage that hangs does not keep the process
+
+    def _threads(self) -> None:
+        if self._config.device.threads:
+            torch.set_num_threads(self._config.device.threads)
+
+    def _carry_out(self, work: Callable[[], Result], task: Task, done: Answer, spent_s: float) -> None:
+        start = time.monotonic()
+        answer: Done | Failed
+        try:
+            result = work()
+            answer = Done(task.id, result, spent_s + time.monotonic() - start)
+        except Later as later:
+            again, spent_s = later.work, spent_s + time.monotonic() - start
+            self._lanes["write"].put(lambda: self._carry_out(again, task, done, spent_s))
+            return
+        except (ValueError, OSError) as error:
+            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__)
+        except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
+            log.exception("%s failed", task)
+            answer = Failed(task.id, f"{type(error).__name__}: {error}"[:REASON_LENGTH])
+        with self._lock:
+            self._awaited.difference_update(_outputs(task))
+            self._unwanted.difference_update(_outputs(task))
+        done(answer)
+
+    def _run(self, task: Task, held: dict[str, torch.Tensor]) -> Result:
+        take = self._taker(held)
+        match task:
+            case Fetch():
+                return self._give(task.out, self._fetch(task))
+            case RunForward():
+                return self._give(task.out, self._forward(task, take(task.x)))
+            case RunBackward():
+                return self._backward(task, take(task.x), take(task.grad) if task.grad else None)
+            case Cut():
+                return self._cut(task)
+            case Add():
+                return self._give(task.out, added([take(name) for name in task.parts]))
+            case Gather():
+                return self._gather(task, [take(name) for name in task.sums])
+            case Apply():
+                return self._apply(task)
+            case Reset():
+                return self._reset()
+            case Init() | Import():
+                return self._take_seat(task)
+            case Export():
+                return self._export(task)
+            case ReadChunk():
+                return self._read_chunk(task)
+            case CheckChunk():
+                return self._check_chunk(task, take(task.blob))
+            case RunSave():
+                return self._save(task)
+            case RunPublish():
+                return self._publish(task)
+
+    def _taker(self, held: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
+        def take(name: str) -> torch.Tensor:
+            with self._lock:
+                tensor = held[name] if name in held else self._blobs.get(name)
+            if tensor is None:
+                raise ValueError(f"blob {name} is not held here")
+            return tensor
+
+        return take
+
+    def _give(self, name: str, tensor: torch.Tensor) -> Result:
+        tensor = tensor.detach().to("cpu").contiguous()
+        with self._lock:
+            if name not in self._unwanted:
+                self._blobs[name] = tensor
+        return Result(nbytes=tensor.nbytes)
+
+    # --------------------------------------------------------------------------------------------------------- hops
+
+    def _fetch(self, task: Fetch) -> torch.Tensor:
+        if self._dataset is not None:
+            return self._dataset.microbatch(task.step, task.index)
+        if self._config.device.executor == "emulated":
+            return torch.zeros(self._config.train.microbatch, self._config.data.sequence + 1, dtype=torch.int64)
+        raise ValueError("this peer has no data")
+
+    def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
+        executor = self._at(task.stage, task.step)
+        return executor.forward(x[:, :-1] if task.stage == 0 else x)
+
+    def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
+        executor = self._at(task.stage, task.step)
+        first, last = task.stage == 0, task.stage == self._config.run.stages - 1
+        tokens = (x if first else grad) if last else None
+        grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
+        if grad_x is None or not task.out:
+            return Result(loss=loss)
+        return msgspec.structs.replace(self._give(task.out, grad_x), loss=loss)
+
+    def _at(self, stage: int, step: int) -> Executor:
+        seat = self._seated()
+        if (seat.stage, seat.step) != (stage, step):
+            raise ValueError(f"stage {seat.stage} at step {seat.step} is here, not stage {stage} at step {step}")
+        return seat.executor
+
+    def _seated(self) -> Seat:
+        if self._seat is None:
+            raise ValueError("no stage is here")
+        return self._seat
+
+    # ------------------------------------------------------------------------------------------------------- rounds
+
+    def _cut(self, task: Cut) -> Result:
+        executor = self._at(self._seated().stage, task.step)
+        bounds = task.bounds
+        if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
+            raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
+        whole = executor.sum.to("cpu", copy=True)
+        nbytes = sum(
+            self._give(name, whole[start:end]).nbytes
+            for name, start, end in zip(task.outs, bounds, bounds[1:], strict=False)
+        )
+        return Result(nbytes=nbytes)
+
+    def _gather(self, task: Gather, sums: list[torch.Tensor]) -> Result:
+        executor = self._at(self._seated().stage, task.step)
+        reduced = torch.cat([flat(part) for part in sums])
+        if len(reduced) != executor.length:
+            raise ValueError(f"the sums have {len(reduced)} values together, the stage {executor.length}")
+        if not finite(reduced):
+            raise ValueError("the reduced gradient is not finite")
+        self._reduced[task.step, task.round] = reduced
+        for key in list(self._reduced)[:-ROUNDS_KEPT]:
+            del self._reduced[key]
+        return Result(digest=hashlib.sha256(raw(reduced)).hexdigest(), norm_sq=norm_sq(reduced))
+
+    def _apply(self, task: Apply) -> Result:
+        seat = self._seated()
+        executor = self._at(seat.stage, task.step)
+        reduced = self._reduced.get((task.step, task.round))
+        if reduced is None:
+            raise ValueError(f"no reduced gradient of step {task.step}, round {task.round} is here")
+        executor.apply(reduced, task.norm, task.step)
+        executor.zero()
+        self._reduced.clear()
+        seat.step = task.step + 1
+        if task.save:
+            self._saved = self._copy(seat)
+        return Result(digest=executor.digest())
+
+    def _reset(self) -> Result:
+        if self._seat is not None:
+            self._seat.executor.zero()
+        self._reduced.clear()
+        return Result()
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def _take_seat(self, task: Init | Import) -> Result:
+        self._seat = None  # two stages may not fit beside each other
+        self._reduced.clear()
+        self._saved = self._exported = None
+        executor = self._make(self._config, task.stage)
+        if isinstance(task, Import):
+            executor.load_state(self._imported(task))
+        elif task.step:
+            if self._store is None:
+                raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
+            executor.load_state(self._store.load(task.step, executor.state()))
+        executor.zero()
+        self._seat = Seat(executor, task.stage, task.step)
+        return Result(digest=executor.digest(), length=executor.length)
+
+    def _imported(self, task: Import) -> dict[str, torch.Tensor]:
+        missing = [chunk for chunk in range(task.chunks) if chunk not in self._downloaded]
+        if missing:
+            raise ValueError(f"chunk {missing[0]} of {task.chunks} was not downloaded")
+        chunks = [raw(self._downloaded[chunk]) for chunk in range(task.chunks)]
+        self._downloaded = {}
+        state, note = join(chunks)
+        if note != _note(task.stage, task.step):
+            raise ValueError(f"the downloaded state is of {note}, not of {_note(task.stage, task.step)}")
+        return state
+
+    def _copy(self, seat: Seat) -> Copy:
+        for copy in (self._saved, self._exported):
+            if copy is not None and copy.step == seat.step:
+                return copy
+        return Copy(seat.executor.state(), seat.step, _note(seat.stage, seat.step))
+
+    def _export(self, task: Export) -> Result:
+        self._at(self._seated().stage, task.step)
+        copy = self._exported = self._copy(self._seated())
+        raise Later(lambda: Result(manifest=copy.manifest(), nbytes=copy.nbytes))
+
+    def _read_chunk(self, task: ReadChunk) -> Result:
+        copy = self._exported
+        if copy is None or copy.step != task.step:
+            raise ValueError(f"no copy of step {task.step} is held here")
+        return self._give(task.out, torch.frombuffer(copy.read(task.chunk), dtype=torch.uint8))
+
+    def _check_chunk(self, task: CheckChunk, data: torch.Tensor) -> Result:
+        fault = check_chunk(raw(data), task.digest)
+        if fault:
+            raise ValueError(f"chunk {task.chunk}: {fault}")
+        self._downloaded[task.chunk] = data
+        return Result(nbytes=data.nbytes)
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self, task: RunSave) -> Result:
+        copy = self._saved
+        if copy is None or copy.step != task.step:
+            raise ValueError(f"no copy of step {task.step} was kept here")
+        record = self._place().write_shard(task.step, task.stage, self._config.run.stages, copy.state)
+        if self._saved is copy:
+            self._saved = None  # the record is all that will be asked for again
+        return Result(record=record)
+
+    def _publish(self, task: RunPublish) -> Result:
+        store = self._place()
+        if self._about is None:
+            digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
+            self._about = checkpoint.about(self._config, digest, note)
+        path = store.publish(task.step, task.records, self._about)
+        try:
+            store.prune(self._config.checkpoint.keep, self._config.run.name)
+        except OSError as error:  # the new one is there; the old ones are only in the way
+            log.warning("older checkpoints could not be deleted: %s", error)
+        return Result(record=path)
+
+    def _place(self) -> checkpoint.Store:
+        if self._store is None:
+            raise ValueError("this peer knows no place for checkpoints")
+        return self._store
+
+
+class Lane:
+    """A thread that does one piece of work after another."""
+
+    def __init__(self, name: str, begin: Callable[[], None]) -> None:
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._begin = begin
+        self._stopped = threading.Event()
+        self.thread = threading.Thread(target=self._work, name=f"shoal-{name}", daemon=True)
+        self.thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._works.put(work)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._works.put(None)
+
+    def _work(self) -> None:
+        self._begin()
+        while (work := self._works.get()) is not None and not self._stopped.is_set():
+            work()
+
+
+def _inputs(task: Task) -> tuple[str, ...]:
+    match task:
+        case RunForward():
+            return (task.x,)
+        case RunBackward():
+            return (task.x, task.grad)
+        case Add():
+            return task.parts
+        case Gather():
+            return task.sums
+        case CheckChunk():
+            return (task.blob,)
+    return ()
+
+
+def _outputs(task: Task) -> tuple[str, ...]:
+    if isinstance(task, Cut):
+        return task.outs
+    return (task.out,) if isinstance(task, Fetch | RunForward | RunBackward | Add | ReadChunk) else ()
+
+
+def _note(stage: int, step: int) -> dict[str, str]:
+    return {"stage": str(stage), "step": str(step)}
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+def flat(part: torch.Tensor) -> torch.Tensor:
+    if part.dim() != 1 or part.dtype != torch.float32:
+        raise ValueError(f"a part of type {part.dtype} and shape {tuple(part.shape)}, not flat fp32")
+    return part
+
+
+def added(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Parts (n,) fp32 added one after another in the order given: fp32 addition depends on it."""
+    if not parts or len({len(flat(part)) for part in parts}) > 1:
+        raise ValueError(f"parts of {[len(part) for part in parts]} values cannot be added")
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def norm_sq(reduced: torch.Tensor) -> float:
+    """Sum of squares in fp64 of a flat tensor."""
+    return math.fsum(float(piece.double().square().sum()) for piece in reduced.split(NORM_VALUES))
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite. A finite sum says so at a third of the cost; an infinite one may be an overflow."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+# ------------------------------------------------------------------------------------------- blobs, and their checks
+
+
+def blob_of(tensor: torch.Tensor) -> Blob:
+    """A CPU tensor as a blob that shares its memory."""
+    return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw(tensor))
+
+
+def tensor_of(blob: Blob) -> torch.Tensor:
+    """A blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: not what it says it is."""
+    fault = _malformed(blob)
+    if fault:
+        raise ValueError(fault)
+    dtype = getattr(torch, blob.dtype)
+    data = memoryview(blob.data).cast("B")
+    if len(data) == 0:
+        return torch.empty(blob.shape, dtype=dtype)
+    if data.readonly or np.frombuffer(data, dtype=np.uint8).ctypes.data % dtype.itemsize:
+        data = memoryview(bytearray(data))
+    return torch.frombuffer(data, dtype=dtype).view(blob.shape)
+
+
+def _malformed(blob: Blob) -> str:
+    if blob.dtype not in DTYPES or blob.codec != "raw":
+        return f"type {blob.dtype[:20]!r} with codec {blob.codec[:20]!r} is not known here"
+    size = memoryview(blob.data).nbytes
+    if any(extent < 0 for extent in blob.shape) or size != math.prod(blob.shape) * DTYPES[blob.dtype]:
+        return f"{size} bytes are not {blob.dtype} of shape {blob.shape}"
+    return ""
+
+
+class Kinds:
+    """What each message's blobs must be in a run of this configuration."""
+
+    def __init__(self, config: Config) -> None:
+        shape, dtype = boundary(config)
+        name = str(dtype).removeprefix("torch.")
+        self._stages = config.run.stages
+        self._vocabulary = vocabulary(config)
+        self._boundary = Kind("a boundary tensor", name, shape)
+        self._tokens = Kind("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
+        self._bytes = Kind("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
+
+    def fault(self, message: Message, blobs: tuple[Blob, ...], length: int) -> str:
+        """`length`: values in the stage's gradient, 0 while there is no stage."""
+        if not isinstance(message, BULK):
+            return f"{len(blobs)} blobs with a {type(message).__name__}, which has none" if blobs else ""
+        kinds = self._kinds(message, length)
+        if isinstance(kinds, str):
+            return kinds
+        if len(blobs) != len(kinds):
+            return f"{len(blobs)} blobs with a {type(message).__name__}, not {len(kinds)}"
+        faults = (self._wrong(blob, kind) for blob, kind in zip(blobs, kinds, strict=True))
+        return next((f"{kind.what}: {fault}" for kind, fault in zip(kinds, faults, strict=True) if fault), "")
+
+    def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
+        if isinstance(message, Part | Sum):
+            return (
+                (Kind("a chunk of the gradient", "float32", (), length),) if length else "no stage is here to average"
+            )
+        if isinstance(message, Chunk):
+            return () if message.gone else (self._bytes,)
+        assert isinstance(message, Forward | Backward | Output | Gradient)
+        stage, last = message.stage, self._stages - 1
+        if stage > last or (isinstance(message, Output) and stage == last):
+            return f"{type(message).__name__} of stage {stage} in a run of {self._stages} stages"
+        x = self._tokens if stage == 0 else self._boundary
+        match message:
+            case Forward():
+                return (x,)
+            case Output():
+                return (self._boundary,)
+            case Gradient():
+                return () if stage == 0 else (self._boundary,)
+        return (x,) if last == 0 else (x, self._tokens if stage == last else self._boundary)
+
+    def _wrong(self, blob: Blob, kind: Kind) -> str:
+        fault = _malformed(blob)
+        if fault:
+            return fault
+        if blob.dtype != kind.dtype:
+            return f"type {blob.dtype}, not {kind.dtype}"
+        if kind.shape and blob.shape != kind.shape:
+            return f"shape {blob.shape}, not {kind.shape}"
+        if not kind.shape and (len(blob.shape) != 1 or not 1 <= blob.shape[0] <= kind.most):
+            return f"shape {blob.shape}, not one dimension of 1 to {kind.most}"
+        tensor = tensor_of(blob)
+        if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):
+            return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not 0 to {self._vocabulary - 1}"
+        if tensor.is_floating_point() and not finite(tensor):
+            return "values are not finite"
+        return ""

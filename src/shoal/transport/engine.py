@@ -1,0 +1,298 @@
+"""Threads that move bytes: each turns one selector over many connections, whose steps are written as generators.
+
+For tls.py. A step runs until its connection would block and yields what it waits for. TLS works on memory here and the
+socket is read in large pieces, because that takes a third of the system calls of ssl's own sockets (and they allow no
+reading beside writing); crypto and copies run outside the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+
+log = logging.getLogger(__name__)
+
+SCRATCH_BYTES = 256 << 10  # one read from a socket
+WRITE_BYTES = 256 << 10  # encrypted and handed to a socket at once
+QUANTUM_BYTES = 1 << 20  # moved for one connection before the next has its turn
+
+
+class Want(enum.Enum):
+    """What a step waits for. A step may also be resumed for no reason, and looks again."""
+
+    READ = selectors.EVENT_READ
+    WRITE = selectors.EVENT_WRITE
+    AGAIN = 4  # nothing: the others' turn
+    WOKEN = 8  # Engine.wake
+
+
+Steps = Generator["Want | Engine", None, None]  # yielding an engine: go on there
+
+
+class Link:
+    """One connection (or listening socket) and its steps. `failed` is called once, unless the link is closed before."""
+
+    def __init__(self, sock: socket.socket, failed: Callable[[Exception], None]) -> None:
+        self.sock = sock
+        self.failed = failed
+        self.steps: Steps = iter(())  # type: ignore[assignment]
+        self.engine: Engine | None = None
+        self.deadline: float | None = None  # time.monotonic() by which it must have cleared this
+        self.mask = 0
+        self.closed = False
+
+
+class Engine:
+    def __init__(self, name: str) -> None:
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._selector = selectors.DefaultSelector()
+        self._links: set[Link] = set()
+        self._ready: deque[Link] = deque()
+        self._queued: set[Link] = set()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._bell, self._button = socket.socketpair()
+        self._bell.setblocking(False)
+        self._button.setblocking(False)
+        self._rung = False
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------- from other threads
+
+    def post(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        if not self._rung:  # a race here rings twice, never too seldom: the thread clears it before it looks
+            self._rung = True
+            try:
+                self._button.send(b"!")
+            except OSError:  # full: it rings already; closed: nobody is left to hear
+                pass
+
+    def wake(self, link: Link) -> None:
+        self.post(lambda: self._enqueue(link))
+
+    def stop(self) -> None:
+        """Close every link and end the thread."""
+        if not self._thread.is_alive():
+            self._close()
+            return
+        self._stopping = True
+        self.post(lambda: None)
+        self._thread.join()
+
+    # ----------------------------------------------------------------------------------------------- in this thread
+
+    def adopt(self, link: Link) -> None:
+        if link.closed:
+            return
+        link.engine = self
+        self._links.add(link)
+        self._enqueue(link)
+
+    def drop(self, link: Link) -> None:
+        """Close the link; it will not fail any more."""
+        if link.closed:
+            return
+        link.closed = True
+        self._release(link)
+        link.sock.close()
+        link.steps.close()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(0 if self._ready else self._patience()):
+                if key.data is None:
+                    self._answer()
+                else:
+                    self._enqueue(key.data)
+            while self._calls:
+                self._calls.popleft()()
+            self._expire()
+            for _ in range(len(self._ready)):
+                link = self._ready.popleft()
+                self._queued.discard(link)
+                if not link.closed and link.engine is self:
+                    self._step(link)
+        self._close()
+
+    def _close(self) -> None:
+        for link in list(self._links):
+            self.drop(link)
+        self._selector.close()
+        self._bell.close()
+        self._button.close()
+
+    def _answer(self) -> None:
+        try:
+            self._bell.recv(64)
+        except BlockingIOError:
+            pass
+        self._rung = False
+
+    def _patience(self) -> float | None:
+        soonest = min((link.deadline for link in self._links if link.deadline is not None), default=None)
+        return None if soonest is None else max(0.0, soonest - time.monotonic())
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for link in [link for link in self._links if link.deadline is not None and link.deadline <= now]:
+            self._fail(link, TimeoutError("no answer in time"))
+
+    def _enqueue(self, link: Link) -> None:
+        if link not in self._queued and not link.closed:
+            self._queued.add(link)
+            self._ready.append(link)
+
+    def _step(self, link: Link) -> None:
+        try:
+            want = next(link.steps)
+        except StopIteration:
+            self.drop(link)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            self._fail(link, error)
+        except Exception as error:  # a mistake of ours in one connection must not silence all the others
+            log.exception("a connection failed in an unforeseen way")
+            self._fail(link, error)
+        else:
+            self._follow(link, want)
+
+    def _follow(self, link: Link, want: Want | Engine) -> None:
+        if isinstance(want, Engine):
+            self._release(link)
+            want.post(lambda: want.adopt(link))
+        elif want is Want.AGAIN:
+            self._enqueue(link)
+        else:
+            self._register(link, 0 if want is Want.WOKEN else int(want.value))
+
+    def _fail(self, link: Link, error: Exception) -> None:
+        if not link.closed:
+            self.drop(link)
+            link.failed(error)
+
+    def _register(self, link: Link, mask: int) -> None:
+        if mask == link.mask:
+            return
+        if not mask:
+            self._selector.unregister(link.sock)
+        elif link.mask:
+            self._selector.modify(link.sock, mask, link)
+        else:
+            self._selector.register(link.sock, mask, link)
+        link.mask = mask
+
+    def _release(self, link: Link) -> None:
+        self._register(link, 0)
+        self._links.discard(link)
+
+
+class Channel:
+    """TLS over one non-blocking socket, in steps."""
+
+    def __init__(self, link: Link, context: ssl.SSLContext, server_side: bool) -> None:
+        self._link = link
+        self._sock = link.sock
+        self._in = ssl.MemoryBIO()
+        self._out = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_side=server_side)
+
+    def handshake(self) -> Steps:
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                yield from self._flush()
+                yield from self._fill()
+            except ssl.SSLError:
+                yield from self._flush()  # the alert that tells the other side why
+                raise
+            else:
+                yield from self._flush()
+                return
+
+    def certificate(self) -> bytes:
+        shown = self._tls.getpeercert(binary_form=True)
+        assert shown is not None  # the handshake requires one
+        return shown
+
+    def read(self, view: memoryview) -> Steps:
+        """Fill `view`. ConnectionError when the other side has closed."""
+        at = turn = 0
+        while at < view.nbytes:
+            try:
+                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment,arg-type]
+            except ssl.SSLWantReadError:
+                yield from self._fill()
+                continue
+            except ssl.SSLZeroReturnError:
+                got = 0
+            if not got:
+                raise ConnectionError("closed by the other side")
+            at += got
+            turn += got
+            if turn >= QUANTUM_BYTES:
+                turn = 0
+                yield Want.AGAIN
+
+    def write(self, view: memoryview) -> Steps:
+        turn = 0
+        for at in range(0, view.nbytes, WRITE_BYTES):
+            part = view[at : at + WRITE_BYTES]
+            self._tls.write(part)
+            yield from self._flush()
+            turn += part.nbytes
+            if turn >= QUANTUM_BYTES:
+                turn = 0
+                yield Want.AGAIN
+
+    def listen(self) -> None:
+        """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
+        assert self._link.engine is not None
+        scratch = self._link.engine.scratch
+        try:
+            got = self._sock.recv_into(scratch)
+        except BlockingIOError:
+            return
+        if not got:
+            raise ConnectionError("closed by the other side")
+        self._in.write(scratch[:got])
+        try:
+            self._tls.read(1)
+        except ssl.SSLWantReadError:
+            return
+        except ssl.SSLZeroReturnError:
+            pass
+        raise ConnectionError("closed by the other side")
+
+    def _fill(self) -> Steps:
+        while True:
+            assert self._link.engine is not None
+            scratch = self._link.engine.scratch  # of the thread this runs in now
+            try:
+                got = self._sock.recv_into(scratch)
+            except BlockingIOError:
+                yield Want.READ
+                continue
+            if not got:
+                raise ConnectionError("closed by the other side")
+            self._in.write(scratch[:got])
+            return
+
+    def _flush(self) -> Steps:
+        waiting = memoryview(self._out.read())
+        while waiting:
+            try:
+                waiting = waiting[self._sock.send(waiting) :]
+            except BlockingIOError:
+                yield Want.WRITE

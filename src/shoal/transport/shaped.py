@@ -1,0 +1,217 @@
+"""Any network with the line of a modelled peer before it: delay, uplink and downlink bandwidth.
+
+For runs that pretend to be spread over the world, and for benchmarks. `Line` decides when what has passed (a function of
+calls and times, no clock); `Shaped` waits for those times. Everything is reckoned in the line's own time: when this process
+wakes late, what it handed over is late, but the line was busy meanwhile and the next message does not start any later.
+
+The uplink holds each message until its last byte has left, plus the delay. The downlink takes bytes while they arrive: a
+message that comes alone and no faster than the line is not held at all; two at once share it. Bulk messages pass one after
+the other; a control message goes first, as its packets would, and pushes the bulk in transmission back by its own time. The
+real network beneath adds what it costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core.messages import Message, Peer
+from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
+from shoal.transport.inbox import Inbox
+from shoal.transport.wire import encode, size
+
+log = logging.getLogger(__name__)
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A peer's way to the others. 0: as it is. The delay is added to what this peer sends."""
+
+    delay_s: float = 0.0
+    up_Bps: float = 0.0
+    down_Bps: float = 0.0
+
+
+class Reachable(Transport, Protocol):
+    """A transport with addresses."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+    def learn(self, peer: Peer, address: tuple[str, int]) -> None: ...
+
+
+class _Passing:
+    """A message on the line. `leaves`: when its last byte is through."""
+
+    __slots__ = ("item", "leaves", "nbytes", "peer", "seconds")
+
+    def __init__(self, item: Any, peer: Peer, nbytes: int, seconds: float, leaves: float) -> None:
+        self.item = item
+        self.peer = peer
+        self.nbytes = nbytes
+        self.seconds = seconds
+        self.leaves = leaves
+
+
+class Line:
+    """One direction of a peer's link. `cut_through`: a message's bytes came in while it travelled, up to `now`."""
+
+    def __init__(self, bandwidth_Bps: float, delay_s: float = 0.0, cut_through: bool = False) -> None:
+        self._bandwidth_Bps = bandwidth_Bps
+        self._delay_s = delay_s
+        self._cut_through = cut_through
+        self._control: deque[_Passing] = deque()
+        self._bulk: deque[_Passing] = deque()
+        self._free = [float("-inf"), float("-inf")]  # when the last control and the last bulk message are through
+
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float) -> None:
+        seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
+        came = now - seconds if self._cut_through else now
+        if not bulk:
+            leaves = max(self._free[0], came) + seconds
+            self._delay_bulk(seconds, now)
+        else:
+            leaves = max(self._free[0], self._free[1], came) + seconds
+        self._free[bulk] = leaves
+        (self._bulk if bulk else self._control).append(_Passing(item, peer, nbytes, seconds, leaves))
+
+    def take(self, now: float) -> list[Any]:
+        """What has arrived by `now`: control first, each in order."""
+        return [
+            lane.popleft().item
+            for lane in (self._control, self._bulk)
+            for _ in range(sum(passing.leaves + self._delay_s <= now for passing in lane))
+        ]
+
+    @property
+    def deadline(self) -> float | None:
+        return min((lane[0].leaves + self._delay_s for lane in (self._control, self._bulk) if lane), default=None)
+
+    def waiting_bytes(self, peer: Peer) -> int:
+        return sum(passing.nbytes for passing in self._bulk if passing.peer == peer)
+
+    def drop(self, peer: Peer, now: float) -> None:
+        """Forget that peer's messages; those behind them move up, but not those that are through already."""
+        self._control = deque(passing for passing in self._control if passing.peer != peer)
+        kept: deque[_Passing] = deque()
+        gained = 0.0
+        for passing in self._bulk:
+            if passing.peer == peer:
+                gained += max(0.0, min(passing.seconds, passing.leaves - now))
+            else:
+                passing.leaves -= gained
+                kept.append(passing)
+        self._bulk = kept
+        self._free[1] -= gained
+
+    def _delay_bulk(self, seconds: float, now: float) -> None:
+        for passing in self._bulk:
+            if passing.leaves > now:
+                passing.leaves += seconds
+        if self._free[1] > now:
+            self._free[1] += seconds
+
+
+class Shaped:
+    def __init__(self, inner: Reachable, link: Link, limits: Limits = Limits()) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._limits = limits
+        self._up = Line(link.up_Bps, link.delay_s)
+        self._down = Line(link.down_Bps, cut_through=True)
+        self._inbox = Inbox(on_room=lambda: self._room.set())
+        self._room = asyncio.Event()
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    async def start(self) -> None:
+        await self._inner.start()
+        self._tasks = [asyncio.create_task(self._pull()), asyncio.create_task(self._turn())]
+        for task in self._tasks:
+            task.add_done_callback(_tell_mistake)
+
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+        frame = encode(message, blobs, self._limits)  # refuses at once what the inner network would refuse later
+        if self._closed:
+            return
+        waiting_bytes = self._up.waiting_bytes(peer) if frame.bulk else 0
+        if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
+            return
+        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now())
+        self._news.set()
+
+    async def receive(self) -> Incoming | Lost:
+        return await self._inbox.take()
+
+    def forget(self, peer: Peer) -> None:
+        self._up.drop(peer, _now())
+        self._down.drop(peer, _now())
+        self._inbox.drop(lambda item: item.peer == peer)
+        self._inner.forget(peer)
+        self._news.set()
+
+    async def close(self) -> None:
+        """What is still on the modelled line vanishes."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._inner.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._inner.address
+
+    def learn(self, peer: Peer, address: tuple[str, int]) -> None:
+        self._inner.learn(peer, address)
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    async def _pull(self) -> None:
+        """From the inner network onto the downlink, as long as the node takes what comes."""
+        while True:
+            item = await self._inner.receive()
+            if isinstance(item, Lost):
+                self._inbox.put(item)
+                continue
+            nbytes = size(item.message, item.blobs)
+            if item.blobs and self._down.waiting_bytes(item.peer) > self._limits.queued_bytes:
+                continue  # more than the modelled line can take: vanishes, as at the sender
+            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now())
+            self._news.set()
+            while self._inbox.full(bulk=True) or self._inbox.full(bulk=False):
+                self._room.clear()
+                await self._room.wait()
+
+    async def _turn(self) -> None:
+        """Hand over what has passed a line, when it has."""
+        while True:
+            self._news.clear()
+            now = _now()
+            for peer, message, blobs in self._up.take(now):
+                self._inner.send(peer, message, blobs)
+            for incoming, nbytes in self._down.take(now):
+                self._inbox.put(incoming, nbytes)
+            deadlines = [line.deadline for line in (self._up, self._down) if line.deadline is not None]
+            alarm = asyncio.get_running_loop().call_at(min(deadlines), self._news.set) if deadlines else None
+            try:
+                await self._news.wait()
+            finally:
+                if alarm is not None:
+                    alarm.cancel()
+
+
+def _tell_mistake(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a shaped network has stopped", exc_info=task.exception())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,169 @@
+"""The configuration: what is read, what is refused and in which words, and that what is printed reads back."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from shoal import config
+from shoal.config import Config, Run, Train
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        config.load(None, overrides)
+    return str(caught.value)
+
+
+def test_the_defaults_are_a_run_that_can_be_started() -> None:
+    assert config.load() == Config()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_of_the_project_loads(path: Path) -> None:
+    assert config.load(path).run.name == path.stem
+
+
+def test_the_project_has_configs() -> None:
+    assert len(CONFIGS) >= 3
+
+
+def test_arguments_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text('[run]\nsteps = 7\nseed = 3\n[network]\nbandwidth_Bps = "200 Mbit/s"\n')
+    made = config.load(path, ["run.steps=9", "network.delay_s=80 ms", "network.blob_bytes=64 MiB"])
+    assert (made.run.steps, made.run.seed, made.run.stages) == (9, 3, 3)
+    assert (made.network.bandwidth_Bps, made.network.delay_s) == (25e6, 0.08)
+    assert made.network.blob_bytes == 64 << 20
+    assert isinstance(made.network.blob_bytes, int)
+
+
+def test_an_argument_is_read_as_its_field_says() -> None:
+    made = config.load(
+        None, ["run.name=7", "train.betas=[0.8, 0.9]", "checkpoint.last=false", "train.clip=1", "model.extra.rope_theta=1e4"]
+    )  # fmt: skip
+    assert made.run.name == "7"
+    assert made.train.betas == (0.8, 0.9)
+    assert made.checkpoint.last is False
+    assert made.train.clip == 1.0
+    assert made.model.extra == {"rope_theta": 1e4}
+
+
+def test_an_unknown_key_is_refused_with_its_path_and_a_suggestion() -> None:
+    assert refusal("train.microbach=4") == "train.microbach is not a setting; did you mean train.microbatch?"
+    assert refusal("learning_rate=1") == "learning_rate is not a setting; did you mean train.learning_rate?"
+    assert refusal("rum.steps=1") == "rum is not a setting; did you mean run?"
+    assert "has run, model, data" in refusal("zzz.steps=1")
+
+
+def test_a_complaint_about_a_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text("[train]\nbatsh = 3\n")
+    with pytest.raises(ValueError, match=r"my\.toml: train\.batsh is not a setting; did you mean train\.batch\?"):
+        config.load(path)
+    path.write_text("[train\n")
+    with pytest.raises(ValueError, match=r"my\.toml is not TOML"):
+        config.load(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.steps=many", "run.steps = 'many' must be a whole number"),
+        ("run.steps=1.5", "run.steps = 1.5 must be a whole number"),
+        ("run.steps=true", "run.steps = True must be a whole number"),
+        ("train.clip=true", "train.clip = True must be a number"),
+        ("train.clip=nan", "train.clip = nan is not a finite number"),
+        ("train.clip=inf", "train.clip = inf is not a finite number"),
+        ("train.betas=[0.9]", "train.betas = [0.9] must be two numbers, such as [0.9, 0.95]"),
+        ("checkpoint.last=1", "checkpoint.last = 1 must be true or false"),
+        ("train.schedule=cosin", "train.schedule = 'cosin' must be 'cosine' or 'linear' or 'constant'; did you mean 'cosine'?"),
+        ("run.beat_s=80 MB", "run.beat_s: '80 MB' has a unit that does not fit here; try \"80 ms\" or \"2 min\""),
+        ("run=5", "run = 5 is a value; it must be a section [run]"),
+        ("run.steps", "'run.steps' is not a setting; write section.field=value, such as run.steps=100"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: str, words: str) -> None:
+    assert refusal(override) == words
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.microbatch=5", "train.microbatch = 5 does not divide train.batch = 64; try 4"),
+        ("run.stages=9", "run.stages = 9 is more than model.layers = 6; try 6 or fewer"),
+        ("run.peers=2", "run.peers = 2 cannot serve run.stages = 3; try 3 peers or more"),
+        ("model.heads=5", "model.heads = 5 does not divide model.hidden_size = 128; try 4"),
+        ("model.kv_heads=3", "model.kv_heads = 3 does not divide model.heads = 4; try 2"),
+        ("model.vocab_size=100", "model.vocab_size = 100 does not cover data.tokenizer = 'bytes'; try 256"),
+        ("run.name=../x", "run.name = '../x' cannot name a directory; try letters, digits, '-', '_' and '.'"),
+        ("run.silence_s=1 s", "run.silence_s = 1.0 is under three beats of run.beat_s = 0.5; try 4.0"),
+        ("data.source=text", "data.path is empty, but data.source = 'text' reads it; name a file, directory or glob"),
+        ("network.port=70000", "network.port = 70000 is out of range; try 0 to 65_535"),
+        ("train.learning_rate=0", "train.learning_rate = 0.0 must be above 0; try 0.001"),
+        ("network.blob_bytes=1 KiB", "network.blob_bytes = 1024 refuses boundary tensors of 264192 bytes; try 264192 or more"),
+        ("train.betas=[1, 0.9]", "train.betas = [1.0, 0.9] must each be at least 0 and below 1; try [0.9, 0.95]"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_together_are_refused_with_one_that_would(override: str, words: str) -> None:
+    assert refusal(override) == words
+
+
+def test_a_tree_made_in_python_is_checked_like_any_other() -> None:
+    config.validate(Config(run=Run(steps=3)))
+    with pytest.raises(ValueError, match="does not divide"):
+        config.validate(Config(train=Train(microbatch=5)))
+    wrong: Any = "3"
+    with pytest.raises(ValueError, match=r"run\.steps = '3' must be a whole number"):
+        config.validate(Config(run=Run(steps=wrong)))
+
+
+def test_the_printed_tree_reads_back_as_the_same_configuration() -> None:
+    made = config.load(
+        None,
+        ['data.path=a "quoted" \\ path', "model.extra.a=true", "model.extra.b='x y'", "run.beat_s=80 ms", "train.epsilon=1e-12"],
+    )  # fmt: skip
+    assert config.from_tree(tomllib.loads(config.text(made))) == made
+
+
+def test_every_setting_is_printed_with_the_comment_beside_it() -> None:
+    lines = config.text(Config()).splitlines()
+    assert "stages = 3" in lines
+    assert "silence_s = 4.0  # a peer silent for this long is removed" in lines
+    for section in config.to_tree(Config()):
+        assert f"[{section}]" in lines
+
+
+def test_plain_dictionaries_carry_a_configuration_from_peer_to_peer() -> None:
+    made = config.load(None, ["run.seed=5", "train.betas=[0.8, 0.9]"])
+    assert config.from_tree(msgspec.json.decode(msgspec.json.encode(config.to_tree(made)))) == made
+
+
+def test_the_machines_are_told_what_the_tree_says() -> None:
+    made = config.load(None, ["run.steps=50", "run.hold_s=9 s", "checkpoint.every=5", "checkpoint.last=false"])
+    told = config.settings(made, first_step=10)
+    assert (told.stages, told.microbatches, told.steps, told.first_step, told.peers) == (3, 16, 50, 10, 6)
+    assert (told.save_every, told.save_last, told.hold_s) == (5, False, 9.0)
+
+
+def test_checkpoints_are_in_the_directory_of_the_run_unless_a_place_is_named() -> None:
+    assert config.checkpoint_url(config.load(None, ["run.name=a", "run.dir=b"])) == "b/a/checkpoints"
+    assert config.checkpoint_url(config.load(None, ["checkpoint.url=s3://bucket/a"])) == "s3://bucket/a"
+
+
+def test_every_bound_names_a_setting() -> None:
+    tree = config.to_tree(Config())
+    for path in (*config._BOUNDS, *config._POSITIVE):
+        config._at(tree, path)
+
+
+def test_every_choice_is_accepted() -> None:
+    for field in msgspec.structs.fields(Train):
+        for choice in get_args(field.type) if isinstance(field.default, str) else ():
+            config.load(None, [f"train.{field.name}={choice}"])

@@ -1,0 +1,154 @@
+"""The networks that the contract test runs over. To add one: a class with these members, and a line in NETS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+import time
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core.messages import PROTOCOL
+from shoal.transport.base import Limits
+from shoal.transport.hello import Hello, No
+from shoal.transport.identity import Identity, client_context
+from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.memory import Hub, MemoryTransport
+from shoal.transport.shaped import Link, Reachable, Shaped
+from shoal.transport.tls import TlsTransport
+
+LINK = Link(delay_s=0.005, up_Bps=200e6, down_Bps=200e6)
+
+
+class Net(Protocol):
+    """One run's network. `secure`: peers prove who they are and that they belong (`knock` is there)."""
+
+    secure: bool
+
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        """A transport, not yet started."""
+
+    async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
+        """Bytes that no honest peer sends, from an admitted peer; returns when the victim has hung up."""
+
+    async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:
+        """Open a connection as that peer with a changed hello (name, proof, run, protocol); the reason for refusing, or ''."""
+
+    def membership(self, identity: Identity, expires: float | None = None) -> Membership: ...
+
+
+class MemoryNet:
+    secure = False
+
+    def __init__(self) -> None:
+        self.hub = Hub()
+
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        return MemoryTransport(self.hub, identity.name, limits)
+
+    async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
+        self.hub.carry(identity.name, victim.name, raw)
+
+
+class TlsNet:
+    secure = True
+
+    def __init__(self) -> None:
+        self.authority = Authority.new()
+
+    def membership(self, identity: Identity, expires: float | None = None) -> Membership:
+        text = self.authority.invite((), time.time() + 3600 if expires is None else expires, "contract")
+        return read_invite(text, now=0.0).membership(identity)
+
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        return TlsTransport(identity, self.membership(identity), port=port, limits=limits)
+
+    async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
+        hello = self._hello(identity, victim, kind)
+        await asyncio.to_thread(self._inject, identity, victim.address, raw, hello)
+
+    async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:
+        hello = msgspec.structs.replace(self._hello(identity, victim, "control"), **changes)
+        return await asyncio.to_thread(self._knock, identity, victim.address, hello)
+
+    def _hello(self, identity: Identity, victim: Any, kind: Any) -> Hello:
+        return Hello(PROTOCOL, self.authority.run, identity.name, victim.name, kind, self.membership(identity).proof)
+
+    def _inject(self, identity: Identity, address: tuple[str, int], raw: bytes, hello: Hello) -> None:
+        with _dial(identity, address) as sock:
+            assert isinstance(_exchange(sock, hello), Hello)
+            try:
+                sock.sendall(raw)
+                while sock.recv(1):
+                    pass
+            except ConnectionError:
+                pass
+
+    def _knock(self, identity: Identity, address: tuple[str, int], hello: Hello) -> str:
+        with _dial(identity, address) as sock:
+            answer = _exchange(sock, hello)
+            return answer.reason if isinstance(answer, No) else ""
+
+
+class ShapedNet:
+    """Another network behind a modelled link."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.secure = inner.secure
+
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        return Shaped(self.inner.make(identity, limits, port), LINK, limits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+NETS = {
+    "memory": MemoryNet,
+    "tls": TlsNet,
+    "shaped-memory": lambda: ShapedNet(MemoryNet()),
+    "shaped-tls": lambda: ShapedNet(TlsNet()),
+}
+
+
+@asynccontextmanager
+async def started(*transports: Any) -> Any:
+    """Start them, tell each where the others are, and close them in the end."""
+    try:
+        for transport in transports:
+            await transport.start()
+        introduce(*transports)
+        yield transports
+    finally:
+        for transport in transports:
+            await transport.close()
+
+
+def introduce(*transports: Any) -> None:
+    for one in transports:
+        for other in transports:
+            if one is not other:
+                one.learn(other.name, other.address)
+
+
+async def take(transport: Any) -> Any:
+    """The next thing that arrives; a minute is for machines that are very busy."""
+    return await asyncio.wait_for(transport.receive(), 60)
+
+
+def _dial(identity: Identity, address: tuple[str, int]) -> ssl.SSLSocket:
+    sock = socket.create_connection(address, timeout=60)
+    return client_context(identity).wrap_socket(sock)
+
+
+def _exchange(sock: ssl.SSLSocket, hello: Hello) -> Hello | No:
+    words = msgspec.msgpack.encode(hello)
+    sock.sendall(struct.pack(">H", len(words)) + words)
+    with sock.makefile("rb") as file:
+        (length,) = struct.unpack(">H", file.read(2))
+        return msgspec.msgpack.decode(file.read(length), type=Hello | No)

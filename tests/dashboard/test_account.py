@@ -1,0 +1,76 @@
+"""The account at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.dashboard import account
+from shoal.dashboard.account import Summary
+
+
+def a_summary(**changes: object) -> Summary:
+    summary = Summary(
+        name="quickstart",
+        steps=80,
+        losses=(5.5, 3.0, 2.1),
+        final_loss=2.1,
+        issued=1280,
+        committed=1280,
+        redone=14,
+        lost=0,
+        counted_twice=0,
+        killed=3,
+        joined=3,
+        tokens_per_s=5200.0,
+        first_step_s=12.5,
+        seconds=125.0,
+        checkpoint="runs/quickstart/checkpoints/step-80",
+        balanced=True,
+    )
+    return msgspec.structs.replace(summary, **changes)
+
+
+def test_the_account_tells_every_count_and_the_checkpoint() -> None:
+    text = account.text(a_summary())
+    for words in (
+        "80 steps in 2 min 05 s",
+        "loss 5.500 -> 2.100",
+        "issued         1,280",
+        "committed      1,280",
+        "redone         14",
+        "lost           0",
+        "counted twice  0",
+        "3 killed, 3 joined",
+        "runs/quickstart/checkpoints/step-80",
+        "Every sample counted once.",
+    ):
+        assert words in text
+
+
+def test_an_account_that_does_not_balance_says_so_loudly() -> None:
+    text = account.text(a_summary(balanced=False, lost=2, reason="step 3: 2 microbatches missing"))
+    assert "DOES NOT BALANCE: step 3: 2 microbatches missing" in text
+    assert "counted once" not in text
+
+
+def test_a_run_without_a_single_step_has_an_account_too() -> None:
+    text = account.text(
+        a_summary(steps=0, losses=(), final_loss=None, first_step_s=None, tokens_per_s=0.0, checkpoint="")
+    )
+    assert "none was written" in text
+
+
+def test_a_summary_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_bytes(account.encode(a_summary()))
+    assert account.read(path) == a_summary()
+
+
+def test_what_is_no_summary_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text('{"name": 3}')
+    with pytest.raises(ValueError, match=r"summary\.json is not the summary of a run"):
+        account.read(path)

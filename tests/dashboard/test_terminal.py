@@ -1,0 +1,122 @@
+"""The live view: what it shows, that it keeps to its screen, and plain lines when there is none."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from shoal.dashboard.terminal import Happening, PeerLine, Plain, Snapshot, Terminal, headline, render
+
+
+def a_snapshot(**changes: object) -> Snapshot:
+    snapshot = Snapshot(
+        name="quickstart",
+        elapsed_s=72.0,
+        step=36,
+        steps=80,
+        stages=3,
+        losses=tuple(5.5 - 0.1 * i for i in range(36)),
+        tokens_per_s=5212.0,
+        redone=3,
+        peers=(*(PeerLine(f"p{i}", i % 3, i != 4, i == 2, 0.4 * i, 1.2) for i in range(6)), PeerLine("p7")),
+        happenings=tuple(
+            Happening(i, 60.0 + i, "joined", f"p{i} takes a seat at stage 1, which served least", "p2")
+            for i in range(30)
+        ),
+    )
+    return msgspec.structs.replace(snapshot, **changes)
+
+
+def drawn(snapshot: Snapshot, width: int, height: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, height=height, force_terminal=True, color_system=None).print(
+        render(snapshot, width, height)
+    )
+    return out.getvalue().splitlines()
+
+
+def test_one_line_tells_step_loss_speed_and_the_time_to_go() -> None:
+    line = headline(a_snapshot())
+    for words in (
+        "step 36/80",
+        "loss 2.000",
+        "5,212 tokens/s",
+        "7 peers",
+        "3 redone",
+        "1 min 12 s",
+        "about 1 min 28 s to go",
+    ):
+        assert words in line
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (40, 12), (30, 8)])
+def test_the_screen_is_never_larger_than_the_terminal(width: int, height: int) -> None:
+    lines = drawn(a_snapshot(), width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+
+
+def test_every_stage_is_shown_with_its_peers_its_rate_and_what_waits() -> None:
+    lines = drawn(a_snapshot(), 100, 30)
+    stage = {line.split()[0]: line for line in lines if line.strip() and "│" not in line}
+    assert "p2*" in stage["2"]  # leads
+    assert "p4~" in stage["1"]  # still loading
+    assert "1.2" in stage["1"]  # the loading one does not count
+    assert "2.0 s" in stage["2"]
+    assert "p7~" in stage["-"]  # no seat yet
+
+
+def test_a_stage_that_nobody_serves_stands_out() -> None:
+    lines = drawn(a_snapshot(peers=(PeerLine("p0", 0, True),)), 80, 24)
+    assert sum("nobody" in line for line in lines) == 2
+
+
+def test_the_newest_events_are_shown_with_their_reasons() -> None:
+    lines = drawn(a_snapshot(), 100, 24)
+    assert "p29 takes a seat at stage 1" in lines[-1]
+
+
+def test_markup_in_a_reason_is_text() -> None:
+    event = Happening(1, 3.0, "refused", "[red]x[/red] and [/nothing]")
+    assert any("[red]x[/red] and [/nothing]" in line for line in drawn(a_snapshot(happenings=(event,)), 100, 24))
+
+
+def test_without_a_terminal_each_event_is_printed_once_and_progress_now_and_then() -> None:
+    plain = Plain()
+    event = Happening(0, 1.0, "joined", "p1 came", "p0")
+    commit = Happening(1, 2.0, "commit", "step 0", "p0")
+    first = plain.lines(a_snapshot(elapsed_s=2.0, step=1, happenings=(event, commit)))
+    assert [line for line in first if "p1 came" in line]
+    assert [line for line in first if "step 1/80" in line]
+    assert not [line for line in first if "step 0" in line]
+    assert plain.lines(a_snapshot(elapsed_s=3.0, step=2, happenings=(event, commit))) == []
+    assert len(plain.lines(a_snapshot(elapsed_s=9.0, step=3, happenings=(event, commit)))) == 1
+
+
+def test_the_last_step_and_every_change_of_state_are_always_told() -> None:
+    plain = Plain()
+    plain.lines(a_snapshot(elapsed_s=2.0, step=79, happenings=()))
+    assert "step 80/80" in plain.lines(a_snapshot(elapsed_s=2.1, step=80, happenings=()))[0]
+    assert (
+        "writing" in plain.lines(a_snapshot(elapsed_s=2.2, step=80, happenings=(), state="writing the checkpoint"))[0]
+    )
+
+
+def test_a_pipe_gets_plain_lines_without_control_codes() -> None:
+    out = io.StringIO()
+    with Terminal(Console(file=out, width=60)) as terminal:
+        terminal.show(a_snapshot())
+    assert "\x1b" not in out.getvalue()
+    assert "step 36/80" in out.getvalue()
+
+
+def test_a_terminal_is_left_as_it_was_found() -> None:
+    out = io.StringIO()
+    with Terminal(Console(file=out, width=80, height=24, force_terminal=True)) as terminal:
+        terminal.show(a_snapshot())
+        terminal.show(a_snapshot(step=37))
+    assert "37/80" in out.getvalue()
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1  # cursor hidden and shown again

@@ -1,0 +1,309 @@
+"""A checkpoint is whole or it does not count; what is wrong with one is said by name; older ones outlive every failure."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shoal.config import Checkpoint, Config, Data, Model, Run, Train
+from shoal.executor import create
+from shoal.runtime import checkpoint
+
+TINY = Config(
+    run=Run(name="tiny", stages=3, seed=5),
+    model=Model(hidden_size=16, layers=4, heads=2, kv_heads=1, intermediate_size=24),
+    data=Data(sequence=8),
+    train=Train(batch=4, microbatch=2),
+    checkpoint=Checkpoint(keep=2),
+)
+
+
+class Full(MemoryFileSystem):
+    """A storage on which nothing fits any more once `room` bytes are written."""
+
+    protocol = "full"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    room = 0
+
+    def _open(self, path: str, mode: str = "rb", **given: Any) -> Any:
+        if "w" in mode and Full.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        Full.room -= 1
+        return super()._open(path, mode=mode, **given)
+
+
+fsspec.register_implementation("full", Full, clobber=True)
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "local":
+        yield str(tmp_path / "checkpoints")
+    else:
+        yield "memory://checkpoints"
+        fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def states(config: Config = TINY) -> list[dict[str, torch.Tensor]]:
+    """Each stage's state with moments that are not zero."""
+    found = []
+    for stage in range(config.run.stages):
+        state = create(config, stage).state()
+        for number, (name, tensor) in enumerate(state.items()):
+            if not name.startswith("model/"):
+                tensor.fill_(stage + number / 7)
+        found.append(state)
+    return found
+
+
+STATES = states()
+ABOUT = checkpoint.about(TINY, "d" * 64, "some data")
+
+
+def a_checkpoint(store: checkpoint.Store, step: int, about: checkpoint.About = ABOUT) -> str:
+    stages = len(STATES)
+    return store.publish(step, [store.write_shard(step, n, stages, s) for n, s in enumerate(STATES)], about)
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(two) and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_every_stage_reads_back_what_it_wrote(url: str) -> None:
+    store = checkpoint.Store(url)
+    assert store.newest() == (None, ())
+    a_checkpoint(store, 7)
+    training, refused = store.newest()
+    assert training is not None
+    assert not refused
+    assert (training.step, training.cursor, training.samples, training.seed) == (7, 28, 28, 5)
+    assert (training.schedule.kind, training.schedule.step, training.config) == ("cosine", 7, TINY)
+    for state in STATES:
+        assert same(store.load(7, state), state)
+
+
+def test_another_cut_reads_it(url: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 7)
+    whole = {name: tensor for state in STATES for name, tensor in state.items()}
+    for stages in (1, 2, 4):
+        config = msgspec.structs.replace(TINY, run=Run(name="tiny", stages=stages, seed=9))
+        for stage in range(stages):
+            found = store.load(7, create(config, stage).state())
+            assert all(torch.equal(found[name], whole[name]) for name in found)
+
+
+def test_transformers_loads_model_and_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = a_checkpoint(checkpoint.Store(str(tmp_path)), 7)
+    assert path == str(tmp_path / "step-7")
+    model, notes = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(notes.values())
+    whole = {name.removeprefix("model/"): t for state in STATES for name, t in state.items() if name[:6] == "model/"}
+    assert same(dict(model.named_parameters()), whole)
+    assert AutoTokenizer.from_pretrained(path).encode("def") == [100, 101, 102]
+
+
+def test_nothing_is_visible_before_it_is_whole(url: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 5)
+    records = [store.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    assert store.newest()[0].step == 5  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"step-7: torn"):
+        store.open(7)
+    store.publish(7, records, ABOUT)
+    assert store.newest()[0].step == 7  # type: ignore[union-attr]
+
+
+def test_publishing_twice_answers_the_same_and_replaces_nothing(url: str) -> None:
+    store = checkpoint.Store(url)
+    records = [store.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    path = store.publish(7, records, ABOUT)
+    training = store.open(7)
+    assert store.publish(7, records, ABOUT) == path
+    assert store.open(7) == training
+
+
+def test_the_same_step_written_anew_replaces_the_old_one(url: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 7)
+    other = [{name: tensor + 1 for name, tensor in state.items()} for state in STATES]
+    store.publish(7, [store.write_shard(7, n, 3, s) for n, s in enumerate(other)], ABOUT)
+    assert same(store.load(7, STATES[1]), other[1])
+
+
+def test_drafts_of_dead_peers_are_not_published(tmp_path: Path) -> None:
+    store = checkpoint.Store(str(tmp_path))
+    records = [store.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    (tmp_path / ".step-7.part" / "optimizer" / "x.0123.tmp").write_text("half a shard")
+    path = store.publish(7, records, ABOUT)
+    files = {str(p.relative_to(path)) for p in Path(path).rglob("*") if p.is_file()}
+    assert files == {*store.open(7).files, "training.json"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-7"]
+
+
+def test_records_that_are_not_one_of_each_stage_are_refused(url: str) -> None:
+    store = checkpoint.Store(url)
+    records = [store.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    elsewhere = json.loads(records[0])
+    elsewhere["model"]["bytes"] += 1
+    for given, match in (
+        (records[:2], "not one of each stage"),
+        ([*records[:2], records[1]], "not one of each stage"),
+        ([], "not one of each stage"),
+        ([*records[:2], "{}"], "cannot be read"),
+        ([*records[:2], records[2].replace('"step":7', '"step":8')], "not one of each stage"),
+        ([json.dumps(elsewhere), *records[1:]], "must be one place for all peers"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            store.publish(7, given, ABOUT)
+    assert store.newest()[0] is None
+
+
+def damage(url: str, name: str, change: Any) -> None:
+    fs, root = fsspec.core.url_to_fs(url)
+    path = f"{root}/step-7/{name}"
+    content = change(fs.cat_file(path))
+    if content is None:
+        fs.rm_file(path)
+    else:
+        fs.pipe_file(path, content)
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("training.json", lambda data: data[:100], "damaged: training.json cannot be read"),
+        ("training.json", lambda data: b'{"format": 99}', "foreign: training.json has format 99"),
+        ("training.json", lambda data: b'{"epoch": 3}', "foreign: training.json has format None"),
+        ("training.json", lambda data: data.replace(b'"step": 7', b'"step": 8'), "foreign: training.json is of step 8"),
+        ("training.json", lambda data: data.replace(b'"config.json"', b'"../config"'), "damaged: ../config is missing"),
+        ("training.json", lambda data: None, "foreign: no training.json"),
+        ("optimizer/stage-00002-of-00003.safetensors", lambda data: None, "damaged: optimizer/stage-0.* is missing"),
+        ("model-00001-of-00003.safetensors", lambda data: data[:-1], "damaged: model-00001.* has .* bytes, not"),
+    ],
+)
+def test_a_broken_checkpoint_is_passed_over_and_refused_by_name(url: str, name: str, change: Any, match: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 5)
+    a_checkpoint(store, 7)
+    damage(url, name, change)
+    training, refused = store.newest()
+    assert training is not None
+    assert training.step == 5
+    assert len(refused) == 1
+    with pytest.raises(ValueError, match=f"step-7: {match}"):
+        store.open(7)
+    with pytest.raises(ValueError, match=f"step-7: {match}"):
+        store.load(7, STATES[0])
+
+
+@pytest.mark.parametrize("prefix", ["model-00002", "optimizer/stage-00002"])
+@pytest.mark.parametrize("change", [flip, lambda data: data[:20] + b"!" + data[21:]])
+def test_a_flipped_bit_is_found_when_the_shard_is_read(url: str, prefix: str, change: Any) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 7)
+    damage(url, f"{prefix}-of-00003.safetensors", change)
+    with pytest.raises(ValueError, match=rf"step-7: damaged: {prefix}"):
+        store.load(7, STATES[1])
+
+
+def test_a_checkpoint_of_another_model_is_refused(url: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 7)
+    wider = msgspec.structs.replace(TINY, model=msgspec.structs.replace(TINY.model, hidden_size=32))
+    deeper = msgspec.structs.replace(TINY, model=msgspec.structs.replace(TINY.model, layers=5))
+    with pytest.raises(ValueError, match=r"step-7: foreign: the model has model/.*32.*16"):
+        store.load(7, create(wider, 0).state())
+    with pytest.raises(ValueError, match=r"step-7: foreign: the model has .*does not hold it"):
+        store.load(7, create(deeper, 2).state())
+
+
+def test_a_run_that_cannot_go_on_from_it_is_told_why(url: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 7)
+    training = store.open(7)
+    checkpoint.refuse_foreign(training, TINY, "d" * 64)
+    longer = msgspec.structs.replace(TINY, run=Run(name="other", stages=2, seed=5, steps=900))
+    checkpoint.refuse_foreign(training, longer, "d" * 64)
+    for change, match in (
+        ({"train": Train(batch=8, microbatch=2)}, r"train\.batch = 4, this run has 8"),
+        ({"run": Run(seed=6)}, r"run\.seed = 5"),
+        ({"data": Data(sequence=9)}, r"data\.sequence = 8"),
+        ({"model": Model()}, r"model\.hidden_size = 16, this run has 128"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            checkpoint.refuse_foreign(training, msgspec.structs.replace(TINY, **change), "d" * 64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"data \(SHA-256"):
+        checkpoint.refuse_foreign(training, TINY, "e" * 64)
+
+
+def test_the_newest_are_kept_and_only_this_run_is_pruned(url: str) -> None:
+    store = checkpoint.Store(url)
+    other = msgspec.structs.replace(ABOUT, config=msgspec.structs.replace(TINY, run=Run(name="other")))
+    a_checkpoint(store, 1, other)
+    for step in (2, 3, 10):
+        a_checkpoint(store, step)
+    store.write_shard(4, 0, 3, STATES[0])  # never finished
+    store.write_shard(11, 0, 3, STATES[0])  # being written
+    assert store.prune(0, "tiny") == ()
+    assert store.prune(2, "tiny") == (store.path(2),)
+    assert [entry.step for entry in store.entries() if not entry.wrong] == [10, 3, 1]
+    fs, root = fsspec.core.url_to_fs(url)
+    names = sorted(path.rsplit("/", 1)[1] for path in fs.ls(root, detail=False))
+    unfinished = ".step-11.part" if store._local else "step-11"
+    assert names == sorted(["step-1", "step-10", "step-3", unfinished])
+
+
+def test_no_space_leaves_the_older_ones_and_no_half_shard() -> None:
+    store = checkpoint.Store("full://checkpoints")
+    Full.room = 1000
+    a_checkpoint(store, 5)
+    for room in range(2 * len(STATES)):
+        Full.room = room
+        with pytest.raises(OSError, match="No space left on device"):
+            a_checkpoint(store, 7)
+        assert store.newest()[0].step == 5  # type: ignore[union-attr]
+        assert same(store.load(5, STATES[2]), STATES[2])
+    Full.room = 1000
+    a_checkpoint(store, 7)
+    assert store.newest()[0].step == 7  # type: ignore[union-attr]
+
+
+def test_no_space_on_a_local_disk_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = checkpoint.Store(str(tmp_path))
+    a_checkpoint(store, 5)
+
+    def full(handle: Any, pieces: Any) -> checkpoint.File:
+        handle.write(next(iter(pieces)))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_written", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            store.write_shard(7, 1, 3, STATES[1])
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and "step-5" not in p.parts]
+    assert store.newest()[0].step == 5  # type: ignore[union-attr]
+    a_checkpoint(store, 7)
+    assert store.newest()[0].step == 7  # type: ignore[union-attr]
+
+
+def test_an_unknown_storage_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"checkpoint\.url = 'nosuch://x'"):
+        checkpoint.Store("nosuch://x")

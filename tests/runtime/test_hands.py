@@ -1,0 +1,563 @@
+"""Tasks do with tensors what messages.py says; every task is answered once; nothing wrong from a peer gets by `check`."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal.config import Config, Data, Device, Model, Run, Train
+from shoal.core import messages as m
+from shoal.executor import create
+from shoal.executor.base import Executor
+from shoal.runtime import data, hands
+from shoal.runtime.checkpoint import Store
+from shoal.runtime.hands import Hands
+from shoal.transport.base import Blob
+
+TINY = Config(
+    run=Run(name="tiny", stages=3, seed=5),
+    model=Model(hidden_size=16, layers=3, heads=2, kv_heads=1, intermediate_size=24),
+    data=Data(source="text", sequence=8),
+    train=Train(batch=4, microbatch=2, warmup=0),
+    device=Device(threads=0),
+)
+EMULATED = msgspec.structs.replace(TINY, device=Device(executor="emulated", emulated_s=0.0, emulated_values=64))
+ONE = msgspec.structs.replace(TINY, run=Run(name="tiny", stages=1, seed=5))
+ANSWER_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(2000)))
+    monkeypatch.chdir(tmp_path)
+
+
+Maker = Callable[..., Hands]
+
+
+@pytest.fixture
+def a_pair_of_hands() -> Iterator[Maker]:
+    made: list[Hands] = []
+
+    def make(config: Config = TINY, stage: int | None = 0, *, store: Store | None = None, **given: Any) -> Hands:
+        config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path="a.txt"))
+        dataset = None if config.device.executor == "emulated" else data.open_dataset(config)
+        made.append(Hands(config, dataset, store, **given))
+        if stage is not None:
+            done(made[-1], m.Init("init", stage, 0))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def outcome(held: Hands, task: m.Task) -> m.Done | m.Failed:
+    answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
+    held.submit(task, answers.put)
+    return answers.get(timeout=ANSWER_S)
+
+
+def done(held: Hands, task: m.Task) -> m.Result:
+    answer = outcome(held, task)
+    assert isinstance(answer, m.Done), answer
+    assert answer.id == task.id
+    assert answer.seconds >= 0
+    return answer.result
+
+
+def failed(held: Hands, task: m.Task) -> str:
+    answer = outcome(held, task)
+    assert isinstance(answer, m.Failed), answer
+    assert answer.id == task.id
+    return answer.reason
+
+
+def give(sender: Hands, receiver: Hands, message: m.Message, *names: str) -> None:
+    """As the network would: checked, then kept under the same names."""
+    blobs = tuple(sender.blob(name) for name in names)
+    assert receiver.check(message, blobs) == ""
+    for name, blob in zip(names, blobs, strict=True):
+        copied = msgspec.structs.replace(blob, data=bytearray(blob.data))
+        receiver.put(name, copied)
+
+
+def train_microbatch(trainer: Hands, servers: list[Hands], step: int, index: int) -> float:
+    """All hops of one microbatch through real hands, as the trainer has them done."""
+    x, last = [f"x{index}.{k}" for k in range(3)], len(servers) - 1
+    done(trainer, m.Fetch("t/f", step, index, x[0]))
+    for k in range(last):
+        give(trainer, servers[k], m.Forward(0, step, index, k, 1, 1), x[k])
+        done(servers[k], m.RunForward("s/f", step, index, k, x[k], x[k + 1]))
+        give(servers[k], trainer, m.Output(0, step, index, k, 1), x[k + 1])
+    grad, loss = x[0], 0.0
+    for k in reversed(range(last + 1)):
+        names = [x[k], grad] if last else [x[0]]
+        give(trainer, servers[k], m.Backward(0, step, index, k, 1, 1), *names)
+        out = f"g{index}.{k}" if k else ""
+        result = done(servers[k], m.RunBackward("s/b", step, index, k, x[k], grad if last else "", out))
+        if k == last:
+            assert result.loss is not None
+            loss = result.loss
+        give(servers[k], trainer, m.Gradient(0, step, index, k, 1), *([out] if out else []))
+        grad = out
+    return loss
+
+
+def average(group: list[Hands], step: int, round_: int) -> list[m.Result]:
+    """A round of a group: cut, add, gather."""
+    length = group[0]._seated().executor.length
+    bounds = tuple(length * c // len(group) for c in range(len(group) + 1))
+    for r, held in enumerate(group):
+        done(held, m.Cut("s/c", step, bounds, tuple(f"part{r}.{c}" for c in range(len(group)))))
+    for c, owner in enumerate(group):
+        for r, held in enumerate(group):
+            if held is not owner:
+                give(held, owner, m.Part(0, step, round_, c), f"part{r}.{c}")
+        done(owner, m.Add("s/a", tuple(f"part{r}.{c}" for r in range(len(group))), f"sum{c}"))
+        for held in group:
+            if held is not owner:
+                give(owner, held, m.Sum(0, step, round_, c), f"sum{c}")
+    sums = tuple(f"sum{c}" for c in range(len(group)))
+    return [done(held, m.Gather("s/g", step, round_, sums)) for held in group]
+
+
+def test_two_replicas_per_stage_train_as_one_machine_does(a_pair_of_hands: Maker) -> None:
+    """Microbatch i is served by replica i of each stage; one machine adds in the same order and gets the same bits."""
+    grid = [[a_pair_of_hands(TINY, k), a_pair_of_hands(TINY, k)] for k in range(3)]
+    trainer = a_pair_of_hands(TINY, None)
+    alone = [create(TINY, k) for k in range(3)]
+    for step in range(3):
+        losses = [train_microbatch(trainer, [grid[k][i] for k in range(3)], step, i) for i in range(2)]
+        results = [average(group, step, step) for group in grid]
+        norm = sum(group[0].norm_sq for group in results) ** 0.5
+        sums = []
+        for i in range(2):  # each replica's sum by itself, then both added
+            for executor in alone:
+                executor.zero()
+            tokens = trainer.get(f"x{i}.0")
+            hidden = [tokens[:, :-1]]
+            for executor in alone[:-1]:
+                hidden.append(executor.forward(hidden[-1]))
+            grad, loss = alone[2].backward(hidden[2], None, tokens)
+            assert loss == losses[i]
+            grad, _ = alone[1].backward(hidden[1], grad, None)
+            alone[0].backward(hidden[0], grad, None)
+            sums.append([executor.sum.clone() for executor in alone])
+        reduced = [one + two for one, two in zip(*sums, strict=True)]
+        for k, group in enumerate(grid):
+            assert {result.digest for result in results[k]} == {hashlib.sha256(reduced[k].numpy()).hexdigest()}
+            alone[k].apply(reduced[k], norm, step)
+            applied = {done(held, m.Apply("s/y", step, step, norm, False)).digest for held in group}
+            assert applied == {alone[k].digest()}
+            assert not any(held._seated().executor.sum.any() for held in group)
+        for held in [trainer, *(held for group in grid for held in group)]:
+            for name in list(held._blobs):
+                held.drop(name)
+    assert norm > 0
+
+
+def test_a_model_of_one_stage_runs_from_tokens_alone(a_pair_of_hands: Maker) -> None:
+    held = a_pair_of_hands(ONE)
+    loss = train_microbatch(held, [held], 0, 1)
+    alone = create(ONE, 0)
+    tokens = held.get("x1.0")
+    assert alone.backward(tokens[:, :-1], None, tokens) == (None, loss)
+    assert torch.equal(held._seated().executor.sum, alone.sum)
+
+
+def test_an_emulated_run_needs_no_data(a_pair_of_hands: Maker) -> None:
+    servers = [a_pair_of_hands(EMULATED, k) for k in range(3)]
+    assert train_microbatch(servers[0], servers, 0, 0) == 1.0
+    assert train_microbatch(servers[0], servers, 0, 1) == 1.0
+    (result,) = average(servers[:1], 0, 0)
+    assert result.norm_sq == 256.0
+    done(servers[0], m.Apply("s/y", 0, 0, 16.0, False))
+
+
+def test_the_norm_is_summed_in_double_precision() -> None:
+    values = torch.full((3 * hands.NORM_VALUES + 5,), 0.1)
+    assert hands.norm_sq(values) == pytest.approx(len(values) * float(values[0]) ** 2, rel=1e-14)
+    assert hands.norm_sq(torch.empty(0)) == 0.0
+
+
+def test_parts_are_added_in_the_order_given() -> None:
+    parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    assert float(hands.added(parts)) == 0.0  # 1e8 + 1 = 1e8 in fp32
+    assert float(hands.added([parts[0], parts[2], parts[1]])) == 1.0
+    assert float(parts[0]) == 1e8  # not added to in place
+
+
+# ------------------------------------------------------------------------------------------------------ wrong tasks
+
+
+def test_a_task_for_another_stage_or_step_fails_and_changes_nothing(a_pair_of_hands: Maker) -> None:
+    held, empty = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, None)
+    x = torch.zeros(2, 8, 16)
+    held.put("x", x)
+    empty.put("x", x)
+    for task, match in (
+        (m.RunForward("f", 0, 0, 2, "x", "y"), "stage 1 at step 0 is here, not stage 2 at step 0"),
+        (m.RunForward("f", 1, 0, 1, "x", "y"), "not stage 1 at step 1"),
+        (m.RunBackward("b", 1, 0, 1, "x", "x", "y"), "not stage 1 at step 1"),
+        (m.Cut("c", 1, (0, 5), ("y",)), "not stage 1 at step 1"),
+        (m.Cut("c", 0, (0, 10**9), ("y",)), "do not cut"),
+        (m.Cut("c", 0, (5, 0), ("y",)), "do not cut"),
+        (m.Cut("c", 0, (0, 5, 9), ("y",)), "do not cut"),
+        (m.Apply("a", 0, 3, 1.0, False), "no reduced gradient of step 0, round 3"),
+        (m.Export("e", 4), "not stage 1 at step 4"),
+        (m.ReadChunk("r", 0, 0, "y"), "no copy of step 0"),
+        (m.RunForward("f", 0, 0, 1, "gone", "y"), "blob gone is not held"),
+        (m.Import("i", 1, 0, 2), "chunk 0 of 2 was not downloaded"),
+    ):
+        assert match in failed(held, task)
+    assert "no stage is here" in failed(empty, m.RunForward("f", 0, 0, 1, "x", "y"))
+    assert "no place for checkpoints" in failed(empty, m.Init("i", 1, 5))
+    held_without = Hands(TINY)
+    assert "no data" in failed(held_without, m.Fetch("f", 0, 0, "y"))
+    held_without.close()
+    assert held.held() == 1
+
+
+def test_a_backward_that_is_not_finite_leaves_the_sum(a_pair_of_hands: Maker) -> None:
+    held = a_pair_of_hands(TINY, 1)
+    held.put("x", torch.randn(2, 8, 16))
+    held.put("good", torch.randn(2, 8, 16))
+    held.put("bad", torch.full((2, 8, 16), float("inf")))
+    done(held, m.RunBackward("b", 0, 0, 1, "x", "good", "g"))
+    before = held._seated().executor.sum.clone()
+    assert "not finite" in failed(held, m.RunBackward("b", 0, 1, 1, "x", "bad", "h"))
+    assert torch.equal(held._seated().executor.sum, before)
+    assert before.any()
+    done(held, m.Reset("r"))
+    assert not held._seated().executor.sum.any()
+
+
+def test_a_reduced_gradient_that_is_not_whole_or_finite_is_refused(a_pair_of_hands: Maker) -> None:
+    held = a_pair_of_hands(TINY, 1)
+    length = held._seated().executor.length
+    held.put("short", torch.zeros(length - 1))
+    held.put("nan", torch.full((1,), float("nan")))
+    held.put("zero", torch.zeros(1))
+    held.put("square", torch.zeros(1, 1))
+    assert "values together" in failed(held, m.Gather("g", 0, 0, ("short",)))
+    assert "not finite" in failed(held, m.Gather("g", 0, 0, ("short", "nan")))
+    assert "not flat fp32" in failed(held, m.Gather("g", 0, 0, ("short", "square")))
+    assert "cannot be added" in failed(held, m.Add("a", ("short", "zero"), "out"))
+    assert "cannot be added" in failed(held, m.Add("a", (), "out"))
+    assert "no reduced gradient" in failed(held, m.Apply("a", 0, 0, 1.0, False))
+    done(held, m.Gather("g", 0, 1, ("short", "zero")))
+
+
+def test_a_commit_may_name_the_round_before_the_last(a_pair_of_hands: Maker) -> None:
+    held = a_pair_of_hands(TINY, 1)
+    held.put("sum", torch.zeros(held._seated().executor.length))
+    for round_ in range(4):
+        done(held, m.Gather("g", 0, round_, ("sum",)))
+    assert "round 1" in failed(held, m.Apply("a", 0, 1, 1.0, False))
+    done(held, m.Apply("a", 0, 2, 1.0, False))
+
+
+def test_a_task_that_breaks_is_answered_and_the_next_one_runs(
+    a_pair_of_hands: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(config: Config, stage: int) -> Executor:
+        if stage == 1:
+            raise RuntimeError("out of memory")
+        return create(config, stage)
+
+    held = a_pair_of_hands(TINY, None, make=make)
+    with caplog.at_level(logging.CRITICAL):
+        assert failed(held, m.Init("i", 1, 0)) == "RuntimeError: out of memory"
+    assert done(held, m.Init("i", 0, 0)).length == create(TINY, 0).length
+
+
+# ------------------------------------------------------------------------------------------------------------ blobs
+
+
+def test_inputs_may_be_dropped_at_once_and_outputs_before_they_are_made(a_pair_of_hands: Maker) -> None:
+    held = a_pair_of_hands(TINY, 1)
+    gate = threading.Event()
+    executor = held._seated().executor
+    forward = executor.forward
+
+    def waiting(x: torch.Tensor) -> torch.Tensor:
+        gate.wait(ANSWER_S)
+        return forward(x)
+
+    executor.forward = waiting  # type: ignore[method-assign]
+    answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
+    for n in range(3):
+        held.put(f"x{n}", torch.zeros(2, 8, 16))
+        held.submit(m.RunForward(f"f{n}", 0, n, 1, f"x{n}", f"y{n}"), answers.put)
+        held.drop(f"x{n}")
+    held.drop("y1")
+    gate.set()
+    assert all(isinstance(answers.get(timeout=ANSWER_S), m.Done) for _ in range(3))
+    assert held.held() == 2
+    with pytest.raises(KeyError):
+        held.get("y1")
+    held.put("y1", torch.zeros(1))  # the name is free again
+    assert held.held() == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)])
+def test_a_tensor_is_the_same_after_the_network(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(100, 100 + torch.Size(shape).numel()).to(dtype).reshape(shape)
+    blob = hands.blob_of(tensor)
+    shifted = memoryview(b"x" + bytes(blob.data))[1:]
+    for given in (blob.data, bytes(blob.data), bytearray(blob.data), shifted):
+        found = hands.tensor_of(Blob(blob.dtype, blob.shape, given))
+        assert found.dtype == dtype
+        assert torch.equal(found, tensor)
+
+
+def test_blobs_share_memory_both_ways() -> None:
+    tensor = torch.zeros(4, 4)
+    blob = hands.blob_of(tensor)
+    tensor[0, 0] = 1
+    assert bytes(blob.data[:4]) == b"\0\0\x80\x3f"
+    assert hands.tensor_of(blob).data_ptr() == tensor.data_ptr()
+    turned = hands.tensor_of(hands.blob_of(tensor.T))
+    assert torch.equal(turned, tensor.T)
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+TOKENS = torch.zeros(2, 9, dtype=torch.int64)
+HIDDEN = torch.zeros(2, 8, 16)
+
+
+def forward(stage: int) -> m.Forward:
+    return m.Forward(0, 0, 0, stage, 1, 1)
+
+
+def backward(stage: int) -> m.Backward:
+    return m.Backward(0, 0, 0, stage, 1, 1)
+
+
+def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
+    held = a_pair_of_hands(TINY, 1)
+    length = held._seated().executor.length
+    for message, tensors in (
+        (forward(0), (TOKENS,)),
+        (forward(1), (HIDDEN,)),
+        (forward(2), (HIDDEN,)),
+        (backward(0), (TOKENS, HIDDEN)),
+        (backward(1), (HIDDEN, HIDDEN)),
+        (backward(2), (HIDDEN, TOKENS)),
+        (m.Output(0, 0, 0, 1, 1), (HIDDEN,)),
+        (m.Gradient(0, 0, 0, 0, 1), ()),
+        (m.Gradient(0, 0, 0, 2, 1), (HIDDEN,)),
+        (m.Gradient(0, 0, 0, 2, 1), (torch.full((2, 8, 16), 3e38),)),  # its sum overflows, its values do not
+        (m.Part(0, 0, 0, 1), (torch.zeros(length),)),
+        (m.Sum(0, 0, 0, 1), (torch.zeros(1),)),
+        (m.Chunk(0, 0, 1, 0), (torch.zeros(5, dtype=torch.uint8),)),
+        (m.Chunk(0, 0, 1, 0, gone=True), ()),
+        (m.Leave(), ()),
+    ):
+        assert held.check(message, tuple(map(hands.blob_of, tensors))) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "tensors", "match"),
+    [
+        (forward(0), (HIDDEN,), "tokens: type float32, not int64"),
+        (forward(0), (TOKENS + 256,), "tokens from 256 to 256, not 0 to 255"),
+        (forward(0), (TOKENS - 1,), "tokens from -1"),
+        (forward(0), (TOKENS[:, 1:].contiguous(),), "shape (2, 8), not (2, 9)"),
+        (forward(1), (HIDDEN.double(),), "type 'float64'"),
+        (forward(1), (HIDDEN.bfloat16(),), "type bfloat16, not float32"),
+        (forward(1), (HIDDEN.reshape(2, 16, 8),), "shape (2, 16, 8), not (2, 8, 16)"),
+        (forward(1), (HIDDEN.log(),), "not finite"),
+        (forward(1), (HIDDEN.log().sqrt(),), "not finite"),
+        (forward(1), (), "0 blobs with a Forward, not 1"),
+        (forward(1), (HIDDEN, HIDDEN), "2 blobs with a Forward, not 1"),
+        (forward(3), (HIDDEN,), "Forward of stage 3 in a run of 3 stages"),
+        (backward(1), (HIDDEN,), "1 blobs with a Backward, not 2"),
+        (backward(2), (HIDDEN, HIDDEN), "tokens: type float32"),
+        (backward(1), (HIDDEN, HIDDEN / 0), "not finite"),
+        (m.Output(0, 0, 0, 2, 1), (HIDDEN,), "Output of stage 2"),
+        (m.Gradient(0, 0, 0, 0, 1), (HIDDEN,), "1 blobs with a Gradient, not 0"),
+        (m.Gradient(0, 0, 0, 1, 1), (), "0 blobs with a Gradient, not 1"),
+        (m.Part(0, 0, 0, 0), (torch.zeros(10**5),), "not one dimension of 1 to"),
+        (m.Part(0, 0, 0, 0), (torch.zeros(0),), "not one dimension of 1 to"),
+        (m.Part(0, 0, 0, 0), (torch.zeros(2, 2),), "not one dimension of 1 to"),
+        (m.Sum(0, 0, 0, 0), (torch.tensor([1.0, float("nan")]),), "not finite"),
+        (m.Sum(0, 0, 0, 0), (TOKENS[0],), "type int64, not float32"),
+        (m.Chunk(0, 0, 0, 0), (), "0 blobs"),
+        (m.Chunk(0, 0, 0, 0), (HIDDEN,), "type float32, not uint8"),
+        (m.Chunk(0, 0, 0, 0, gone=True), (HIDDEN,), "1 blobs with a Chunk, not 0"),
+        (m.Leave(), (HIDDEN,), "1 blobs with a Leave, which has none"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    a_pair_of_hands: Maker, message: m.Message, tensors: tuple[torch.Tensor, ...], match: str
+) -> None:
+    fault = a_pair_of_hands(TINY, 1).check(message, tuple(map(hands.blob_of, tensors)))
+    assert match in fault
+
+
+@pytest.mark.parametrize(
+    ("blob", "match"),
+    [
+        (Blob("float32", (2, 8, 16), b"123"), "3 bytes are not float32"),
+        (Blob("float32", (2, -8, -16), bytes(1024)), "1024 bytes are not"),
+        (Blob("object", (2, 8, 16), bytes(1024)), "type 'object'"),
+        (Blob("float32", (2, 8, 16), bytes(1024), codec="zip"), "codec 'zip'"),
+        (Blob("float32", (2**62, 2**62), b""), "0 bytes are not"),
+    ],
+)
+def test_a_malformed_blob_is_neither_passed_nor_kept(a_pair_of_hands: Maker, blob: Blob, match: str) -> None:
+    held = a_pair_of_hands(TINY, 1)
+    assert match in held.check(forward(1), (blob,))
+    with pytest.raises(ValueError, match=match[:8]):
+        held.put("x", blob)
+    assert held.held() == 0
+
+
+def test_boundaries_are_of_the_type_that_is_trained_in(a_pair_of_hands: Maker) -> None:
+    half = msgspec.structs.replace(TINY, train=msgspec.structs.replace(TINY.train, dtype="bfloat16"))
+    servers = [a_pair_of_hands(half, k) for k in range(3)]
+    train_microbatch(servers[0], servers, 0, 0)
+    assert servers[0].get("x0.1").dtype == torch.bfloat16
+    assert "type float32, not bfloat16" in servers[0].check(forward(1), (hands.blob_of(HIDDEN),))
+
+
+# --------------------------------------------------------------------------------------------- state and checkpoints
+
+
+def a_step(held: Hands, step: int, *, save: bool = False) -> m.Result:
+    held.put("sum", torch.linspace(-1, 1, held._seated().executor.length))
+    done(held, m.Gather("g", step, 0, ("sum",)))
+    return done(held, m.Apply("a", step, 0, 1.0, save))
+
+
+def download(giver: Hands, taker: Hands, stage: int, step: int) -> int:
+    manifest = done(giver, m.Export("y/e", step)).manifest
+    assert manifest is not None
+    for chunk, (size, digest) in enumerate(zip(manifest.sizes, manifest.hashes, strict=True)):
+        assert done(giver, m.ReadChunk("y/r", step, chunk, f"c{chunk}")).nbytes == size
+        give(giver, taker, m.Chunk(0, step, stage, chunk), f"c{chunk}")
+        done(taker, m.CheckChunk("y/c", chunk, digest, f"c{chunk}"))
+        taker.drop(f"c{chunk}")
+    return len(manifest.sizes)
+
+
+def test_a_joiner_goes_on_with_the_bits_of_the_one_it_downloads_from(
+    a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hands.Copy.__init__, "__defaults__", (1000,))  # several chunks
+    giver, taker = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, 0)
+    digest = [a_step(giver, step) for step in range(2)][-1].digest
+    chunks = download(giver, taker, 1, 2)
+    assert chunks > 5
+    result = done(taker, m.Import("y/i", 1, 2, chunks))
+    assert (result.digest, result.length) == (digest, giver._seated().executor.length)
+    assert a_step(taker, 2).digest == a_step(giver, 2).digest  # the optimizer's state came along
+    assert "was not downloaded" in failed(taker, m.Import("y/i", 1, 2, chunks))
+
+
+def test_an_exported_copy_outlives_the_next_step_and_is_replaced_by_the_next_export(a_pair_of_hands: Maker) -> None:
+    giver, taker = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, None)
+    digest = a_step(giver, 0).digest
+    manifest = done(giver, m.Export("y/e", 1)).manifest
+    assert manifest is not None
+    a_step(giver, 1)
+    done(giver, m.ReadChunk("y/r", 1, 0, "c"))
+    done(giver, m.CheckChunk("y/c", 0, manifest.hashes[0], "c"))
+    give(giver, taker, m.Chunk(0, 1, 1, 0), "c")
+    done(taker, m.CheckChunk("y/c", 0, manifest.hashes[0], "c"))
+    assert done(taker, m.Import("y/i", 1, 1, 1)).digest == digest
+    done(giver, m.Export("y/e", 2))
+    assert "no copy of step 1" in failed(giver, m.ReadChunk("y/r", 1, 0, "c"))
+    assert "chunk 99 of 1" in failed(giver, m.ReadChunk("y/r", 2, 99, "c"))
+
+
+def test_a_state_of_another_stage_or_step_or_a_damaged_chunk_is_refused(a_pair_of_hands: Maker) -> None:
+    giver, taker = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, None)
+    for task in (m.Import("y/i", 2, 0, 1), m.Import("y/i", 1, 3, 1)):
+        assert download(giver, taker, 1, 0) == 1
+        assert "the downloaded state is of" in failed(taker, task)
+    taker.put("c", torch.zeros(9, dtype=torch.uint8))
+    assert "SHA-256" in failed(taker, m.CheckChunk("y/c", 0, "0" * 64, "c"))
+    assert "was not downloaded" in failed(taker, m.Import("y/i", 1, 0, 1))
+    done(taker, m.CheckChunk("y/c", 0, hashlib.sha256(bytes(9)).hexdigest(), "c"))
+    assert "header" in failed(taker, m.Import("y/i", 1, 0, 1))
+
+
+def test_a_checkpoint_is_written_by_each_stage_and_trained_on_from_there(
+    a_pair_of_hands: Maker, tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path / "checkpoints"))
+    servers = [a_pair_of_hands(TINY, k, store=store) for k in range(3)]
+    digests = [a_step(held, 0, save=True).digest for held in servers]
+    after = [a_step(held, 1).digest for held in servers]  # the copy is of step 1, not of now
+    records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
+    path = done(servers[1], m.RunPublish("s/p", 1, records)).record
+    assert path == str(tmp_path / "checkpoints" / "step-1")
+    assert store.open(1).data == data.open_dataset(servers[0]._config).digest
+    again = [a_pair_of_hands(TINY, None, store=store) for _ in range(3)]
+    assert [done(held, m.Init("y/i", k, 1)).digest for k, held in enumerate(again)] == digests
+    assert [a_step(held, 1).digest for held in again] == after
+    assert "no copy of step 1" in failed(servers[0], m.RunSave("s/s", 0, 1))
+    assert "torn" in failed(again[0], m.Init("y/i", 0, 9))
+
+
+def test_an_emulated_run_writes_checkpoints_too(a_pair_of_hands: Maker, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "checkpoints"))
+    servers = [a_pair_of_hands(EMULATED, k, store=store) for k in range(3)]
+    digests = [a_step(held, 0, save=True).digest for held in servers]
+    records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
+    done(servers[0], m.RunPublish("s/p", 1, records))
+    assert done(servers[2], m.Init("y/i", 0, 1)).digest == digests[0]
+
+
+class Stuck(Store):
+    """A storage that takes as long as the test wants, then is full."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def write_shard(self, *given: Any) -> str:
+        self.entered.set()
+        self.gate.wait(ANSWER_S)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_full_disk_is_the_reason(
+    a_pair_of_hands: Maker, tmp_path: Path
+) -> None:
+    store = Stuck(str(tmp_path))
+    held = a_pair_of_hands(TINY, 0, store=store)
+    a_step(held, 0, save=True)
+    answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
+    held.submit(m.RunSave("s/s", 0, 1), answers.put)
+    assert store.entered.wait(ANSWER_S)
+    done(held, m.Fetch("t/f", 1, 0, "x"))
+    done(held, m.RunForward("s/f", 1, 0, 0, "x", "y"))
+    a_step(held, 1)
+    assert answers.empty()
+    store.gate.set()
+    answer = answers.get(timeout=ANSWER_S)
+    assert isinstance(answer, m.Failed)
+    assert "No space left on device" in answer.reason
+
+
+def test_close_answers_what_runs_and_leaves_no_thread() -> None:
+    held = Hands(EMULATED)
+    done(held, m.Init("i", 0, 0))
+    held.close()
+    assert not any(lane.thread.is_alive() for lane in held._lanes.values())

@@ -1,0 +1,73 @@
+"""Whole swarms: fixed seeds of every scenario, and every seed that ever failed. A failure prints the command that reruns it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal import trace
+from shoal.sim import run
+from shoal.sim.scenario import load
+from shoal.sim.swarm import simulate
+
+FIXED = [
+    *(("calm", seed) for seed in range(3)),
+    *(("churn", seed) for seed in range(6)),
+    *(("network", seed) for seed in range(6)),
+    *(("chaos", seed) for seed in range(10)),
+    *(("wild", seed) for seed in range(5)),
+]
+FAILED_ONCE: list[tuple[str, int]] = []  # with the day it was found and what was wrong
+
+
+@pytest.mark.parametrize(("scenario", "seed"), FIXED)
+def test_a_swarm_stays_safe_and_finishes_after_healing(scenario: str, seed: int) -> None:
+    outcome = simulate(scenario, seed)
+    assert not outcome.violations, f"{outcome.violations[0]}\nrerun: {run.rerun(scenario, seed)}"
+
+
+@pytest.mark.parametrize(("scenario", "seed"), FAILED_ONCE)
+def test_a_seed_that_failed_once_passes(scenario: str, seed: int) -> None:
+    outcome = simulate(scenario, seed)
+    assert not outcome.violations, f"{outcome.violations[0]}\nrerun: {run.rerun(scenario, seed)}"
+
+
+def test_a_seed_is_one_history_whatever_the_hash_seed() -> None:
+    program = "from shoal.sim.swarm import simulate; print(simulate('chaos', 3).digest)"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+    assert digests == {simulate("chaos", 3).digest + "\n"}
+
+
+def test_a_recorded_simulation_replays_to_the_same_commands(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    outcome = run.record(load("chaos"), 4, path)
+    found = trace.replay(path)
+    assert (found.differing, found.first) == (0, "")
+    assert found.events == outcome.events
+
+
+def test_a_failure_prints_its_rerun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.core.peer import PeerMachine
+
+    def broken(self: PeerMachine, *_: object) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(PeerMachine, "handle", broken)
+    assert run.main(["--scenario", "calm", "--seeds", "5:7"]) == 1
+    said = capsys.readouterr()
+    assert "shoal simulate calm seed=5" in said.err
+    assert "planted" in said.out and "seed=6" not in said.err

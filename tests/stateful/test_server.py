@@ -1,0 +1,499 @@
+"""A server among honest owners on a bad network: requests doubled, reordered, late and lost, owners that vanish, rounds, commits.
+
+The owners follow the protocol's rule: a microbatch goes elsewhere only after this server said that it will not take it, or after
+a former owner's books were asked for. Whatever the network does, nothing may then be booked both here and elsewhere. The model
+also carries out the tasks in order, with a sum that is a list of indices and blobs that must each be dropped once.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shoal.core.messages import (
+    Add,
+    Apply,
+    AskBooks,
+    Backward,
+    BlobRef,
+    Books,
+    Busy,
+    Cancel,
+    Cancelled,
+    Command,
+    Committed,
+    Cut,
+    Do,
+    Done,
+    Drop,
+    Failed,
+    Forward,
+    Gather,
+    Gradient,
+    Member,
+    Message,
+    Output,
+    Part,
+    Recall,
+    Reduced,
+    Refused,
+    Reset,
+    Resend,
+    Result,
+    Round,
+    RunBackward,
+    RunForward,
+    Send,
+    Settings,
+    Share,
+    Sum,
+    Task,
+    View,
+)
+from shoal.core.server import Server
+
+INDICES = 4
+INDEX = st.integers(0, INDICES - 1)
+ME, MATE = "me", "mate"
+MOSTLY = st.sampled_from([True, True, True, True, False])
+SELDOM = st.sampled_from([False] * 9 + [True])
+
+
+class Plan(msgspec.Struct):
+    """What an owner believes of one microbatch."""
+
+    state: str = "free"  # free | sent | adopting | here | elsewhere
+    attempt: int = -1
+
+
+class ServerAmongOwners(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.server = Server(ME, Settings(stages=2, microbatches=INDICES, steps=99, queue_limit=3))
+        self.server.leader = "a"
+        members = (Member("a", 0), Member("b", 0), Member(ME, 1), Member(MATE, 1))
+        self.view = View(number=1, step=0, members=members, owners=(0, 1, 0, 1), started=True)
+        self.shown = 0  # views the server has seen
+        self.views = [self.view]
+        self.plans = [Plan() for _ in range(INDICES)]
+        self.attempt = 0
+        self.blob = 0
+        self.round = 0
+        self.sent: list[tuple[str, Message]] = []  # everything ever sent to the server: any of it may come (again)
+        self.answers: list[tuple[str, Message]] = []
+        self.tasks: list[Task] = []
+        self.live: set[str] = set()
+        self.origin: dict[str, tuple[str, Message]] = {}  # received blob -> who sent it with what
+        self.sum: list[int] = []
+        self.ran: set[tuple[int, int]] = set()  # (step, index) whose backward was begun and has not failed
+        self.declined: dict[tuple[str, int, int], int] = {}
+        self.rounds: dict[int, Round] = {}
+        self.reduced: Reduced | None = None
+        self.lost = False  # this server needs its state again: nothing is asked of it any more
+        self.show()
+        self.carry_out(self.server.seat(1, 0, 0, 8, "d0", self.now))
+
+    # -------------------------------------------------------------------------------------------------- the world
+
+    @property
+    def seen(self) -> View:
+        return self.views[self.shown - 1]
+
+    def owner(self, index: int) -> str:
+        return self.view.members[self.view.owners[index]].peer
+
+    def carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Drop():
+                    for blob in command.blobs:
+                        assert blob in self.live, f"{blob} is dropped twice or was never there"
+                        assert not any(blob in inputs(task) for task in self.tasks), f"{blob} is dropped while in use"
+                        self.live.remove(blob)
+                case Do():
+                    self.begin(command.task)
+                case Send():
+                    assert all(blob in self.live for blob in command.blobs), "a blob is sent that is not held"
+                    self.note(command.peer, command.message, command.blobs)
+                    self.answers.append((command.peer, command.message))
+
+    def begin(self, task: Task) -> None:
+        assert all(blob in self.live for blob in inputs(task)), "a task reads a blob that is not held"
+        match task:
+            case RunBackward():
+                peer, message = self.origin[task.x]
+                assert isinstance(message, Backward)
+                key = task.step, task.index
+                assert key not in self.ran, "a backward is run twice"
+                assert task.step == self.seen.step
+                assert self.seen.members[self.seen.owners[task.index]].peer == peer, "run for a peer that does not own it"
+                before = self.declined.get((peer, task.step, task.index), -1)
+                assert message.attempt > before, "an attempt is taken that was declined"
+                self.ran.add(key)
+            case Add() | Gather():
+                listed = {share.peer for group in self.rounds[self.round].groups for share in group}
+                assert listed <= {member.peer for member in self.seen.members}, "a fenced peer is averaged"
+                if isinstance(task, Add):
+                    assert len(task.parts) == 2
+            case Apply():
+                assert self.reduced is not None and task.round == self.reduced.round
+        self.tasks.append(task)
+
+    def note(self, peer: str, message: Message, blobs: tuple[str, ...]) -> None:
+        match message:
+            case Busy(backward=True) | Refused(backward=True) | Cancelled():
+                key = peer, message.step, message.index
+                self.declined[key] = max(message.attempt, self.declined.get(key, -1))
+            case Gradient():
+                assert message.index in [booking.index for booking in self.server.books]
+                assert len(blobs) == 1
+            case Output() | Part() | Sum():
+                assert len(blobs) == 1
+            case Reduced():
+                self.reduced = message
+
+    def deliver(self, peer: str, message: Message, fault: str = "") -> None:
+        count = 2 if isinstance(message, Backward) else int(isinstance(message, Forward | Part | Sum))
+        blobs = tuple(f"in/{self.blob + i}" for i in range(count))
+        self.blob += count
+        self.live.update(blobs)
+        self.origin.update(dict.fromkeys(blobs, (peer, message)))
+        refs = tuple(BlobRef(blob, 8) for blob in blobs)
+        self.carry_out(self.server.on_message(peer, message, refs, fault, self.now))
+
+    def send(self, peer: str, message: Message, arrives: bool) -> None:
+        self.sent.append((peer, message))
+        if arrives:
+            self.deliver(peer, message)
+
+    def hop(self, index: int) -> dict[str, int]:
+        return {
+            "epoch": 0,
+            "step": self.view.step,
+            "index": index,
+            "stage": 1,
+            "attempt": self.attempt,
+            "view": self.view.number,
+        }
+
+    def show(self) -> None:
+        view = self.views[self.shown]
+        self.shown += 1
+        self.carry_out(self.server.on_view(view, self.now))
+        self.lost = self.lost or bool(self.server.stale)
+
+    def agree(self, **changes: object) -> None:
+        self.view = msgspec.structs.replace(self.view, number=self.view.number + 1, **changes)
+        self.views.append(self.view)
+
+    # -------------------------------------------------------------------------------------------------- the owners
+
+    @rule(index=INDEX, arrives=MOSTLY)
+    def an_owner_sends_a_backward(self, index: int, arrives: bool) -> None:
+        plan = self.plans[index]
+        if plan.state == "free":
+            self.attempt += 1
+            self.plans[index] = Plan("sent", self.attempt)
+            self.send(self.owner(index), Backward(**self.hop(index)), arrives)
+
+    @rule(arrives=MOSTLY)
+    def every_owner_sends_what_is_free(self, arrives: bool) -> None:
+        for index in range(INDICES):
+            self.an_owner_sends_a_backward(index, arrives)
+
+    @rule(index=INDEX, arrives=MOSTLY)
+    def an_owner_sends_a_forward(self, index: int, arrives: bool) -> None:
+        self.attempt += 1
+        self.send(self.owner(index), Forward(**self.hop(index)), arrives)
+
+    @rule(index=INDEX, recall=st.booleans(), arrives=MOSTLY)
+    def an_owner_asks_whether_it_is_booked(self, index: int, recall: bool, arrives: bool) -> None:
+        plan = self.plans[index]
+        if plan.state in ("sent", "here"):
+            hop = self.hop(index) | {"attempt": max(plan.attempt, 0)}
+            self.send(self.owner(index), Recall(**hop) if recall else Cancel(**hop), arrives)
+
+    @rule(index=INDEX)
+    def an_owner_goes_elsewhere(self, index: int) -> None:
+        if self.plans[index].state == "free":
+            self.plans[index] = Plan("elsewhere")
+
+    @rule(index=INDEX, fault=SELDOM)
+    def a_stranger_sends_a_backward(self, index: int, fault: bool) -> None:
+        others = [member.peer for member in self.view.members if member.peer != self.owner(index)]
+        message = Backward(**self.hop(index) | {"attempt": 10_000})
+        self.deliver(others[0], message, "nan" if fault else "")
+        self.deliver("nobody", message)
+
+    @rule(data=st.data())
+    def something_sent_comes_late_or_again(self, data: st.DataObject) -> None:
+        if self.sent:
+            peer, message = data.draw(st.sampled_from(self.sent[-12:]))
+            self.deliver(peer, message)
+
+    @rule(data=st.data())
+    def a_damaged_copy_comes(self, data: st.DataObject) -> None:
+        if self.sent:
+            peer, message = data.draw(st.sampled_from(self.sent[-12:]))
+            if isinstance(message, Backward | Forward):
+                self.deliver(peer, message, "values are not finite")
+
+    @rule(data=st.data(), forget=SELDOM)
+    def an_answer_comes(self, data: st.DataObject, forget: bool) -> None:
+        if not self.answers:
+            return
+        peer, answer = data.draw(st.sampled_from(self.answers[-12:]))
+        if forget:
+            self.answers.remove((peer, answer))
+        self.hear(peer, answer)
+
+    @rule()
+    def every_answer_comes(self) -> None:
+        for peer, answer in self.answers[-12:]:
+            self.hear(peer, answer)
+
+    def hear(self, peer: str, answer: Message) -> None:
+        if isinstance(answer, Books):
+            self.on_books(peer, answer)
+            return
+        if not isinstance(answer, Gradient | Cancelled | Busy | Refused) or answer.step != self.view.step:
+            return
+        plan = self.plans[answer.index]
+        if self.owner(answer.index) != peer or plan.state != "sent":
+            return
+        match answer:
+            case Gradient():
+                self.plans[answer.index] = Plan("here", plan.attempt)
+            case Cancelled() if answer.attempt >= plan.attempt:
+                self.plans[answer.index] = Plan()
+            case (Busy() | Refused()) if answer.attempt == plan.attempt and answer.backward:
+                self.plans[answer.index] = Plan()
+
+    def on_books(self, peer: str, books: Books) -> None:
+        if books.step != self.view.step or books.view < self.view.number:
+            return
+        for index, plan in enumerate(self.plans):
+            if plan.state == "adopting" and self.owner(index) == peer:
+                self.plans[index] = Plan("here") if index in books.indices else Plan()
+
+    @precondition(lambda self: len(self.view.members) == 4)
+    @rule(arrives=MOSTLY, first=st.booleans(), really=SELDOM)
+    def an_owner_vanishes_and_another_adopts(self, arrives: bool, first: bool, really: bool) -> None:
+        gone = "b"
+        if not really:
+            return
+        lost = [index for index in range(INDICES) if self.owner(index) == gone]
+        members = tuple(member for member in self.view.members if member.peer != gone)
+        self.agree(members=members, owners=(0,) * INDICES)
+        for index in lost:
+            if self.plans[index].state != "elsewhere":
+                self.plans[index] = Plan("adopting")
+        if first:
+            self.show_all()
+        self.send("a", AskBooks(0, self.view.step, self.view.number), arrives)
+
+    @rule()
+    def the_books_are_asked_for_again(self) -> None:
+        if any(plan.state == "adopting" for plan in self.plans):
+            self.deliver("a", AskBooks(0, self.view.step, self.view.number))
+
+    # ---------------------------------------------------------------------------------------------- views and rounds
+
+    @rule()
+    def an_agreed_view_arrives(self) -> None:
+        if self.shown < len(self.views):
+            self.show()
+
+    def show_all(self) -> None:
+        while self.shown < len(self.views):
+            self.show()
+
+    @precondition(lambda self: any(member.peer == MATE for member in self.view.members))
+    @rule(really=SELDOM)
+    def the_other_replica_is_fenced(self, really: bool) -> None:
+        if not really:
+            return
+        members = tuple(member for member in self.view.members if member.peer != MATE)
+        places = {member.peer: place for place, member in enumerate(members)}
+        self.agree(members=members, owners=tuple(places[self.owner(index)] for index in range(INDICES)))
+        for plan in self.plans:
+            if plan.state == "elsewhere":
+                plan.state = "free"
+
+    @precondition(lambda self: any(member.peer == MATE for member in self.view.members))
+    @rule(wrong=SELDOM, order=st.booleans(), again=SELDOM)
+    def the_leader_asks_for_a_round(self, wrong: bool, order: bool, again: bool) -> None:
+        """When it thinks that the books are whole; it may be mistaken about mine."""
+        if self.round in self.rounds and self.rounds[self.round].step == self.view.step and not again:
+            self.deliver("a", self.rounds[self.round])
+            if self.server._rounds.active == self.round:
+                return
+        mine = tuple(booking.index for booking in self.server.books)
+        if wrong:
+            mine = tuple(reversed(mine)) if order else mine[:-1]
+        rest = tuple(index for index in range(INDICES) if index not in mine)
+        self.round += 1
+        group = (Share(ME, mine), Share(MATE, rest))
+        stage_0 = tuple(
+            Share(member.peer, tuple(range(INDICES)) if member.peer == "a" else ())
+            for member in self.view.members
+            if member.stage == 0
+        )
+        message = Round(0, self.view.step, self.round, self.view.number, (stage_0, group))
+        self.rounds[self.round] = message
+        self.send("a", message, True)
+
+    @rule(older=SELDOM, kind=st.sampled_from(["part", "sum", "ask part", "ask sum"]), fault=SELDOM)
+    def the_other_replica_sends(self, older: bool, kind: str, fault: bool) -> None:
+        number = self.round - older
+        if number not in self.rounds:
+            return
+        step = self.rounds[number].step
+        match kind:
+            case "part":
+                message: Message = Part(0, step, number, 0)
+            case "sum":
+                message = Sum(0, step, number, 1)
+            case _:
+                message = Resend(0, step, number, int(kind == "ask part"), kind == "ask sum")
+        self.deliver(MATE, message, "values are not finite" if fault and older else "")
+
+    @rule(order=st.permutations(["part", "sum", "ask part", "ask sum"]))
+    def the_other_replica_does_its_part(self, order: list[str]) -> None:
+        for kind in order:
+            self.the_other_replica_sends(False, kind, False)
+        self.every_task_ends()
+
+    @precondition(lambda self: self.reduced is not None and not self.lost)
+    @rule(mistaken=SELDOM, late=st.booleans())
+    def the_step_is_committed(self, mistaken: bool, late: bool) -> None:
+        reduced = self.reduced
+        assert reduced is not None
+        if (reduced.step, reduced.round) != (self.view.step, self.round):
+            return
+        groups = self.rounds[reduced.round].groups
+        listed = {share.peer for group in groups for share in group}
+        if not listed <= {member.peer for member in self.view.members}:
+            return
+        digest = "another" if mistaken else reduced.digest
+        last = Committed(reduced.step, reduced.round, 1.0, 2.0, ("x", digest), groups)
+        self.agree(step=self.view.step + 1, last=last)
+        self.plans = [Plan() for _ in range(INDICES)]
+        if not late:
+            self.show_all()
+
+    @rule(seconds=st.floats(0.0, 30.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        deadline = self.server.deadline
+        if deadline is not None and deadline <= self.now:
+            self.carry_out(self.server.tick(self.now))
+            assert self.server.deadline is None or self.server.deadline > self.now, "a tick leaves its deadline behind"
+
+    @rule()
+    def every_task_ends(self) -> None:
+        while self.tasks:
+            self.end_oldest(False)
+
+    @rule(fails=SELDOM)
+    def the_oldest_task_ends(self, fails: bool) -> None:
+        if self.tasks:
+            self.end_oldest(fails)
+
+    def end_oldest(self, fails: bool) -> None:
+        task = self.tasks.pop(0)
+        if fails and not isinstance(task, Apply | Reset):
+            if isinstance(task, RunBackward):
+                self.ran.discard((task.step, task.index))
+            self.carry_out(self.server.on_failed(Failed(task.id, "out of memory"), self.now))
+            return
+        result = Result()
+        match task:
+            case RunBackward():
+                self.sum.append(task.index)
+                result = Result(loss=1.0)
+            case Cut():
+                number = next((number for number, r in self.rounds.items() if number == self.round), 0)
+                if task.step == self.seen.step and self.cut_is_current(task, number):
+                    listed = self.rounds[number].groups[1][0].indices
+                    assert tuple(self.sum) == listed, "the sum that is cut is not what the round lists"
+            case Gather():
+                result = Result(digest=f"g{task.round}", norm_sq=1.0)
+            case Apply() | Reset():
+                self.sum.clear()
+                result = Result(digest=f"p{self.server.step + 1}")
+        self.live.update(outputs(task))
+        self.carry_out(self.server.on_done(Done(task.id, result, 0.5), self.now))
+
+    def cut_is_current(self, task: Cut, number: int) -> bool:
+        """A cut of a round that was replaced copies for nobody."""
+        later = [other for other in self.tasks if isinstance(other, Cut)]
+        return self.server._rounds.active == number and self.server._rounds.cutting and not later
+
+    # -------------------------------------------------------------------------------------------------- invariants
+
+    @invariant()
+    def an_index_is_in_the_books_once(self) -> None:
+        indices = [booking.index for booking in self.server.books]
+        assert len(indices) == len(set(indices))
+
+    @invariant()
+    def the_books_are_what_was_added(self) -> None:
+        if self.server.ready and not self.lost and not any(isinstance(task, Apply | Reset) for task in self.tasks):
+            booked = [booking.index for booking in self.server.books]
+            running = [task.index for task in self.tasks if isinstance(task, RunBackward)]
+            assert [index for index in self.sum if index not in running] == booked or self.server.step != self.seen.step
+
+    @invariant()
+    def nothing_is_booked_here_and_elsewhere(self) -> None:
+        if self.server.step == self.view.step:
+            for booking in self.server.books:
+                assert self.plans[booking.index].state != "elsewhere"
+
+    @invariant()
+    def what_an_owner_was_told_is_booked_stays_booked(self) -> None:
+        if self.server.step == self.view.step and not self.lost:
+            booked = {booking.index for booking in self.server.books}
+            assert all(index in booked for index, plan in enumerate(self.plans) if plan.state == "here")
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        assert len(self.live) <= 3 * 2 + 2 + INDICES + 2 + 2 * (2 + 2 + 2) + 4 + 2 * len(self.tasks)
+
+    def teardown(self) -> None:
+        self.show_all()
+        self.carry_out(self.server.unseat())
+        while self.tasks:
+            task = self.tasks.pop(0)
+            self.live.update(outputs(task))
+            self.carry_out(self.server.on_done(Done(task.id, Result(), 0.1), self.now))
+        assert not self.live, f"never dropped: {sorted(self.live)}"
+
+
+def inputs(task: Task) -> tuple[str, ...]:
+    match task:
+        case RunForward():
+            return (task.x,)
+        case RunBackward():
+            return task.x, task.grad
+        case Add():
+            return task.parts
+        case Gather():
+            return task.sums
+    return ()
+
+
+def outputs(task: Task) -> tuple[str, ...]:
+    match task:
+        case RunForward() | RunBackward() | Add():
+            return (task.out,)
+        case Cut():
+            return task.outs
+    return ()
+
+
+TestServerAmongOwners = ServerAmongOwners.TestCase
+TestServerAmongOwners.settings = settings(max_examples=150, stateful_step_count=80, deadline=None, derandomize=True)

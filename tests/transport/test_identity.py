@@ -1,0 +1,137 @@
+"""Keys and who they admit."""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.transport.identity import Identity, key_id, key_id_of, verify
+from shoal.transport.invite import PREFIX, Authority, Invite, read_invite
+
+NOW = 1_000_000.0
+RUN = Authority.new()
+TEXT = RUN.invite(("/ip4/10.0.0.1/tcp/4001/p2p/x", "10.0.0.2:77"), NOW + 60, "my run")
+
+
+def test_a_key_is_kept_for_its_owner_only_and_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys" / "peer.pem"
+    first, second = Identity.load(file), Identity.load(file)
+    assert first.key_id == second.key_id and first.name != second.name
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes")
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "peer.pem"
+    Identity.load(file)
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        Identity.load(file)
+
+
+def test_what_is_no_key_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "peer.pem"
+    file.touch(0o600)
+    with pytest.raises(ValueError, match=r"peer\.pem: not a private key"):
+        Identity.load(file)
+
+
+def test_a_name_is_key_id_and_incarnation() -> None:
+    me = Identity.new()
+    assert key_id_of(me.name) == me.key_id == key_id(me.public)
+    for wrong in ("", "p1", me.key_id, f"{me.key_id}.", f"{me.key_id}.a b", f"x{me.name}", f"{me.key_id}.{'9' * 33}"):
+        with pytest.raises(ValueError, match="is not a peer's name"):
+            key_id_of(wrong)
+
+
+def test_a_signature_holds_for_its_key_purpose_and_data_only() -> None:
+    me = Identity.new()
+    signature = me.sign("record", b"data")
+    assert verify(me.public, "record", b"data", signature)
+    assert not verify(me.public, "pass", b"data", signature)
+    assert not verify(me.public, "record", b"datA", signature)
+    assert not verify(Identity.new().public, "record", b"data", signature)
+    assert not verify(b"short", "record", b"data", signature)
+    assert not verify(me.public, "record", b"data", b"")
+
+
+def test_an_authority_is_found_again(tmp_path: Path) -> None:
+    assert Authority.load(tmp_path / "run.pem").run == Authority.load(tmp_path / "run.pem").run
+
+
+def test_an_invite_tells_run_and_addresses_and_admits_its_holder() -> None:
+    invite = read_invite(f"  {TEXT[:50]}\n {TEXT[50:]}\n", NOW, RUN.run)
+    assert (invite.run, invite.title) == (RUN.run, "my run")
+    assert invite.addresses == ("/ip4/10.0.0.1/tcp/4001/p2p/x", "10.0.0.2:77")
+    me = Identity.new()
+    mine = invite.membership(me)
+    mine.check(mine.proof, me.key_id, NOW)
+
+
+def test_a_pass_is_of_no_use_to_another_peer() -> None:
+    me, thief = Identity.new(), Identity.new()
+    mine = read_invite(TEXT, NOW).membership(me)
+    with pytest.raises(ValueError, match="belongs to another peer"):
+        mine.check(mine.proof, thief.key_id, NOW)
+
+
+def test_passes_end_with_their_invite() -> None:
+    me = Identity.new()
+    mine = read_invite(TEXT, NOW).membership(me)
+    with pytest.raises(ValueError, match="expired at 1970-01-12 13:47 UTC"):
+        mine.check(mine.proof, me.key_id, NOW + 60)
+
+
+def test_an_expired_invite_is_refused_with_its_date() -> None:
+    with pytest.raises(ValueError, match="invite is expired at 1970-01-12 13:47 UTC; ask for a new invite"):
+        read_invite(TEXT, NOW + 60)
+
+
+def test_an_invite_to_another_run_is_refused_with_both_names() -> None:
+    other = Authority.new().run
+    with pytest.raises(ValueError, match=rf"is for run {RUN.run} \('my run'\), not for run {other}"):
+        read_invite(TEXT, NOW, other)
+
+
+@pytest.mark.parametrize("text", ["", "hello", PREFIX, PREFIX + "!!!", TEXT[:-10], PREFIX + "A" * 10_000])
+def test_what_is_no_invite_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="invite"):
+        read_invite(text, NOW)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_an_altered_invite_is_refused(at: int, by: int) -> None:
+    data = bytearray(decoded(TEXT))
+    data[at % len(data)] ^= by
+    with pytest.raises(ValueError, match=r"invite is forged|was altered"):
+        read_invite(encoded(bytes(data)), NOW)
+
+
+def test_an_invite_that_another_key_signed_as_this_run_is_forged() -> None:
+    """The forger takes the run's public key, a holder's key of its own, and signs with what it has."""
+    theirs = msgspec.msgpack.decode(decoded(Authority.new().invite((), NOW + 60)), type=Invite)
+    grant = msgspec.structs.replace(theirs.grant, authority=RUN.public)
+    with pytest.raises(ValueError, match="forged"):
+        read_invite(encoded(msgspec.msgpack.encode(msgspec.structs.replace(theirs, grant=grant))), NOW)
+
+
+def test_an_invite_that_others_could_not_read_is_not_made() -> None:
+    with pytest.raises(ValueError):
+        RUN.invite(("x" * 300,), NOW + 60)
+
+
+def decoded(text: str) -> bytes:
+    coded = text.removeprefix(PREFIX)
+    return base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))
+
+
+def encoded(data: bytes) -> str:
+    return PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")

@@ -1,0 +1,106 @@
+"""The modelled line: what passes when, whatever the times at which anybody looks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.transport.shaped import Line
+
+sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
+
+
+def passed(line: Line) -> list[tuple[float, object]]:
+    """Everything that is on the line, with the time at which it arrives."""
+    got = []
+    while (deadline := line.deadline) is not None:
+        got += [(deadline, item) for item in line.take(deadline)]
+    return got
+
+
+@settings(deadline=None)
+@given(sizes)
+def test_a_busy_line_carries_exactly_its_bandwidth(nbytes: list[int]) -> None:
+    line = Line(100.0, delay_s=5.0)
+    for serial, size in enumerate(nbytes):
+        line.push(serial, "p", size, bulk=True, now=0.0)
+    got = passed(line)
+    assert [item for _, item in got] == [*range(len(nbytes))]
+    assert got[-1][0] == pytest.approx(sum(nbytes) / 100.0 + 5.0)
+
+
+@settings(deadline=None)
+@given(sizes, st.floats(0.0, 30.0))
+def test_looking_late_does_not_make_the_line_idle(nbytes: list[int], lateness_s: float) -> None:
+    line = Line(100.0)
+    for serial, size in enumerate(nbytes):
+        line.push(serial, "p", size, bulk=True, now=0.0)
+    late = []
+    while (deadline := line.deadline) is not None:
+        late += line.take(deadline + lateness_s)
+        assert deadline <= sum(nbytes) / 100.0 + 1e-6
+    assert late == [*range(len(nbytes))]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 500), st.booleans()), max_size=20))
+def test_no_line_is_faster_than_its_bandwidth_and_order_is_kept(pushes: list[tuple[float, int, bool]]) -> None:
+    line, now = Line(100.0, delay_s=1.0), 0.0
+    pushed: list[float] = []
+    arrived: dict[int, float] = {}  # in order of arrival
+    for serial, (pause_s, nbytes, bulk) in enumerate(pushes):
+        until = now + pause_s
+        while (deadline := line.deadline) is not None and deadline <= until:
+            arrived |= dict.fromkeys(line.take(deadline), deadline)
+        now = until
+        pushed.append(now)
+        line.push(serial, "p", nbytes, bulk, now)
+    arrived |= {item: at for at, item in passed(line)}  # type: ignore[misc]
+    assert sorted(arrived) == [*range(len(pushes))]
+    for kind in (False, True):
+        serials = [serial for serial in arrived if pushes[serial][2] == kind]
+        assert serials == sorted(serials)
+    for start in pushed:  # whatever was pushed since and has arrived took its time
+        for end in arrived.values():
+            inside = [i for i, at in arrived.items() if pushed[i] >= start and at <= end]
+            assert sum(pushes[i][1] for i in inside) <= (end - 1.0 - start) * 100.0 + 1e-6 or not inside
+    total = sum(nbytes for _, nbytes, _ in pushes)
+    assert max(arrived.values(), default=0.0) <= now + total / 100.0 + 1.0 + 1e-6
+
+
+def test_control_goes_first_and_pushes_bulk_back_by_its_own_time() -> None:
+    line = Line(100.0)
+    line.push("bulk", "p", 1000, bulk=True, now=0.0)
+    line.push("next", "p", 100, bulk=True, now=0.0)
+    line.push("control", "p", 50, bulk=False, now=2.0)
+    assert passed(line) == [(2.5, "control"), (10.5, "bulk"), (11.5, "next")]
+
+
+def test_what_is_forgotten_gives_its_time_to_others() -> None:
+    line = Line(100.0)
+    line.push("theirs", "gone", 1000, bulk=True, now=0.0)
+    line.push("ours", "p", 100, bulk=True, now=0.0)
+    line.push("theirs again", "gone", 500, bulk=True, now=0.0)
+    line.push("ours again", "p", 100, bulk=True, now=0.0)
+    line.drop("gone", now=4.0)
+    assert passed(line) == [(5.0, "ours"), (6.0, "ours again")]
+
+
+def test_a_downlink_holds_nothing_that_came_alone() -> None:
+    line = Line(100.0, cut_through=True)
+    line.push("alone", "p", 1000, bulk=True, now=10.0)
+    assert line.deadline == 10.0
+
+
+def test_a_downlink_is_shared_by_what_comes_at_once() -> None:
+    line = Line(100.0, cut_through=True)
+    line.push("one", "p", 1000, bulk=True, now=10.0)
+    line.push("other", "q", 1000, bulk=True, now=10.0)
+    assert [at for at, _ in passed(line)] == [10.0, 20.0]
+
+
+def test_without_a_bandwidth_there_is_only_delay() -> None:
+    line = Line(0.0, delay_s=0.5)
+    line.push("x", "p", 10**9, bulk=True, now=1.0)
+    assert line.deadline == 1.5

@@ -1,0 +1,109 @@
+"""The bytes of a message: what one side writes the other reads, and nothing else is taken for a message."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.messages import Backward, Chunk, Lead
+from shoal.transport.base import DTYPES, Blob, Limits
+from shoal.transport.wire import Head, Malformed, decode, decode_head, encode, head_bytes, size
+
+LIMITS = Limits(blob_bytes=1000)
+
+blobs = st.builds(
+    lambda dtype, shape: Blob(dtype, shape, bytes(DTYPES[dtype] * shape[0] * shape[1])),
+    st.sampled_from(sorted(DTYPES)),
+    st.tuples(st.integers(0, 8), st.integers(0, 8)),
+)
+
+
+def whole(message: object, *with_blobs: Blob) -> bytes:
+    return b"".join(encode(message, with_blobs, LIMITS).parts)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(st.lists(blobs, max_size=4), st.integers(0, 2**20 - 1))
+def test_a_message_comes_out_as_it_went_in(with_blobs: list[Blob], index: int) -> None:
+    message = Backward(0, 1, index, 0, 3, 2)
+    data = whole(message, *with_blobs)
+    got, got_blobs = decode(data, LIMITS)
+    assert got == message
+    assert [(b.dtype, b.shape, bytes(b.data)) for b in got_blobs] == [(b.dtype, b.shape, b.data) for b in with_blobs]
+    assert encode(message, tuple(with_blobs), LIMITS).nbytes == len(data)
+    assert 0 <= len(data) - size(message, tuple(with_blobs)) < 100
+
+
+def test_received_blobs_can_be_written_to() -> None:
+    _, (blob,) = decode(whole(Chunk(0, 1, 0, 0), Blob("uint8", (2,), b"ab")), LIMITS)
+    memoryview(blob.data)[0] = 7
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
+    try:
+        decode(data, LIMITS)
+    except Malformed:
+        pass
+
+
+@settings(deadline=None)
+@given(st.integers(0, 60), st.binary(min_size=1, max_size=3))
+def test_altered_messages_are_a_message_or_malformed(at: int, piece: bytes) -> None:
+    data = bytearray(whole(Backward(0, 1, 2, 0, 3, 2), Blob("float32", (2, 3), bytes(24))))
+    data[at : at + len(piece)] = piece
+    try:
+        _, got = decode(data, LIMITS)
+    except Malformed:
+        return
+    assert all(len(memoryview(b.data)) <= LIMITS.blob_bytes for b in got)
+
+
+def test_lengths_beyond_the_limit_are_refused_from_the_first_four_bytes() -> None:
+    assert head_bytes((4 << 20).to_bytes(4, "big")) == 4 << 20
+    for length in (0, (4 << 20) + 1, 2**32 - 1):
+        with pytest.raises(Malformed, match=str(length)):
+            head_bytes(length.to_bytes(4, "big"))
+
+
+@pytest.mark.parametrize(
+    ("blob", "reason"),
+    [
+        (["uint8", [1001], "raw", 1001], "1001 bytes; allowed are 1000"),
+        (["uint8", [2**40, 2**40], "raw", 0], "for shape"),
+        (["uint8", [2**41], "raw", 0], "not a message"),
+        (["uint8", [-1], "raw", 1], "not a message"),
+        (["float32", [3], "raw", 3], "for shape"),
+        (["complex64", [1], "raw", 8], "complex64"),
+        (["uint8", [1], "zip", 1], "codec 'zip'"),
+        (["uint8", [1] * 9, "raw", 1], "not a message"),
+        (["uint8", [1], "raw", 1, "more"], "not a message"),
+    ],
+)
+def test_a_blob_that_is_too_large_or_does_not_add_up_is_refused_by_its_head(blob: list[object], reason: str) -> None:
+    head = msgspec.msgpack.encode([["Chunk", 0, 1, 0, 0, False], [blob]])
+    with pytest.raises(Malformed, match=reason):
+        decode_head(head, LIMITS)
+
+
+def test_only_bulk_messages_carry_blobs() -> None:
+    with pytest.raises(ValueError, match="Lead with blobs"):
+        whole(Lead(1, 2, 3), Blob("uint8", (1,), b"a"))
+    with pytest.raises(Malformed, match="Lead with blobs"):
+        decode_head(msgspec.msgpack.encode([["Lead", 1, 2, 3], [["uint8", [1], "raw", 1]]]), LIMITS)
+
+
+def test_a_message_too_large_for_others_is_not_encoded() -> None:
+    from shoal.core.messages import AskPublish
+
+    with pytest.raises(ValueError, match="AskPublish takes"):
+        whole(AskPublish(0, 1, ("x" * (1 << 20),) * 5))
+
+
+def test_a_head_is_message_and_blobs_only() -> None:
+    with pytest.raises(Malformed):
+        decode_head(msgspec.msgpack.encode([["Lead", 1, 2, 3], [], 1]), LIMITS)
+    assert decode_head(msgspec.msgpack.encode([["Lead", 1, 2, 3]]), LIMITS) == Head(Lead(1, 2, 3))
