@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from shoal import trace
-from shoal.config import Config, settings
+from shoal.config import Config, from_tree, overridden, settings, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
 from shoal.model import stages
@@ -64,6 +64,44 @@ def hands(config: Config, first_step: int = 0) -> Hands:
     if first_step:
         refuse_foreign(store.open(first_step), config, dataset.digest)
     return Hands(config, dataset, store)
+
+
+# What each machine of a run decides for itself; everything else must be the same everywhere and travels in the invite.
+_LOCAL = ("run.dir", "network.host", "network.port", "network.delay_s", "network.bandwidth_Bps", "device")
+_ADAPTABLE = (
+    *_LOCAL,
+    "data.path",
+    "model.path",
+    "checkpoint.url",
+)  # the same thing may lie elsewhere on another machine
+
+
+def shared(config: Config) -> bytes:
+    """What an invite tells of the configuration: all that is not this machine's own and not the default."""
+    told: dict[str, dict[str, Any]] = {}
+    default = to_tree(Config())
+    for section, fields in to_tree(config).items():
+        for field, value in fields.items():
+            if value != default[section][field] and not {section, f"{section}.{field}"} & set(_LOCAL):
+                told.setdefault(section, {})[field] = value
+    return msgspec.json.encode(told)
+
+
+def joined(told: bytes, overrides: Sequence[str]) -> Config:
+    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself."""
+    for override in overrides:
+        path = override.partition("=")[0].strip()
+        if not {path, path.partition(".")[0]} & set(_ADAPTABLE):
+            raise ValueError(
+                f"{path} is the same for all peers of a run; a joining machine may set {', '.join(_ADAPTABLE)}"
+            )
+    try:
+        tree = msgspec.json.decode(told, type=dict[str, dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
+        ) from None
+    return from_tree(overridden(tree, overrides))
 
 
 @asynccontextmanager

@@ -147,11 +147,16 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
     try:
-        for override in overrides:
-            _override(tree, override)
-        return from_tree(tree)
+        return from_tree(overridden(tree, overrides))
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path is not None else str(error)) from None
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree with `a.b=c` arguments put into it."""
+    for override in overrides:
+        _override(tree, override)
+    return tree
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
@@ -185,16 +190,6 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         hop_floor_s=run.hop_floor_s,
         hold_s=run.hold_s,
     )
-
-
-def directory(config: Config) -> Path:
-    """Where `shoal run` keeps this run."""
-    return Path(config.run.dir) / config.run.name
-
-
-def checkpoint_url(config: Config) -> str:
-    """Where the run's checkpoints are: step-N/ each."""
-    return config.checkpoint.url or str(directory(config) / "checkpoints")
 
 
 # ----------------------------------------------------------------------------------------------------------- checking
@@ -449,7 +444,7 @@ def comments() -> dict[str, str]:
             continue
         for field in node.body:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.end_lineno is not None:
-                rest = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode()
+                rest = lines[field.end_lineno - 1][field.end_col_offset :]
                 found[f"{of_class[node.name]}.{field.target.id}"] = rest.partition("#")[2].strip()
     return found
 

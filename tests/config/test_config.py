@@ -115,6 +115,12 @@ def test_settings_that_do_not_fit_together_are_refused_with_one_that_would(overr
     assert refusal(override) == words
 
 
+def test_an_emulated_tensor_must_pass_the_limit_too() -> None:
+    lab = ("device.executor=emulated", "device.emulated_values=1000")
+    assert config.load(None, [*lab, "network.blob_bytes=4000"]).network.blob_bytes == 4000
+    assert refusal(*lab, "network.blob_bytes=3999").endswith("refuses boundary tensors of 4000 bytes; try 4000 or more")
+
+
 def test_a_tree_made_in_python_is_checked_like_any_other() -> None:
     config.validate(Config(run=Run(steps=3)))
     with pytest.raises(ValueError, match="does not divide"):
@@ -150,11 +156,6 @@ def test_the_machines_are_told_what_the_tree_says() -> None:
     told = config.settings(made, first_step=10)
     assert (told.stages, told.microbatches, told.steps, told.first_step, told.peers) == (3, 16, 50, 10, 6)
     assert (told.save_every, told.save_last, told.hold_s) == (5, False, 9.0)
-
-
-def test_checkpoints_are_in_the_directory_of_the_run_unless_a_place_is_named() -> None:
-    assert config.checkpoint_url(config.load(None, ["run.name=a", "run.dir=b"])) == "b/a/checkpoints"
-    assert config.checkpoint_url(config.load(None, ["checkpoint.url=s3://bucket/a"])) == "s3://bucket/a"
 
 
 def test_every_bound_names_a_setting() -> None:

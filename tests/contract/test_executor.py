@@ -26,13 +26,13 @@ class Case:
     make: Callable[[Config, int], Executor]
 
 
-def a_config(kind: str, dtype: str = "float32") -> Config:
+def a_config(kind: str, dtype: str = "float32", device: str = "cpu") -> Config:
     return Config(
         run=Run(stages=2, steps=10),
         model=Model(hidden_size=16, layers=2, heads=2, kv_heads=2, intermediate_size=24, vocab_size=64),
         data=Data(sequence=8),
         train=Train(batch=8, microbatch=2, dtype=dtype, warmup=0, learning_rate=0.01),
-        device=Device(executor=kind, emulated_values=64),
+        device=Device(kind=device, executor=kind, emulated_values=64),
     )
 
 
@@ -41,6 +41,11 @@ CASES = [
     Case("resident bf16", a_config("resident", "bfloat16"), executor.create),
     Case("emulated", a_config("emulated"), lambda config, stage: Emulated(config, stage, sleep=lambda seconds: None)),
 ]
+
+if torch.cuda.is_available():
+    CASES.append(Case("resident cuda", a_config("resident", device="cuda"), executor.create))
+if torch.backends.mps.is_available():
+    CASES.append(Case("resident mps", a_config("resident", device="mps"), executor.create))
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
@@ -115,6 +120,12 @@ def test_apply_leaves_the_reduced_gradient_alone(case: Case) -> None:
     assert torch.equal(reduced, torch.linspace(-1, 1, one.length))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"device\.kind = 'cuda'.*device\.kind=cpu"):
+        executor.create(a_config("resident", device="cuda"), 0)
+
+
 def test_state_in_fixed_order_makes_another_executor_continue_with_the_same_bits(case: Case) -> None:
     one, other = case.make(case.config, 0), case.make(case.config, 0)
     for step in range(2):
@@ -126,6 +137,7 @@ def test_state_in_fixed_order_makes_another_executor_continue_with_the_same_bits
     assert all(value.dtype == torch.float32 for value in state.values())
     other.load_state(state)
     assert other.digest() == one.digest()
+    assert torch.equal(one.forward(inputs(TOKENS)), other.forward(inputs(TOKENS)))
     for two in (one, other):
         two.apply(torch.linspace(1, 2, two.length), 3.0, 2)
     assert other.digest() == one.digest()

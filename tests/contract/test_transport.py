@@ -353,6 +353,16 @@ def test_strangers_and_impostors_are_refused_with_the_reason(secure: Any) -> Non
     run(story)
 
 
+def test_blobs_among_control_messages_are_refused(secure: Any) -> None:
+    async def story() -> None:
+        rogue = Identity.new()
+        async with started(secure.make(Identity.new())) as (a,):
+            await secure.inject(rogue, a, head_of(4, (4,)) + b"abcd", "control")
+            assert "among control" in (await lost(a, rogue.name)).reason
+
+    run(story)
+
+
 def test_nothing_is_told_to_a_peer_that_is_another_than_asked_for(secure: Any) -> None:
     async def story() -> None:
         expected = Identity.new().name

@@ -52,6 +52,12 @@ def test_one_line_tells_step_loss_speed_and_the_time_to_go() -> None:
         assert words in line
 
 
+def test_the_time_to_go_follows_the_pace_of_late_and_not_the_start() -> None:
+    assert a_snapshot(step_s=2.0).left_s == 88.0
+    assert a_snapshot(step=0, step_s=0.0).left_s is None
+    assert a_snapshot(first_step=18, step_s=0.0).left_s == pytest.approx(44 * 72 / 18)
+
+
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (40, 12), (30, 8)])
 def test_the_screen_is_never_larger_than_the_terminal(width: int, height: int) -> None:
     lines = drawn(a_snapshot(), width, height)
@@ -82,6 +88,10 @@ def test_the_newest_events_are_shown_with_their_reasons() -> None:
 def test_markup_in_a_reason_is_text() -> None:
     event = Happening(1, 3.0, "refused", "[red]x[/red] and [/nothing]")
     assert any("[red]x[/red] and [/nothing]" in line for line in drawn(a_snapshot(happenings=(event,)), 100, 24))
+    out = io.StringIO()
+    with Terminal(Console(file=out, width=60)) as terminal:
+        terminal.show(a_snapshot(happenings=(event,)))
+    assert "[red]x[/red] and [/nothing]" in out.getvalue()
 
 
 def test_without_a_terminal_each_event_is_printed_once_and_progress_now_and_then() -> None:

@@ -43,6 +43,14 @@ def test_a_cut_sequential_has_the_weights_outputs_and_gradients_of_the_whole(sta
         assert torch.equal(value, found[name]) and torch.equal(value.grad, found[name].grad), name
 
 
+def test_modules_of_the_same_shape_start_with_different_weights_and_seeds_differ() -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    one, other = (list(sequential.build(make, (0, 1), seed=seed).named_parameters()) for seed in (1, 2))
+    assert not torch.equal(one[0][1], one[2][1]) and not torch.equal(one[0][1], other[0][1])
+
+
 def test_the_loss_is_the_users() -> None:
     def worst(logits: Tensor, wanted: Tensor) -> Tensor:
         return 3 * next_token_loss(logits, wanted)

@@ -86,6 +86,13 @@ def test_the_loss_of_the_last_stage_is_that_of_the_whole() -> None:
     assert torch.equal(one.loss(inputs(some_tokens()), some_tokens()), next_token_loss(logits, targets(some_tokens())))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_token_is_trained(family: str) -> None:
+    """A family's padding token, which may be a byte of ours, would get neither a first weight nor a gradient."""
+    assert the_whole(family)[1]["model.embed_tokens.weight"].any(dim=1).all()
+    assert stages.hf_config(a_config(family)).pad_token_id is None
+
+
 def test_a_stage_has_memory_for_its_own_blocks_only() -> None:
     first, last = (stages.build(a_config(cut=2), stage) for stage in (0, 1))
     names = [

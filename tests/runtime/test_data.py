@@ -59,6 +59,9 @@ def test_windows_cover_the_corpus_and_overlap_by_the_predicted_token(tmp_path: P
     found = {bytes(held.sample(i).astype(np.uint8)) for i in range(20)}
     text = path.read_bytes() + b"\0"
     assert found == {text[i * 16 : i * 16 + 17] for i in range(20)}
+    orders = [[held.sample(epoch * 20 + i).tolist() for i in range(20)] for epoch in range(3)]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
 def test_another_seed_gives_another_order(tmp_path: Path) -> None:

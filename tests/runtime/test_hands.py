@@ -553,7 +553,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_full_disk_is_the
     store.gate.set()
     answer = answers.get(timeout=ANSWER_S)
     assert isinstance(answer, m.Failed)
-    assert "No space left on device" in answer.reason
+    assert f"writing the checkpoint of step 1 to {tmp_path}: [Errno 28] No space left on device" in answer.reason
 
 
 def test_close_answers_what_runs_and_leaves_no_thread() -> None:

@@ -39,8 +39,8 @@ from shoal.core.messages import (
     Recall,
     Reduced,
     Refused,
-    Reset,
     Resend,
+    Reset,
     Result,
     Round,
     RunBackward,
@@ -129,7 +129,9 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 key = task.step, task.index
                 assert key not in self.ran, "a backward is run twice"
                 assert task.step == self.seen.step
-                assert self.seen.members[self.seen.owners[task.index]].peer == peer, "run for a peer that does not own it"
+                assert self.seen.members[self.seen.owners[task.index]].peer == peer, (
+                    "run for a peer that does not own it"
+                )
                 before = self.declined.get((peer, task.step, task.index), -1)
                 assert message.attempt > before, "an attempt is taken that was declined"
                 self.ran.add(key)
@@ -269,7 +271,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 self.plans[answer.index] = Plan("here", plan.attempt)
             case Cancelled() if answer.attempt >= plan.attempt:
                 self.plans[answer.index] = Plan()
-            case (Busy() | Refused()) if answer.attempt == plan.attempt and answer.backward:
+            case Busy() | Refused() if answer.attempt == plan.attempt and answer.backward:
                 self.plans[answer.index] = Plan()
 
     def on_books(self, peer: str, books: Books) -> None:

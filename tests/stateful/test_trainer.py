@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -433,3 +434,57 @@ Swarm.TestCase.settings = settings(
     max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_trainers_among_bad_servers = Swarm.TestCase
+
+
+HAPPENINGS = (
+    ("deliver", 12), ("deliver_oldest", 3), ("deliver_damaged", 1), ("repeat", 3), ("lose", 2), ("work", 8), ("read", 4),
+    ("wait", 3), ("cut_off", 1), ("remove", 1), ("crash", 0.3), ("learn", 4), ("go_well", 0.5), ("go_back", 0.1),
+)  # fmt: skip
+NEED_MAIL = ("deliver", "deliver_oldest", "deliver_damaged", "repeat", "lose")
+
+
+def happen(swarm: Swarm, what: str, rng: Random) -> None:
+    at = rng.randrange(1000)
+    if what in NEED_MAIL and not swarm.mail:
+        return
+    if what == "deliver":
+        swarm.deliver(at, rng.random() < 0.05)
+    elif what == "deliver_oldest":
+        swarm.deliver_oldest(rng.randint(1, 10))
+    elif what == "wait":
+        swarm.wait(rng.choice([0.01, 0.2, 2.1, 12.0]))
+    elif what == "cut_off":
+        swarm.cut_off(at, rng.randrange(1000))
+    elif what == "remove":
+        swarm.remove(at, rng.random() < 0.5)
+    elif what == "learn":
+        swarm.learn(at, rng.random() < 0.5)
+    elif what == "go_well":
+        swarm.go_well(rng.randint(1, 4))
+    elif what == "go_back":
+        if len(swarm.views) > 3:
+            swarm.go_back()
+    elif what != "read":
+        getattr(swarm, what)(at)
+    elif any(node.fetches for node in swarm.nodes.values()):
+        swarm.read(at)
+
+
+def walk(seed: int, steps: int) -> None:
+    """The same swarm, led by chance and for longer than hypothesis does it."""
+    rng = Random(seed)
+    swarm = Swarm()
+    swarm.found(rng.randint(1, 3), rng.randint(2, 4), rng.randint(1, 12), seed)
+    names, weights = zip(*HAPPENINGS, strict=True)
+    for _ in range(steps):
+        happen(swarm, rng.choices(names, weights)[0], rng)
+        swarm.no_backward_is_taken_by_two_members()
+        swarm.no_microbatch_is_forgotten()
+        if swarm.complete() and rng.random() < 0.3:
+            swarm.commit(rng.random() < 0.7)
+    swarm.teardown()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_trainers_survive_a_long_walk(seed: int) -> None:
+    walk(seed, steps=300)

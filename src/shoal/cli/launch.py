@@ -115,18 +115,20 @@ class Crew:
         if readers:
             await asyncio.wait(readers, timeout=wait_s)
 
-    async def stop(self) -> None:
+    async def stop(self, goodbye_s: float | None = None) -> None:
         """Ask the living to end, then kill them. Nothing is left when this returns."""
-        for child in self.living:
-            child.signal(signal.SIGTERM)
-        await self.wait(self.living, GOODBYE_S)
+        self.signal(signal.SIGTERM)
+        await self.wait(self.living, GOODBYE_S if goodbye_s is None else goodbye_s)
         self.kill()
         await self.wait(self.children, None)
 
+    def signal(self, number: signal.Signals) -> None:
+        for child in self.living:
+            child.signal(number)
+
     def kill(self) -> None:
         """At once, whatever they are doing."""
-        for child in self.living:
-            child.signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     async def _read(self, child: Child) -> None:
         assert child.process.stdout is not None

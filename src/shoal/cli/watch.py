@@ -6,7 +6,7 @@ Fed with the lines that peer processes write (runtime/report.py); every figure o
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 
 import msgspec
 
@@ -44,7 +44,6 @@ class Watch:
         self.killed = 0
         self._serial = 0
         self._losses: tuple[int, tuple[float, ...]] = (-1, ())
-        self._stages: dict[Peer, int] = {}
 
     def hear(self, label: str, line: AnyLine, now: float) -> Step | None:
         """Take in what peer `label` reports; a commit that is new."""
@@ -88,9 +87,13 @@ class Watch:
         return {self.labels.get(m.peer, "") for m in view.members + view.joining} if view is not None else set()
 
     def expendable(self) -> list[str]:
-        """Peers whose stage has another ready replica, so that no stage loses its last state."""
-        ready = [(label, standing.stage) for label, standing in self.standing.items() if standing.ready]
-        return sorted(label for label, stage in ready if sum(other == stage for _, other in ready) > 1)
+        """Members without whom their stage still has a member that holds its state, and the others a majority."""
+        view = self.books.view
+        if view is None or len(view.members) < 3:
+            return []
+        stages = Counter(member.stage for member in view.members)
+        labels = (self.labels.get(member.peer) for member in view.members if stages[member.stage] > 1)
+        return sorted(label for label in labels if label in self.standing)
 
     def losses(self) -> tuple[float, ...]:
         steps = self.books.steps

@@ -8,6 +8,7 @@ Pure arithmetic on what the round lists. A group of n replicas cuts the stage's 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -70,7 +71,7 @@ def _coverage(group: Sequence[Share], microbatches: int) -> str:
     if len(set(peers)) != len(peers):
         return "a replica is listed twice"
     listed = sorted(index for share in group for index in share.indices)
-    twice = [index for index, after in zip(listed, listed[1:], strict=False) if index == after]
+    twice = [index for index, after in pairwise(listed) if index == after]
     if twice:
         return f"microbatches {_few(twice)} are brought twice"
     if listed != list(range(microbatches)):

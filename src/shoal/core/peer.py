@@ -92,7 +92,8 @@ class PeerMachine:
         self.present: set[Peer] = set()  # its members and joiners
         self.last_now: float | None = None
         self.pulse_at: float | None = None
-        self.find_at: float | None = None
+        self.find_at: float | None = None  # when to look for the run again
+        self.outside = not found  # in no view, as far as I know
         self.known: tuple[Peer, ...] = ()  # peers to ask for admission
         self.led = 0  # the term my coordinator has begun
         self.leaving = ""
@@ -140,6 +141,7 @@ class PeerMachine:
         last, self.last_now = self.last_now, now
         if last is None:
             self.find_at = None if self.founding else now
+            self.register.heard_lead = now
             if not self.founding:
                 return []
             view = View(number=1, step=self.settings.first_step, members=(Member(peer=self.name, stage=0),))
@@ -147,6 +149,7 @@ class PeerMachine:
         gap = now - last
         if gap > 3 * self.settings.beat_s:
             self.register.forgive(gap, now)
+            self.trainer.forgive(gap)
             if self.led:
                 self.coordinator.forgive(gap, now)
         return []
@@ -182,7 +185,8 @@ class PeerMachine:
         if isinstance(message, Removed):
             return self._on_removed(peer, message, now)
         if isinstance(message, Redirect):
-            return [Send(message.leader, Join())] if self._outside() and message.leader != self.name else []
+            asking = self.find_at is not None and message.leader != self.name
+            return [Send(message.leader, Join())] if asking else []
         drop = _drop(event.blobs)
         if isinstance(message, FROM_LEADER):
             if peer != self.register.leader:
@@ -220,8 +224,10 @@ class PeerMachine:
         """I am out: because the run is over, or to come back as a joiner that downloads its state."""
         if message.reason == "finished" and self.view is not None and self.view.finished:
             return self._finish(True, "the run is finished")
-        if self.view is None or message.number <= max(self.view.number, self.removed_from) or not self._belongs(peer):
+        if self.view is None or message.number <= max(self.view.number, self.removed_from):
             return []
+        if not self._belongs(peer) and not (self._lonely(now) and peer in self.known):
+            return []  # a stranger's word counts only where nobody else is left to ask
         if self.leaving:
             return self._finish(True, f"left: {self.leaving}")
         self.removed_from = message.number
@@ -237,6 +243,8 @@ class PeerMachine:
         for machine in (self.server, self.trainer, self.sync):
             if _due(machine.deadline, now):
                 commands += machine.tick(now)
+        if self.find_at is None and self._lost(now):
+            self.find_at = now
         if _due(self.find_at, now):
             self.find_at = now + FIND_BEATS * self.settings.beat_s
             commands += [Find(), *self._ask_in(now)]
@@ -292,7 +300,7 @@ class PeerMachine:
             if before is None:
                 return commands
             return commands + self._outside_now(f"put out of the run in view {view.number}: {view.reason}", now)
-        self.find_at = None
+        self.find_at, self.outside = None, False
         if self.pulse_at is None:
             self.pulse_at = now
         commands += self.server.on_view(view, now)
@@ -304,7 +312,7 @@ class PeerMachine:
 
     def _outside_now(self, why: str, now: float) -> list[Command]:
         """Everything I hold of the run is void; ask to come back."""
-        self.find_at = now
+        self.find_at, self.outside = now, True
         self.pulse_at = None
         if self.view is not None:
             self.removed_from = max(self.removed_from, self.view.number)
@@ -317,27 +325,45 @@ class PeerMachine:
         return commands
 
     def _ask_in(self, now: float) -> list[Command]:
-        """Ask for admission: the leader where known, else everyone I have heard of."""
-        if not self._outside():
+        """Ask for admission: the leader where known, else everyone I have heard of. A member that has only lost
+        touch asks too: whoever leads now either has it still or takes it in again."""
+        if self.find_at is None:
             return []
-        peers = (self.register.leader,) if self.register.leader not in (None, self.name) else self.known
-        return [Send(peer, Join()) for peer in peers if peer is not None]
+        leader = self.register.leader
+        peers = dict.fromkeys((*((leader,) if leader else ()), *self.known))
+        return [Send(peer, Join()) for peer in peers if peer != self.name]
 
-    def _outside(self) -> bool:
-        return self.find_at is not None
+    def _lost(self, now: float) -> bool:
+        """In a view, but no leader has been heard for long: the run may have gone on without me."""
+        inside = self.view is not None and not self.outside and not self.register.leading
+        return inside and now - self.register.heard_lead > 2 * self.settings.silence_s
 
     def _pulse(self, now: float) -> list[Command]:
         """Tell the leader how I am; a peer that does not hear its leader keeps silent, so that it is missed."""
         self.server.changed = False
         self.pulse_at = now + self.settings.beat_s
-        if self.view is None or self._outside() or self.finished:
+        if self.view is None or self.outside or self.finished:
             return []
         if not self.register.leading and now - self.register.heard_lead > self.settings.silence_s:
-            return []
+            return self._doubt(now)
         commands = self._tell(self._state(), now)
         if self.leaving:
             commands += self._tell(Leave(reason=self.leaving), now)
         return commands
+
+    def _lonely(self, now: float) -> bool:
+        """No leader speaks to me, and no election has changed that."""
+        return not self.register.leading and now - self.register.heard_lead > 2 * self.settings.silence_s
+
+    def _doubt(self, now: float) -> list[Command]:
+        """I may have been put out without hearing of it. Whoever knows better says so when asked for a vote (_agreeing);
+        voters ask all voters when they stand, so here only a joiner asks, and whoever has been alone for long."""
+        if self.view is None or (self.register.votes() and not self._lonely(now)):
+            return []
+        self.pulse_at = now + FIND_BEATS * self.settings.beat_s
+        peers = dict.fromkeys([member.peer for member in self.view.members] + list(self.known))
+        ask = AskVote(term=self.register.term, last_term=0, last_number=0, trial=True)
+        return [Find(), *(Send(peer, ask) for peer in peers if peer != self.name)]
 
     def _state(self) -> Pulse:
         server = self.server

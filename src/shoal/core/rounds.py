@@ -19,7 +19,6 @@ from shoal.core.messages import (
     Cut,
     Do,
     Done,
-    Drop,
     Failed,
     Gather,
     Part,
@@ -35,8 +34,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.routing import Latency
-
-TEXT = 2000  # longest reason a message may carry
+from shoal.core.seat import TEXT, Seat, drop
 
 
 class Early(msgspec.Struct, frozen=True):
@@ -66,13 +64,12 @@ class Current(msgspec.Struct):
 
 
 class Rounds:
-    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int]) -> None:
-        self.leader: Peer | None = None
-        self.view: View | None = None
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
         self._name = name
         self._settings = settings
         self._serial = serial
-        self._stage = 0
+        self._seat = seat
+        self._stage = 0  # of the round under way
         self._current: Current | None = None
         self._newest = -1  # the highest round of this step that I began or refused
         self._reason = ""  # why I am not in that round (any more)
@@ -93,9 +90,10 @@ class Rounds:
     def deadline(self) -> float | None:
         return None if self._current is None else self._current.wake
 
-    def begin(self, message: Round, me: Share, stage: int, length: int, now: float) -> list[Command]:
+    def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
-        assert self.view is not None
+        view, stage = self._seat.view, self._seat.stage
+        assert view is not None
         current = self._current
         if current is not None and current.message.round == message.round:
             return self._report() if current.reduced else []
@@ -103,14 +101,14 @@ class Rounds:
             return self._tell_failed(message, self._reason or f"round {self._newest} is newer", "")
         commands = self.end(f"round {message.round} replaces it")
         self._newest, self._stage = message.round, stage
-        reason = objection(message, self.view, me)
+        reason = objection(message, view, me)
         if reason:
             return commands + self.fail(message, reason)
         group = tuple(share.peer for share in message.groups[stage]) if stage < len(message.groups) else ()
         if self._name not in group:
             self._reason = f"{self._name} is not listed"
             return commands
-        chunks = split(length, group)
+        chunks = split(self._seat.length, group)
         self._current = current = Current(message, group, chunks, now, now + self._patience_s)
         outs = tuple(f"s/{next(self._serial)}" for _ in chunks.owners)
         commands += self._do(current, Cut(self._task_id(), message.step, chunks.bounds, outs))
@@ -131,7 +129,7 @@ class Rounds:
         for task in current.tasks.values():
             self._void[task.id] = _inputs(task), _outputs(task)
             read.update(_inputs(task))
-        return _drop(tuple(blob for blob in current.live if blob not in read))
+        return drop(tuple(blob for blob in current.live if blob not in read))
 
     def turn(self) -> list[Command]:
         """The step is over, or what I held of it is void."""
@@ -139,13 +137,12 @@ class Rounds:
         self._early.clear()
         commands = self.end("the step is over")
         self._newest, self._reason = -1, ""
-        return commands + _drop(early)
+        return commands + drop(early)
 
     def on_view(self, view: View) -> list[Command]:
         """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
-        self.view = view
         gone = [key for key in self._early if not self._serves(view, key[0])]
-        commands = _drop(tuple(blob for key in gone for blob in self._early.pop(key).blobs))
+        commands = drop(tuple(blob for key in gone for blob in self._early.pop(key).blobs))
         lost = fenced(self._current.message, view) if self._current is not None else None
         return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
 
@@ -164,18 +161,18 @@ class Rounds:
     def on_message(
         self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
-        view = self.view
+        view = self._seat.view
         if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._serves(view, peer):
-            return _drop(blobs)
+            return drop(blobs)
         current = self._current
         if current is not None and message.round == current.message.round:
             if peer not in current.group:
-                return _drop(blobs)
+                return drop(blobs)
             if isinstance(message, Resend):
-                return self._send_again(current, peer, message) + _drop(blobs)
+                return self._send_again(current, peer, message) + drop(blobs)
             return self._take(current, peer, Early(message, blobs, fault), now)
         if isinstance(message, Resend) or message.round <= self._newest:
-            return _drop(blobs)
+            return drop(blobs)
         return self._hold(peer, Early(message, blobs, fault))
 
     def _serves(self, view: View, peer: Peer) -> bool:
@@ -188,9 +185,9 @@ class Rounds:
         key = peer, isinstance(early.message, Sum)
         held = self._early.get(key)
         if held is not None and held.message.round >= early.message.round:
-            return _drop(early.blobs)
+            return drop(early.blobs)
         self._early[key] = early
-        return _drop(held.blobs) if held is not None else []
+        return drop(held.blobs) if held is not None else []
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
         commands: list[Command] = []
@@ -202,7 +199,7 @@ class Rounds:
             if number == current.message.round and key[0] in current.group and self._current is current:
                 commands += self._take(current, key[0], early, now)
             else:
-                commands += _drop(early.blobs)
+                commands += drop(early.blobs)
         return commands
 
     def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
@@ -212,11 +209,11 @@ class Rounds:
         else:
             wanted = message.chunk == chunks.of(peer) and message.chunk not in current.sums and not current.gathering
         if not wanted:
-            return _drop(early.blobs)
+            return drop(early.blobs)
         if early.fault or len(early.blobs) != 1:
             what = f"{type(message).__name__} of chunk {message.chunk} from {peer}"
             reason = f"{what}: {early.fault or f'{len(early.blobs)} blobs, not 1'}"
-            return _drop(early.blobs) + self.fail(current.message, reason, peer)
+            return drop(early.blobs) + self.fail(current.message, reason, peer)
         blob = early.blobs[0]
         current.live[blob] = None
         if isinstance(message, Part):
@@ -241,7 +238,7 @@ class Rounds:
     def on_done(self, done: Done, now: float) -> list[Command]:
         if done.id in self._void:
             inputs, outputs = self._void.pop(done.id)
-            return _drop(inputs + outputs)
+            return drop(inputs + outputs)
         current = self._current
         task = current.tasks.pop(done.id, None) if current is not None else None
         if current is None or task is None:
@@ -276,7 +273,7 @@ class Rounds:
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id in self._void:
             inputs, _ = self._void.pop(failed.id)
-            return _drop(inputs)
+            return drop(inputs)
         current = self._current
         task = current.tasks.pop(failed.id, None) if current is not None else None
         if current is None or task is None:
@@ -339,12 +336,14 @@ class Rounds:
 
     def _report(self) -> list[Command]:
         reduced = self._current.reduced if self._current is not None else None
-        return [Send(self.leader, reduced)] if reduced is not None and self.leader is not None else []
+        return [Send(self._seat.leader, reduced)] if reduced is not None and self._seat.leader is not None else []
 
     def _tell_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
-        if self.leader is None:
+        if self._seat.leader is None:
             return []
-        return [Send(self.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))]
+        return [
+            Send(self._seat.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
+        ]
 
     def _part(self, current: Current, chunk: int) -> Part:
         return Part(current.message.epoch, current.message.step, current.message.round, chunk)
@@ -386,8 +385,4 @@ def _outputs(task: Cut | Add | Gather) -> tuple[str, ...]:
 def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
     for blob in blobs:
         current.live.pop(blob, None)
-    return _drop(blobs)
-
-
-def _drop(blobs: tuple[str, ...]) -> list[Command]:
-    return [Drop(blobs)] if blobs else []
+    return drop(blobs)

@@ -22,8 +22,7 @@ from shoal.core.messages import (
     Saved,
     Send,
 )
-
-TEXT = 2000  # longest reason a message may carry
+from shoal.core.seat import TEXT
 
 
 class Shards:

@@ -156,6 +156,12 @@ class Trainer:
                     self._retry(m, now)
         return self._flush(now)
 
+    def forgive(self, gap_s: float) -> None:
+        """This process was stopped for `gap_s`: no peer is called slow for that time."""
+        for m in self._owned.active.values():
+            if m.hop is not None:
+                m.hop.sent += gap_s
+
     def tick(self, now: float) -> list[Command]:
         while (key := self._timers.pop_due(now)) is not None:
             if key == BOOKS:

@@ -57,6 +57,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
     tokens_per_s: float = 0.0
+    step_s: float = 0.0  # seconds of a step of late; 0 = not known
     issued: int = 0
     committed: int = 0
     redone: int = 0
@@ -65,7 +66,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end at the pace so far; None while there is no pace."""
+        """Seconds to the end at the pace of late, or so far; None while there is no pace."""
+        if self.step_s > 0:
+            return (self.steps - self.step) * self.step_s
         done = self.step - self.first_step
         return (self.steps - self.step) * self.elapsed_s / done if done > 0 else None
 

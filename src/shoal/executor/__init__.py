@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.config import Config
-from shoal.executor.base import Executor
+from shoal.executor.base import Executor, check_device
 
 
 def create(config: Config, stage: int, *, source: str | None = None) -> Executor:
@@ -13,6 +13,7 @@ def create(config: Config, stage: int, *, source: str | None = None) -> Executor
 
         return Emulated(config, stage)
     if config.device.executor == "resident":
+        check_device(config)
         from shoal.executor.resident import Resident
         from shoal.model import stages
 

@@ -84,6 +84,15 @@ def hidden_size(config: Config) -> int:
     return config.model.hidden_size
 
 
+def check_device(config: Config) -> None:
+    """Raise ValueError when this machine has no device of the configured kind."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    kind = config.device.kind
+    if not there.get(kind, False):
+        found = [name for name, is_there in there.items() if is_there]
+        raise ValueError(f"device.kind = {kind!r}, but PyTorch finds only {found} here; try device.kind={found[-1]}")
+
+
 def digest_of(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:

@@ -9,6 +9,7 @@ writes and who publishes is core's matter; an error is its caller's to report, a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -120,7 +121,9 @@ class Store:
     def write_shard(self, step: int, stage: int, stages: int, state: State) -> str:
         """Write a stage's parameters and optimizer state. Returns the record that `publish` wants, as JSON.
 
+        One checkpoint is written at a time: what was begun for older steps is given up, and would only take space.
         OSError (no space, no access): this shard's files are removed again."""
+        self._sweep(before=step)
         folder = self._unfinished(step)
         if not self._local:
             self._delete(posixpath.join(folder, MARKER))  # what was there under this step is being replaced
@@ -307,13 +310,11 @@ class Store:
         return file
 
     def _delete(self, path: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # gone already, which is what was wanted
             if self._local:
                 os.unlink(path)
             elif self._fs.exists(path):
                 self._fs.rm_file(path)
-        except FileNotFoundError:
-            pass  # gone already, which is what was wanted
 
     def _reveal(self, step: int, names: set[str]) -> None:
         folder, place = self._unfinished(step), posixpath.join(self._root, f"step-{step}")
@@ -355,7 +356,8 @@ class Store:
             if self._local and hidden and int(hidden[1]) < before:
                 shutil.rmtree(posixpath.join(self._root, name), ignore_errors=True)  # a late writer may be in it
             elif not self._local and step and int(step[1]) < before and self._inspect(int(step[1])).wrong[:4] == "torn":
-                self._fs.rm(posixpath.join(self._root, name), recursive=True)
+                with contextlib.suppress(FileNotFoundError):  # another peer sweeps too
+                    self._fs.rm(posixpath.join(self._root, name), recursive=True)
 
 
 def about(config: Config, data: str, data_note: str) -> About:

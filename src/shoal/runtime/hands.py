@@ -105,6 +105,7 @@ class Hands:
         make: Make = create,
     ) -> None:
         self._config = config
+        self._threads()  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
         self._store = store
         self._make = make
@@ -227,10 +228,8 @@ class Hands:
                 return self._read_chunk(task)
             case CheckChunk():
                 return self._check_chunk(task, take(task.blob))
-            case RunSave():
-                return self._save(task)
-            case RunPublish():
-                return self._publish(task)
+            case RunSave() | RunPublish():
+                return self._write(task)
 
     def _taker(self, held: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
         def take(name: str) -> torch.Tensor:
@@ -381,6 +380,12 @@ class Hands:
         return Result(nbytes=data.nbytes)
 
     # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def _write(self, task: RunSave | RunPublish) -> Result:
+        try:
+            return self._save(task) if isinstance(task, RunSave) else self._publish(task)
+        except OSError as error:
+            raise OSError(f"writing the checkpoint of step {task.step} to {self._place().url}: {error}") from error
 
     def _save(self, task: RunSave) -> Result:
         copy = self._saved

@@ -78,9 +78,10 @@ def encode(line: AnyLine) -> bytes:
 def decode(text: bytes) -> AnyLine | None:
     """None for what is no line of ours: half a line, or a library that prints."""
     try:
-        return _decoder.decode(text)
+        line: AnyLine = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+    return line
 
 
 def replace(path: Path, data: bytes) -> None:

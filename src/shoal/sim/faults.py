@@ -100,12 +100,14 @@ def _part(swarm: Swarm, planned: Planned, rng: Random, small: tuple[str, ...]) -
 
 def slow(swarm: Swarm, planned: Planned, rng: Random) -> None:
     node = _anyone(swarm, rng)
-    if node is not None:
+    if node is not None and not node.slow:
         usual = node.hands.slowness
         node.hands.slowness = usual * 10
+        node.slow = True
 
         def over(_: Any) -> None:
             node.hands.slowness = usual
+            node.slow = False
 
         swarm.until(planned.length_s, over)
 

@@ -29,6 +29,7 @@ SECONDS: dict[type, float] = {
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.RunSave: 0.4, m.RunPublish: 0.2,
 }  # fmt: skip
 BESIDE = (m.Fetch, m.ReadChunk, m.CheckChunk, m.RunSave, m.RunPublish)  # not in the line of computing tasks
+ROUNDS = (m.Cut, m.Add, m.Gather, m.Apply)
 MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
 
 
@@ -76,6 +77,8 @@ class Hands:
         self.blobs: dict[str, Blob] = {}
         self.slowness = 1.0  # seconds per second of a usual peer
         self.forward_s = 0.1
+        self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
+        self.states = 1.0  # and those of downloads and checkpoints
         self.fails: Callable[[], bool] = lambda: False
         self._after = after
         self._now = now
@@ -97,6 +100,10 @@ class Hands:
             seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else 2.5)
         else:
             seconds = SECONDS[kind] * self.slowness
+            if kind in ROUNDS:
+                seconds *= self.rounds
+            elif kind is not m.Fetch:
+                seconds *= self.states
         now = self._now()
         if kind in BESIDE:
             wait = seconds

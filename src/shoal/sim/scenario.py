@@ -16,6 +16,9 @@ import msgspec
 from shoal.core.messages import Settings
 
 
+MOST_FORWARD_S = 0.6  # times 2.5 (backward), 10 (a slow peer) and the spread: well below the bounds on progress
+
+
 class Messages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What may happen to one message: probabilities."""
 
@@ -61,7 +64,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     silence_s: float = 4.0
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
-    faults_s: float = 20.0  # counted from the start of training; then everything heals
+    faults_s: float = 25.0  # counted from the start of training; then everything heals
     start_s: float = 90.0  # the run must have started by then
     progress_s: float = 90.0  # after healing no commit may take longer
     finish_s: float = 400.0  # after healing the run must end within
@@ -76,6 +79,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     peers: int
     speeds: tuple[float, ...]
     forward_s: float
+    rounds: float = 1.0  # how much longer than usual averaging takes, so that faults meet it
+    states: float = 1.0  # the same of downloads and checkpoints
     messages: Messages
     happenings: Happenings
 
@@ -91,7 +96,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 Limits = TypeVar("Limits", Messages, Happenings)
 
 _HARSH = Happenings(
-    kills=3, restarts=3, leaves=2, joiners=3, pauses=3, halves=2, one_ways=3, slows=2, jumps=3, full_disks=2, liars=2
+    kills=4, restarts=4, leaves=2, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2, liars=2
 )  # fmt: skip
 SCENARIOS = {
     scenario.name: scenario
@@ -157,7 +162,9 @@ def draw(scenario: Scenario, seed: int) -> Case:
         settings=settings,
         peers=peers,
         speeds=speeds,
-        forward_s=scenario.step_s * peers / (microbatches * stages * 3.5),
+        forward_s=min(MOST_FORWARD_S, scenario.step_s * peers / (microbatches * stages * 3.5)),
+        rounds=rng.choice((1.0, 1.0, 10.0, 30.0)),
+        states=rng.choice((1.0, 1.0, 5.0, 15.0)),
         messages=_some(scenario.messages, rng, whole=False),
         happenings=_some(scenario.happenings, rng, whole=True),
     )

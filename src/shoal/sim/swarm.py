@@ -26,6 +26,7 @@ MAX_EVENTS = 3_000_000  # a run that needs more is called stuck: usual ones need
 SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
 STRANGER = "stranger.0"
+LEADER = 0.3  # how often the leader is chosen before all others
 CHECK_S = 5.0  # between looks at the progress
 HOME_S = 45.0  # after that long without disturbance a peer must belong to the run: retries, a download, a held step
 KEPT = 12  # blobs that a machine may hold after the last step: what is on its way is dropped when it comes
@@ -56,6 +57,7 @@ class Node:
         self.machine = PeerMachine(self.name, case.settings, case.rng(self.name), found)
         self.hands = Hands(swarm.world, self._later, self._clock)
         self.hands.forward_s = case.forward_s
+        self.hands.rounds, self.hands.states = case.rounds, case.states
         self.hands.slowness = case.speeds[key % len(case.speeds)]
         self.hands.fails = swarm.fails
         self.lives = True
@@ -63,6 +65,7 @@ class Node:
         self.stopped = False
         self.finish: m.Finish | None = None
         self.lies = 0.0
+        self.slow = False
         self.born_s = swarm.kernel.now
         self.leaving = False
         self.view: m.View | None = None
@@ -405,6 +408,8 @@ class Swarm:
         """A living peer that the run can lose, or None."""
         candidates = [node for node in self.nodes.values() if not node.away and not node.stopped]
         rng.shuffle(candidates)
+        if rng.random() < LEADER:
+            candidates.sort(key=lambda node: not node.machine.leading)
         return next((node for node in candidates if self.spares({node.name})), None)
 
     def spares(self, gone: set[m.Peer]) -> bool:

@@ -231,7 +231,7 @@ class Channel:
         at = turn = 0
         while at < view.nbytes:
             try:
-                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment,arg-type]
+                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 yield from self._fill()
                 continue

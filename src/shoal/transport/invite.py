@@ -21,12 +21,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from shoal.transport.identity import PUBLIC_BYTES, Identity, key_id, load_key, public_bytes, sign, verify
 
 PREFIX = "shoal-"
-MAX_INVITE_CHARS = 8192
+MAX_INVITE_CHARS = 16384
 MAX_PASS_BYTES = 1024
+MAX_CONFIG_BYTES = 4096
 
 _Key = Annotated[bytes, msgspec.Meta(min_length=PUBLIC_BYTES, max_length=PUBLIC_BYTES)]
 _Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
+_Config = Annotated[bytes, msgspec.Meta(max_length=MAX_CONFIG_BYTES)]
 _Address = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -68,13 +70,15 @@ class Membership(msgspec.Struct, frozen=True):
 
 
 class Invite(_Plain, frozen=True):
-    """As read from its text. `addresses` are bootstrap addresses, in the directory's own form."""
+    """As read from its text. `addresses` are bootstrap addresses, in the directory's own form; `config` is what a newcomer
+    needs to know of the run, in the composition root's own form."""
 
     title: _Name
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=32)]
     grant: Grant
     secret: _Key
     signature: _Signature = bytes(64)
+    config: _Config = b""
 
     @property
     def run(self) -> str:
@@ -103,13 +107,13 @@ class Authority:
         """The key kept in `path`; a new one is made and kept there when there is no such file."""
         return cls(load_key(path))
 
-    def invite(self, addresses: tuple[str, ...], expires: float, title: str = "") -> str:
+    def invite(self, addresses: tuple[str, ...], expires: float, title: str = "", config: bytes = b"") -> str:
         """The text of a new invite, good until `expires` (seconds since 1970)."""
         holder = Ed25519PrivateKey.generate()
         grant = Grant(self.public, public_bytes(holder), int(expires))
         grant = msgspec.structs.replace(grant, signature=sign(self._key, "grant", msgspec.msgpack.encode(grant)))
         secret = holder.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
-        invite = Invite(title, addresses, grant, secret)
+        invite = Invite(title, addresses, grant, secret, config=config)
         signature = sign(self._key, "invite", msgspec.msgpack.encode(invite))
         data = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=signature))
         text = PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")

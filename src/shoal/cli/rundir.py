@@ -1,0 +1,117 @@
+"""A run's directory, runs/NAME/: who may write it, what an earlier run left there, and where a resumed one goes on.
+
+    summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`)
+    commits.jsonl  each committed step with its round    status.json  the newest snapshot (`shoal status`)
+    loss.png       checkpoints/step-N/                   logs/        each peer's words for people
+    config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
+
+For `shoal run`, which writes most of it, `shoal join`, `shoal invite` and `shoal status`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from shoal import trace
+from shoal.cli.watch import Resumed
+from shoal.config import Config
+from shoal.runtime.account import Step
+from shoal.runtime.report import replace
+
+
+def place(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def running(directory: Path) -> bool:
+    """Is there a launcher that writes this directory?"""
+    try:
+        with open(_lock(directory)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """One launcher at a time writes a run's directory. The claim lies beside it, so that it can be set aside."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(_lock(directory), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{directory}: this run is being trained now; try another run.name=...") from None
+        yield
+
+
+def set_aside(directory: Path) -> None:
+    """A new run begins with an empty directory; what an earlier one of that name left is kept under another."""
+    if directory.exists() and any(directory.iterdir()):
+        number = 1
+        while (old := directory.with_name(f"{directory.name}.{number}")).exists():
+            number += 1
+        os.rename(directory, old)
+        print(f"what was in {directory} is now in {old}")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def resume(config: Config, directory: Path) -> Resumed:
+    """The newest complete checkpoint, and the commits of the steps that it holds."""
+    from shoal.build import checkpoint_url
+    from shoal.runtime.checkpoint import Store
+
+    store = Store(checkpoint_url(config))
+    training, refused = store.newest()
+    for why in refused:
+        print(f"passed over {why}")
+    if training is None:
+        raise ValueError(f"--resume: there is no complete checkpoint in {store.url}; run without --resume to begin")
+    newest = training.step
+    if newest >= config.run.steps:
+        raise ValueError(f"--resume: all {newest} steps are trained; try run.steps={2 * newest}")
+    path = directory / "commits.jsonl"
+    steps: dict[int, Step] = {}
+    for text in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            step = msgspec.json.decode(text, type=Step)
+        except msgspec.DecodeError:
+            continue  # half a line: the launcher was killed; if a step is missing for it, the account will say so
+        steps[step.commit.step] = step
+    _set_trace_aside(directory, newest)
+    kept = tuple(steps[number] for number in sorted(steps) if number < newest)
+    replace(path, b"".join(msgspec.json.encode(step) + b"\n" for step in kept))
+    return Resumed(first_step=newest, steps=kept)
+
+
+def _set_trace_aside(directory: Path, step: int) -> None:
+    """Keep the earlier session's trace under the step at which this one begins; its pieces, if its launcher was killed."""
+    earlier = directory / f"trace-before-{step}.jsonl"
+    pieces = sorted((directory / "traces").glob("*.jsonl"))
+    if pieces:
+        trace.merge(pieces, earlier)
+        for piece in pieces:
+            piece.unlink()
+    elif (directory / "trace.jsonl").exists():
+        os.replace(directory / "trace.jsonl", earlier)
+
+
+def gather_traces(directory: Path) -> None:
+    """The peers' traces as one, by time."""
+    pieces = sorted((directory / "traces").glob("*.jsonl"))
+    trace.merge(pieces, directory / "trace.jsonl")
+    for piece in pieces:
+        piece.unlink()
+
+
+def _lock(directory: Path) -> Path:
+    """Beside the directory, so that an old one can be set aside under the claim."""
+    return directory.parent / f".{directory.name}.lock"

@@ -1,0 +1,51 @@
+"""`shoal status [CONFIG | DIRECTORY]`: how a run stands, as its launcher last wrote it down, or how it ended."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from shoal import config as configuration
+from shoal.cli import rundir
+from shoal.dashboard import account
+from shoal.dashboard.terminal import Snapshot, render
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", nargs="?", default="runs", help="the run's directory or its TOML file; else the newest in runs/"
+    )
+    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings given to `shoal run`, such as run.name")
+
+
+def main(args: argparse.Namespace) -> int:
+    directory = _directory(args)
+    summary = directory / "summary.json"
+    if summary.exists():
+        print(account.text(account.read(summary)))
+        return 0
+    path = directory / "status.json"
+    try:
+        snapshot = msgspec.json.decode(path.read_bytes(), type=Snapshot)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not the state of a run: {error}") from None
+    console = Console(highlight=False)
+    console.print(render(snapshot, console.width, max(console.height, 30)))
+    if not rundir.running(directory):
+        print("its launcher is not running any more; `shoal run ... --resume` goes on from the newest checkpoint")
+    return 0
+
+
+def _directory(args: argparse.Namespace) -> Path:
+    path = Path(args.run)
+    if path.is_file():
+        return rundir.place(configuration.load(path, args.settings))
+    if (path / "status.json").exists():
+        return path
+    runs = sorted(path.glob("*/status.json"), key=lambda found: found.stat().st_mtime)
+    if not runs:
+        raise ValueError(f"{path}: no run is or was there; name a run's directory or its TOML file")
+    return runs[-1].parent

@@ -1,0 +1,50 @@
+"""Where a replica stands: the view it has seen, and the stage, version and fitness of the state it holds.
+
+server.py alone changes it; hops.py and rounds.py read it. Beside it the small questions all three ask of a view.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.core.messages import Apply, Command, Drop, Index, Member, Peer, View
+
+TEXT = 2000  # longest reason a message may carry
+
+
+class Seat(msgspec.Struct):
+    view: View | None = None
+    leader: Peer | None = None
+    seated: bool = False
+    stage: int = 0
+    step: int = 0  # version of the parameters
+    epoch: int = 0
+    length: int = 0  # values in the stage's flat gradient
+    digest: str = ""  # of the parameters
+    unfit: str = ""  # why they are not what the run agreed on
+    applying: Apply | None = None
+
+    @property
+    def ready(self) -> bool:
+        """The parameters are those of `step`, and nothing is changing them."""
+        return self.seated and not self.unfit and self.applying is None
+
+    @property
+    def current(self) -> bool:
+        """Ready for the step that the view trains."""
+        view = self.view
+        return view is not None and self.ready and (self.epoch, self.step) == (view.epoch, view.step)
+
+
+def member_of(members: tuple[Member, ...], peer: Peer) -> Member | None:
+    return next((member for member in members if member.peer == peer), None)
+
+
+def owner_of(view: View, index: Index) -> Peer | None:
+    if index >= len(view.owners) or view.owners[index] >= len(view.members):
+        return None
+    return view.members[view.owners[index]].peer
+
+
+def drop(blobs: tuple[str, ...]) -> list[Command]:
+    return [Drop(blobs)] if blobs else []

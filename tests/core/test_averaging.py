@@ -1,0 +1,97 @@
+"""Chunks of a group's gradient, and which rounds a replica refuses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from shoal.core.averaging import fenced, objection, split
+from shoal.core.messages import Member, Round, Share, View
+
+MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
+
+
+def a_view(members: tuple[Member, ...] = MEMBERS, joining: tuple[Member, ...] = ()) -> View:
+    return View(number=5, step=3, members=members, joining=joining, owners=(0, 1, 2, 0))
+
+
+def a_round(*groups: tuple[Share, ...]) -> Round:
+    return Round(epoch=0, step=3, round=7, view=5, groups=groups)
+
+
+WHOLE = (Share("c", (0, 1, 2, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("length", "peers", "bounds"),
+    [
+        (10, 1, (0, 10)),
+        (10, 3, (0, 4, 7, 10)),
+        (12, 4, (0, 3, 6, 9, 12)),
+        (2, 3, (0, 1, 2)),
+        (0, 2, (0, 0)),
+    ],
+)
+def test_chunks_are_as_even_as_whole_values_allow(length: int, peers: int, bounds: tuple[int, ...]) -> None:
+    chunks = split(length, "abcd"[:peers])
+
+    assert chunks.bounds == bounds
+    assert chunks.owners == tuple("abcd"[: len(bounds) - 1])
+
+
+def test_chunks_cover_every_value_once_and_differ_by_at_most_one() -> None:
+    for length in range(1, 40):
+        for peers in range(1, 9):
+            bounds = split(length, [f"p{i}" for i in range(peers)]).bounds
+            sizes = [after - before for before, after in pairwise(bounds)]
+            assert bounds[0] == 0 and bounds[-1] == length
+            assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
+def test_a_replica_beyond_the_last_value_owns_no_chunk() -> None:
+    chunks = split(1, ["a", "b"])
+
+    assert (chunks.of("a"), chunks.of("b")) == (0, None)
+
+
+def test_a_round_whose_books_are_disjoint_and_whole_is_taken_part_in() -> None:
+    message = a_round((Share("a", (2, 0)), Share("b", (1, 3))), WHOLE)
+
+    assert objection(message, a_view(), Share("a", (2, 0))) == ""
+
+
+def test_a_ready_joiner_that_brings_nothing_takes_part() -> None:
+    view = a_view(joining=(Member("d", 0),))
+    message = a_round((Share("a", (2, 0)), Share("b", (1, 3)), Share("d", ())), WHOLE)
+
+    assert objection(message, view, Share("d", ())) == ""
+
+
+def test_a_member_made_a_joiner_brings_nothing_any_more() -> None:
+    view = a_view(members=(Member("a", 0), Member("c", 1)), joining=(Member("b", 0),))
+    message = a_round((Share("a", (2, 0)), Share("b", (1, 3))), WHOLE)
+
+    assert fenced(message, view) == "b"
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ((Share("a", (0, 2)), Share("b", (1, 3))), "lists [0, 2] for me, I booked [2, 0]"),
+        ((Share("a", (2, 0)), Share("b", (1, 0, 3))), "[0] are brought twice"),
+        ((Share("a", (2, 0)), Share("b", (1,))), "[3] are brought by nobody"),
+        ((Share("a", (2, 0)), Share("b", (1, 3, 4))), "only 4 microbatches exist"),
+        ((Share("a", (2, 0)), Share("a", (1, 3))), "listed twice"),
+        ((Share("a", (2, 0)), Share("x", (1, 3))), "x is listed, but view 5"),
+        ((Share("a", (2, 0)), Share("c", (1, 3))), "c is listed, but view 5"),
+    ],
+)
+def test_a_round_that_would_count_wrongly_is_refused_in_words(group: tuple[Share, ...], words: str) -> None:
+    assert words in objection(a_round(group, WHOLE), a_view(), Share("a", (2, 0)))
+
+
+def test_a_hole_in_another_stages_books_is_seen_too() -> None:
+    message = a_round((Share("a", (2, 0)), Share("b", (1, 3))), (Share("c", (0, 1)),))
+
+    assert objection(message, a_view(), Share("a", (2, 0))).startswith("stage 1:")

@@ -1,0 +1,891 @@
+"""A server, one situation after another: hops, books, rounds, commits and checkpoints."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from shoal.core.messages import (
+    Add,
+    Apply,
+    AskBooks,
+    AskPublish,
+    AskSave,
+    Backward,
+    BlobRef,
+    Booking,
+    Books,
+    Busy,
+    Cancel,
+    Cancelled,
+    Command,
+    Committed,
+    Complaint,
+    Cut,
+    Do,
+    Done,
+    Drop,
+    Failed,
+    Forward,
+    Gather,
+    Gradient,
+    Member,
+    Message,
+    Note,
+    Output,
+    Part,
+    Published,
+    Recall,
+    Reduced,
+    Refused,
+    Resend,
+    Reset,
+    Result,
+    Round,
+    RoundFailed,
+    RunBackward,
+    RunForward,
+    RunPublish,
+    RunSave,
+    Saved,
+    Send,
+    Settings,
+    Share,
+    Sum,
+    Task,
+    View,
+)
+from shoal.core.server import Server
+
+ME, MATE, THIRD = "me", "mate", "third"
+OWNER, OTHER = "owner", "other"
+MEMBERS = (Member(OWNER, 0), Member(OTHER, 0), Member(ME, 1), Member(MATE, 1))
+SETTINGS = Settings(stages=2, microbatches=4, steps=9, queue_limit=2, beat_s=0.5, hop_floor_s=2.0)
+T = TypeVar("T")
+
+
+def a_view(number: int = 1, members: tuple[Member, ...] = MEMBERS, **changes: object) -> View:
+    """OWNER owns 0 and 2, OTHER owns 1 and 3, or the first member owns everything."""
+    owners = (0, 1, 0, 1) if OTHER in [member.peer for member in members] else (0, 0, 0, 0)
+    view = View(number=number, step=0, members=members, owners=owners, started=True)
+    return msgspec.structs.replace(view, **changes)
+
+
+class Play:
+    """A server with a driver's memory: what it asked for, numbered blobs, a clock that is moved by hand."""
+
+    def __init__(self, settings: Settings = SETTINGS, stage: int = 1, view: View | None = None) -> None:
+        self.server = Server(ME, settings)
+        self.server.leader = OWNER
+        self.now = 0.0
+        self.blobs = 0
+        self.commands: list[Command] = []  # of the last call
+        self.take(self.server.on_view(view or a_view(), 0.0))
+        self.take(self.server.seat(stage, 0, 0, 10, "d0", 0.0))
+        self.server.changed = False
+
+    def take(self, commands: list[Command]) -> list[Command]:
+        self.commands = commands
+        return commands
+
+    def hear(self, peer: str, message: Message, blobs: int = 0, fault: str = "") -> tuple[str, ...]:
+        names = tuple(f"in{self.blobs + i}" for i in range(blobs))
+        self.blobs += blobs
+        self.take(self.server.on_message(peer, message, tuple(BlobRef(b, 4) for b in names), fault, self.now))
+        return names
+
+    def backward(self, index: int, attempt: int, peer: str = "", **changes: object) -> tuple[str, ...]:
+        owner = peer or (OWNER if index % 2 == 0 else OTHER)
+        return self.hear(owner, msgspec.structs.replace(Backward(0, 0, index, 1, attempt, 1), **changes), 2)
+
+    def forward(self, index: int, attempt: int, **changes: object) -> tuple[str, ...]:
+        owner = OWNER if index % 2 == 0 else OTHER
+        return self.hear(owner, msgspec.structs.replace(Forward(0, 0, index, 1, attempt, 1), **changes), 1)
+
+    def done(self, task: Task, seconds: float = 0.2, **result: object) -> None:
+        self.take(self.server.on_done(Done(task.id, Result(**result), seconds), self.now))  # type: ignore[arg-type]
+
+    def fail(self, task: Task, reason: str = "out of memory") -> None:
+        self.take(self.server.on_failed(Failed(task.id, reason), self.now))
+
+    def view(self, view: View) -> None:
+        self.take(self.server.on_view(view, self.now))
+
+    def tick(self, now: float) -> None:
+        self.now = now
+        self.take(self.server.tick(now))
+
+    def book(self, *indices: int) -> None:
+        for index in indices:
+            self.backward(index, 1)
+            self.done(self.task(RunBackward), loss=1.0)
+        self.server.changed = False
+
+    def task(self, kind: type[T]) -> T:
+        """The one task of that kind that the last call asked for."""
+        (found,) = [c.task for c in self.commands if isinstance(c, Do) and isinstance(c.task, kind)]
+        return found
+
+    def tasks(self) -> list[Task]:
+        return [command.task for command in self.commands if isinstance(command, Do)]
+
+    def sends(self, kind: type[T]) -> list[tuple[str, T, tuple[str, ...]]]:
+        found = [c for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
+        return [(c.peer, c.message, c.blobs) for c in found]  # type: ignore[misc]
+
+    def dropped(self) -> list[str]:
+        return [blob for command in self.commands if isinstance(command, Drop) for blob in command.blobs]
+
+    def booked(self) -> list[int]:
+        return [booking.index for booking in self.server.books]
+
+
+# ---------------------------------------------------------------------------------------------------------------- hops
+
+
+def test_a_forward_is_run_and_its_output_sent_and_forgotten() -> None:
+    play = Play()
+    (x,) = play.forward(0, 7)
+    task = play.task(RunForward)
+    play.done(task)
+
+    assert (task.x, task.stage, task.index) == (x, 1, 0)
+    assert play.sends(Output) == [(OWNER, Output(0, 0, 0, 1, 7), (task.out,))]
+    assert sorted(play.dropped()) == sorted([x, task.out])
+
+
+def test_a_backward_is_booked_and_its_gradient_kept() -> None:
+    play = Play()
+    x, grad = play.backward(2, 7)
+    task = play.task(RunBackward)
+    play.done(task, loss=1.5)
+
+    assert (task.x, task.grad) == (x, grad)
+    assert play.server.books == (Booking(2, 1.5),)
+    assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 2, 1, 7, 1.5), (task.out,))]
+    assert play.dropped() == [x, grad]
+    assert play.server.changed
+
+
+def test_the_first_stage_writes_no_gradient_of_its_input() -> None:
+    members = (Member(ME, 0), Member(OWNER, 1))
+    play = Play(stage=0, view=a_view(members=members, owners=(1, 1, 1, 1)))
+    play.hear(OWNER, Backward(0, 0, 0, 0, 1, 1), 2)
+    task = play.task(RunBackward)
+    play.done(task)
+
+    assert task.out == ""
+    assert [blobs for _, _, blobs in play.sends(Gradient)] == [()]
+
+
+def test_a_single_stage_takes_the_tokens_alone() -> None:
+    view = a_view(members=(Member(OWNER, 0), Member(ME, 0)), owners=(0, 0, 0, 0))
+    play = Play(msgspec.structs.replace(SETTINGS, stages=1), 0, view)
+    play.hear(OWNER, Backward(0, 0, 0, 0, 1, 1), 1)
+
+    assert play.task(RunBackward).grad == ""
+
+
+def test_a_retry_of_a_booked_backward_is_answered_from_the_books_and_not_run() -> None:
+    play = Play()
+    play.backward(0, 1)
+    task = play.task(RunBackward)
+    play.done(task, loss=2.0)
+    again = play.backward(0, 2)
+
+    assert play.tasks() == []
+    assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 0, 1, 2, 2.0), (task.out,))]
+    assert play.dropped() == list(again)
+    assert play.booked() == [0]
+
+
+def test_a_retry_of_a_running_backward_is_answered_once_under_the_newest_attempt() -> None:
+    play = Play()
+    play.backward(0, 1)
+    task = play.task(RunBackward)
+    for attempt in (3, 2):
+        play.backward(0, attempt)
+        assert play.tasks() == [] and play.sends(Gradient) == []
+    play.done(task)
+
+    assert [message.attempt for _, message, _ in play.sends(Gradient)] == [3]
+    assert play.tasks() == [] and play.booked() == [0]
+
+
+def test_a_retry_of_a_queued_backward_waits_with_it() -> None:
+    play = Play()
+    play.forward(0, 1)
+    running = play.task(RunForward)
+    first = play.backward(2, 2)
+    play.backward(2, 3)
+    play.done(running)
+
+    assert play.task(RunBackward).x == first[0]
+    play.done(play.task(RunBackward))
+    assert play.tasks() == [] and [m.attempt for _, m, _ in play.sends(Gradient)] == [3]
+
+
+def test_a_damaged_retry_of_a_running_backward_is_not_refused() -> None:
+    """Refused would let the owner go elsewhere with what is being booked here."""
+    play = Play()
+    play.backward(0, 1)
+    play.hear(OWNER, Backward(0, 0, 0, 1, 2, 1), 2, "not finite")
+
+    assert play.sends(Refused) == []
+
+
+def test_backward_goes_before_forward_and_older_before_newer() -> None:
+    play = Play(msgspec.structs.replace(SETTINGS, queue_limit=9))
+    play.forward(0, 1)
+    running: Task = play.task(RunForward)
+    play.forward(3, 1)
+    play.forward(2, 1)
+    play.backward(3, 2)
+    play.backward(1, 1)
+    order = []
+    for _ in range(4):
+        play.done(running)
+        (running,) = play.tasks()
+        assert isinstance(running, RunForward | RunBackward)
+        order.append((type(running), running.index))
+
+    assert order == [(RunBackward, 1), (RunBackward, 3), (RunForward, 2), (RunForward, 3)]
+
+
+def test_only_one_hop_runs_at_a_time() -> None:
+    play = Play()
+    play.forward(0, 1)
+    play.backward(2, 1)
+
+    assert play.tasks() == []
+
+
+def test_a_newer_forward_replaces_the_queued_one() -> None:
+    play = Play()
+    play.backward(0, 1)
+    running = play.task(RunBackward)
+    (old,) = play.forward(2, 1)
+    (new,) = play.forward(2, 2)
+    assert play.dropped() == [old]
+    play.done(running)
+
+    assert play.task(RunForward).x == new
+
+
+@pytest.mark.parametrize(
+    ("changes", "peer"),
+    [({}, OTHER), ({}, "stranger"), ({"step": 1}, ""), ({"epoch": 1}, "")],
+)
+def test_what_is_not_the_owners_or_not_of_now_is_ignored(changes: dict[str, int], peer: str) -> None:
+    play = Play()
+    blobs = play.backward(0, 1, peer, **changes)
+
+    assert play.commands == [Drop(blobs)]
+
+
+def test_a_microbatch_that_does_not_exist_is_ignored() -> None:
+    play = Play()
+    blobs = play.backward(9, 1, OWNER)
+
+    assert play.commands == [Drop(blobs)]
+
+
+def test_a_request_of_a_view_not_seen_yet_is_put_off() -> None:
+    play = Play()
+    play.backward(0, 1, view=2)
+
+    ((peer, busy, _),) = play.sends(Busy)
+    assert peer == OWNER and busy.backward and 0 < busy.wait_s < 0.5
+
+
+@pytest.mark.parametrize("why", ["busy", "refused", "failed", "cancelled"])
+def test_an_attempt_that_was_declined_is_never_taken(why: str) -> None:
+    play = Play()
+    match why:
+        case "busy":
+            play.backward(0, 5, view=2)
+            play.view(a_view(2))
+        case "refused":
+            play.hear(OWNER, Backward(0, 0, 0, 1, 5, 1), 2, "not finite")
+        case "failed":
+            play.backward(0, 5)
+            play.fail(play.task(RunBackward))
+            assert [m.reason for _, m, _ in play.sends(Refused)] == ["out of memory"]
+        case _:
+            play.hear(OWNER, Cancel(0, 0, 0, 1, 5, 1))
+    late = play.backward(0, 5)
+    assert play.commands == [Drop(late)]
+    play.backward(0, 6)
+
+    assert play.task(RunBackward).index == 0
+
+
+def test_damaged_blobs_are_refused_and_the_leader_is_told() -> None:
+    play = Play()
+    play.hear(OTHER, Forward(0, 0, 1, 1, 4, 1), 1, "values are not finite")
+
+    assert play.sends(Refused) == [(OTHER, Refused(0, 0, 1, 1, 4, False, "values are not finite"), ())]
+    ((leader, complaint, _),) = play.sends(Complaint)
+    assert leader == OWNER and complaint.about == OTHER and "not finite" in complaint.reason
+
+
+def test_the_wrong_number_of_blobs_is_refused() -> None:
+    play = Play()
+    play.hear(OWNER, Backward(0, 0, 0, 1, 4, 1), 1)
+
+    assert [m.reason for _, m, _ in play.sends(Refused)] == ["1 blobs where 2 belong"]
+
+
+def test_a_task_that_fails_here_is_refused_without_complaint() -> None:
+    play = Play()
+    play.forward(0, 1)
+    play.fail(play.task(RunForward))
+
+    assert len(play.sends(Refused)) == 1 and play.sends(Complaint) == []
+
+
+def test_a_full_queue_says_how_long_it_is() -> None:
+    play = Play()
+    play.backward(0, 1)
+    play.done(play.task(RunBackward), seconds=2.5)
+    play.forward(0, 2)
+    play.forward(1, 1)
+    play.forward(2, 1)
+    play.forward(3, 1)
+
+    ((_, busy, _),) = play.sends(Busy)
+    assert busy.wait_s == pytest.approx(3.0)  # three forwards of a second each, by the ratio of a backward
+    assert play.server.queue_s == pytest.approx(3.0)
+    assert play.server.rate == pytest.approx(1 / 3.5)
+
+
+def test_before_anything_is_measured_the_plan_says_the_rate() -> None:
+    assert Play(msgspec.structs.replace(SETTINGS, stage_seconds=(1.0, 0.5))).server.rate == pytest.approx(2.0)
+    assert Play().server.rate == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------ cancel, recall
+
+
+def test_a_queued_backward_is_cancelled_for_good() -> None:
+    play = Play()
+    play.forward(0, 1)
+    running = play.task(RunForward)
+    blobs = play.backward(2, 1)
+    play.hear(OWNER, Cancel(0, 0, 2, 1, 1, 1))
+    assert play.sends(Cancelled) == [(OWNER, Cancelled(0, 0, 2, 1, 1), ())]
+    assert play.dropped() == list(blobs)
+    play.done(running)
+
+    assert play.tasks() == []
+
+
+def test_a_running_backward_answers_a_cancel_when_it_is_done() -> None:
+    play = Play()
+    play.backward(0, 1)
+    task = play.task(RunBackward)
+    play.hear(OWNER, Cancel(0, 0, 0, 1, 4, 1))
+    assert play.commands == []
+    play.done(task)
+
+    assert [m.attempt for _, m, _ in play.sends(Gradient)] == [4]
+
+
+def test_a_late_cancel_of_an_older_attempt_leaves_the_newer_one() -> None:
+    play = Play()
+    play.forward(0, 1)
+    running = play.task(RunForward)
+    play.backward(2, 5)
+    play.hear(OWNER, Cancel(0, 0, 2, 1, 4, 1))
+    play.done(running)
+
+    assert play.task(RunBackward).index == 2
+
+
+@pytest.mark.parametrize("kind", [Cancel, Recall])
+def test_what_is_booked_is_sent_again_and_what_is_not_is_cancelled(kind: type[Cancel] | type[Recall]) -> None:
+    play = Play()
+    play.book(0)
+    play.hear(OWNER, kind(0, 0, 0, 1, 8, 1))
+    assert [m.attempt for _, m, _ in play.sends(Gradient)] == [8]
+    play.hear(OWNER, kind(0, 0, 2, 1, 8, 1))
+
+    assert play.sends(Cancelled) == [(OWNER, Cancelled(0, 0, 2, 1, 8), ())]
+
+
+# -------------------------------------------------------------------------------------------------------------- owners
+
+
+def without(peer: str, number: int = 2, **changes: object) -> View:
+    return a_view(number, tuple(member for member in MEMBERS if member.peer != peer), **changes)
+
+
+def test_what_a_former_owner_queued_is_dropped() -> None:
+    play = Play()
+    play.forward(0, 1)
+    running = play.task(RunForward)
+    blobs = play.backward(1, 1)
+    play.view(without(OTHER))
+    assert play.dropped() == list(blobs)
+    play.done(running)
+
+    assert play.tasks() == []
+
+
+def test_books_wait_for_the_view_and_for_what_a_former_owner_runs() -> None:
+    play = Play()
+    play.book(0)
+    play.backward(1, 1)
+    running = play.task(RunBackward)
+    play.hear(OWNER, AskBooks(0, 0, 2))
+    assert play.commands == []
+    play.view(without(OTHER))
+    assert play.sends(Books) == []
+    play.done(running)
+
+    assert play.sends(Books) == [(OWNER, Books(0, 0, 2, 1, (0, 1)), ())]
+
+
+def test_books_do_not_wait_for_what_the_present_owner_runs() -> None:
+    play = Play()
+    play.backward(0, 1)
+    play.view(without(OTHER))
+    play.hear(OWNER, AskBooks(0, 0, 2))
+
+    assert play.sends(Books) == [(OWNER, Books(0, 0, 2, 1, ()), ())]
+
+
+# -------------------------------------------------------------------------------------------------------------- rounds
+
+
+def a_round(number: int = 1, mine: tuple[int, ...] = (0, 2), group: tuple[Share, ...] = (), view: int = 1) -> Round:
+    rest = tuple(index for index in range(4) if index not in mine)
+    group = group or (Share(ME, mine), Share(MATE, rest))
+    return Round(0, 0, number, view, ((Share(OWNER, (0, 1, 2, 3)), Share(OTHER, ())), group))
+
+
+def started(*, mate_first: bool = False) -> Play:
+    """In round 1, my sum cut, the parts sent."""
+    play = Play()
+    play.book(0, 2)
+    if mate_first:
+        play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(OWNER, a_round())
+    play.done(play.task(Cut))
+    return play
+
+
+def reduced() -> Play:
+    play = started()
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.done(play.task(Add))
+    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.done(play.task(Gather), digest="g1", norm_sq=4.0)
+    return play
+
+
+def a_commit(number: int = 2, digest: str = "g1", save: bool = False, **changes: object) -> View:
+    last = Committed(0, 1, 2.0, 1.0, ("g0", digest), a_round().groups, save)
+    return a_view(number, step=1, last=last, **changes)
+
+
+def test_a_round_cuts_exchanges_adds_and_gathers() -> None:
+    play = Play()
+    play.book(0, 2)
+    play.hear(OWNER, a_round())
+    cut = play.task(Cut)
+    assert cut.bounds == (0, 5, 10) and len(cut.outs) == 2
+    play.done(cut)
+    assert play.sends(Part) == [(MATE, Part(0, 0, 1, 1), (cut.outs[1],))]
+
+    (part,) = play.hear(MATE, Part(0, 0, 1, 0), 1)
+    add = play.task(Add)
+    assert add.parts == (cut.outs[0], part)
+    play.done(add)
+    assert play.sends(Sum) == [(MATE, Sum(0, 0, 1, 0), (add.out,))]
+    assert play.dropped() == [cut.outs[0], part]
+
+    (other,) = play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    gather = play.task(Gather)
+    assert gather.sums == (add.out, other)
+    play.done(gather, digest="g1", norm_sq=4.0)
+    assert play.sends(Reduced) == [(OWNER, Reduced(0, 0, 1, "g1", 4.0), ())]
+
+
+def test_parts_are_added_in_group_order_whoever_is_first() -> None:
+    play = Play()
+    play.book(0, 2)
+    (part,) = play.hear(MATE, Part(0, 0, 1, 1), 1)
+    play.hear(OWNER, a_round(group=(Share(MATE, (1, 3)), Share(ME, (0, 2)))))
+    cut = play.task(Cut)
+    play.done(cut)
+
+    assert play.task(Add).parts == (part, cut.outs[1])
+
+
+def test_a_lone_replica_gathers_what_it_cut() -> None:
+    play = Play(view=without(MATE, 1))
+    for index in range(4):
+        play.backward(index, 1, OWNER if index % 2 == 0 else OTHER)
+        play.done(play.task(RunBackward))
+    play.hear(OWNER, a_round(mine=(0, 1, 2, 3), group=(Share(ME, (0, 1, 2, 3)),)))
+    cut = play.task(Cut)
+    play.done(cut)
+
+    assert play.task(Gather).sums == cut.outs
+
+
+def test_a_part_that_comes_before_its_round_is_kept_for_it() -> None:
+    play = started(mate_first=True)
+
+    assert play.task(Add).parts[1] == "in4"
+
+
+def test_at_most_two_early_blobs_are_held_for_a_sender_the_newest() -> None:
+    play = Play()
+    held = [play.hear(MATE, message, 1)[0] for message in (Part(0, 0, 3, 0), Sum(0, 0, 3, 1), Part(0, 0, 4, 0))]
+
+    assert play.dropped() == [held[0]]
+    assert play.hear(MATE, Part(0, 0, 2, 0), 1) == tuple(play.dropped())
+
+
+def test_a_round_needs_the_very_books_in_their_order() -> None:
+    play = Play()
+    play.book(2, 0)
+    play.hear(OWNER, a_round(mine=(0, 2)))
+
+    ((leader, failed, _),) = play.sends(RoundFailed)
+    assert leader == OWNER and failed.culprit == "" and "I booked [2, 0]" in failed.reason
+    assert play.tasks() == [] and play.server.changed
+
+
+def test_a_round_that_brings_a_microbatch_twice_is_refused() -> None:
+    play = Play()
+    play.book(0, 2)
+    play.hear(OWNER, a_round(group=(Share(ME, (0, 2)), Share(MATE, (1, 2, 3)))))
+
+    assert play.tasks() == [] and "brought twice" in play.sends(RoundFailed)[0][1].reason
+
+
+def test_a_round_of_someone_who_does_not_lead_is_ignored() -> None:
+    play = Play()
+    play.book(0, 2)
+    play.hear(OTHER, a_round())
+
+    assert play.commands == []
+
+
+def test_a_round_waits_for_its_view() -> None:
+    play = Play()
+    play.book(0, 2)
+    play.hear(OWNER, a_round(view=2))
+    assert play.commands == []
+    play.view(a_view(2))
+
+    assert play.task(Cut).step == 0
+
+
+def test_nothing_is_cut_while_something_is_added_nor_added_while_it_is_cut() -> None:
+    play = Play()
+    play.book(0)
+    play.backward(2, 1)
+    running = play.task(RunBackward)
+    play.hear(OWNER, a_round())
+    assert play.tasks() == []
+    play.done(running)
+    cut = play.task(Cut)
+    play.backward(3, 1)
+    assert play.tasks() == []
+    play.done(cut)
+
+    assert play.task(RunBackward).index == 3
+
+
+@pytest.mark.parametrize("step", ["part", "add", "sum"])
+def test_a_replica_that_is_fenced_in_the_middle_is_not_averaged(step: str) -> None:
+    play = started()
+    if step != "part":
+        play.hear(MATE, Part(0, 0, 1, 0), 1)
+        add = play.task(Add)
+    if step == "sum":
+        play.done(add)
+    play.view(without(MATE))
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    assert play.tasks() == []
+    if step == "add":
+        play.done(add)
+    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+
+    assert play.tasks() == [] and play.sends(Reduced) == [] and play.sends(Sum) == []
+    assert play.booked() == [0, 2]
+
+
+def test_a_round_that_lists_a_fenced_replica_is_not_begun() -> None:
+    play = Play()
+    play.book(0, 2)
+    play.view(without(MATE))
+    play.hear(OWNER, a_round())
+
+    assert play.tasks() == [] and "mate is listed" in play.sends(RoundFailed)[0][1].reason
+
+
+def test_a_loss_in_another_stage_ends_the_round_too() -> None:
+    play = started()
+    play.view(without(OTHER))
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+
+    assert play.tasks() == []
+
+
+def test_an_aborted_rounds_blobs_go_when_the_task_that_reads_them_has_ended() -> None:
+    play = started()
+    (part,) = play.hear(MATE, Part(0, 0, 1, 0), 1)
+    add = play.task(Add)
+    play.view(without(MATE))
+    assert part not in play.dropped()
+    play.done(add)
+
+    assert set(play.dropped()) == {*add.parts, add.out}
+
+
+def test_a_newer_round_replaces_the_older_whose_messages_are_void() -> None:
+    play = started()
+    play.hear(OWNER, a_round(2))
+    play.done(play.task(Cut))
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    assert play.tasks() == []
+    play.hear(MATE, Part(0, 0, 2, 0), 1)
+    assert len(play.task(Add).parts) == 2
+    play.hear(OWNER, a_round(1))
+
+    assert play.tasks() == [] and play.sends(RoundFailed)[0][1].round == 1
+
+
+def test_a_part_twice_counts_once() -> None:
+    play = started()
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    again = play.hear(MATE, Part(0, 0, 1, 0), 1)
+
+    assert play.commands == [Drop(again)]
+
+
+def test_a_damaged_part_ends_the_round_and_names_its_sender() -> None:
+    play = started()
+    play.hear(MATE, Part(0, 0, 1, 0), 1, "values are not finite")
+
+    ((_, failed, _),) = play.sends(RoundFailed)
+    assert failed.culprit == MATE and "not finite" in failed.reason
+
+
+def test_a_gradient_that_is_not_finite_ends_the_round_without_a_culprit() -> None:
+    play = started()
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.done(play.task(Add))
+    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.fail(play.task(Gather), "not finite")
+
+    assert [m.culprit for _, m, _ in play.sends(RoundFailed)] == [""]
+    play.hear(OWNER, a_round())
+    assert "not finite" in play.sends(RoundFailed)[0][1].reason  # asked again, it says so again
+
+
+def test_what_is_missing_is_asked_for_again_at_the_deadline() -> None:
+    play = started()
+    assert play.server.deadline == 2.0
+    play.tick(2.0)
+
+    assert [(peer, m.chunk, m.sum) for peer, m, _ in play.sends(Resend)] == [(MATE, 0, False), (MATE, 1, True)]
+    assert play.server.deadline == 4.0
+
+
+def test_a_part_and_a_sum_are_sent_again_when_asked_for() -> None:
+    play = reduced()
+    play.hear(MATE, Resend(0, 0, 1, 1, False))
+    assert [m for _, m, _ in play.sends(Part)] == [Part(0, 0, 1, 1)]
+    play.hear(MATE, Resend(0, 0, 1, 0, True))
+    assert [m for _, m, _ in play.sends(Sum)] == [Sum(0, 0, 1, 0)]
+    play.hear(MATE, Resend(0, 0, 1, 0, False))  # not its chunk
+
+    assert play.commands == []
+
+
+def test_reduced_is_repeated_to_whoever_leads() -> None:
+    play = reduced()
+    play.server.leader = OTHER
+    play.tick(1.0)
+
+    assert [peer for peer, _, _ in play.sends(Reduced)] == [OTHER]
+
+
+# ------------------------------------------------------------------------------------------------------------- commits
+
+
+def test_a_commit_of_what_i_hold_is_applied_and_opens_the_next_step() -> None:
+    play = reduced()
+    kept = [f"{blob}" for blob in play.server._rounds._current.live]  # type: ignore[union-attr]
+    play.view(a_commit(save=True))
+    task = play.task(Apply)
+    assert (task.step, task.round, task.norm, task.save) == (0, 1, 2.0, True)
+    assert set(kept) <= set(play.dropped()) and play.server.books == () and not play.server.ready
+    play.backward(0, 1, step=1, view=2)
+    assert len(play.sends(Busy)) == 1
+    play.done(task, digest="d1")
+
+    assert (play.server.step, play.server.digest, play.server.ready, play.server.changed) == (1, "d1", True, True)
+    play.backward(0, 2, step=1, view=2)
+    assert play.task(RunBackward).step == 1
+
+
+@pytest.mark.parametrize("case", ["other digest", "no round", "two steps", "other round"])
+def test_without_the_committed_gradient_the_state_must_come_again(case: str) -> None:
+    play = Play() if case == "no round" else reduced()
+    view = a_commit(digest="other") if case == "other digest" else a_commit()
+    if case == "two steps":
+        view = msgspec.structs.replace(view, step=2)
+    if case == "other round":
+        assert view.last is not None
+        view = msgspec.structs.replace(view, last=msgspec.structs.replace(view.last, round=9))
+    play.view(view)
+
+    assert play.tasks() == [] and play.server.stale and not play.server.ready
+    assert [command.kind for command in play.commands if isinstance(command, Note)] == ["state"]
+    play.server.stale = ""
+    assert not play.server.ready
+    play.tick(2.0)
+    assert play.server.stale  # said again: the first call may have vanished
+    play.take(play.server.seat(1, view.step, 0, 10, "d", 3.0))
+    assert play.server.ready and not play.server.stale
+
+
+def test_a_joiner_that_misses_a_commit_leaves_it_to_its_download() -> None:
+    members = tuple(member for member in MEMBERS if member.peer != ME)
+    play = Play(view=a_view(members=members, joining=(Member(ME, 1),)))
+    play.view(a_commit(members=members, joining=(Member(ME, 1),)))
+
+    assert not play.server.ready and play.server.stale == ""
+
+
+def test_a_ready_joiner_takes_part_in_the_round_and_enters_with_the_commit() -> None:
+    members = tuple(member for member in MEMBERS if member.peer != ME)
+    play = Play(view=a_view(members=members, joining=(Member(ME, 1),)))
+    play.hear(OWNER, a_round(group=(Share(MATE, (0, 1, 2, 3)), Share(ME, ()))))
+    play.done(play.task(Cut))
+    play.hear(MATE, Part(0, 0, 1, 1), 1)
+    play.done(play.task(Add))
+    play.hear(MATE, Sum(0, 0, 1, 0), 1)
+    play.done(play.task(Gather), digest="g1")
+    play.view(a_commit())
+
+    assert play.task(Apply).round == 1
+
+
+def test_an_optimizer_step_that_fails_asks_for_the_state() -> None:
+    play = reduced()
+    play.view(a_commit())
+    play.fail(play.task(Apply))
+
+    assert "out of memory" in play.server.stale
+
+
+def test_what_still_runs_at_a_commit_is_not_booked_in_the_next_step() -> None:
+    play = reduced()
+    play.backward(1, 1)
+    running = play.task(RunBackward)
+    play.view(a_commit())
+    apply = play.task(Apply)
+    play.done(running)
+    assert set(play.dropped()) == {running.x, running.grad, running.out} and play.sends(Gradient) == []
+    play.done(apply)
+
+    assert play.server.books == ()
+
+
+def test_a_rollback_voids_everything() -> None:
+    play = reduced()
+    play.view(a_view(2, epoch=1))
+
+    assert not play.server.seated and play.server.books == ()
+    assert isinstance(play.tasks()[0], Reset)
+
+
+def test_a_member_that_is_put_out_empties_its_sum() -> None:
+    play = Play()
+    play.book(0)
+    members = tuple(member for member in MEMBERS if member.peer != ME)
+    play.view(a_view(2, members, joining=(Member(ME, 1),)))
+
+    assert play.server.books == () and isinstance(play.tasks()[0], Reset)
+
+
+def test_a_move_to_another_stage_voids_the_seat() -> None:
+    play = reduced()
+    play.view(a_commit(members=(Member(OWNER, 0), Member(OTHER, 0), Member(ME, 0), Member(MATE, 1))))
+
+    assert not play.server.seated and not any(isinstance(task, Apply) for task in play.tasks())
+
+
+def test_a_seat_that_comes_too_late_asks_again() -> None:
+    play = Play()
+    play.take(play.server.unseat())
+    play.view(a_commit())
+    play.take(play.server.seat(1, 0, 0, 10, "d0", 0.0))
+
+    assert play.server.stale and not play.server.ready
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def saving() -> Play:
+    play = reduced()
+    play.view(a_commit(save=True))
+    return play
+
+
+def test_a_shard_is_written_once_and_answered_as_often_as_asked() -> None:
+    play = saving()
+    apply = play.task(Apply)
+    play.hear(OWNER, AskSave(0, 1))
+    assert play.commands == []  # that version is being made
+    play.done(apply)
+    task = play.task(RunSave)
+    assert (task.stage, task.step) == (1, 1)
+    play.hear(OWNER, AskSave(0, 1))
+    assert play.commands == []
+    play.done(task, record="{}")
+    assert play.sends(Saved) == [(OWNER, Saved(0, 1, 1, "{}"), ())]
+    play.hear(OWNER, AskSave(0, 1))
+
+    assert play.sends(Saved) == [(OWNER, Saved(0, 1, 1, "{}"), ())] and play.tasks() == []
+
+
+def test_a_shard_that_fails_is_tried_again_when_asked_again() -> None:
+    play = saving()
+    play.done(play.task(Apply))
+    play.hear(OWNER, AskSave(0, 1))
+    play.fail(play.task(RunSave), "disk is full")
+    assert [m.failed for _, m, _ in play.sends(Saved)] == ["disk is full"]
+    play.hear(OWNER, AskSave(0, 1))
+
+    assert play.task(RunSave).step == 1
+
+
+def test_without_a_copy_the_leader_is_told_to_ask_another() -> None:
+    play = Play()
+    play.hear(OWNER, AskSave(0, 0))
+
+    assert "no copy" in play.sends(Saved)[0][1].failed
+
+
+def test_publishing_is_done_once_and_answered_as_often_as_asked() -> None:
+    play = Play()
+    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    task = play.task(RunPublish)
+    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    assert play.commands == []
+    play.done(task, record="runs/x")
+    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+
+    assert play.sends(Published) == [(OWNER, Published(0, 1, "runs/x"), ())] and play.tasks() == []
