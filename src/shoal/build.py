@@ -133,6 +133,8 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
 
 def _transport(config: Config, identity: Identity, membership: Membership, port: int) -> Reachable:
     network = config.network
+    if network.transport != "tls":
+        raise ValueError(f"network.transport = {network.transport!r} is not built in; try 'tls'")
     plain = TlsTransport(identity, membership, network.host, port, Limits(blob_bytes=network.blob_bytes))
     if not network.delay_s and not network.bandwidth_Bps:
         return plain
@@ -142,6 +144,8 @@ def _transport(config: Config, identity: Identity, membership: Membership, port:
 async def _directory(
     config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable
 ) -> Directory:
+    if config.network.discovery != "gossip":
+        raise ValueError(f"network.discovery = {config.network.discovery!r} is not built in; try 'gossip'")
     host, port = transport.address
     own = Record(run=membership.run, peer=identity.name, host=host, port=port)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.contract.transports import NETS, introduce, started, take
 
 from shoal.core.messages import Cancelled, Lead, Output
-from shoal.transport import inbox, tls
+from shoal.transport import inbox, streams
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits, Lost
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Authority, read_invite
@@ -33,7 +33,7 @@ def net(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs this may be very busy."""
-    monkeypatch.setattr(tls, "CONNECT_S", 60.0)
+    monkeypatch.setattr(streams, "CONNECT_S", 60.0)
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_strangers_and_impostors_are_refused_with_the_reason(secure: Any) -> Non
                 ({"proof": bytes(forged)}, "forged"),
                 ({"proof": bytes(forged_grant)}, "forged"),
                 ({"proof": foreign.proof}, "another run"),
-                ({"proof": foreign.proof, "run": foreign.run}, "another run"),
+                ({"proof": foreign.proof, "run": foreign.run}, "it belongs to another run"),
                 ({"proof": secure.membership(me, expires=time.time() - 60).proof}, "expired"),
                 ({"proof": secure.membership(other).proof}, "belongs to another peer"),
                 ({"name": other.name}, "holds the key of"),

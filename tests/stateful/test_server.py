@@ -285,7 +285,8 @@ class ServerAmongOwners(RuleBasedStateMachine):
     @rule(arrives=MOSTLY, first=st.booleans(), really=SELDOM)
     def an_owner_vanishes_and_another_adopts(self, arrives: bool, first: bool, really: bool) -> None:
         gone = "b"
-        if not really:
+        running = any(isinstance(task, RunBackward) and self.owner(task.index) == gone for task in self.tasks)
+        if not really and not running:
             return
         lost = [index for index in range(INDICES) if self.owner(index) == gone]
         members = tuple(member for member in self.view.members if member.peer != gone)
@@ -314,9 +315,9 @@ class ServerAmongOwners(RuleBasedStateMachine):
             self.show()
 
     @precondition(lambda self: any(member.peer == MATE for member in self.view.members))
-    @rule(really=SELDOM)
-    def the_other_replica_is_fenced(self, really: bool) -> None:
-        if not really:
+    @rule(really=SELDOM, first=MOSTLY)
+    def the_other_replica_is_fenced(self, really: bool, first: bool) -> None:
+        if not really and not any(isinstance(task, Add | Cut) for task in self.tasks):
             return
         members = tuple(member for member in self.view.members if member.peer != MATE)
         places = {member.peer: place for place, member in enumerate(members)}
@@ -324,6 +325,8 @@ class ServerAmongOwners(RuleBasedStateMachine):
         for plan in self.plans:
             if plan.state == "elsewhere":
                 plan.state = "free"
+        if first:
+            self.show_all()
 
     @precondition(lambda self: any(member.peer == MATE for member in self.view.members))
     @rule(wrong=SELDOM, order=st.booleans(), again=SELDOM)
@@ -498,4 +501,4 @@ def outputs(task: Task) -> tuple[str, ...]:
 
 
 TestServerAmongOwners = ServerAmongOwners.TestCase
-TestServerAmongOwners.settings = settings(max_examples=150, stateful_step_count=80, deadline=None, derandomize=True)
+TestServerAmongOwners.settings = settings(max_examples=200, stateful_step_count=80, deadline=None, derandomize=True)

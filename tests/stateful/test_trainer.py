@@ -56,7 +56,7 @@ class Server:
     queue: list[tuple[str, Forward | Backward]] = field(default_factory=list)
     running: tuple[str, Forward | Backward] | None = None
     booked: list[int] = field(default_factory=list)
-    void: dict[int, int] = field(default_factory=dict)  # index -> attempts up to this one will not be booked
+    void: dict[tuple[int, int, int], int] = field(default_factory=dict)  # attempts up to this one will not be booked
     asked: list[tuple[str, AskBooks]] = field(default_factory=list)
     out: list[tuple[str, Message, int]] = field(default_factory=list)  # to, message, blobs
 
@@ -69,7 +69,7 @@ class Server:
 
     def see(self, view: View) -> None:
         if (view.epoch, view.step) != (self.view.epoch, self.view.step):
-            self.queue, self.running, self.booked, self.void, self.asked = [], None, [], {}, []
+            self.queue, self.running, self.booked, self.asked = [], None, [], []
         self.view = view
         self.queue = [(owner, m) for owner, m in self.queue if self.owner(m.index) == owner]
         self.show_books()
@@ -97,9 +97,10 @@ class Server:
         assert isinstance(message, Forward | Backward | Recall | Cancel)
         ids = (message.epoch, message.step, message.index, message.stage, message.attempt)
         backward = isinstance(message, Backward)
+        key = (message.epoch, message.step, message.index)
         if message.view > self.view.number:
             if backward:
-                self.void[message.index] = max(self.void.get(message.index, 0), message.attempt)
+                self.void[key] = max(self.void.get(key, 0), message.attempt)
             self.out.append((owner, Busy(*ids, backward, 0.1), 0))
             return
         if self.owner(message.index) != owner:
@@ -119,11 +120,11 @@ class Server:
             if same and same[0] is self.running:
                 return
             self.queue = [entry for entry in self.queue if entry not in same]
-            self.void[message.index] = max(self.void.get(message.index, 0), message.attempt)
+            self.void[key] = max(self.void.get(key, 0), message.attempt)
             self.out.append((owner, Cancelled(*ids), 0))
-        elif message.attempt > self.void.get(message.index, 0) and not same:
+        elif message.attempt > self.void.get(key, 0) and not same:
             if refuse or len(self.queue) >= QUEUE:
-                self.void[message.index] = message.attempt
+                self.void[key] = message.attempt
                 no = Refused(*ids, True, "a test") if refuse else Busy(*ids, True, 0.3)
                 self.out.append((owner, no, 0))
             else:
@@ -195,9 +196,7 @@ class Swarm(RuleBasedStateMachine):
             before = old.members[old.owners[index]].peer if old.owners else ""
             stays = before in peers and (old.step, old.epoch) == (step, epoch)
             owners.append(peers.index(before) if stays else self.rng.randrange(len(peers)))
-        view = View(
-            number=old.number + 1, step=step, members=members, owners=tuple(owners), started=True, epoch=epoch
-        )
+        view = View(number=old.number + 1, step=step, members=members, owners=tuple(owners), started=True, epoch=epoch)
         self.views.append(view)
 
     def show(self, peer: str, at: int) -> None:
@@ -250,9 +249,7 @@ class Swarm(RuleBasedStateMachine):
             self.serial += 1
             blobs.append(BlobRef(f"r{self.serial}", 4))
         node.blobs |= {blob.id for blob in blobs}
-        self.carry_out(
-            letter.to, node.trainer.on_message(letter.source, letter.message, tuple(blobs), fault, self.now)
-        )
+        self.carry_out(letter.to, node.trainer.on_message(letter.source, letter.message, tuple(blobs), fault, self.now))
 
     def fetch(self, peer: str) -> None:
         node = self.nodes[peer]
@@ -431,7 +428,7 @@ class Swarm(RuleBasedStateMachine):
 
 
 Swarm.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), phases=(__import__("hypothesis").Phase.generate,)
 )
 test_trainers_among_bad_servers = Swarm.TestCase
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.core.messages import Cancelled, Output
-from shoal.transport import inbox, tls
+from shoal.transport import inbox, streams
 from shoal.transport.base import Blob, Incoming, Limits, Lost
 from shoal.transport.engine import Engine, Link, Want
 from shoal.transport.identity import Identity, certificate_key_id, client_context
@@ -44,7 +44,7 @@ def silent() -> Any:
 
 
 def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "CONNECT_S", 0.2)
+    monkeypatch.setattr(streams, "CONNECT_S", 0.2)
 
     async def story() -> None:
         a, there = make(), Identity.new().name
@@ -61,7 +61,7 @@ def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypa
 def test_what_waits_for_a_peer_is_bounded_and_given_back_when_it_is_forgotten(
     silent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "CONNECT_S", 600.0)
+    monkeypatch.setattr(streams, "CONNECT_S", 600.0)
 
     async def story() -> None:
         a, there = make(Limits(queued_bytes=3 * MIB)), Identity.new().name
@@ -177,7 +177,7 @@ def test_useless_addresses_are_not_kept() -> None:
         (a.name, ("127.0.0.1", 80)),
     ):
         a.learn(name, address)
-    assert not a._addresses
+    assert not a._tls._addresses
     asyncio.run(a.close())
 
 

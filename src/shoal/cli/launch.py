@@ -101,6 +101,7 @@ class Crew:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 limit=MAX_REPORT_BYTES,
+                env=_environment(spec),
                 process_group=0,
             )
         child = Child(spec.label, process, log)
@@ -151,3 +152,9 @@ class Crew:
         child.signal(signal.SIGKILL)  # what it may have left in its group
         child.listening.set()
         self._end(child)
+
+
+def _environment(spec: Spec) -> dict[str, str]:
+    """Threads that wait by spinning would take the cores from the other peers of this machine."""
+    threads = spec.config["device"]["threads"]
+    return {**os.environ, "OMP_NUM_THREADS": str(threads)} if threads else dict(os.environ)

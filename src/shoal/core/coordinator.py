@@ -33,11 +33,12 @@ from shoal.core.messages import (
     Wire,
 )
 from shoal.core.quorum import Register
-from shoal.core.rebalance import place
+from shoal.core.rebalance import move, place
 from shoal.core.saving import Saving
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
+MOVE_STEPS = 4  # at most one move in so many steps: what it changed must be measured before the next
 COMPLAINTS = 3
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
 
@@ -72,6 +73,8 @@ class Coordinator:
         self.present: dict[Peer, int] = {}  # everyone in the view -> stage
         self.serving: dict[Peer, int] = {}  # members -> stage
         self.dirty = True  # something happened that the rules look at
+        self.moved_at = float("-inf")  # step of the last move
+        self.moved: set[Peer] = set()  # who comes back as a member without being new to the run
         self.scan = True  # this time
         self.check_at = float("-inf")  # when silence and replicas are looked at again
 
@@ -188,6 +191,7 @@ class Coordinator:
             elif member.peer in self.guilty:
                 gone[member.peer] = self.guilty[member.peer]
         again = [member for member in view.members if member.peer in self.stale and member.peer not in gone]
+        self.moved.update(member.peer for member in again)
         if not gone and not again:
             return None
         words = [f"{peer} {why}" for peer, why in gone.items()]
@@ -298,6 +302,15 @@ class Coordinator:
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
+        if not over and not joining and not leavers and last.step - self.moved_at >= MOVE_STEPS:
+            chosen = move(members, self.settings.stages, self._seconds())
+            if chosen is not None:
+                mover, stage, why = chosen
+                self.moved_at = last.step
+                self.moved.add(mover.peer)
+                members = tuple(member for member in members if member is not mover)
+                joining = (Member(peer=mover.peer, stage=stage),)
+                words.append(why)
         account = view.account
         account = Account(
             issued=account.issued + (0 if over else self.settings.microbatches),
@@ -305,7 +318,7 @@ class Coordinator:
             redone=account.redone,
             counted_twice=account.counted_twice + counted_twice(last.groups),
             killed=account.killed,
-            joined=account.joined + len(new),
+            joined=account.joined + sum(member.peer not in self.moved for member in new),
         )
         return View(
             number=view.number + 1,

@@ -106,7 +106,11 @@ class Wiring:
 
     def estimate(self, replica: Replica) -> float:
         """Expected seconds per unit of size."""
-        return replica.latency.value or self.latency.value or self._prior_s
+        return replica.latency.value or self.typical
+
+    @property
+    def typical(self) -> float:
+        return self.latency.value or self._prior_s
 
     def usual(self, replica: Replica) -> float:
         """The same for deadlines: no peer is slow only because its whole stage is loaded."""
@@ -193,6 +197,13 @@ class Routes:
         usual_s = PATIENCE * size * self._wirings[stage].usual(replica) + replica.queue_s
         return max(self._settings.hop_floor_s, usual_s)
 
+    def repeat_s(self, peer: Peer) -> float:
+        """Seconds until a slow request is repeated: as its stage is, since the peer's own average has its timeouts in it."""
+        if peer not in self._at:
+            return self._settings.hop_floor_s
+        wiring = self._wirings[self._at[peer][0]]
+        return max(self._settings.hop_floor_s, PATIENCE * wiring.typical)
+
     def answered(self, peer: Peer, seconds: float, size: float, now: float) -> None:
         """It did a hop of that size; wall time, with network and queue inside."""
         if peer not in self._at:
@@ -252,7 +263,7 @@ class Routes:
         replica = self._at[peer][1]
         replica.misses += 1
         # A server says nothing while it runs what was sent: a long task is no silence.
-        most_s = max(2 * self._settings.silence_s, 2 * self.patience(peer, BACKWARD_SIZE))
+        most_s = max(2 * self._settings.silence_s, 2 * BACKWARD_SIZE * self.repeat_s(peer))
         silent_s = now - replica.asked_at if replica.asked_at is not None else 0.0
         if replica.misses < MISSES or silent_s <= most_s:
             return 0.0

@@ -263,7 +263,8 @@ class Trainer:
     def _repeat(self, m: Microbatch, hop: Hop, now: float) -> None:
         """At the peer that has it: cancel a backward, or recall once more."""
         self._out.append(Send(hop.peer, m.request(self._view)))
-        self._timers.set(m.index, now + self._routes.patience(hop.peer, Kind.RECALL.size))
+        # Less and less often: what it answers may be a gradient that was on its way all the time.
+        self._timers.set(m.index, now + self._routes.repeat_s(hop.peer) * 2 ** min(hop.last - hop.first - 1, 2))
 
     def _park(self, m: Microbatch, stage: Stage) -> None:
         """No replica is free: wait for the first one to wake, or for a view."""

@@ -36,6 +36,7 @@ class Recorder:
     def __init__(self, header: trace.Header, path: Path | None, out: IO[bytes] | None) -> None:
         self.peer: Peer = header.peer
         self._file = open(path, "wb", buffering=0) if path is not None else None
+        self._opened = self._file  # to be closed even when the trace has ended early
         self._path = path
         self._out = out
         self._lines: list[bytes] = [trace.line(header)]
@@ -77,8 +78,8 @@ class Recorder:
         self._closing = True
         self._wake.set()
         self._thread.join(CLOSE_S)  # a reader that has stopped reading keeps nobody here for good
-        if self._file is not None:
-            self._file.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _write(self) -> None:
         while True:

@@ -37,7 +37,10 @@ class Watch:
         self.newest: m.View | None = None
         self.commits: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
         self.commit_times: list[float] = []
+        self.trusting = True  # nobody lies
         self._now = now
+        self._books: dict[m.Peer, tuple[int, int, int]] = {}  # epoch, step, how many bookings are known
+        self._bookers: dict[tuple[int, int, int, int], m.Peer] = {}
         self._views: dict[int, m.View] = {}
         self._leaders: dict[int, m.Peer] = {}
         self._sent: dict[tuple[object, ...], m.Peer] = {}
@@ -58,10 +61,25 @@ class Watch:
             other = self._sent.setdefault(key, to)
             if other != to:
                 self.report(peer, "attempt", f"{message} to {to}, after the same attempt to {other}")
+        elif type(message) is m.Pulse:
+            self._booked(peer, message)
         elif type(message) is m.Lead or (type(message) is m.Propose):
             other = self._leaders.setdefault(message.term, peer)
             if other != peer:
                 self.report(peer, "leader", f"leads term {message.term} beside {other}")
+
+    def _booked(self, peer: m.Peer, pulse: m.Pulse) -> None:
+        """No microbatch is booked at two members; a fenced one's bookings are void."""
+        known = self._books.get(peer, (-1, -1, 0))
+        seen = known[2] if known[:2] == (pulse.epoch, pulse.step) else 0
+        for booking in pulse.books[seen:]:
+            key = (pulse.epoch, pulse.step, pulse.stage, booking.index)
+            other = self._bookers.get(key, peer)
+            if other != peer and self.trusting and self.newest is not None:
+                if {peer, other} <= {member.peer for member in self.newest.members}:
+                    self.report(peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}")
+            self._bookers[key] = peer
+        self._books[peer] = (pulse.epoch, pulse.step, max(seen, len(pulse.books)))
 
     # ------------------------------------------------------------------------------------------------------- views
 
@@ -81,6 +99,8 @@ class Watch:
             self.newest = view
         if view.last is not None and (before is None or before.last != view.last):
             self._committed(peer, view.epoch, view.last, view)
+            if before is not None:
+                self._unfenced(peer, before, view.last)
 
     def _whole(self, peer: m.Peer, view: m.View) -> None:
         names = [member.peer for member in view.members]
@@ -137,6 +157,13 @@ class Watch:
             text, below = contents(reduced, last.step, self.settings.microbatches, below)
             if text:
                 self.report(peer, "exactly once", f"step {last.step} of epoch {epoch}, stage {stage}: {text}")
+
+    def _unfenced(self, peer: m.Peer, before: m.View, last: m.Committed) -> None:
+        """Only peers of the view that ends with the step may have been averaged."""
+        present = {one.peer for one in before.members + before.joining}
+        fenced = [share.peer for group in last.groups for share in group if share.peer not in present]
+        if fenced:
+            self.report(peer, "fenced", f"step {last.step} averages {fenced}, not of view {before.number}")
 
     def applying(self, peer: m.Peer, view: m.View | None, task: m.Apply) -> None:
         """A gradient is applied only if the agreed view says that its round was committed."""

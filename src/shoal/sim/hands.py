@@ -150,8 +150,7 @@ class Hands:
 
     def _forward(self, task: m.RunForward, inputs: Sequence[Blob]) -> m.Result:
         (x,) = inputs
-        if x[:4] != ("x", task.step, task.index, task.stage):
-            raise ValueError(f"not the input of stage {task.stage}: {x}")
+        self._match(x, ("x", task.step, task.index, task.stage), "RunForward")
         self._expect(task.stage, task.step, "RunForward")
         self._put(task.out, ("x", task.step, task.index, task.stage + 1, self.digest))
         return m.Result(nbytes=100)
@@ -159,19 +158,22 @@ class Hands:
     def _backward(self, task: m.RunBackward, inputs: Sequence[Blob]) -> m.Result:
         x = inputs[0]
         last = self.world.stages - 1
-        if x[:4] != ("x", task.step, task.index, task.stage):
-            raise ValueError(f"not the input of stage {task.stage}: {x}")
+        self._match(x, ("x", task.step, task.index, task.stage), "RunBackward")
         above = ""
         if task.grad:
             wanted = ("x", task.step, task.index, 0) if task.stage == last else ("g", task.step, task.index, task.stage)
-            if inputs[1][:4] != wanted:
-                raise ValueError(f"not the gradient of stage {task.stage}'s output: {inputs[1]}")
+            self._match(inputs[1], wanted, "RunBackward")
             above = inputs[1][4]
         self._expect(task.stage, task.step, "RunBackward")
         self.sum.append((task.step, task.index, x[4], self.digest, above))
         if task.out:
             self._put(task.out, ("g", task.step, task.index, task.stage - 1, self.digest))
         return m.Result(loss=1.0 + task.index / 64 if task.stage == last else None, nbytes=100)
+
+    def _match(self, blob: Blob, wanted: Blob, what: str) -> None:
+        if blob[: len(wanted)] != wanted:
+            self.world.faults.append(f"{what} of {blob} where {wanted} belongs")
+            raise ValueError("not the right blob")
 
     def _expect(self, stage: int, version: int, what: str) -> None:
         if (stage, version) != (self.stage, self.version):

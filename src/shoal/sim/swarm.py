@@ -265,6 +265,7 @@ class Swarm:
         self.kernel = Kernel()
         self.world = World(case.settings.stages, case.scenario.values)
         self.watch = Watch(case.settings, self.world, lambda: self.kernel.now)
+        self.watch.trusting = not case.happenings.liars
         self.network = Network(case.scenario, case.rng("network"))
         self.chance = case.rng("chance")
         self.record = record

@@ -1,6 +1,6 @@
 """Threads that move bytes: each turns one selector over many connections, whose steps are written as generators.
 
-For tls.py. A step runs until its connection would block and yields what it waits for. TLS works on memory here and the
+For streams.py. A step runs until its connection would block and yields what it waits for. TLS works on memory here and the
 socket is read in large pieces, because that takes a third of the system calls of ssl's own sockets (and they allow no
 reading beside writing); crypto and copies run outside the interpreter's lock.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import selectors
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 256 << 10  # one read from a socket
 WRITE_BYTES = 256 << 10  # encrypted and handed to a socket at once
+BULK_NICE = 3  # how much lower the threads for bulk rank
 QUANTUM_BYTES = 1 << 20  # moved for one connection before the next has its turn
 
 
@@ -50,7 +53,9 @@ class Link:
 
 
 class Engine:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, yields: bool = False) -> None:
+        """`yields`: this thread steps back when there are fewer cores than work."""
+        self._yields = yields
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._selector = selectors.DefaultSelector()
         self._links: set[Link] = set()
@@ -110,6 +115,8 @@ class Engine:
         link.steps.close()
 
     def _run(self) -> None:
+        if self._yields:
+            _step_back()
         while not self._stopping:
             for key, _ in self._selector.select(0 if self._ready else self._patience()):
                 if key.data is None:
@@ -195,6 +202,14 @@ class Engine:
     def _release(self, link: Link) -> None:
         self._register(link, 0)
         self._links.discard(link)
+
+
+def _step_back() -> None:
+    """With every core busy a waking thread waits its turn: on two cores a small message took 15 ms at the 99th percentile
+    beside bulk of the same rank, 7 ms with bulk three steps lower. Only Linux ranks single threads."""
+    if sys.platform == "linux":
+        rank = min(19, os.getpriority(os.PRIO_PROCESS, 0) + BULK_NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), rank)
 
 
 class Channel:

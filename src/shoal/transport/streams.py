@@ -1,0 +1,406 @@
+"""The contract of base.py over any network that carries streams of bytes whose other end has proven its key.
+
+What is beneath (TLS over TCP, libp2p) is a Carrier: it listens, dials and says whose key the other end holds. Everything
+else is decided here, once for all of them. A peer's membership is proven by the pass in its hello, and the other side must
+hold the very name that was asked for. For each peer there are up to four streams: control and bulk, one way each, opened by
+the sender when there is something to send. One way, because then a new stream simply replaces the old one and order cannot
+suffer; apart, because then control never waits behind bulk. Three threads do the work (engine.py): one for all control,
+one for bulk out, one for bulk in.
+
+A stream that breaks takes what waits for it along and is reported as Lost; the next send tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, Literal, Protocol
+
+from shoal.core.messages import Message, Peer
+from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits, Lost
+from shoal.transport.engine import Engine, Link, Steps, Want
+from shoal.transport.hello import MAX_HELLO_BYTES, Refusal, check_hello, encode_hello, encode_no
+from shoal.transport.identity import key_id_of
+from shoal.transport.inbox import Inbox
+from shoal.transport.invite import Membership
+from shoal.transport.wire import (
+    PREFIX_BYTES,
+    Frame,
+    Malformed,
+    blobs_of,
+    buffers,
+    decode_head,
+    encode,
+    head_bytes,
+)
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0  # connection, handshake and hello together
+LINGER_S = 1.0  # what `close` leaves for last words
+UNKNOWN = 128  # streams whose other end has not yet said who it is
+QUEUED_CONTROL_BYTES = 4 * MAX_CONTROL_BYTES  # waiting for one peer
+
+Kind = Literal["control", "bulk"]
+_words = struct.Struct(">H")  # before a hello: its length
+_KINDS: tuple[Kind, Kind] = ("control", "bulk")
+
+
+class Stream(Protocol):
+    """Bytes both ways, in steps (engine.py)."""
+
+    def read(self, view: memoryview) -> Steps:
+        """Fill `view`. ConnectionError when the other side has closed."""
+
+    def write(self, view: memoryview) -> Steps: ...
+
+    def listen(self) -> None:
+        """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
+
+
+Opening = Generator["Want | Engine", None, "tuple[Stream, str]"]  # the stream, and the key id its other end has proven
+
+
+class Carrier(Protocol):
+    """What is beneath. A way to a peer is in the carrier's own terms: what `learn` was told of it."""
+
+    async def start(self) -> socket.socket:
+        """A listening socket. ValueError when that cannot be."""
+
+    def way(self, peer: Peer) -> Any | None: ...
+
+    def socket(self, way: Any) -> socket.socket:
+        """For `dial`, which connects it."""
+
+    def dial(self, link: Link, way: Any) -> Opening: ...
+
+    def answer(self, link: Link) -> Opening:
+        """The link's socket was just accepted."""
+
+    def forget(self, peer: Peer) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class _Box:
+    """What waits for one peer on one kind of stream, and that stream. Filled by the node's thread, emptied by the
+    engine's."""
+
+    def __init__(self, peer: Peer, kind: Kind, limit_bytes: int) -> None:
+        self.peer = peer
+        self.kind: Kind = kind
+        self.link: Link | None = None  # engine's thread only
+        self._frames: deque[Frame] = deque()
+        self._bytes = 0
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+
+    def put(self, frame: Frame) -> bool:
+        """False: too much waits already, the frame vanishes. One frame is always taken."""
+        with self._lock:
+            if self._frames and self._bytes + frame.nbytes > self._limit_bytes:
+                return False
+            self._frames.append(frame)
+            self._bytes += frame.nbytes
+            return True
+
+    def first(self) -> Frame | None:
+        """Stays in the box until `sent`."""
+        with self._lock:
+            return self._frames[0] if self._frames else None
+
+    def sent(self, frame: Frame) -> None:
+        with self._lock:
+            if self._frames and self._frames[0] is frame:  # not when the box was emptied meanwhile
+                self._frames.popleft()
+                self._bytes -= frame.nbytes
+
+    def empty(self) -> None:
+        with self._lock:
+            self._frames.clear()
+            self._bytes = 0
+
+
+class StreamTransport:
+    """`name` is that of the carrier's identity."""
+
+    def __init__(self, name: Peer, membership: Membership, carrier: Carrier, limits: Limits) -> None:
+        self.name = name
+        self._membership = membership
+        self._carrier = carrier
+        self._limits = limits
+        self._control = Engine("shoal control")
+        self._bulk_out = Engine("shoal bulk out")
+        self._bulk_in = Engine("shoal bulk in")
+        self._inbox = Inbox(on_room=self._resume)
+        self._boxes: dict[tuple[Peer, Kind], _Box] = {}
+        self._incoming: dict[tuple[Peer, Kind], Link] = {}  # each kind in its engine's thread only
+        self._up: set[Peer] = set()  # node's thread only, as the next two
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._unknown = 0  # control engine's thread only
+        self._spare: socket.socket | None = None
+
+    # ------------------------------------------------------------------------------------------------- the contract
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        listener = await self._carrier.start()
+        self._spare = socket.socket()
+        link = Link(listener, lambda error: log.error("%s no longer accepts connections: %s", self.name, error))
+        link.steps = self._accept(link)
+        self._control.post(lambda: self._control.adopt(link))
+        for engine in self._engines():
+            engine.start()
+
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+        frame = encode(message, blobs, self._limits)
+        if self._closed:
+            return
+        if peer == self.name:
+            self._inbox.put(Incoming(peer, message, blobs), frame.nbytes)
+            return
+        if self._carrier.way(peer) is None:
+            self._inbox.put(Lost(peer, "its address is not known"))
+            return
+        kind: Kind = "bulk" if frame.bulk else "control"
+        box = self._boxes.get((peer, kind))
+        if box is None:
+            limit_bytes = self._limits.queued_bytes if frame.bulk else QUEUED_CONTROL_BYTES
+            box = self._boxes[peer, kind] = _Box(peer, kind, limit_bytes)
+        if box.put(frame):
+            self._sender(kind).post(lambda: self._serve(box))
+        else:
+            log.warning("too much waits for %s: %s to it is dropped", peer, type(message).__name__)
+
+    async def receive(self) -> Incoming | Lost:
+        item = await self._inbox.take()
+        if isinstance(item, Incoming):
+            self._up.add(item.peer)
+        return item
+
+    def forget(self, peer: Peer) -> None:
+        self._carrier.forget(peer)
+        self._up.discard(peer)
+        self._inbox.drop(lambda item: item.peer == peer)
+        for kind in _KINDS:
+            box = self._boxes.pop((peer, kind), None)
+            if box is not None:
+                box.empty()
+                self._sender(kind).post(lambda box=box: self._unlink(box))  # type: ignore[misc]
+            self._reader(kind).post(lambda kind=kind: self._hang_up(peer, kind))  # type: ignore[misc]
+
+    async def close(self) -> None:
+        """Last words get a second to leave."""
+        if self._closed:
+            return
+        self._closed = True
+        until = time.monotonic() + LINGER_S
+        while any(box.first() for box in self._boxes.values()) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        for engine in self._engines():
+            engine.stop()
+        await self._carrier.close()
+        if self._spare is not None:
+            self._spare.close()
+
+    # ------------------------------------------------------------------------------------------------------- sending
+
+    def _serve(self, box: _Box) -> None:
+        """There may be something to send: connect, or tell the connection."""
+        if box.link is not None:
+            self._sender(box.kind).wake(box.link)
+            return
+        way = self._carrier.way(box.peer)
+        if way is None or box.first() is None:
+            return
+        link = Link(self._carrier.socket(way), lambda error: self._broken(box, link, error))
+        link.steps = self._dial(link, box, way)
+        link.deadline = time.monotonic() + CONNECT_S
+        box.link = link
+        self._sender(box.kind).adopt(link)
+
+    def _dial(self, link: Link, box: _Box, way: Any) -> Steps:
+        stream, key = yield from self._carrier.dial(link, way)
+        if key != key_id_of(box.peer):
+            raise Refusal(f"another peer answers at its address (key {key})")
+        yield from _say(stream, encode_hello(self.name, box.peer, box.kind, self._membership))
+        hello = check_hello((yield from _hear(stream)), key, self.name, self._membership)
+        if hello.name != box.peer:
+            raise Refusal(f"{hello.name} answers at its address: it was restarted")
+        link.deadline = None
+        self._tell(lambda: self._up.add(box.peer))
+        yield from self._send_frames(stream, box)
+
+    def _send_frames(self, stream: Stream, box: _Box) -> Steps:
+        while True:
+            frame = box.first()
+            if frame is None:
+                stream.listen()
+                yield Want.READ
+                continue
+            for part in frame.parts:
+                yield from stream.write(part)
+            box.sent(frame)
+            yield Want.AGAIN
+
+    def _broken(self, box: _Box, link: Link, error: Exception) -> None:
+        if box.link is link:
+            box.link = None
+            box.empty()
+        established = link.deadline is None
+        self._tell(lambda: self._lose(box.peer, error, always=not established))
+
+    def _unlink(self, box: _Box) -> None:
+        if box.link is not None:
+            self._sender(box.kind).drop(box.link)
+            box.link = None
+
+    # ----------------------------------------------------------------------------------------------------- receiving
+
+    def _accept(self, listening: Link) -> Steps:
+        while True:
+            try:
+                sock, _ = listening.sock.accept()
+            except BlockingIOError:
+                yield Want.READ
+                continue
+            except OSError as error:  # the caller is gone again, or there are no file descriptors left
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._turn_away(listening.sock)
+                yield Want.READ
+                continue
+            if self._unknown >= UNKNOWN or self._closed:
+                sock.close()
+                continue
+            self._unknown += 1
+            sock.setblocking(False)
+            link = Link(sock, self._stranger_failed)
+            link.steps = self._answer(link)
+            link.deadline = time.monotonic() + CONNECT_S
+            self._control.adopt(link)
+
+    def _turn_away(self, listener: socket.socket) -> None:
+        """No file descriptor is left: give up the spare one for as long as it takes to close the caller's connection, or it
+        would wait, and this thread spin, for ever."""
+        log.error("%s has no file descriptors left for further connections; raise the limit (ulimit -n)", self.name)
+        if self._spare is not None:
+            self._spare.close()
+            try:
+                listener.accept()[0].close()
+            except OSError:  # another thread was faster: the caller waits for its own time-out
+                pass
+        try:
+            self._spare = socket.socket()
+        except OSError:
+            self._spare = None
+
+    def _stranger_failed(self, error: Exception) -> None:
+        self._unknown -= 1
+        log.warning("%s refused a connection: %s", self.name, error)
+
+    def _answer(self, link: Link) -> Steps:
+        stream, key = yield from self._carrier.answer(link)
+        try:
+            hello = check_hello((yield from _hear(stream)), key, self.name, self._membership)
+        except Refusal as refusal:
+            yield from _say(stream, encode_no(str(refusal)))
+            raise Refusal(f"key {key}: {refusal}") from None
+        yield from _say(stream, encode_hello(self.name, hello.name, hello.kind, self._membership))
+        link.deadline = None
+        self._unknown -= 1
+        link.failed = lambda error: self._hung_up(hello.name, hello.kind, link, error)
+        if hello.kind == "bulk":
+            yield self._bulk_in
+        self._hang_up(hello.name, hello.kind)  # the new one replaces the old one
+        self._incoming[hello.name, hello.kind] = link
+        self._tell(lambda: self._up.add(hello.name))
+        yield from self._read_frames(stream, hello.name, hello.kind)
+
+    def _read_frames(self, stream: Stream, peer: Peer, kind: Kind) -> Steps:
+        prefix = memoryview(bytearray(PREFIX_BYTES))
+        while True:
+            while self._inbox.full(kind == "bulk"):
+                yield Want.WOKEN
+            yield from stream.read(prefix)
+            data = memoryview(bytearray(head_bytes(prefix)))
+            yield from stream.read(data)
+            head = decode_head(data, self._limits)
+            if head.blobs and kind == "control":
+                raise Malformed(f"{type(head.message).__name__} with blobs among control messages")
+            memory = buffers(head)
+            for part in memory:
+                yield from stream.read(part)
+            nbytes = data.nbytes + sum(part.nbytes for part in memory)
+            self._inbox.put(Incoming(peer, head.message, blobs_of(head, memory)), nbytes)
+
+    def _hung_up(self, peer: Peer, kind: Kind, link: Link, error: Exception) -> None:
+        if self._incoming.get((peer, kind)) is link:
+            del self._incoming[peer, kind]
+        if isinstance(error, Malformed):
+            log.warning("%s is dropped: it sent %s", peer, error)
+            for each in _KINDS:
+                self._reader(each).post(lambda each=each: self._hang_up(peer, each))  # type: ignore[misc]
+        self._tell(lambda: self._lose(peer, error, always=isinstance(error, Malformed)))
+
+    def _hang_up(self, peer: Peer, kind: Kind) -> None:
+        old = self._incoming.pop((peer, kind), None)
+        if old is not None:
+            self._reader(kind).drop(old)
+
+    def _resume(self) -> None:
+        """There is room again in the inbox."""
+        for kind in _KINDS:
+            self._reader(kind).post(lambda kind=kind: self._wake_readers(kind))  # type: ignore[misc]
+
+    def _wake_readers(self, kind: Kind) -> None:
+        for (_, other), link in list(self._incoming.items()):
+            if other == kind:
+                self._reader(kind).wake(link)
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _engines(self) -> tuple[Engine, Engine, Engine]:
+        return self._control, self._bulk_out, self._bulk_in
+
+    def _sender(self, kind: Kind) -> Engine:
+        return self._control if kind == "control" else self._bulk_out
+
+    def _reader(self, kind: Kind) -> Engine:
+        return self._control if kind == "control" else self._bulk_in
+
+    def _lose(self, peer: Peer, error: Exception, always: bool) -> None:
+        """In the node's thread. When a peer dies all its connections break: only the first is news."""
+        if not self._closed and (always or peer in self._up):
+            self._up.discard(peer)
+            self._inbox.put(Lost(peer, str(error) or type(error).__name__))
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        """Run in the node's thread."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            pass
+
+
+def _say(stream: Stream, words: bytes) -> Steps:
+    yield from stream.write(memoryview(_words.pack(len(words)) + words))
+
+
+def _hear(stream: Stream) -> Generator[Want | Engine, None, bytearray]:
+    prefix = memoryview(bytearray(_words.size))
+    yield from stream.read(prefix)
+    (length,) = _words.unpack(prefix)
+    if length > MAX_HELLO_BYTES:
+        raise Refusal(f"a hello of {length} bytes")
+    words = bytearray(length)
+    yield from stream.read(memoryview(words))
+    return words

@@ -1,0 +1,212 @@
+"""Stochastic wiring: who gets the next hop, and for how long an answer is waited for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from shoal.core.messages import Member, Settings
+from shoal.core.routing import BACKWARD_SIZE, MOST_WAIT_S, Routes
+
+SETTINGS = Settings(stages=2, microbatches=4, steps=1, ban_s=10.0, hop_floor_s=2.0, silence_s=4.0)
+
+
+def some_routes(*peers: str, settings: Settings = SETTINGS) -> Routes:
+    routes = Routes(settings, Random(0))
+    routes.on_view(tuple(Member(peer, 0) for peer in peers), 0.0)
+    return routes
+
+
+def chosen(routes: Routes, now: float, avoid: str = "") -> str:
+    choice = routes.choose(0, now, avoid=avoid)
+    assert choice is not None
+    return choice[0]
+
+
+def shares(routes: Routes, latency_s: dict[str, float], hops: int, size: float = 1.0) -> Counter[str]:
+    count: Counter[str] = Counter()
+    for _ in range(hops):
+        choice = routes.choose(0, 0.0, size)
+        assert choice is not None
+        count[choice[0]] += 1
+        routes.answered(choice[0], latency_s[choice[0]] * size, size, 0.0)
+    return count
+
+
+@pytest.mark.parametrize("size", [1.0, BACKWARD_SIZE])
+def test_a_peers_share_is_inversely_proportional_to_its_latency(size: float) -> None:
+    count = shares(some_routes("a", "b", "c"), {"a": 0.1, "b": 0.2, "c": 0.4}, 7000, size)
+    assert count["a"] == pytest.approx(4000, rel=0.03)
+    assert count["b"] == pytest.approx(2000, rel=0.03)
+    assert count["c"] == pytest.approx(1000, rel=0.03)
+
+
+def test_a_new_peer_is_tried_soon_and_not_flooded() -> None:
+    routes = some_routes("a", "b")
+    shares(routes, {"a": 0.1, "b": 0.1}, 500)
+    routes.on_view((Member("a", 0), Member("b", 0), Member("c", 0)), 0.0)
+    count = shares(routes, {"a": 0.1, "b": 0.1, "c": 0.1}, 30)
+    assert 8 <= count["c"] <= 12
+
+
+def test_a_stage_without_replicas_has_no_choice_and_nothing_to_wait_for() -> None:
+    routes = some_routes("a")
+    assert routes.choose(1, 0.0) is None
+    assert routes.wake(1) is None
+
+
+def test_the_avoided_peer_is_chosen_only_if_it_is_alone() -> None:
+    routes = some_routes("a", "b")
+    assert [chosen(routes, 0.0, avoid="a") for _ in range(10)] == ["b"] * 10
+    assert chosen(some_routes("a"), 0.0, avoid="a") == "a"
+
+
+def test_a_timeout_is_a_slow_sample() -> None:
+    routes = some_routes("a", "b")
+    for _ in range(50):
+        routes.answered("a", 0.1, 1.0, 0.0)
+        routes.answered("b", 0.1, 1.0, 0.0)
+    for _ in range(5):
+        routes.slow("b", 2.0, 1.0, 0.0)
+    count: Counter[str] = Counter(chosen(routes, 0.0) for _ in range(100))
+    assert 0 < count["b"] < 20
+
+
+def test_timeouts_do_not_lengthen_everybodys_deadline() -> None:
+    routes = some_routes("a", "b")
+    for _ in range(50):
+        routes.answered("a", 1.0, 1.0, 0.0)
+    for _ in range(50):
+        routes.slow("b", routes.patience("b", 1.0), 1.0, 0.0)
+    assert routes.patience("a", 1.0) == pytest.approx(4.0)
+    assert routes.patience("b", 1.0) <= 8 * 4.0
+
+
+def test_a_deadline_follows_what_was_measured() -> None:
+    routes = some_routes("a", settings=Settings(stages=1, microbatches=1, steps=1, stage_seconds=(0.1,)))
+    assert routes.patience("a", 1.0) == 2.0, "the floor"
+    for _ in range(200):
+        routes.answered("a", 3.0, 1.0, 0.0)
+    assert routes.patience("a", 1.0) == pytest.approx(12.0)
+    assert routes.patience("a", BACKWARD_SIZE) == pytest.approx(30.0)
+    routes.busy("a", 5.0, 1.0, 0.0)
+    assert routes.patience("a", 1.0) == pytest.approx(17.0)
+
+
+def test_before_anything_is_measured_the_plan_is_believed() -> None:
+    planned = Settings(stages=2, microbatches=1, steps=1, stage_seconds=(7.0, 1.0))
+    assert some_routes("a", settings=planned).patience("a", 1.0) == 28.0
+
+
+def test_a_failing_peer_is_banned_then_tried_once_then_banned_for_longer() -> None:
+    routes = some_routes("a", "b")
+    assert routes.failed("a", 0.0) == 10.0
+    assert {chosen(routes, 9.9) for _ in range(20)} == {"b"}
+    assert Counter(chosen(routes, 10.0) for _ in range(20))["a"] == 1, "one probation request"
+    assert routes.failed("a", 10.1) == 20.0
+    assert {chosen(routes, 30.0) for _ in range(20)} == {"b"}
+    assert Counter(chosen(routes, 30.2) for _ in range(20))["a"] == 1
+    routes.answered("a", 0.1, 1.0, 30.3)
+    assert Counter(chosen(routes, 30.3) for _ in range(100))["a"] > 5, "in good standing again"
+    assert routes.failed("a", 31.0) == 10.0, "and what it did is forgiven"
+
+
+def test_bans_are_bounded() -> None:
+    routes = some_routes("a", "b")
+    now, bans = 0.0, []
+    for _ in range(7):
+        bans.append(routes.failed("a", now))
+        now += bans[-1]
+        assert "a" in {chosen(routes, now) for _ in range(20)}
+    assert bans == [10.0, 20.0, 40.0, 80.0, 80.0, 80.0, 80.0]
+
+
+def test_failures_of_requests_sent_before_a_ban_do_not_lengthen_it() -> None:
+    routes = some_routes("a", "b")
+    assert [routes.failed("a", 0.0), routes.failed("a", 0.0), routes.failed("a", 1.0)] == [10.0, 0.0, 0.0]
+
+
+def test_a_probation_request_without_an_answer_is_followed_by_another() -> None:
+    routes = some_routes("a", "b")
+    routes.failed("a", 0.0)
+    assert "a" in {chosen(routes, 10.0) for _ in range(20)}
+    assert "a" not in {chosen(routes, 19.9) for _ in range(20)}
+    assert "a" in {chosen(routes, 20.1) for _ in range(20)}
+
+
+def test_a_sole_replica_is_always_chosen_even_when_banned() -> None:
+    routes = some_routes("a")
+    for now in range(20):
+        routes.failed("a", float(now))
+        assert chosen(routes, float(now)) == "a"
+
+
+def test_with_everybody_banned_requests_go_round() -> None:
+    routes = some_routes("a", "b", "c")
+    for peer in "abc":
+        routes.failed(peer, 0.0)
+    assert Counter(chosen(routes, 1.0) for _ in range(30)) == {"a": 10, "b": 10, "c": 10}
+
+
+def test_a_busy_peer_is_left_alone_for_its_wait() -> None:
+    routes = some_routes("a", "b")
+    routes.busy("a", 2.0, 1.0, 0.0)
+    assert {chosen(routes, 1.99) for _ in range(20)} == {"b"}
+    assert "a" in {chosen(routes, 2.5) for _ in range(20)}
+
+
+def test_a_busy_sole_replica_is_not_chosen_before_its_wait_is_over() -> None:
+    routes = some_routes("a")
+    routes.failed("a", 0.0)
+    routes.busy("a", 2.0, 1.0, 0.0)
+    assert routes.choose(0, 1.0) is None
+    wake = routes.wake(0)
+    assert wake is not None and 2.0 <= wake <= 2.5
+    assert chosen(routes, wake) == "a"
+
+
+@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0, 1e300])
+def test_no_peer_can_retire_by_saying_that_it_is_busy(wait_s: float) -> None:
+    routes = some_routes("a")
+    routes.busy("a", wait_s, 1.0, 0.0)
+    assert chosen(routes, 1.25 * MOST_WAIT_S) == "a"
+
+
+def test_a_busy_wait_of_nothing_is_still_a_wait() -> None:
+    routes = some_routes("a")
+    routes.busy("a", 0.0, 1.0, 5.0)
+    assert routes.choose(0, 5.0) is None
+
+
+def test_a_peer_that_was_busy_does_not_catch_up_on_what_it_missed() -> None:
+    routes = some_routes("a", "b")
+    shares(routes, {"a": 0.1, "b": 0.1}, 100)
+    routes.busy("a", 20.0, 1.0, 0.0)
+    for _ in range(500):
+        assert chosen(routes, 1.0) == "b"
+    assert 8 <= Counter(chosen(routes, 30.0) for _ in range(20))["a"] <= 12
+
+
+def test_a_peer_that_left_is_never_chosen_and_may_be_spoken_of() -> None:
+    routes = some_routes("a", "b")
+    routes.busy("a", 1.0, 1.0, 0.0)
+    routes.on_view((Member("b", 0),), 0.5)
+    assert {chosen(routes, 10.0 + now) for now in range(20)} == {"b"}
+    routes.answered("a", 1.0, 1.0, 2.0)
+    routes.slow("a", 1.0, 1.0, 2.0)
+    assert routes.failed("a", 2.0) == 0.0
+    assert not routes.missed("a", 2.0)
+
+
+def test_a_silent_peer_is_noticed_once_per_silence_and_not_after_an_answer() -> None:
+    routes = some_routes("a", settings=Settings(stages=1, microbatches=1, steps=1, stage_seconds=(0.1,)))
+    routes.asked("a", 0.0)
+    assert not any(routes.missed("a", now) for now in (2.0, 4.0, 6.0, 10.0))
+    assert routes.missed("a", 11.0) == 11.0
+    assert not routes.missed("a", 12.0)
+    assert routes.missed("a", 22.0)
+    routes.heard("a")
+    routes.asked("a", 24.0)
+    assert not routes.missed("a", 39.0), "one request that ran out is no silence"

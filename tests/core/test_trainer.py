@@ -1,0 +1,421 @@
+"""What a trainer sends, and what it makes of the answers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from shoal.core.messages import (
+    AskBooks,
+    Backward,
+    BlobRef,
+    Books,
+    Busy,
+    Cancel,
+    Cancelled,
+    Command,
+    Complaint,
+    Do,
+    Done,
+    Drop,
+    Failed,
+    Fetch,
+    Forward,
+    Gradient,
+    Member,
+    Message,
+    Output,
+    Recall,
+    Refused,
+    Result,
+    Send,
+    Settings,
+    View,
+)
+from shoal.core.microbatch import Kind, Want, new_microbatch, plan
+from shoal.core.trainer import Trainer
+
+ME = "me"
+
+
+def a_view(number: int = 2, step: int = 0, stages: int = 2, owner: str = ME, without: str = "", epoch: int = 0) -> View:
+    """Two replicas a, b of each stage, and me at stage 0 (`me`); one microbatch."""
+    names = [ME] + [f"{letter}{stage}" for stage in range(stages) for letter in "ab"]
+    members = tuple(Member(name, int(name[1:]) if name != ME else 0) for name in names if name != without)
+    owners = tuple(at for at, member in enumerate(members) if member.peer == owner)
+    return View(number=number, step=step, members=members, owners=owners, started=True, epoch=epoch)
+
+
+class Rig:
+    """A trainer whose step has begun, with short ways to answer it."""
+
+    def __init__(self, stages: int = 2, view: View | None = None) -> None:
+        self.now, self.serial = 0.0, 0
+        self.trainer = Trainer(ME, Settings(stages=stages, microbatches=1, steps=9), Random(1))
+        self.trainer.leader = "boss"
+        self.trainer.on_view(View(number=1, step=0, members=()), 0.0)
+        self.out = self.trainer.on_view(view or a_view(stages=stages), 0.0)
+
+    def read(self) -> list[Command]:
+        (task,) = [command.task for command in self.out if isinstance(command, Do)]
+        assert isinstance(task, Fetch)
+        return self.keep(self.trainer.on_done(Done(task.id, Result()), self.now))
+
+    def keep(self, commands: list[Command]) -> list[Command]:
+        self.out = commands
+        return commands
+
+    def sent(self, form: type[Message]) -> Send:  # type: ignore[valid-type]
+        (send,) = [c for c in self.out if isinstance(c, Send) and isinstance(c.message, form)]
+        return send
+
+    def say(self, peer: str, message: Message, blobs: int = 0, fault: str = "") -> list[Command]:
+        self.serial += 1
+        refs = tuple(BlobRef(f"r{self.serial}.{i}", 1) for i in range(blobs))
+        return self.keep(self.trainer.on_message(peer, message, refs, fault, self.now))
+
+    def answer(self, send: Send, form: type[Message], *more: object, blobs: int = 0, fault: str = "") -> list[Command]:  # type: ignore[valid-type]
+        return self.say(send.peer, form(*ids(send), *more), blobs, fault)  # type: ignore[operator]
+
+    def tick(self) -> list[Command]:
+        assert self.trainer.deadline is not None
+        self.now = self.trainer.deadline
+        return self.keep(self.trainer.tick(self.now))
+
+    def at_last_backward(self) -> Send:
+        self.read()
+        self.answer(self.sent(Forward), Output, blobs=1)
+        return self.sent(Backward)
+
+
+def ids(send: Send) -> tuple[int, int, int, int, int]:
+    m = send.message
+    return (m.epoch, m.step, m.index, m.stage, m.attempt)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("x", "g", "booked", "want"),
+    [
+        ("---", "---", "---", Want(Kind.FETCH)),
+        ("x--", "---", "---", Want(Kind.FORWARD, 0)),
+        ("xx-", "---", "---", Want(Kind.FORWARD, 1)),
+        ("xxx", "---", "---", Want(Kind.BACKWARD, 2)),
+        ("xxx", "-g-", "--b", Want(Kind.BACKWARD, 1)),
+        ("xxx", "gg-", "-bb", Want(Kind.BACKWARD, 0)),
+        ("xxx", "gg-", "bbb", Want(Kind.FINISHED)),
+        ("xxx", "gg-", "bb-", Want(Kind.BACKWARD, 2)),  # a lost booking is redone alone
+        ("xxx", "gg-", "b-b", Want(Kind.BACKWARD, 1)),
+        ("---", "---", "bbb", Want(Kind.FINISHED)),  # adopted
+        ("---", "---", "-bb", Want(Kind.FETCH)),
+        ("x--", "---", "-bb", Want(Kind.RECALL, 1)),
+        ("x--", "---", "--b", Want(Kind.FORWARD, 0)),
+        ("xx-", "---", "--b", Want(Kind.RECALL, 2)),
+    ],
+)
+def test_what_comes_next_follows_from_what_is_kept_and_booked(x: str, g: str, booked: str, want: Want) -> None:
+    m = new_microbatch(0, [s.strip("-") for s in booked], a_view())
+    m.x, m.g = [s.strip("-") for s in x], [s.strip("-") for s in g]
+    assert plan(m) == want
+
+
+def test_a_microbatch_goes_forward_then_backward_and_is_finished() -> None:
+    rig = Rig()
+    rig.read()
+    forward = rig.sent(Forward)
+    tokens = forward.blobs[0]
+    rig.answer(forward, Output, blobs=1)
+    backward = rig.sent(Backward)
+    assert backward.message.stage == 1 and backward.blobs == ("r1.0", tokens)  # type: ignore[union-attr]
+    rig.answer(backward, Gradient, blobs=1)
+    backward = rig.sent(Backward)
+    assert backward.message.stage == 0 and backward.blobs == (tokens, "r2.0")  # type: ignore[union-attr]
+    assert rig.answer(backward, Gradient) == []
+    assert rig.trainer.summary().finished == 1 and rig.trainer.deadline is None
+    (drop,) = rig.trainer.on_view(a_view(3, step=1), 1.0)[:1]
+    assert isinstance(drop, Drop) and set(drop.blobs) == {tokens, "r1.0", "r2.0"}
+
+
+def test_with_one_stage_there_is_only_a_backward_of_the_tokens() -> None:
+    rig = Rig(stages=1)
+    rig.read()
+    backward = rig.sent(Backward)
+    assert len(backward.blobs) == 1
+    rig.answer(backward, Gradient, 2.5)
+    assert rig.trainer.summary().finished == 1
+
+
+def test_no_more_than_inflight_are_in_progress_and_the_oldest_go_first() -> None:
+    view = a_view()
+    view = View(number=2, step=0, members=view.members, owners=(0,) * 9, started=True)
+    rig = Rig(view=view)
+    assert [c.task.index for c in rig.out if isinstance(c, Do)] == [0, 1, 2, 3]  # type: ignore[union-attr]
+    assert rig.trainer.summary().waiting == 5
+
+
+def test_a_slow_forward_is_sent_elsewhere_and_its_late_output_is_credited_once() -> None:
+    rig = Rig()
+    rig.read()
+    first = rig.sent(Forward)
+    rig.tick()
+    second = rig.sent(Forward)
+    assert second.peer != first.peer and second.message.attempt > first.message.attempt  # type: ignore[union-attr]
+    rig.answer(first, Output, blobs=1)
+    assert rig.sent(Backward).message.stage == 1  # type: ignore[union-attr]
+    assert rig.answer(second, Output, blobs=1) == [Drop(("r2.0",))]
+    assert rig.answer(first, Output, blobs=1) == [Drop(("r3.0",))]
+
+
+def test_a_slow_backward_is_cancelled_and_goes_elsewhere_only_when_it_is_given_up() -> None:
+    rig = Rig()
+    backward = rig.at_last_backward()
+    rig.tick()
+    cancel = rig.sent(Cancel)
+    assert cancel.peer == backward.peer and cancel.message.attempt > backward.message.attempt  # type: ignore[union-attr]
+    rig.tick()
+    assert rig.sent(Cancel).peer == backward.peer, "repeated, and nothing else"
+    assert not [c for c in rig.out if isinstance(c, Send) and isinstance(c.message, Backward)]
+    rig.answer(cancel, Cancelled)
+    assert rig.sent(Backward).peer != backward.peer
+
+
+def test_a_cancelled_backward_that_was_done_is_booked_where_it_is() -> None:
+    rig = Rig()
+    rig.at_last_backward()
+    rig.tick()
+    rig.answer(rig.sent(Cancel), Gradient, blobs=1)
+    assert rig.sent(Backward).message.stage == 0  # type: ignore[union-attr]
+
+
+def test_an_unreachable_peer_keeps_the_backward_it_may_have() -> None:
+    rig = Rig()
+    backward = rig.at_last_backward()
+    commands = rig.trainer.on_unreachable(backward.peer, 0.1)
+    assert not [c for c in commands if isinstance(c, Send) and isinstance(c.message, Backward)]
+
+
+def test_an_unreachable_peer_loses_its_forward_at_once() -> None:
+    rig = Rig()
+    rig.read()
+    first = rig.sent(Forward)
+    rig.keep(rig.trainer.on_unreachable(first.peer, 0.1))
+    assert rig.sent(Forward).peer != first.peer
+
+
+def test_what_a_removed_peer_had_in_flight_is_sent_elsewhere() -> None:
+    rig = Rig()
+    backward = rig.at_last_backward()
+    rig.keep(rig.trainer.on_view(a_view(3, without=backward.peer), 0.1))
+    assert rig.sent(Backward).peer != backward.peer
+
+
+def test_what_a_removed_peer_had_booked_is_redone_alone_from_kept_blobs() -> None:
+    rig = Rig()
+    last = rig.at_last_backward()
+    rig.answer(last, Gradient, blobs=1)
+    rig.answer(rig.sent(Backward), Gradient)
+    assert rig.trainer.summary().finished == 1
+    rig.keep(rig.trainer.on_view(a_view(3, without=last.peer), 0.1))
+    again = rig.sent(Backward)
+    assert again.message.stage == 1 and again.blobs == last.blobs  # type: ignore[union-attr]
+    assert rig.answer(again, Gradient, blobs=1) == [Drop((f"r{rig.serial}.0",))]
+    assert rig.trainer.summary().finished == 1
+
+
+@pytest.mark.parametrize("form", [Busy, Refused])
+def test_a_declined_backward_goes_elsewhere(form: type[Message]) -> None:  # type: ignore[valid-type]
+    rig = Rig()
+    backward = rig.at_last_backward()
+    rig.answer(backward, form, True, 1.0 if form is Busy else "not mine")
+    assert rig.sent(Backward).peer != backward.peer
+
+
+def test_busy_about_a_cancel_says_nothing_about_the_backward() -> None:
+    rig = Rig()
+    rig.at_last_backward()
+    rig.tick()
+    assert rig.answer(rig.sent(Cancel), Busy, True, 1.0) == []
+
+
+def test_when_all_are_busy_it_waits_for_the_first_to_wake() -> None:
+    rig = Rig()
+    rig.answer(rig.at_last_backward(), Busy, True, 3.0)
+    assert rig.answer(rig.sent(Backward), Busy, True, 1.0) == []
+    assert rig.trainer.deadline is not None and 1.0 <= rig.trainer.deadline <= 1.25
+    rig.tick()
+    assert rig.sent(Backward).message.stage == 1  # type: ignore[union-attr]
+
+
+def test_a_stale_answer_changes_nothing() -> None:
+    rig = Rig()
+    first = rig.at_last_backward()
+    rig.answer(first, Busy, True, 0.1)
+    second = rig.sent(Backward)
+    epoch, step, index, stage, attempt = ids(second)
+    drop = [Drop((f"r{rig.serial + 1}.0",))]
+    assert rig.answer(first, Gradient, blobs=1) == drop, "of an attempt that was declined"
+    assert rig.answer(first, Cancelled) == []
+    assert rig.answer(first, Refused, True, "late") == []
+    stale = [
+        (second.peer, Gradient(epoch, step, index, stage, attempt - 1)),
+        (second.peer, Gradient(epoch, step, index, stage, attempt + 1)),
+        (second.peer, Gradient(epoch, step, index, stage - 1, attempt)),
+        (second.peer, Gradient(epoch, step + 1, index, stage, attempt)),
+        (second.peer, Gradient(epoch + 1, step, index, stage, attempt)),
+        (second.peer, Gradient(epoch, step, index + 1, stage, attempt)),
+        (second.peer, Output(epoch, step, index, stage, attempt)),
+        (first.peer, Gradient(epoch, step, index, stage, attempt)),
+        ("stranger", Gradient(epoch, step, index, stage, attempt)),
+        (second.peer, Cancelled(epoch, step, index, stage, attempt - 1)),
+        (second.peer, Busy(epoch, step, index, stage, attempt - 1, True, 0.1)),
+    ]
+    for peer, message in stale:
+        commands = rig.say(peer, message, blobs=1)
+        assert commands == [Drop((f"r{rig.serial}.0",))], message
+    rig.answer(second, Gradient, blobs=1)
+    assert rig.sent(Backward).message.stage == 0  # type: ignore[union-attr]
+
+
+def test_a_faulty_output_is_complained_of_and_the_forward_goes_elsewhere() -> None:
+    rig = Rig()
+    rig.read()
+    forward = rig.sent(Forward)
+    rig.answer(forward, Output, blobs=1, fault="shape (1, 2)")
+    assert rig.sent(Complaint).peer == "boss"
+    assert rig.sent(Complaint).message.about == forward.peer  # type: ignore[union-attr]
+    assert rig.sent(Forward).peer != forward.peer
+    assert Drop(("r1.0",)) in rig.out
+
+
+def test_a_faulty_gradient_is_booked_and_recalled_until_it_is_whole() -> None:
+    rig = Rig()
+    backward = rig.at_last_backward()
+    rig.answer(backward, Gradient, blobs=1, fault="non-finite values")
+    assert rig.sent(Complaint).message.about == backward.peer  # type: ignore[union-attr]
+    rig.tick()
+    recall = rig.sent(Recall)
+    assert recall.peer == backward.peer and recall.message.stage == 1  # type: ignore[union-attr]
+    rig.answer(recall, Gradient, blobs=1, fault="non-finite values")
+    assert rig.sent(Complaint)
+    rig.tick()
+    rig.answer(rig.sent(Recall), Gradient, blobs=1)
+    assert rig.sent(Backward).message.stage == 0  # type: ignore[union-attr]
+
+
+def test_a_recall_of_nothing_means_that_the_booking_is_gone() -> None:
+    rig = Rig()
+    rig.answer(rig.at_last_backward(), Gradient, blobs=1, fault="non-finite values")
+    rig.tick()
+    rig.answer(rig.sent(Recall), Cancelled)
+    assert rig.sent(Backward).message.stage == 1  # type: ignore[union-attr]
+
+
+def test_a_failing_sole_replica_is_retried_with_growing_pauses() -> None:
+    view = View(number=2, step=0, members=(Member(ME, 0), Member("a1", 1)), owners=(0,), started=True)
+    rig = Rig(view=view)
+    rig.at_last_backward()
+    times = []
+    for _ in range(10):
+        if not any(isinstance(c, Send) and isinstance(c.message, Backward) for c in rig.out):
+            rig.tick()
+        times.append(rig.now)
+        rig.answer(rig.sent(Backward), Refused, True, "broken")
+    gaps = [after - before for before, after in pairwise(times)]
+    assert gaps == sorted(gaps) and gaps[-1] == 2.0
+
+
+def test_an_unreadable_microbatch_is_read_again() -> None:
+    rig = Rig()
+    (task,) = [command.task for command in rig.out if isinstance(command, Do)]
+    rig.trainer.on_failed(Failed(task.id, "disk"), 0.0)
+    assert [type(command) for command in rig.tick()] == [Do]
+
+
+def test_a_microbatch_read_for_a_step_that_is_over_is_dropped() -> None:
+    rig = Rig()
+    (task,) = [command.task for command in rig.out if isinstance(command, Do)]
+    assert isinstance(task, Fetch)
+    rig.trainer.on_view(a_view(3, step=1), 1.0)
+    assert rig.trainer.on_done(Done(task.id, Result()), 1.0) == [Drop((task.out,))]
+
+
+def test_a_peer_that_answers_nothing_is_reported() -> None:
+    rig = Rig()
+    silent = rig.at_last_backward().peer
+    complaints: list[Complaint] = []
+    while rig.now < 60:
+        complaints += [c.message for c in rig.tick() if isinstance(c, Send) and isinstance(c.message, Complaint)]
+    assert 2 <= len(complaints) <= 6
+    assert all(complaint.about == silent and complaint.unreachable for complaint in complaints)
+
+
+def a_heir(number: int = 3) -> Rig:
+    """b0 owned the microbatch and has been removed."""
+    rig = Rig(view=a_view(owner="b0"))
+    assert rig.out == []
+    rig.keep(rig.trainer.on_view(a_view(number, without="b0"), 0.0))
+    return rig
+
+
+def test_an_heir_asks_everybody_and_goes_on_from_what_is_booked() -> None:
+    rig = a_heir()
+    asked = [c.peer for c in rig.out if isinstance(c, Send) and c.message == AskBooks(0, 0, 3)]
+    assert asked == [ME, "a0", "a1", "b1"]
+    for peer in (ME, "a0", "b1"):
+        assert rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ())) == []
+    assert rig.trainer.summary().waiting == 1
+    rig.say("a1", Books(0, 0, 3, 1, (0,)))
+    rig.read()
+    recall = rig.sent(Recall)
+    assert recall.peer == "a1" and recall.message.stage == 1  # type: ignore[union-attr]
+    rig.answer(recall, Gradient, blobs=1)
+    assert rig.sent(Backward).message.stage == 0  # type: ignore[union-attr]
+
+
+def test_books_of_an_older_view_do_not_count() -> None:
+    rig = a_heir()
+    for peer in (ME, "a0", "b1", "a1"):
+        rig.say(peer, Books(0, 0, 2, int(peer[1:]) if peer != ME else 0, ()))
+    assert rig.out == [] and rig.trainer.summary().waiting == 1
+
+
+def test_books_are_asked_for_again_until_everybody_has_answered_or_left() -> None:
+    rig = a_heir()
+    for peer in (ME, "a0", "a1"):
+        rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ()))
+    assert [c.peer for c in rig.tick() if isinstance(c, Send)] == ["b1"]
+    assert [c.peer for c in rig.tick() if isinstance(c, Send)] == ["b1"]
+    members = tuple(member for member in a_view(without="b0").members if member.peer != "b1")
+    view = View(number=4, step=0, members=members, owners=(0,), started=True)
+    assert [type(command) for command in rig.trainer.on_view(view, rig.now)] == [Do]
+
+
+def test_an_heirs_attempts_are_newer_than_those_of_any_owner_before() -> None:
+    rig = Rig()
+    attempt = rig.at_last_backward().message.attempt  # type: ignore[union-attr]
+    assert new_microbatch(0, ["", ""], a_view(3)).attempt > attempt + 1000
+
+
+def test_who_missed_the_beginning_of_a_step_asks_for_books() -> None:
+    rig = Rig()
+    rig.keep(rig.trainer.on_view(a_view(5, step=1), 1.0))
+    assert [c.peer for c in rig.out if isinstance(c, Send)] == [ME, "a0", "b0", "a1", "b1"]
+
+
+def test_who_saw_the_beginning_of_a_step_does_not() -> None:
+    rig = Rig()
+    rig.keep(rig.trainer.on_view(a_view(3, step=1), 1.0))
+    assert [type(command) for command in rig.out] == [Do]
+
+
+@pytest.mark.parametrize("change", [a_view(3, epoch=1), View(number=2, step=0, members=()), a_view(3, owner="a0")])
+def test_nothing_is_left_after_a_rollback_a_removal_or_a_lost_ownership(change: View) -> None:
+    rig = Rig()
+    backward = rig.at_last_backward()
+    commands = rig.trainer.on_view(change, 0.1)
+    dropped = [blob for command in commands if isinstance(command, Drop) for blob in command.blobs]
+    assert set(dropped) == set(backward.blobs)
+    assert rig.answer(backward, Gradient, blobs=1) == [Drop((f"r{rig.serial}.0",))]
+    if change.epoch == 0:
+        assert rig.trainer.deadline is None and rig.trainer.summary().inflight == 0

@@ -1,0 +1,213 @@
+"""`shoal run` with real processes: what it writes, that the account balances through a SIGKILL, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SOURCE = Path(__file__).parents[2] / "src"
+LONG_S = 600.0
+
+# hop_floor_s is long: on a busy machine nothing may be called slow. Silence stays short enough to notice a kill.
+CONFIG = """
+[run]
+name = "tiny"
+peers = 3
+stages = 3
+steps = 4
+hop_floor_s = 60.0
+[model]
+hidden_size = 16
+layers = 3
+heads = 2
+kv_heads = 1
+intermediate_size = 24
+[data]
+source = "text"
+path = "a.txt"
+sequence = 16
+[train]
+batch = 8
+microbatch = 2
+warmup = 0
+schedule = "constant"
+[checkpoint]
+every = 0
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Begins `shoal COMMAND ...` in a directory of its own."""
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
+    started: list[subprocess.Popen[str]] = []
+
+    def start(command: str, *words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.cli.main", command, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def end(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == code, output
+    return output
+
+
+def summary(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "runs/tiny/summary.json").read_bytes())
+    return found
+
+
+def children(launcher: int) -> dict[int, str]:
+    """Process ids and command lines of a launcher's peers."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, ValueError):
+                continue  # it has ended meanwhile
+            if parent == launcher and "shoal.cli.peer" in command:
+                found[int(entry.name)] = command
+    return found
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def steps_done(tmp_path: Path) -> int:
+    path = tmp_path / "runs/tiny/commits.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def assert_balanced(found: dict[str, Any], steps: int) -> None:
+    assert found["balanced"], found["reason"]
+    assert (found["steps"], found["issued"], found["committed"]) == (steps, 4 * steps, 4 * steps)
+    assert (found["lost"], found["counted_twice"]) == (0, 0)
+    assert len(found["losses"]) == steps
+
+
+def test_a_run_leaves_its_account_its_checkpoint_and_a_trace_that_replays(start: Start, tmp_path: Path) -> None:
+    output = end(start("run", "tiny.toml"))
+    assert "Every sample counted once." in output
+    found = summary(tmp_path)
+    assert_balanced(found, 4)
+    assert found["losses"][-1] < found["losses"][0]
+    directory = tmp_path / "runs/tiny"
+    assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert Path(found["checkpoint"]) == directory / "checkpoints/step-4"
+    assert (directory / "checkpoints/step-4/model.safetensors.index.json").exists()
+    assert end(start("replay", "runs/tiny")).startswith("identical: ")
+    assert "Every sample counted once." in end(start("status", "tiny.toml"))
+
+
+def test_a_killed_peer_costs_no_sample_and_changes_no_loss(start: Start, tmp_path: Path) -> None:
+    settings = ("run.peers=6", "run.steps=30")
+    end(start("run", "tiny.toml", *settings))
+    undisturbed = summary(tmp_path)
+    launcher = start("run", "tiny.toml", *settings)
+    wait_for(lambda: launcher.poll() is not None or 1 <= steps_done(tmp_path) < 30)
+    os.kill(max(children(launcher.pid)), signal.SIGKILL)  # any one: each stage has two
+    output = end(launcher)
+    found = summary(tmp_path)
+    assert "its process ended with -9" in output
+    assert_balanced(found, 30)
+    assert found["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
+
+
+def test_a_resumed_run_goes_on_at_the_next_sample_with_the_same_account(start: Start, tmp_path: Path) -> None:
+    end(start("run", "tiny.toml", "run.steps=6"))
+    whole = summary(tmp_path)
+    end(start("run", "tiny.toml", "run.steps=4"))
+    assert "all 4 steps are trained" in end(start("run", "tiny.toml", "--resume"), code=2)
+    end(start("run", "tiny.toml", "run.steps=6", "--resume"))
+    resumed = summary(tmp_path)
+    assert_balanced(resumed, 6)
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    other = end(start("run", "tiny.toml", "run.steps=9", "model.hidden_size=32", "--resume"), code=2)
+    assert "model.hidden_size = 16, this run 32" in other
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_launcher_that_ends_leaves_no_process_behind(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    launcher = start("run", "tiny.toml", "run.steps=1000000")
+    wait_for(lambda: launcher.poll() is not None or steps_done(tmp_path) >= 1)
+    peers = children(launcher.pid)
+    assert len(peers) == 3
+    launcher.send_signal(number)
+    end(launcher, code=130 if number is signal.SIGINT else -number)
+    wait_for(lambda: not any(map(alive, peers)))
+    if number is signal.SIGINT:
+        assert summary(tmp_path)["reason"].startswith("interrupted")
+
+
+def test_another_machine_joins_by_invite_and_a_stranger_does_not(start: Start, tmp_path: Path) -> None:
+    host = start("run", "tiny.toml", "--here", "2")
+    bootstrap = tmp_path / "runs/tiny/bootstrap.json"
+    wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 2))
+    invite = end(start("invite", "tiny.toml")).strip()
+    refused = end(start("join", invite[:-4] + "AAAA", "run.dir=guest"), code=2)
+    assert "invite" in refused
+    assert "same for all peers" in end(start("join", invite, "train.batch=4"), code=2)
+    guest = end(start("join", invite, "run.dir=guest"))
+    assert "the run is finished" in guest
+    end(host)
+    assert_balanced(summary(tmp_path), 4)
+
+
+def test_what_a_user_can_mend_ends_with_one_line_and_code_2(start: Start, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for words, said in (
+            (("data.path=nowhere.txt",), "nowhere.txt"),
+            ((f"network.port={port}",), f"network.port = {port}"),
+            (("model.family=bert",), "bert"),
+            (("run.stages=4", "run.peers=4"), "run.stages = 4 is more than model.layers = 3"),
+        ):
+            output = end(start("run", "tiny.toml", *words), code=2)
+            last = output.strip().splitlines()[-1]
+            assert last.startswith("shoal: ") and said in last, output

@@ -1,0 +1,247 @@
+"""Whole peers in one process over the network in memory: they train, agree, account for every sample and replay alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from shoal import trace
+from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train, settings
+from shoal.core.messages import PROTOCOL, Backward, Command, Event, Finish, Gradient, Peer, Pulse, Reduced, View
+from shoal.core.peer import PeerMachine
+from shoal.runtime import data
+from shoal.runtime.account import Books
+from shoal.runtime.checkpoint import Store
+from shoal.runtime.hands import Hands
+from shoal.runtime.node import Node
+from shoal.runtime.record import Recorder
+from shoal.runtime.report import AnyLine
+from shoal.transport.base import Blob
+from shoal.transport.directory import Directory, Record
+from shoal.transport.memory import Hub, MemoryTransport
+
+# hop_floor_s and silence_s are long: nothing here may be called slow or dead because the machine is busy.
+TINY = Config(
+    run=Run(name="tiny", peers=4, stages=2, steps=3, seed=3, beat_s=0.05, silence_s=60.0, hop_floor_s=60.0),
+    model=Model(hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24),
+    data=Data(source="text", path="a.txt", sequence=8),
+    train=Train(batch=8, microbatch=2, warmup=0),
+    checkpoint=Checkpoint(every=0, last=False),
+    device=Device(threads=1),
+)
+LONG_S = 100.0
+
+
+class Known(Directory):
+    """A directory in which everybody is listed."""
+
+    addresses = ()
+
+    def __init__(self, names: list[Peer]) -> None:
+        self.names = names
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def announce(self) -> None: ...
+
+    async def peers(self) -> list[Record]:
+        return [Record(run="r", peer=name, host="", port=0) for name in self.names]
+
+
+class Heard(Recorder):
+    """A recorder that also keeps the views."""
+
+    def __init__(self, header: trace.Header, path: Path) -> None:
+        super().__init__(header, path, None)
+        self.views: list[View] = []
+
+    def view(self, time_s: float, view: View) -> None:
+        self.views.append(view)
+
+    def tell(self, line: AnyLine) -> None: ...
+
+
+class Swarm:
+    """Peers of one run in this process."""
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        self.config, self.hub = config, Hub()
+        self.names: list[Peer] = []
+        self.nodes: list[Node] = []
+        self.records: list[Heard] = []
+        self.dataset = data.open_dataset(config)
+        self.directory = directory
+
+    def add(self) -> Node:
+        number = len(self.names) + 1
+        name = f"{'abcdefgh'[number] * 32}.{number}"
+        self.names.append(name)
+        header = trace.Header(PROTOCOL, name, settings(self.config), seed=f"s/{name}", found=number == 1)
+        record = Heard(header, self.directory / f"{number}.jsonl")
+        hands = Hands(self.config, self.dataset, Store(str(self.directory / "checkpoints")))
+        machine = PeerMachine(name, header.settings, Random(header.seed), header.found)
+        node = Node(machine, hands, MemoryTransport(self.hub, name), Known(self.names), record)
+        self.records.append(record)
+        self.nodes.append(node)
+        return node
+
+    async def run(self) -> list[Finish]:
+        async with asyncio.timeout(LONG_S):
+            for node in self.nodes:
+                await node.transport.start()
+            return await asyncio.gather(*(node.run() for node in self.nodes))
+
+    def close(self) -> None:
+        for node, record in zip(self.nodes, self.records, strict=True):
+            node.hands.close()
+            record.close()
+
+    def books(self) -> Books:
+        books = Books(self.config.run.stages, self.config.train.batch // self.config.train.microbatch)
+        for record in self.records:
+            for view in record.views:
+                books.agree(view, time.monotonic())
+        return books
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(3000)))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Swarm:
+    swarm = Swarm(TINY, tmp_path)
+    for _ in range(TINY.run.peers):
+        swarm.add()
+    return swarm
+
+
+def test_a_swarm_trains_and_accounts_for_every_sample(swarm: Swarm) -> None:
+    finishes = asyncio.run(swarm.run())
+    swarm.close()
+    assert all(finish.ok for finish in finishes)
+    totals = swarm.books().totals()
+    assert totals.balanced, totals.reason
+    assert (totals.steps, totals.issued, totals.committed) == (3, 12, 12)
+    losses = [step.commit.loss for step in swarm.books().steps]
+    assert losses[-1] < losses[0]
+
+
+def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path) -> None:
+    swarm = Swarm(msgspec.structs.replace(TINY, run=msgspec.structs.replace(TINY.run, steps=12)), tmp_path)
+    for _ in range(TINY.run.peers):
+        swarm.add()
+    asyncio.run(swarm.run())
+    swarm.close()
+    digests: dict[tuple[int, int], set[str]] = {}
+    for record, node in zip(swarm.records, swarm.nodes, strict=True):
+        assert record.views[-1].finished
+        server = node.machine.server
+        digests.setdefault((server.stage, server.step), set()).add(server.digest)
+    assert all(len(found) == 1 for found in digests.values())
+    # Of one step at most: input, output and gradient of every microbatch at every stage, and a round's parts.
+    a_step = 4 * TINY.run.stages * 3 + 8
+    assert max(node.hands.held() for node in swarm.nodes) <= a_step
+
+
+def test_what_was_recorded_replays_without_a_difference(swarm: Swarm, tmp_path: Path) -> None:
+    asyncio.run(swarm.run())
+    swarm.close()
+    trace.merge(sorted(tmp_path.glob("*.jsonl")), tmp_path / "all.jsonl")
+    found = trace.replay(tmp_path / "all.jsonl")
+    assert found.peers == 4 and found.commands > 100
+    assert found.differing == 0, found.first
+
+
+def test_a_lone_peer_that_serves_the_whole_model_talks_to_itself(tmp_path: Path) -> None:
+    run = msgspec.structs.replace(TINY.run, peers=1, stages=1)
+    swarm = Swarm(msgspec.structs.replace(TINY, run=run), tmp_path)
+    node = swarm.add()
+    (finish,) = asyncio.run(swarm.run())
+    swarm.close()
+    assert finish.ok
+    assert swarm.books().totals().balanced
+    assert node.hands.held() == 0
+
+
+class Listener:
+    """A machine that notes events and does nothing, in the place of PeerMachine."""
+
+    name = "a" * 32 + ".1"
+    view = None
+    leading = False
+    deadline: float | None = None
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.until = 0
+        real = PeerMachine(self.name, settings(TINY), Random(1), False)
+        self.server, self.trainer = real.server, real.trainer
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        self.events.append(event)
+        return [Finish(True, "heard enough")] if len(self.events) >= self.until else []
+
+
+def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
+    """What reaches a machine of these messages from one peer, which are followed by a harmless one."""
+
+    async def run() -> list[Event]:
+        hub, machine = Hub(), Listener()
+        machine.until = 2  # the first Tick, and the harmless message
+        transport, other = MemoryTransport(hub, machine.name), MemoryTransport(hub, "b" * 32 + ".1")
+        header = trace.Header(PROTOCOL, machine.name, settings(TINY), seed="", found=False)
+        hands, record = Hands(TINY), Heard(header, tmp_path / "t.jsonl")
+        node = Node(machine, hands, transport, Known([]), record)  # type: ignore[arg-type]
+        await transport.start()
+        await other.start()
+        for message, blobs in sent:
+            other.send(machine.name, message, blobs)  # type: ignore[arg-type]
+            machine.until += bool(blobs)
+        other.send(machine.name, Pulse(1, 1, 1, True), ())
+        async with asyncio.timeout(LONG_S):
+            await node.run()
+        hands.close()
+        record.close()
+        return [event for event in machine.events if type(event).__name__ == "Received"]
+
+    return asyncio.run(run())
+
+
+def floats(*shape: int, value: float = 1.0) -> Blob:
+    import torch
+
+    from shoal.runtime.hands import blob_of
+
+    return blob_of(torch.full(shape, value))
+
+
+def test_a_message_with_a_number_that_is_not_finite_never_reaches_the_machine(tmp_path: Path) -> None:
+    events = hear(tmp_path, (Pulse(1, 1, 1, True, rate=float("nan")), ()), (Reduced(0, 0, 1, "d", float("inf")), ()))
+    assert [event.message for event in events] == [Pulse(1, 1, 1, True)]  # type: ignore[attr-defined]
+
+
+def test_wrong_tensors_reach_the_machine_as_a_fault_and_take_no_memory(tmp_path: Path) -> None:
+    request = Backward(epoch=0, step=0, index=0, stage=1, attempt=1, view=1)
+    answer = Gradient(epoch=0, step=0, index=0, stage=1, attempt=1, loss=float("nan"))
+    good = floats(2, 8, 16)
+    events = hear(
+        tmp_path,
+        (request, (good, good)),
+        (request, (floats(2, 9, 16), good)),
+        (request, (good,)),
+        (answer, (good,)),
+        (answer, (floats(2, 8, 16, value=float("nan")),)),
+    )
+    faults = {event.fault for event in events if event.message != Pulse(1, 1, 1, True)}  # type: ignore[attr-defined]
+    assert len(faults) == 5 and "" not in faults
+    assert all(event.blobs == () for event in events)  # type: ignore[attr-defined]

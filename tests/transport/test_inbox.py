@@ -1,0 +1,67 @@
+"""What waits for the node: control first, room for so much."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from shoal.core.messages import Cancelled, Output
+from shoal.transport import inbox
+from shoal.transport.base import Blob, Incoming, Lost
+from shoal.transport.inbox import Inbox
+
+CONTROL = [Incoming("a", Cancelled(0, 1, index, 0, 0)) for index in range(3)]
+BULK = [Incoming("b", Output(0, 1, index, 0, 0), (Blob("uint8", (1,), b"x"),)) for index in range(3)]
+
+
+async def taken(box: Inbox, count: int) -> list[Incoming | Lost]:
+    return [await asyncio.wait_for(box.take(), 60) for _ in range(count)]
+
+
+def test_control_and_losses_come_before_bulk_and_each_in_order() -> None:
+    async def story() -> None:
+        box = Inbox()
+        for item in (BULK[0], CONTROL[0], BULK[1], Lost("c"), BULK[2], CONTROL[1]):
+            box.put(item)
+        assert await taken(box, 6) == [CONTROL[0], Lost("c"), CONTROL[1], *BULK]
+
+    asyncio.run(story())
+
+
+def test_a_full_inbox_says_so_for_its_kind_only_and_tells_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "ROOM_BYTES", 10)
+
+    async def story() -> None:
+        told: list[bool] = []
+        box = Inbox(on_room=lambda: told.append(box.full(bulk=True)))
+        box.put(BULK[0], 6)
+        assert not box.full(bulk=True)
+        box.put(BULK[1], 6)
+        assert box.full(bulk=True) and not box.full(bulk=False) and not told
+        await taken(box, 1)
+        assert told == [False]
+        box.put(BULK[2], 6)
+        box.drop(lambda item: item.peer == "b")
+        assert told == [False, False]
+
+    asyncio.run(story())
+
+
+def test_other_threads_put_while_the_node_waits() -> None:
+    async def story() -> None:
+        box = Inbox()
+
+        def put() -> None:
+            for _ in range(500):
+                box.put(CONTROL[0])
+
+        threads = [threading.Thread(target=put) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        assert len(await taken(box, 2000)) == 2000
+        for thread in threads:
+            thread.join()
+
+    asyncio.run(story())
