@@ -27,8 +27,10 @@ from typing import Any
 from report import report
 from shoal.core.messages import Leave, Output, Recall, Refused
 from shoal.transport.base import Blob, Incoming
+from shoal.transport.daemon import Daemon
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.shaped import Link, Shaped
 from shoal.transport.tls import TlsTransport
 
@@ -42,11 +44,19 @@ def make_tls(identity: Identity, membership: Membership) -> Any:
     return TlsTransport(identity, membership)
 
 
+def make_libp2p(identity: Identity, membership: Membership) -> Any:
+    return Libp2pTransport(identity.name, membership, Daemon(identity))
+
+
 def make_shaped(identity: Identity, membership: Membership) -> Any:
     return Shaped(TlsTransport(identity, membership), Link(DELAY_S, LINE_Bps, LINE_Bps))
 
 
-MAKERS: dict[str, Callable[[Identity, Membership], Any]] = {"tls": make_tls, "shaped": make_shaped}
+MAKERS: dict[str, Callable[[Identity, Membership], Any]] = {
+    "tls": make_tls,
+    "libp2p": make_libp2p,
+    "shaped": make_shaped,
+}
 
 
 def main() -> None:

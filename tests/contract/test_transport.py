@@ -187,7 +187,7 @@ def test_a_restarted_peer_is_another_peer(net: Any) -> None:
             introduce(a, b)
             a.send(b.name, control(1))
             await take(b)
-            port = b.address[1]
+            port = net.port(b)
             await b.close()
             assert await lost(a, before.name)
             async with started(net.make(after, port=port)) as (b,):
@@ -379,7 +379,7 @@ def test_nothing_is_told_to_a_peer_that_is_another_than_asked_for(secure: Any) -
 def test_a_port_that_is_taken_is_named(secure: Any) -> None:
     async def story() -> None:
         async with started(secure.make(Identity.new())) as (a,):
-            port = a.address[1]
+            port = secure.port(a)
             second = secure.make(Identity.new(), port=port)
             with pytest.raises(ValueError, match=str(port)):
                 await second.start()

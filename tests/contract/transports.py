@@ -7,16 +7,18 @@ import socket
 import ssl
 import struct
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 import msgspec
 
 from shoal.core.messages import PROTOCOL
 from shoal.transport.base import Limits
+from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
 from shoal.transport.hello import Hello, No
 from shoal.transport.identity import Identity, client_context
 from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.libp2p import PROTOCOL_NAME, Libp2pTransport
 from shoal.transport.memory import Hub, MemoryTransport
 from shoal.transport.shaped import Link, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
@@ -40,6 +42,9 @@ class Net(Protocol):
 
     def membership(self, identity: Identity, expires: float | None = None) -> Membership: ...
 
+    def port(self, transport: Any) -> int:
+        """Where it listens; `make` takes it again."""
+
 
 class MemoryNet:
     secure = False
@@ -50,11 +55,16 @@ class MemoryNet:
     def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
         return MemoryTransport(self.hub, identity.name, limits)
 
+    def port(self, transport: Any) -> int:
+        return 0
+
     async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
         self.hub.carry(identity.name, victim.name, raw)
 
 
-class TlsNet:
+class RealNet:
+    """With a run, hence with passes."""
+
     secure = True
 
     def __init__(self) -> None:
@@ -64,8 +74,16 @@ class TlsNet:
         text = self.authority.invite((), time.time() + 3600 if expires is None else expires, "contract")
         return read_invite(text, now=0.0).membership(identity)
 
+    def _hello(self, identity: Identity, victim: Any, kind: Any) -> Hello:
+        return Hello(PROTOCOL, self.authority.run, identity.name, victim.name, kind, self.membership(identity).proof)
+
+
+class TlsNet(RealNet):
     def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
         return TlsTransport(identity, self.membership(identity), port=port, limits=limits)
+
+    def port(self, transport: Any) -> int:
+        return transport.address[1]
 
     async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
         hello = self._hello(identity, victim, kind)
@@ -74,9 +92,6 @@ class TlsNet:
     async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:
         hello = msgspec.structs.replace(self._hello(identity, victim, "control"), **changes)
         return await asyncio.to_thread(self._knock, identity, victim.address, hello)
-
-    def _hello(self, identity: Identity, victim: Any, kind: Any) -> Hello:
-        return Hello(PROTOCOL, self.authority.run, identity.name, victim.name, kind, self.membership(identity).proof)
 
     def _inject(self, identity: Identity, address: tuple[str, int], raw: bytes, hello: Hello) -> None:
         with _dial(identity, address) as sock:
@@ -92,6 +107,45 @@ class TlsNet:
         with _dial(identity, address) as sock:
             answer = _exchange(sock, hello)
             return answer.reason if isinstance(answer, No) else ""
+
+
+class Libp2pNet(RealNet):
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        return Libp2pTransport(identity.name, self.membership(identity), Daemon(identity, port=port), limits)
+
+    def port(self, transport: Any) -> int:
+        return int(transport.address[0].split("/")[4])
+
+    async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
+        async with self._opened(identity, victim, self._hello(identity, victim, kind)) as (answer, reader, writer):
+            assert isinstance(answer, Hello)
+            writer.write(raw)
+            with suppress(ConnectionError):
+                await reader.read()
+
+    async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:
+        hello = msgspec.structs.replace(self._hello(identity, victim, "control"), **changes)
+        async with self._opened(identity, victim, hello) as (answer, _, _):
+            return answer.reason if isinstance(answer, No) else ""
+
+    @asynccontextmanager
+    async def _opened(self, identity: Identity, victim: Any, hello: Hello) -> Any:
+        """A stream through a daemon of its own, as hivemind itself opens it."""
+        daemon = Daemon(identity)
+        await daemon.start()
+        try:
+            await daemon.connect(victim.address[0], 60)
+            p2p = await hivemind("p2p").P2P.replicate(multiaddr(f"/unix{daemon.control}"))
+            peer_id = hivemind("p2p").PeerID(parsed_address(victim.address[0])[0])
+            _, reader, writer = await p2p.call_binary_stream_handler(peer_id, PROTOCOL_NAME)
+            words = msgspec.msgpack.encode(hello)
+            writer.write(struct.pack(">H", len(words)) + words)
+            (length,) = struct.unpack(">H", await reader.readexactly(2))
+            yield msgspec.msgpack.decode(await reader.readexactly(length), type=Hello | No), reader, writer
+            writer.close()
+            await p2p.shutdown()
+        finally:
+            await daemon.close()
 
 
 class ShapedNet:
@@ -113,6 +167,7 @@ NETS = {
     "tls": TlsNet,
     "shaped-memory": lambda: ShapedNet(MemoryNet()),
     "shaped-tls": lambda: ShapedNet(TlsNet()),
+    "libp2p": Libp2pNet,
 }
 
 

@@ -58,7 +58,7 @@ class Watch:
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
                 return self.books.agree(line.view, now)
-            case Ended() if not line.ok:
+            case Ended() if not line.ok and not line.user_error:  # that one is the command's own last line
                 self.tell("trouble", line.reason, now, label)
         return None
 

@@ -171,10 +171,20 @@ class Coordinator:
         if view.finished:
             return self._dismiss(view, now)
         commands = self._watch(view, now) if self.scan else []
-        for rule in (self._remove, self._start, self._commit, self._admit, self._end):
+        for rule in (
+            self._remove,
+            self._promote,
+            self._recover,
+            self._restage,
+            self._start,
+            self._commit,
+            self._admit,
+            self._end,
+        ):
             successor = rule(view, now)
             if successor is not None:
-                return commands + register.propose(successor, now)
+                saved = max(view.saved, self.saving.published) if successor.epoch == view.epoch else view.saved
+                return commands + register.propose(msgspec.structs.replace(successor, saved=saved), now)
         return commands + self._average(view, now) + self.saving.tick(view, now)
 
     def _remove(self, view: View, now: float) -> View | None:
@@ -214,6 +224,72 @@ class Coordinator:
             reason="; ".join(words)[:2000],
         )
 
+    def _promote(self, view: View, now: float) -> View | None:
+        """A stage has lost its last member, but a joiner already holds its state: it becomes a member at once."""
+        empty = self._empty(view)
+        able = tuple(member for member in view.joining if member.stage in empty and self._ready(member, view))
+        if not view.started or not able:
+            return None
+        words = ", ".join(f"{member.peer} takes over stage {member.stage}" for member in able)
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            members=view.members + able,
+            joining=tuple(member for member in view.joining if member not in able),
+            reason=f"{words}: no other replica is left",
+        )
+
+    def _recover(self, view: View, now: float) -> View | None:
+        """A stage has lost every copy of its state: everyone goes back to the newest checkpoint, under a new epoch."""
+        empty = self._empty(view)
+        over = view.step >= self.settings.steps and self.saving.idle
+        if not view.started or not empty or over:
+            return None
+        back = max(view.saved, self.saving.published)
+        undone = (view.step - back) * self.settings.microbatches
+        account = msgspec.structs.replace(
+            view.account,
+            issued=view.account.committed - undone,
+            committed=view.account.committed - undone,
+            undone=view.account.undone + undone,
+        )
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            step=back,
+            owners=(),
+            started=False,
+            epoch=view.epoch + 1,
+            last=None,
+            account=account,
+            saved=back,
+            reason=f"stage {empty[0]} lost its last replica: back from step {view.step} to the state of step {back}",
+        )
+
+    def _restage(self, view: View, now: float) -> View | None:
+        """Before a first step, a stage without anybody gets a peer of the stage that can best spare one."""
+        everyone = view.members + view.joining
+        if view.started or len(everyone) < max(self.settings.stages, 0 if view.epoch else self.settings.peers):
+            return None
+        if {member.stage for member in everyone} == set(range(self.settings.stages)):
+            return None
+        chosen = move(everyone, self.settings.stages, self._seconds())
+        if chosen is None:
+            return None
+        mover, stage, why = chosen
+        new = Member(peer=mover.peer, stage=stage)
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            members=tuple(new if member is mover else member for member in view.members),
+            joining=tuple(new if member is mover else member for member in view.joining),
+            reason=why,
+        )
+
+    def _empty(self, view: View) -> list[int]:
+        """Stages that no member serves."""
+        return sorted(set(range(self.settings.stages)) - set(self.serving.values()))
+
     def _admit(self, view: View, now: float) -> View | None:
         """Give every new peer a stage to prepare."""
         if not self.joins or view.finished:
@@ -234,7 +310,11 @@ class Coordinator:
         candidates = view.members + view.joining
         ready = tuple(member for member in candidates if self._ready(member, view))
         served = {member.stage for member in ready}
-        if len(ready) < self.settings.peers or len(served) < self.settings.stages or self.name not in _names(ready):
+        if view.epoch:  # gone back to a checkpoint: with whoever is left, once all of them are there
+            enough = all(member in ready for member in view.members)
+        else:
+            enough = len(ready) >= self.settings.peers
+        if not enough or len(served) < self.settings.stages or self.name not in _names(ready):
             return None
         rest = tuple(member for member in candidates if member not in ready)
         return msgspec.structs.replace(
@@ -319,6 +399,7 @@ class Coordinator:
             counted_twice=account.counted_twice + counted_twice(last.groups),
             killed=account.killed,
             joined=account.joined + sum(member.peer not in self.moved for member in new),
+            undone=account.undone,
         )
         return View(
             number=view.number + 1,
@@ -327,6 +408,7 @@ class Coordinator:
             joining=joining,
             owners=() if over else _owners(members, self.settings.microbatches),
             started=True,
+            saved=view.saved,
             finished=over and not last.save,
             epoch=view.epoch,
             last=last,
@@ -447,8 +529,9 @@ class Coordinator:
     def _watch(self, view: View, now: float) -> list[Command]:
         """Compare the replicas' parameters; say when a stage has nobody."""
         commands: list[Command] = []
-        empty = sorted(set(range(self.settings.stages)) - {member.stage for member in view.members})
-        stalled = f"stage {empty[0]} has no replica left: the run waits" if view.started and empty else ""
+        taken = {member.stage for member in view.members + view.joining}
+        empty = sorted(set(range(self.settings.stages)) - taken)
+        stalled = f"stage {empty[0]} has nobody to serve it: the run waits for peers" if view.epoch and empty else ""
         if stalled != self.stalled:
             self.stalled = stalled
             commands += [Note("stall", stalled or "every stage is served again")]

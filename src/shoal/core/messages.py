@@ -63,6 +63,7 @@ class Account(Value, frozen=True):
     counted_twice: Count = 0
     killed: Count = 0
     joined: Count = 0
+    undone: Count = 0  # committed, then undone by going back to a checkpoint: issued and committed again
 
 
 class Committed(Value, frozen=True):
@@ -91,6 +92,7 @@ class View(Value, frozen=True):
     last: Committed | None = None
     account: Account = Account()
     reason: Text = ""  # why this view replaced the one before, in words
+    saved: Count = 0  # version of the newest checkpoint; where the run goes back to when a stage is lost
 
 
 class Entry(Value, frozen=True):

@@ -144,7 +144,8 @@ class PeerMachine:
             self.register.heard_lead = now
             if not self.founding:
                 return []
-            view = View(number=1, step=self.settings.first_step, members=(Member(peer=self.name, stage=0),))
+            first = self.settings.first_step
+            view = View(number=1, step=first, members=(Member(peer=self.name, stage=0),), saved=first)
             return self.register.found(view, now)
         gap = now - last
         if gap > 3 * self.settings.beat_s:

@@ -25,7 +25,7 @@ ALPHA = 0.1  # of the latency average: SWARM's figure
 COLD_S = 1.0  # guess where neither the plan nor a measurement says better: SWARM's figure
 LEAST_S = 1e-4  # no hop is free: a zero would let one peer take everything
 PATIENCE = 4.0  # a hop is slow after this many times its usual wall time
-FAR = 8.0  # a peer's own average lengthens its deadline to at most this many times its stage's average
+FAR = 4.0  # a peer's own average, fed with its timeouts, lengthens its deadline to at most this many times its stage's
 LEAST_WAIT_S = 0.02  # after Busy: even a server that says 0 is not asked again in the same instant
 MOST_WAIT_S = 30.0  # after Busy: no peer can send itself into retirement
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
@@ -114,8 +114,7 @@ class Wiring:
 
     def usual(self, replica: Replica) -> float:
         """The same for deadlines: no peer is slow only because its whole stage is loaded."""
-        own, stage = self.estimate(replica), self.latency.value
-        return own if stage is None else min(max(own, stage), FAR * stage)
+        return min(max(self.estimate(replica), self.typical), FAR * self.typical)
 
     def choose(self, now: float, avoid: str) -> tuple[Replica, str] | None:
         self._settle(now)

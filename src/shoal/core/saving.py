@@ -28,6 +28,7 @@ class Saving:
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.step: int | None = None
+        self.published = 0  # newest version known to be visible
         self.epoch = 0
         self.records: dict[int, str] = {}
         self.unable: dict[int, dict[Peer, str]] = {}  # per stage: who could not, and why
@@ -57,7 +58,7 @@ class Saving:
                 self.unable.setdefault(message.stage, {})[peer] = message.failed
                 self.asked.pop(message.stage, None)
             case Published() if self._mine(message) and not message.failed:
-                self.step = None
+                self.step, self.published = None, message.step
                 return [Note("checkpoint", f"step {message.step} saved at {message.path}")]
             case Published() if self._mine(message):
                 self.unpublished[peer] = message.failed

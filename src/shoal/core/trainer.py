@@ -258,7 +258,7 @@ class Trainer:
         self._out.append(Send(peer, m.request(self._view), m.inputs()))
         self._routes.asked(peer, now)
         # Doubled with every miss: a swarm that got slower must not be asked the same thing ever more often.
-        self._timers.set(m.index, now + self._routes.patience(peer, want.kind.size) * 2 ** min(m.slow, 3))
+        self._timers.set(m.index, now + self._routes.patience(peer, want.kind.size) * 2 ** min(m.slow, 2))
 
     def _repeat(self, m: Microbatch, hop: Hop, now: float) -> None:
         """At the peer that has it: cancel a backward, or recall once more."""

@@ -77,7 +77,9 @@ class Watch:
             other = self._bookers.get(key, peer)
             if other != peer and self.trusting and self.newest is not None:
                 if {peer, other} <= {member.peer for member in self.newest.members}:
-                    self.report(peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}")
+                    self.report(
+                        peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}"
+                    )
             self._bookers[key] = peer
         self._books[peer] = (pulse.epoch, pulse.step, max(seen, len(pulse.books)))
 
@@ -118,7 +120,10 @@ class Watch:
             if view.step not in (before.step, before.step + 1):
                 self.report(peer, "view", f"view {view.number} goes from step {before.step} to {view.step}")
             if view.step == before.step and view.started and before.started:
-                entered = {one.peer for one in view.members} - {one.peer for one in before.members}
+                staffed = {one.stage for one in before.members if one in view.members}
+                entered = {one.peer for one in view.members if one.stage in staffed} - {
+                    one.peer for one in before.members
+                }
                 if entered:
                     self.report(peer, "view", f"view {view.number} admits {sorted(entered)} in the middle of a step")
             if before.started:
@@ -201,9 +206,9 @@ class Watch:
         account = view.account
         if account.counted_twice:
             self.report("", "account", f"counted twice: {account}")
-        if account.issued < account.committed or account.committed < self.settings.steps * self.settings.microbatches:
+        if account.committed != self.settings.steps * self.settings.microbatches:
             self.report("", "account", f"{account} after {self.settings.steps} x {self.settings.microbatches}")
-        if not view.epoch and account.issued != account.committed:
+        if account.issued != account.committed:
             self.report("", "account", f"nothing waits, is in flight or booked, yet {account}")
         members = {one.peer for one in view.members}
         missing = sorted(members.intersection(alive).difference(finished))

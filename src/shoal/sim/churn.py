@@ -1,7 +1,7 @@
 """Who comes and goes in a simulated swarm: peers killed, killed and started again, asked to leave, joining late.
 
-Nobody goes whom the run cannot lose: the survivors keep a majority of the members and every stage keeps a replica;
-without these the run rightly waits (`Swarm.spares`).
+Nobody goes whom the run cannot lose: the survivors keep a majority of the members, without which the run rightly waits,
+and every stage keeps a replica (`Swarm.spares`) unless losing all of them is what is drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ def plan(case: Case) -> list[Planned]:
     rng = case.rng("churn")
     drawn = case.happenings
     end_s = case.scenario.faults_s
-    kinds = {"kill": drawn.kills, "restart": drawn.restarts, "leave": drawn.leaves, "join": drawn.joiners}
+    kinds = {
+        "kill": drawn.kills,
+        "restart": drawn.restarts,
+        "leave": drawn.leaves,
+        "join": drawn.joiners,
+        "lose": drawn.losses,
+    }
     return [
         Planned(rng.uniform(0.0, end_s), kind, rng.uniform(0.1, 5.0))
         for kind, count in kinds.items()
@@ -53,11 +59,31 @@ def restart(swarm: Swarm, planned: Planned, rng: Random) -> None:
         swarm.kernel.after(planned.length_s, swarm.boot, (node.key, node.incarnation + 1))
 
 
+def wipe(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    """A stage loses every copy of its state: the run goes back to a checkpoint."""
+    view = swarm.watch.newest
+    stages = list(range(swarm.case.settings.stages))
+    rng.shuffle(stages)
+    for stage in stages if view is not None else []:
+        names = {node.name for node in swarm.nodes.values() if node.hands.stage == stage}
+        if names and swarm.spares(names):
+            for node in [swarm.nodes[name] for name in sorted(names)]:
+                swarm.kill(node)
+                swarm.kernel.after(planned.length_s * (1 + rng.random()), swarm.boot, (node.key, node.incarnation + 1))
+            return
+
+
 def leave(swarm: Swarm, planned: Planned, rng: Random) -> None:
     node = swarm.victim(rng)
     if node is not None:
         node.away = node.leaving = True
         node.told(Asked(reason="drawn by the simulation"))
+
+
+def lose(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    """Every copy of one stage's state at once: the run must go back to its newest checkpoint by itself."""
+    for node in swarm.replicas(rng):
+        swarm.kill(node)
 
 
 def join(swarm: Swarm, planned: Planned, rng: Random) -> None:
@@ -70,4 +96,6 @@ APPLY: dict[str, Callable[[Swarm, Planned, Random], None]] = {
     "restart": restart,
     "leave": leave,
     "join": join,
+    "wipe": wipe,
+    "lose": lose,
 }

@@ -23,6 +23,7 @@ GARBLED = (
     m.Forward, m.Backward, m.Output, m.Gradient, m.Recall, m.Cancel, m.Cancelled, m.Busy, m.Refused, m.Part, m.Sum,
     m.Resend, m.AskChunk, m.Offer, m.Chunk,
 )  # fmt: skip
+EXACT = 0.5  # how often as many peers are on one side as on the other
 FIELDS = ("epoch", "step", "attempt", "index", "stage", "round", "chunk")
 
 
@@ -64,11 +65,12 @@ def pause(swarm: Swarm, planned: Planned, rng: Random) -> None:
 
 
 def halve(swarm: Swarm, planned: Planned, rng: Random) -> None:
-    """Two halves; the members of the larger one can go on."""
+    """Two halves: the members of the larger one can go on, or neither's can (then both wait)."""
     names = list(swarm.nodes)
     for _ in range(8):
-        small = rng.sample(names, rng.randint(1, max(1, len(names) // 2)))
-        if swarm.spares(set(small)):
+        exact = rng.random() < EXACT
+        small = rng.sample(names, len(names) // 2 if exact else rng.randint(1, max(1, len(names) // 2)))
+        if swarm.spares(set(small)) or swarm.balanced(set(small)):
             _part(swarm, planned, rng, tuple(small))
             return
 

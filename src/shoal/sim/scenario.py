@@ -36,6 +36,7 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kills: int = 0  # for good
     restarts: int = 0  # killed, and back under a new name
     leaves: int = 0
+    losses: int = 0  # all replicas of one stage killed at once
     joiners: int = 0
     pauses: int = 0  # stopped for up to 12 s, then continued
     halves: int = 0  # the network parts in two
@@ -43,6 +44,7 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     slows: int = 0  # one peer computes 10 times slower
     jumps: int = 0  # one peer's clock jumps ahead
     full_disks: int = 0
+    wipes: int = 0  # every replica of one stage is killed at once; they come back under new names
     liars: int = 0  # peers that send faulty blobs and garbled messages
 
 
@@ -96,7 +98,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 Limits = TypeVar("Limits", Messages, Happenings)
 
 _HARSH = Happenings(
-    kills=4, restarts=4, leaves=2, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2, liars=2
+    wipes=1, kills=4, restarts=4, leaves=2, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2, liars=2
 )  # fmt: skip
 SCENARIOS = {
     scenario.name: scenario
@@ -113,6 +115,25 @@ SCENARIOS = {
             name="wild",
             messages=Messages(drop=0.1, delay=0.05, stranger=0.05, fail=0.03, duplicate=0.1, reorder=0.1),
             happenings=_HARSH,
+        ),
+        Scenario(
+            name="lost",
+            peers=(8, 16),
+            stages=(2, 4),
+            steps=(6, 10),
+            save_every=(0, 2),
+            faults_s=60.0,
+            messages=Messages(drop=0.03, delay=0.02, fail=0.02),
+            happenings=Happenings(losses=3, kills=1, restarts=2, joiners=3, pauses=2, halves=1, full_disks=1),
+        ),
+        Scenario(
+            name="wipe",
+            peers=(6, 12),
+            stages=(2, 4),
+            messages=Messages(drop=0.03, fail=0.02),
+            happenings=Happenings(
+                wipes=3, kills=1, restarts=2, leaves=1, joiners=2, full_disks=2, pauses=2, halves=1, jumps=1
+            ),
         ),
         Scenario(
             name="large",
@@ -154,6 +175,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         queue_limit=rng.choice((2, 4, 16)),
         save_every=rng.randint(*scenario.save_every),
         silence_s=scenario.silence_s,
+        hop_floor_s=rng.choice((0.3, 1.0, 2.0)),
         hold_s=rng.choice((5.0, 30.0)),
     )
     return Case(

@@ -413,15 +413,31 @@ class Swarm:
             candidates.sort(key=lambda node: not node.machine.leading)
         return next((node for node in candidates if self.spares({node.name})), None)
 
-    def spares(self, gone: set[m.Peer]) -> bool:
-        """Without these peers the newest views keep a majority of members, and a replica of every stage."""
+    def spares(self, gone: set[m.Peer], whole: bool = True) -> bool:
+        """Without these peers the newest views keep a majority of members, and (`whole`) a replica of every stage."""
         for view in self._current():
             left = [one for one in view.members if self._sound(one.peer) and one.peer not in gone]
             if 2 * len(left) <= len(view.members) + 1:
                 return False
-            if view.started and len({one.stage for one in left}) < self.case.settings.stages:
+            if whole and view.started and len({one.stage for one in left}) < self.case.settings.stages:
                 return False
         return bool(self.nodes)
+
+    def replicas(self, rng: Random) -> list[Node]:
+        """Everyone who holds the state of one stage, drawn; nobody if the run cannot lose them all at once."""
+        stage = rng.randrange(self.case.settings.stages)
+        holders = {one.peer for view in self._current() for one in view.members + view.joining if one.stage == stage}
+        if not self.spares(holders, whole=False) or len(self.nodes) - len(holders) < self.case.settings.stages:
+            return []
+        return [node for node in self.nodes.values() if node.name in holders]
+
+    def balanced(self, half: set[m.Peer]) -> bool:
+        """Neither these peers nor the others are a majority of the members, and nobody is missing."""
+        return bool(self._current()) and all(
+            all(self._sound(one.peer) for one in view.members)
+            and 2 * sum(one.peer in half for one in view.members) == len(view.members)
+            for view in self._current()
+        )
 
     def until(self, seconds: float, over: Callable[[Any], None]) -> None:
         """End a fault after that time, or at healing if that is earlier."""
@@ -501,20 +517,21 @@ class Swarm:
             if self._over_s - max(self.healed_s, node.born_s) < HOME_S or node.leaving:
                 continue
             if node.name not in known:
-                self.watch.report(node.name, "home", f"lives since {node.born_s:.0f} s and is no member of {progress(newest)}")
+                self.watch.report(
+                    node.name, "home", f"lives since {node.born_s:.0f} s and is no member of {progress(newest)}"
+                )
             held = sorted(node.hands.blobs)
             if len(held) > KEPT:
                 self.watch.report(node.name, "leak", f"holds {len(held)} blobs after the last step: {held[:8]}")
 
     def _hopeless(self) -> str:
-        """Why nobody could go on: a stage without replicas, or no majority left."""
+        """Why nobody could go on: fewer peers than stages, or no majority left."""
         for view in self._current():
             alive = [one for one in view.members if one.peer in self.nodes]
             if 2 * len(alive) <= len(view.members):
                 return f"{len(alive)} of {len(view.members)} members live"
-            served = {one.stage for one in alive}
-            if view.started and len(served) < self.case.settings.stages:
-                return f"only stages {sorted(served)} are served"
+            if len(self.nodes) < self.case.settings.stages:
+                return f"{len(self.nodes)} peers live for {self.case.settings.stages} stages"
         return ""
 
     def _state(self) -> str:

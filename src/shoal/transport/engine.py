@@ -1,7 +1,7 @@
 """Threads that move bytes: each turns one selector over many connections, whose steps are written as generators.
 
-For streams.py. A step runs until its connection would block and yields what it waits for. TLS works on memory here and the
-socket is read in large pieces, because that takes a third of the system calls of ssl's own sockets (and they allow no
+For streams.py. A step runs until its connection would block and yields what it waits for. TLS works on memory here and
+the socket is read in large pieces, because that takes a third of the system calls of ssl's own sockets (and they allow no
 reading beside writing); crypto and copies run outside the interpreter's lock.
 """
 

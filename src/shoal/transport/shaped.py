@@ -36,12 +36,12 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Reachable(Transport, Protocol):
-    """A transport with addresses."""
+    """A transport with addresses, in its own terms: host and port, or libp2p's multiaddrs."""
 
     @property
-    def address(self) -> tuple[str, int]: ...
+    def address(self) -> Any: ...
 
-    def learn(self, peer: Peer, address: tuple[str, int]) -> None: ...
+    def learn(self, peer: Peer, address: Any) -> None: ...
 
 
 class _Passing:
@@ -166,10 +166,10 @@ class Shaped:
         await self._inner.close()
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self) -> Any:
         return self._inner.address
 
-    def learn(self, peer: Peer, address: tuple[str, int]) -> None:
+    def learn(self, peer: Peer, address: Any) -> None:
         self._inner.learn(peer, address)
 
     # ------------------------------------------------------------------------------------------------------- private

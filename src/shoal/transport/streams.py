@@ -137,8 +137,8 @@ class StreamTransport:
         self._carrier = carrier
         self._limits = limits
         self._control = Engine("shoal control")
-        self._bulk_out = Engine("shoal bulk out")
-        self._bulk_in = Engine("shoal bulk in")
+        self._bulk_out = Engine("shoal bulk out", yields=True)
+        self._bulk_in = Engine("shoal bulk in", yields=True)
         self._inbox = Inbox(on_room=self._resume)
         self._boxes: dict[tuple[Peer, Kind], _Box] = {}
         self._incoming: dict[tuple[Peer, Kind], Link] = {}  # each kind in its engine's thread only

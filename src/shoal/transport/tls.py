@@ -60,7 +60,7 @@ class Tls:
 
     async def start(self) -> socket.socket:
         host, port = self._asked
-        family, where = await _resolved(host, port)
+        family, where = await resolved(host, port)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             if os.name == "posix":  # elsewhere it would let two processes share the port
@@ -122,7 +122,8 @@ class Tls:
             self._addresses[peer] = (host, port)
 
 
-async def _resolved(host: str, port: int) -> tuple[int, Address]:
+async def resolved(host: str, port: int) -> tuple[int, Address]:
+    """The address family, and a name as a number."""
     try:
         return (socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET), (host, port)
     except ValueError:  # a name

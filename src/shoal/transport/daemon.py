@@ -1,0 +1,365 @@
+"""This peer's libp2p daemon: the program p2pd that comes with hivemind, started, asked, and never left behind.
+
+For libp2p.py (streams of bytes to peers that have no open port) and dht.py (the distributed directory), which may share
+one. Its libp2p identity is the peer's own ed25519 key, so that a libp2p peer id holds the very key that the peer's name is
+the hash of. hivemind is imported here, late and in one place: it takes a second and 60 MB, and would install a log of its own.
+
+The daemon must die with this process, however that ends. Its parent is a shell that waits for the end of a pipe which only
+this process holds open; then it kills the daemon and removes its sockets. Should that shell be killed too, the daemon
+misses the connection we keep to it and ends itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from shoal.transport.identity import PUBLIC_BYTES, Identity
+from shoal.transport.tls import resolved
+
+log = logging.getLogger(__name__)
+
+START_S = 30.0  # to begin listening; 0.2 when the machine is not busy
+END_S = 5.0
+IDLE_S = 10.0  # without a connection from us, and it ends itself
+MAX_REPLY_BYTES = 1 << 20
+MAX_LINE_BYTES = 4096
+RELAYED_BYTES = 1 << 40  # what one peer may relay for another before it hangs up: no limit that a run meets
+_ED25519 = bytes.fromhex("0024080112") + bytes(
+    [PUBLIC_BYTES]
+)  # a peer id that is the key itself, after the libp2p spec
+_WATCH = '"$@" & exec >/dev/null 2>&1; read -r _; kill -KILL $!; wait; rm -rf "$0"'
+_NEEDED = "network.transport = 'libp2p' and network.discovery = 'dht' need it; 'tls' and 'gossip' do not"
+
+
+class Daemon:
+    """Used by several: each starts and closes it, and it runs in between."""
+
+    def __init__(
+        self, identity: Identity, host: str = "127.0.0.1", port: int = 0, relays: tuple[str, ...] = ()
+    ) -> None:
+        """`relays`: addresses of peers through which others may reach this one when it has no open port."""
+        self.peer_id = _ED25519 + identity.public
+        self._identity = identity
+        self._host, self._port, self._relays = host, port, relays
+        self._users = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory: Path | None = None
+        self._kept: socket.socket | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._words = b""  # the line it is printing
+        self._last = ""  # the last line it has printed
+        self._listens: asyncio.Future[bool] | None = None
+
+    @property
+    def control(self) -> str:
+        """Path of the socket that takes requests."""
+        return str(self.directory / "control")
+
+    @property
+    def directory(self) -> Path:
+        """For sockets; nobody else may look into it, and it vanishes with the daemon."""
+        assert self._directory is not None, "not started"
+        return self._directory
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """As libp2p multiaddrs that end in the peer id; newest known."""
+        return self._addresses
+
+    async def start(self) -> None:
+        """ValueError when it cannot listen, or there is no such program for this system."""
+        self._users += 1
+        if self._users > 1:
+            return
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        if not self._users:
+            return
+        self._users -= 1
+        if self._users:
+            return
+        if self._kept is not None:
+            self._kept.close()
+        if self._process is not None:
+            await self._end(self._process)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def ask(self, request: Any, wait_s: float) -> Any:
+        """OSError (TimeoutError too) when the daemon refuses, with its words, or does not answer."""
+        async with asyncio.timeout(wait_s):
+            reader, writer = await asyncio.open_unix_connection(self.control)
+            try:
+                writer.write(framed(request.SerializeToString()))
+                length = shift = 0
+                while True:
+                    byte = (await reader.readexactly(1))[0]
+                    length |= (byte & 127) << shift
+                    shift += 7
+                    if byte < 128:
+                        break
+                    check_length(length)
+                check_length(length)
+                return parsed(await reader.readexactly(length))
+            except asyncio.IncompleteReadError:
+                raise ConnectionError("the libp2p daemon has ended") from None
+            finally:
+                writer.close()
+
+    async def refresh(self) -> None:
+        """Ask for the addresses again: those through relays come later than the others."""
+        pb = protobuf()
+        reply = await self.ask(pb.Request(type=pb.Request.IDENTIFY), END_S)
+        assert reply.identify.id == self.peer_id
+        self._addresses = tuple(
+            f"{multiaddr(raw)}/p2p/{written(self.peer_id)}" for raw in reply.identify.addrs if _fit(str(multiaddr(raw)))
+        )
+
+    async def connect(self, address: str, wait_s: float) -> None:
+        """OSError says why not; ValueError when that is no address of a peer."""
+        pb = protobuf()
+        peer_id, way = parsed_address(address)
+        ask = pb.ConnectRequest(peer=peer_id, addrs=[way] if way else [], timeout=max(1, int(wait_s)))
+        await self.ask(pb.Request(type=pb.Request.CONNECT, connect=ask), wait_s)
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    async def _start(self) -> None:
+        program = _program()
+        load()
+        family, (self._host, _) = await resolved(self._host, self._port)
+        _check_free(family, self._host, self._port)
+        self._directory = Path(tempfile.mkdtemp(prefix="shoal-"))  # mode 700
+        self._run(program)
+        await self._wait()
+        self._keep()
+        await self.refresh()
+
+    def _run(self, program: Path) -> None:
+        key = self.directory / "key"
+        with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(_key_file(self._identity))
+        environment = dict(os.environ)
+        environment.setdefault("GOLOG_LOG_LEVEL", "error")
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCH, str(self.directory), str(program), *self._arguments(key)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # a kill of this process's group leaves the shell the time to clean up
+        )
+
+    def _arguments(self, key: Path) -> list[str]:
+        local = ipaddress.ip_address(self._host).is_loopback
+        kind = "ip6" if ":" in self._host else "ip4"
+        found = [
+            f"-id={key}",
+            f"-listen=/unix{self.control}",
+            f"-hostAddrs=/{kind}/{self._host}/tcp/{self._port}",
+            "-dhtServer",
+            "-connManager",
+            f"-idleTimeout={IDLE_S:.0f}s",
+            f"-relayDataLimit={RELAYED_BYTES}",
+            "-relayTimeLimit=8760h",
+            f"-natPortMap={int(not local)}",
+            f"-autonat={int(not local)}",
+        ]
+        if self._relays:
+            found += ["-autoRelay", f"-trustedRelays={','.join(self._relays)}"]
+        return found
+
+    async def _wait(self) -> None:
+        """Until it listens; its own words when it does not."""
+        assert self._process is not None and self._process.stdout is not None
+        loop = asyncio.get_running_loop()
+        self._listens = loop.create_future()
+        pipe = self._process.stdout.fileno()
+        os.set_blocking(pipe, False)
+        loop.add_reader(pipe, self._hear)
+        try:
+            async with asyncio.timeout(START_S):
+                listens = await self._listens
+        except TimeoutError:
+            raise ValueError(f"the libp2p daemon does not begin to listen within {START_S:g} s: {self._last}") from None
+        (self.directory / "key").unlink()
+        if not listens:
+            raise ValueError(f"the libp2p daemon cannot start: {self._last or 'it ended without a word'}; {_NEEDED}")
+
+    def _hear(self) -> None:
+        """What it prints. In the loop, as there is nobody else to empty the pipe."""
+        assert self._process is not None and self._process.stdout is not None and self._listens is not None
+        try:
+            words = os.read(self._process.stdout.fileno(), MAX_LINE_BYTES)
+        except BlockingIOError:
+            return
+        *lines, self._words = (self._words + words).split(b"\n")
+        self._words = self._words[:MAX_LINE_BYTES]
+        for line in [*lines, *([self._words] if self._words and not words else [])]:
+            self._last = line.decode(errors="replace").strip()
+            log.debug("p2pd: %s", self._last)
+            if line.startswith(b"Peer ID:") and not self._listens.done():
+                self._listens.set_result(True)
+        if not words:
+            asyncio.get_running_loop().remove_reader(self._process.stdout.fileno())
+            if not self._listens.done():
+                self._listens.set_result(False)
+            elif self._users:
+                log.error("the libp2p daemon has ended: %s", self._last)
+
+    def _keep(self) -> None:
+        """The connection without which it ends itself."""
+        pb = protobuf()
+        self._kept = socket.socket(socket.AF_UNIX)
+        self._kept.settimeout(END_S)
+        self._kept.connect(self.control)
+        self._kept.sendall(framed(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE).SerializeToString()))
+
+    async def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """The shell sees the end of its input, kills the daemon and goes."""
+        assert process.stdin is not None and process.stdout is not None
+        asyncio.get_running_loop().remove_reader(process.stdout.fileno())
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                while process.poll() is None:
+                    await asyncio.sleep(0.005)
+        if process.poll() is None:
+            log.error("the libp2p daemon is not over within %g s; its shell is killed", END_S)
+            os.killpg(process.pid, 9)
+            process.wait()
+        process.stdout.close()
+
+
+# ------------------------------------------------------------------------------------------------------ the wire format
+
+
+def load() -> None:
+    """Import hivemind, and undo what that does to the logs and to torch in the whole process."""
+    if "hivemind.p2p" in sys.modules:
+        return
+    sharing = importlib.import_module("torch.multiprocessing")
+    strategy, warning = sharing.get_sharing_strategy(), logging.getLevelName(logging.WARNING)
+    importlib.import_module("hivemind")
+    sharing.set_sharing_strategy(strategy)
+    logging.addLevelName(logging.WARNING, warning)
+    hivemind("utils.logging").use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+
+
+def hivemind(name: str) -> Any:
+    """One of its modules."""
+    load()
+    return importlib.import_module(f"hivemind.{name}")
+
+
+def protobuf() -> Any:
+    """The daemon's messages."""
+    return hivemind("proto.p2pd_pb2")
+
+
+def framed(request: bytes) -> bytes:
+    """Behind its length, seven bits to a byte, the lowest first."""
+    length, rest = b"", len(request)
+    while rest > 127:
+        length += bytes([rest & 127 | 128])
+        rest >>= 7
+    return length + bytes([rest]) + request
+
+
+def check_length(length: int) -> None:
+    if length > MAX_REPLY_BYTES:
+        raise ConnectionError(f"the libp2p daemon announces {length} bytes")
+
+
+def parsed(reply: bytes | bytearray) -> Any:
+    pb = protobuf()
+    response = pb.Response.FromString(bytes(reply))
+    if response.type == pb.Response.ERROR:
+        raise ConnectionError(response.error.msg[:500])
+    return response
+
+
+def public_key(peer_id: bytes) -> bytes:
+    """The ed25519 key that a libp2p peer id holds. ValueError: it is of another kind."""
+    if len(peer_id) != len(_ED25519) + PUBLIC_BYTES or not peer_id.startswith(_ED25519):
+        raise ValueError("its libp2p identity is not an ed25519 key")
+    return peer_id[len(_ED25519) :]
+
+
+def written(peer_id: bytes) -> str:
+    return str(hivemind("p2p").PeerID(peer_id).to_base58())
+
+
+def multiaddr(address: str | bytes) -> Any:
+    """ValueError when it is none."""
+    return hivemind("utils.multiaddr").Multiaddr(address)
+
+
+def parsed_address(address: str) -> tuple[bytes, bytes]:
+    """A peer id, and the way to it, which may be empty: then libp2p looks for one. ValueError when it is no such address."""
+    way, p2p, name = address.rpartition("/p2p/")
+    try:
+        if not p2p:
+            raise ValueError("it does not end in /p2p/ and a peer id")
+        multiaddr(address)
+        peer_id = hivemind("p2p").PeerID.from_base58(name).to_bytes()
+        return peer_id, multiaddr(way).to_bytes() if way else b""
+    except ValueError as error:
+        raise ValueError(
+            f"'{address[:300]}' is no libp2p address ({error}); expected /ip4/HOST/tcp/PORT/p2p/ID, as `shoal invite` writes it"
+        ) from None
+
+
+def _fit(address: str) -> bool:
+    """Not those that libp2p invents for talking to itself."""
+    return "/ip" in address or "/dns" in address or "/p2p-circuit" in address
+
+
+def _key_file(identity: Identity) -> bytes:
+    seed = identity.key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+    keys = hivemind("proto.crypto_pb2")
+    return bytes(keys.PrivateKey(key_type=keys.KeyType.Ed25519, data=seed + identity.public).SerializeToString())
+
+
+def _check_free(family: int, host: str, port: int) -> None:
+    """libp2p would share a port with another of its kind, and each would get some of the other's connections."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(f"port {port}: taken on {host}; set network.port to another, or 0 for any") from None
+            raise ValueError(f"cannot listen on {host}:{port}: {error}; check network.host and network.port") from None
+
+
+def _program() -> Path:
+    found = importlib.util.find_spec("hivemind")
+    if found is None or found.origin is None:
+        raise ValueError(f"hivemind is not installed, whose libp2p daemon is needed ({_NEEDED}): pip install hivemind")
+    program = Path(found.origin).parent / "hivemind_cli" / "p2pd"
+    if not os.access(program, os.X_OK):
+        raise ValueError(f"{program}: hivemind has no libp2p daemon for this system; {_NEEDED}")
+    return program

@@ -1,0 +1,204 @@
+"""libp2p streams between peers: for those that have no port which others can reach, and go through relays and punched holes.
+
+The carrier under streams.py, by way of this peer's libp2p daemon (daemon.py). For each stream that is opened here we make
+a connection to the daemon, which from then on is that stream; for each that comes in the daemon makes one to us, and says
+first which libp2p peer is at the other end. That peer's id, which libp2p has checked, holds its key. No byte is looked at by
+hivemind's Python, so that the daemon's own speed is what remains.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Generator
+
+import msgspec
+
+from shoal.core.messages import Peer
+from shoal.transport import streams
+from shoal.transport.base import Limits
+from shoal.transport.daemon import Daemon, check_length, framed, multiaddr, parsed, parsed_address, protobuf, public_key
+from shoal.transport.engine import QUANTUM_BYTES, Engine, Link, Steps, Want
+from shoal.transport.identity import key_id, key_id_of
+from shoal.transport.invite import Membership
+from shoal.transport.streams import Opening, StreamTransport
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_NAME = "/shoal/stream/1"
+MAX_WAYS = 16
+SOCKET_BYTES = 1 << 20  # of one unix socket's buffer, as far as the system allows
+
+Address = tuple[str, ...]  # libp2p multiaddrs of one peer, each with its peer id at the end
+
+
+class Way(msgspec.Struct, frozen=True):
+    """`request`: first "connect" with all addresses, then "open a stream"; made once."""
+
+    connect: bytes
+    open: bytes
+
+
+class Libp2pTransport(StreamTransport):
+    """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory."""
+
+    def __init__(self, name: Peer, membership: Membership, daemon: Daemon, limits: Limits = Limits()) -> None:
+        self._libp2p = Libp2p(daemon)
+        super().__init__(name, membership, self._libp2p, limits)
+
+    @property
+    def address(self) -> Address:
+        return self._libp2p.daemon.addresses[:MAX_WAYS]
+
+    def learn(self, peer: Peer, address: Address) -> None:
+        """Where that peer is reached, as libp2p multiaddrs. Those of a peer with another key count for nothing."""
+        if peer != self.name:
+            self._libp2p.learn(peer, address)
+
+
+class Libp2p:
+    """The carrier, and its address book."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self._ways: dict[Peer, Way] = {}
+        self._started = False
+
+    async def start(self) -> socket.socket:
+        await self.daemon.start()
+        self._started = True
+        path = self.daemon.directory / "streams"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen(256)
+        listener.setblocking(False)
+        pb = protobuf()
+        addr = multiaddr(f"/unix{path}").to_bytes()
+        handler = pb.StreamHandlerRequest(addr=addr, proto=[PROTOCOL_NAME], balanced=False)
+        await self.daemon.ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler), streams.CONNECT_S)
+        return listener
+
+    def way(self, peer: Peer) -> Way | None:
+        return self._ways.get(peer)
+
+    def socket(self, way: Way) -> socket.socket:
+        return _tuned(socket.socket(socket.AF_UNIX))
+
+    def dial(self, link: Link, way: Way) -> Opening:
+        code = link.sock.connect_ex(self.daemon.control)
+        if code:
+            raise OSError(code, f"this peer's libp2p daemon does not answer: {os.strerror(code)}")
+        stream = Plain(link)
+        yield from stream.write(memoryview(way.connect))
+        parsed((yield from _reply(stream)))
+        yield from stream.write(memoryview(way.open))
+        opened = parsed((yield from _reply(stream)))
+        return stream, key_id(public_key(opened.streamInfo.peer))
+
+    def answer(self, link: Link) -> Opening:
+        _tuned(link.sock)
+        stream = Plain(link)
+        info = protobuf().StreamInfo.FromString(bytes((yield from _reply(stream))))
+        return stream, key_id(public_key(info.peer))
+
+    def learn(self, peer: Peer, address: Address) -> None:
+        key = key_id_of(peer)
+        ids: dict[bytes, list[bytes]] = {}
+        for each in address[:MAX_WAYS]:
+            try:
+                peer_id, way = parsed_address(each)
+                if key_id(public_key(peer_id)) != key:
+                    raise ValueError(f"'{each}' leads to another peer")
+            except ValueError as error:
+                log.warning("an address of %s is of no use: %s", peer, error)
+                continue
+            ids.setdefault(peer_id, []).extend([way] if way else [])
+        for peer_id, ways in ids.items():  # at most one: the key is the id
+            self._ways[peer] = _way(peer_id, ways)
+
+    def forget(self, peer: Peer) -> None:
+        self._ways.pop(peer, None)
+
+    async def close(self) -> None:
+        if self._started:
+            self._started = False
+            await self.daemon.close()
+
+
+class Plain:
+    """A socket as it is: libp2p has encrypted already what comes to the daemon from outside."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._sock = link.sock
+
+    def read(self, view: memoryview) -> Steps:
+        at = turn = 0
+        while at < view.nbytes:
+            try:
+                got = self._sock.recv_into(view[at:])
+            except BlockingIOError:
+                yield Want.READ
+                continue
+            if not got:
+                raise ConnectionError("closed by the other side")
+            at += got
+            turn += got
+            if turn >= QUANTUM_BYTES:
+                turn = 0
+                yield Want.AGAIN
+
+    def write(self, view: memoryview) -> Steps:
+        turn = 0
+        while view:
+            try:
+                sent = self._sock.send(view[:QUANTUM_BYTES])
+            except BlockingIOError:
+                yield Want.WRITE
+                continue
+            view = view[sent:]
+            turn += sent
+            if turn >= QUANTUM_BYTES:
+                turn = 0
+                yield Want.AGAIN
+
+    def listen(self) -> None:
+        try:
+            self._sock.recv(1)  # it has nothing else to say
+        except BlockingIOError:
+            return
+        raise ConnectionError("closed by the other side")
+
+
+def _reply(stream: Plain) -> Generator[Want | Engine, None, bytearray]:
+    """What the daemon says, behind its length."""
+    byte = bytearray(1)
+    length = shift = 0
+    while True:
+        yield from stream.read(memoryview(byte))
+        length |= (byte[0] & 127) << shift
+        shift += 7
+        check_length(length)
+        if byte[0] < 128:
+            break
+    reply = bytearray(length)
+    yield from stream.read(memoryview(reply))
+    return reply
+
+
+def _way(peer_id: bytes, ways: list[bytes]) -> Way:
+    pb = protobuf()
+    patience = max(1, int(streams.CONNECT_S))
+    connect = pb.ConnectRequest(peer=peer_id, addrs=ways, timeout=patience)
+    opening = pb.StreamOpenRequest(peer=peer_id, proto=[PROTOCOL_NAME], timeout=patience)
+    return Way(
+        framed(pb.Request(type=pb.Request.CONNECT, connect=connect).SerializeToString()),
+        framed(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=opening).SerializeToString()),
+    )
+
+
+def _tuned(sock: socket.socket) -> socket.socket:
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    return sock

@@ -1,0 +1,211 @@
+"""Training by many peers is training on one machine: one process that adds in the ledger's order gets the same bits.
+
+tests/reference.py is that process. The quick test runs whole peers over the network in memory; the slow ones run `shoal run` with
+real processes, undisturbed and with a SIGKILL every few seconds, and look at everything that a run leaves behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests import reference
+from tests.runtime.test_node import TINY, Swarm
+
+from shoal import config as configuration
+from shoal import trace
+from shoal.config import Config
+from shoal.runtime.data import Dataset, open_dataset
+
+ROOT = Path(__file__).parents[2]
+STAGES, REPLICAS = 3, 2
+STEPS = 50
+# Real kills come on top of whatever else makes this machine slow: a run takes as long as it takes.
+RUN_S = 1500.0
+
+TOML = """
+[run]
+name = "real"
+peers = 6
+stages = 3
+steps = 50
+hop_floor_s = 20.0
+[model]
+hidden_size = 64
+layers = 6
+heads = 4
+kv_heads = 2
+intermediate_size = 128
+[data]
+source = "text"
+path = "a.txt"
+sequence = 64
+[train]
+batch = 32
+microbatch = 2
+learning_rate = 3e-3
+warmup = 5
+[checkpoint]
+every = 20
+"""
+
+
+class Left(msgspec.Struct, frozen=True):
+    """What is left of a run, and what there is to repeat it in one process."""
+
+    directory: Path
+    config: Config
+    dataset: Dataset
+    summary: dict[str, Any] = {}
+
+    @property
+    def trace(self) -> Path:
+        return self.directory / "trace.jsonl"
+
+
+def assert_same_bits(left: Left, commits: list[reference.Committed]) -> reference.OneProcess:
+    """Every loss, every norm, every replica's parameters after every step, and all that is in the checkpoint."""
+    config = left.config
+    assert [commit.step for commit in commits] == list(range(config.run.steps))
+    process, trained = reference.follow(config, left.dataset, map(reference.as_recorded, commits))
+    assert [one.loss for one in trained] == [commit.loss for commit in commits]
+    assert [one.norm for one in trained] == [commit.norm for commit in commits]
+    wanted = {(stage, one.step + 1): digest for one in trained for stage, digest in enumerate(one.digests)}
+    held = [one for one in reference.held(left.trace) if one.step > 0]
+    assert {(one.stage, one.step) for one in held} == wanted.keys()
+    assert [one for one in held if one.digest != wanted[one.stage, one.step]] == []
+    assert reference.differing(process.state(), reference.checkpoint(left.directory, config.run.steps)) == []
+    return process
+
+
+def assert_within_rounding(left: Left, process: reference.OneProcess) -> None:
+    """In other orders than the run's: as one machine would add, and in orders drawn anew for every step."""
+    config, microbatches = left.config, process.microbatches
+    stages = config.run.stages
+    plain, _ = reference.follow(config, left.dataset, repeat(reference.one_after_the_other(microbatches, stages)))
+    drawn, _ = reference.follow(config, left.dataset, reference.shuffled(microbatches, stages, seed=7))
+    for other in (plain, drawn):
+        assert reference.differing(other.state(), process.state()) != []  # the order does matter to the last bits
+        assert reference.relative(other.state(), process.state()) <= 1e-5
+
+
+# --------------------------------------------------------------------------------------------------- in one process
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Left:
+    """What six peers leave that have talked over the network in memory."""
+    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(3000)))
+    monkeypatch.chdir(tmp_path)
+    changed = msgspec.structs.replace
+    config = changed(
+        TINY,
+        run=changed(TINY.run, stages=STAGES, peers=STAGES * REPLICAS, steps=4),
+        model=changed(TINY.model, layers=4, extra={"attention_bias": True}),
+        train=changed(TINY.train, batch=16),
+        checkpoint=changed(TINY.checkpoint, every=0, last=True),
+    )
+    configuration.validate(config)
+    swarm = Swarm(config, tmp_path)
+    for _ in range(config.run.peers):
+        swarm.add()
+    finishes = asyncio.run(swarm.run())
+    swarm.close()
+    assert all(finish.ok for finish in finishes)
+    books = swarm.books()
+    assert books.totals().balanced, books.totals().reason
+    (tmp_path / "commits.jsonl").write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in books.steps))
+    trace.merge(sorted(tmp_path.glob("[0-9]*.jsonl")), tmp_path / "trace.jsonl")
+    return Left(directory=tmp_path, config=config, dataset=swarm.dataset)
+
+
+def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in_memory: Left) -> None:
+    commits = reference.commits(in_memory.directory)
+    process = assert_same_bits(in_memory, commits)
+    assert_within_rounding(in_memory, process)
+    assert trace.replay(in_memory.trace).differing == 0
+
+
+# ---------------------------------------------------------------------------------------------------- real processes
+
+
+def shoal_run(directory: Path, *words: str) -> Left:
+    """`shoal run` to its end, in a directory of its own."""
+    (directory / "a.txt").write_bytes((ROOT / "src/shoal/core/messages.py").read_bytes() * 4)
+    (directory / "real.toml").write_text(TOML)
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli.main", "run", "real.toml", *words],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    config = configuration.load(directory / "real.toml", [f"data.path={directory / 'a.txt'}"])
+    made = directory / "runs" / config.run.name
+    summary = json.loads((made / "summary.json").read_bytes())
+    return Left(directory=made, config=config, dataset=open_dataset(config), summary=summary)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    return shoal_run(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """Every 10 s, so that it happens several times in a short run."""
+    return shoal_run(tmp_path_factory.mktemp("killed"), "--kill-every", "10")
+
+
+def assert_every_sample_once(left: Left) -> None:
+    """Counted here from the groups of each commit, then compared with what the run says of itself."""
+    microbatches = left.config.train.batch // left.config.train.microbatch
+    for commit in reference.commits(left.directory):
+        for group in commit.groups:
+            assert sorted(index for share in group for index in share.indices) == list(range(microbatches))
+    said = left.summary
+    assert said["balanced"], said["reason"]
+    assert (said["steps"], said["issued"], said["committed"]) == (STEPS, STEPS * microbatches, STEPS * microbatches)
+    assert (said["lost"], said["counted_twice"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * RUN_S)
+def test_fifty_steps_of_six_processes_have_the_bits_of_one(undisturbed: Left) -> None:
+    assert_every_sample_once(undisturbed)
+    process = assert_same_bits(undisturbed, reference.commits(undisturbed.directory))
+    assert_within_rounding(undisturbed, process)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * RUN_S)
+def test_peers_killed_and_joined_change_neither_a_sample_nor_a_loss(undisturbed: Left, killed: Left) -> None:
+    assert killed.summary["killed"] >= 1
+    assert killed.summary["joined"] >= 1
+    assert_every_sample_once(killed)
+    assert killed.summary["losses"] == pytest.approx(undisturbed.summary["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * RUN_S)
+def test_with_kills_too_every_replica_has_the_bits_of_one_process_after_every_step(killed: Left) -> None:
+    assert_same_bits(killed, reference.commits(killed.directory))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * RUN_S)
+def test_machines_that_are_told_what_a_disturbed_run_was_told_say_the_same(killed: Left) -> None:
+    found = trace.replay(killed.trace)
+    assert found.peers >= STAGES * REPLICAS + killed.summary["killed"]
+    assert found.differing == 0, found.first

@@ -1,0 +1,243 @@
+"""One process that trains the whole, uncut model in plain PyTorch: what a run of many peers is compared with.
+
+It shares with a run what defines it (first weights, samples, schedule) and takes from it one thing that only the run knows: in
+which order gradients were added, which the ledger records in every commit. No stage, executor, round or hop is in here: the
+whole Hugging Face model, torch.optim.AdamW and a loop. `follow` adds as the ledger says and must end with the run's bits; with
+`shuffled` orders it must end within rounding. For tests/e2e and benchmarks/identity.py; fp32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shoal import trace
+from shoal.config import Config
+from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
+from shoal.model import stages
+from shoal.numerics.optimizer import learning_rate
+from shoal.runtime.account import Step
+from shoal.runtime.data import Dataset
+
+Shares = tuple[tuple[int, ...], ...]  # of one stage: what each replica added, in its order; the sums are added in this order
+Order = tuple[Shares, ...]  # of one step: one per stage
+Tensors = dict[str, Tensor]
+
+NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces of so many values
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """After one step. `digests`: of each stage's parameters, SHA-256 over their values in the model's order."""
+
+    step: int
+    loss: float
+    norm: float
+    digests: tuple[str, ...]
+
+
+class OneProcess:
+    """The whole model and its optimizer."""
+
+    def __init__(self, config: Config, dataset: Dataset) -> None:
+        assert config.train.dtype == "float32" and config.device.kind == "cpu"
+        torch.set_num_threads(max(1, config.device.threads))
+        self.config, self.dataset = config, dataset
+        self.microbatches = config.train.batch // config.train.microbatch
+        self.model = stages.whole(config)
+        self.parameters: Tensors = dict(self.model.named_parameters())
+        self.names = [
+            [name for name, _ in stages.build(config, stage).named_parameters()] for stage in range(config.run.stages)
+        ]
+        assert sorted(sum(self.names, [])) == sorted(self.parameters), "the stages do not make the whole model"
+        matrices = [value for value in self.parameters.values() if value.dim() >= 2]
+        vectors = [value for value in self.parameters.values() if value.dim() < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.train.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            betas=config.train.betas,
+            eps=config.train.epsilon,
+            fused=True,
+        )
+        self.step = 0
+
+    def train(self, order: Order) -> Trained:
+        """One optimizer step, adding in that order."""
+        found = [self._gradients(index) for index in range(self.microbatches)]
+        sums = [
+            self._sum([grads for _, grads in found], names, shares)
+            for names, shares in zip(self.names, order, strict=True)
+        ]
+        norm = math.sqrt(math.fsum(_squares(flat) for flat in sums) if len(sums) == 1 else sum(map(_squares, sums)))
+        clip = self.config.train.clip
+        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        for names, flat in zip(self.names, sums, strict=True):
+            self._hand_out(names, flat * factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config.train, self.config.run.steps, self.step)
+        self.optimizer.step()
+        self.step += 1
+        loss = sum(loss for loss, _ in found) / self.microbatches
+        return Trained(self.step - 1, loss, norm, tuple(self.digest(stage) for stage in range(len(self.names))))
+
+    def digest(self, stage: int) -> str:
+        sha = hashlib.sha256()
+        for name in self.names[stage]:
+            sha.update(self.parameters[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return sha.hexdigest()
+
+    def state(self) -> Tensors:
+        """Parameters and moments, named as in a checkpoint's stages."""
+        moments = self.optimizer.state
+        return {
+            **{f"model/{name}": value.detach() for name, value in self.parameters.items()},
+            **{
+                f"{moment}/{name}": moments[value][moment]
+                for moment in ("exp_avg", "exp_avg_sq")
+                for name, value in self.parameters.items()
+            },
+        }
+
+    def _gradients(self, index: int) -> tuple[float, Tensors]:
+        """Of one microbatch's share of the batch's mean loss."""
+        tokens = self.dataset.microbatch(self.step, index)  # (B, L+1)
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        values = list(self.parameters.values())
+        grads = torch.autograd.grad(
+            loss / self.microbatches, values, allow_unused=True, materialize_grads=True
+        )
+        return float(loss.detach()), dict(zip(self.parameters, grads, strict=True))
+
+    def _sum(self, found: Sequence[Tensors], names: Sequence[str], shares: Shares) -> Tensor:
+        """Each share by itself, from nothing, then the shares: fp32 addition depends on it."""
+        whole: Tensor | None = None
+        for share in shares:
+            part = torch.zeros(sum(found[0][name].numel() for name in names))
+            for index in share:
+                part += torch.cat([found[index][name].reshape(-1) for name in names])
+            whole = part if whole is None else whole + part
+        assert whole is not None
+        return whole
+
+    def _hand_out(self, names: Sequence[str], flat: Tensor) -> None:
+        parts = flat.split([self.parameters[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            self.parameters[name].grad = part.view_as(self.parameters[name])
+
+
+def _squares(flat: Tensor) -> float:
+    return math.fsum(float(piece.double().square().sum()) for piece in flat.split(NORM_VALUES))
+
+
+# ------------------------------------------------------------------------------------------------------------ orders
+
+
+def as_recorded(commit: Committed) -> Order:
+    """The order in which a run added."""
+    return tuple(tuple(share.indices for share in group) for group in commit.groups)
+
+
+def one_after_the_other(microbatches: int, stages: int) -> Order:
+    """As one machine would: a single sum, by index."""
+    return ((tuple(range(microbatches)),),) * stages
+
+
+def shuffled(microbatches: int, stages: int, seed: int) -> Iterator[Order]:
+    """For ever another order in every step, between one replica and four."""
+    rng = Random(seed)
+    while True:
+        order = []
+        for _ in range(stages):
+            indices = rng.sample(range(microbatches), microbatches)
+            cuts = sorted(rng.choices(range(microbatches + 1), k=rng.randrange(4)))
+            order.append(tuple(tuple(indices[a:b]) for a, b in zip([0, *cuts], [*cuts, microbatches], strict=True)))
+        yield tuple(order)
+
+
+def follow(config: Config, dataset: Dataset, orders: Iterable[Order]) -> tuple[OneProcess, list[Trained]]:
+    """Train `config.run.steps` steps, adding in the orders given."""
+    process = OneProcess(config, dataset)
+    return process, [process.train(order) for order, _ in zip(orders, range(config.run.steps), strict=False)]
+
+
+# ----------------------------------------------------------------------------------------------- what a run has left
+
+
+def commits(directory: Path) -> list[Committed]:
+    """Of a finished run without rollbacks, by step."""
+    lines = (directory / "commits.jsonl").read_bytes().splitlines()
+    found = {step.commit.step: step.commit for step in (msgspec.json.decode(line, type=Step) for line in lines)}
+    return [found[step] for step in sorted(found)]
+
+
+def checkpoint(directory: Path, step: int) -> Tensors:
+    """All tensors of a run's checkpoint, under the names of `OneProcess.state`."""
+    folder = directory / "checkpoints" / f"step-{step}"
+    state: Tensors = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        state |= {f"model/{name}": value for name, value in load_file(file).items()}
+    for file in sorted((folder / "optimizer").glob("*.safetensors")):
+        state |= load_file(file)
+    return state
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A replica had these parameters: those after `step` steps."""
+
+    stage: int
+    step: int
+    peer: Peer
+    digest: str
+
+
+def held(path: Path) -> list[Held]:
+    """Every version of its stage that any peer came to hold, as the driver told its machine, from a run's trace."""
+    asked: dict[tuple[Peer, str], Init | Import | Apply] = {}
+    stage_of: dict[Peer, int] = {}
+    found: list[Held] = []
+    for item in trace.read(path):
+        if isinstance(item, trace.Header):
+            continue
+        if isinstance(item.event, Done) and (task := asked.pop((item.peer, item.event.id), None)) is not None:
+            if not isinstance(task, Apply):
+                stage_of[item.peer] = task.stage
+            step = task.step + isinstance(task, Apply)
+            found.append(Held(stage_of[item.peer], step, item.peer, item.event.result.digest))
+        for command in item.commands:
+            if isinstance(command, Do) and isinstance(command.task, Init | Import | Apply):
+                asked[item.peer, command.task.id] = command.task
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- comparing
+
+
+def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that are not the same bits, or are in one of them only."""
+    both = found.keys() & wanted.keys()
+    odd = sorted(found.keys() ^ wanted.keys())
+    return odd + [name for name in sorted(both) if not _same_bits(found[name], wanted[name])]
+
+
+def relative(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Euclidean distance of all parameters over their norm."""
+    names = sorted(name for name in wanted if name.startswith("model/"))
+    distance = math.fsum(float((found[name].double() - wanted[name].double()).square().sum()) for name in names)
+    return math.sqrt(distance / math.fsum(float(wanted[name].double().square().sum()) for name in names))
+
+
+def worst(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """Largest relative difference of two series."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
