@@ -59,20 +59,6 @@ def restart(swarm: Swarm, planned: Planned, rng: Random) -> None:
         swarm.kernel.after(planned.length_s, swarm.boot, (node.key, node.incarnation + 1))
 
 
-def wipe(swarm: Swarm, planned: Planned, rng: Random) -> None:
-    """A stage loses every copy of its state: the run goes back to a checkpoint."""
-    view = swarm.watch.newest
-    stages = list(range(swarm.case.settings.stages))
-    rng.shuffle(stages)
-    for stage in stages if view is not None else []:
-        names = {node.name for node in swarm.nodes.values() if node.hands.stage == stage}
-        if names and swarm.spares(names):
-            for node in [swarm.nodes[name] for name in sorted(names)]:
-                swarm.kill(node)
-                swarm.kernel.after(planned.length_s * (1 + rng.random()), swarm.boot, (node.key, node.incarnation + 1))
-            return
-
-
 def leave(swarm: Swarm, planned: Planned, rng: Random) -> None:
     node = swarm.victim(rng)
     if node is not None:
@@ -82,8 +68,11 @@ def leave(swarm: Swarm, planned: Planned, rng: Random) -> None:
 
 def lose(swarm: Swarm, planned: Planned, rng: Random) -> None:
     """Every copy of one stage's state at once: the run must go back to its newest checkpoint by itself."""
+    back = rng.random() < 0.7
     for node in swarm.replicas(rng):
         swarm.kill(node)
+        if back:
+            swarm.kernel.after(planned.length_s * (1 + rng.random()), swarm.boot, (node.key, node.incarnation + 1))
 
 
 def join(swarm: Swarm, planned: Planned, rng: Random) -> None:
@@ -96,6 +85,5 @@ APPLY: dict[str, Callable[[Swarm, Planned, Random], None]] = {
     "restart": restart,
     "leave": leave,
     "join": join,
-    "wipe": wipe,
     "lose": lose,
 }

@@ -15,7 +15,6 @@ import msgspec
 
 from shoal.core.messages import Settings
 
-
 MOST_FORWARD_S = 0.6  # times 2.5 (backward), 10 (a slow peer) and the spread: well below the bounds on progress
 
 
@@ -44,7 +43,6 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     slows: int = 0  # one peer computes 10 times slower
     jumps: int = 0  # one peer's clock jumps ahead
     full_disks: int = 0
-    wipes: int = 0  # every replica of one stage is killed at once; they come back under new names
     liars: int = 0  # peers that send faulty blobs and garbled messages
 
 
@@ -98,7 +96,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 Limits = TypeVar("Limits", Messages, Happenings)
 
 _HARSH = Happenings(
-    wipes=1, kills=4, restarts=4, leaves=2, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2, liars=2
+    kills=4, restarts=4, leaves=2, losses=1, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2,
+    liars=2,
 )  # fmt: skip
 SCENARIOS = {
     scenario.name: scenario
@@ -124,16 +123,7 @@ SCENARIOS = {
             save_every=(0, 2),
             faults_s=60.0,
             messages=Messages(drop=0.03, delay=0.02, fail=0.02),
-            happenings=Happenings(losses=3, kills=1, restarts=2, joiners=3, pauses=2, halves=1, full_disks=1),
-        ),
-        Scenario(
-            name="wipe",
-            peers=(6, 12),
-            stages=(2, 4),
-            messages=Messages(drop=0.03, fail=0.02),
-            happenings=Happenings(
-                wipes=3, kills=1, restarts=2, leaves=1, joiners=2, full_disks=2, pauses=2, halves=1, jumps=1
-            ),
+            happenings=Happenings(losses=3, kills=2, restarts=2, joiners=3, pauses=2, halves=2, full_disks=1, jumps=1),
         ),
         Scenario(
             name="large",

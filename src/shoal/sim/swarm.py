@@ -219,12 +219,12 @@ class Node:
         self._faults()
         hands, swarm = self.hands, self.swarm
         if isinstance(result, m.Done):
-            if result.result.digest and self.view is not None:
-                swarm.holds(self)
             if result.result.record.startswith("checkpoints/"):
                 step = int(result.result.record.rpartition("-")[2])
                 swarm.watch.published(self.name, step, hands.world.storage.published[step])
         self.told(result)
+        if isinstance(result, m.Done) and result.result.digest:
+            swarm.holds(self)
 
     def _faults(self) -> None:
         for text in self.hands.world.faults:
@@ -350,10 +350,10 @@ class Swarm:
             self._heal(None)
 
     def holds(self, node: Node) -> None:
-        """A task has given the node's stage new parameters."""
-        hands, view = node.hands, node.view
-        if hands.version >= 0 and view is not None and abs(hands.version - view.step) <= 1:
-            self.watch.holds(node.name, view.epoch, hands.stage, hands.version, hands.digest)
+        """A task may have given the node's stage new parameters. What its machine does not take for its state is void."""
+        hands, server = node.hands, node.machine.server
+        if server.ready and (server.stage, server.step) == (hands.stage, hands.version):
+            self.watch.holds(node.name, server.epoch, hands.stage, hands.version, hands.digest)
 
     # ---------------------------------------------------------------------------------------------------- the network
 
@@ -407,11 +407,12 @@ class Swarm:
 
     def victim(self, rng: Random) -> Node | None:
         """A living peer that the run can lose, or None."""
+        whole = not self.case.happenings.losses  # where a stage may be lost at once, it may also be lost bit by bit
         candidates = [node for node in self.nodes.values() if not node.away and not node.stopped]
         rng.shuffle(candidates)
         if rng.random() < LEADER:
             candidates.sort(key=lambda node: not node.machine.leading)
-        return next((node for node in candidates if self.spares({node.name})), None)
+        return next((node for node in candidates if self.spares({node.name}, whole)), None)
 
     def spares(self, gone: set[m.Peer], whole: bool = True) -> bool:
         """Without these peers the newest views keep a majority of members, and (`whole`) a replica of every stage."""
@@ -421,7 +422,7 @@ class Swarm:
                 return False
             if whole and view.started and len({one.stage for one in left}) < self.case.settings.stages:
                 return False
-        return bool(self.nodes)
+        return len(self.nodes) - len(gone) >= self.case.settings.stages
 
     def replicas(self, rng: Random) -> list[Node]:
         """Everyone who holds the state of one stage, drawn; nobody if the run cannot lose them all at once."""

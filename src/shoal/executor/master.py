@@ -1,0 +1,56 @@
+"""The fp32 parameters of a stage and their AdamW, wherever they lie: what a step changes, a checkpoint holds, a digest covers.
+
+For the executors. Which copies compute, in which dtype and on which device, is theirs: they round theirs anew after a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.config import Config
+from shoal.executor.base import copy_state_, digest_of
+from shoal.numerics.optimizer import adamw, clip_factor, learning_rate, step_
+
+
+class Master:
+    """Parameters by name, in the order of the flat gradient."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], config: Config) -> None:
+        self.parameters = tuple(parameters)
+        self.length = sum(value.numel() for value in self.parameters)
+        self._names = tuple(names)
+        self._train, self._steps = config.train, config.run.steps
+        self._optimizer = adamw(dict(zip(self._names, self.parameters, strict=True)), config.train)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """`flat` (length,) as one tensor per parameter."""
+        parts = torch.split(flat, [value.numel() for value in self.parameters])
+        return [part.view(value.shape) for part, value in zip(parts, self.parameters, strict=True)]
+
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+        if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
+            raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
+        clipped = reduced.to(self.parameters[0].device) * clip_factor(norm, self._train.clip)
+        for value, part in zip(self.parameters, self.views(clipped), strict=True):
+            value.grad = part
+        step_(self._optimizer, learning_rate(self._train, self._steps, step), step)
+        for value in self.parameters:
+            value.grad = None  # it would keep `clipped` alive until the next step
+
+    def state(self) -> dict[str, Tensor]:
+        named = list(zip(self._names, self.parameters, strict=True))
+        moments = self._optimizer.state
+        return {
+            **{f"model/{name}": value.detach() for name, value in named},
+            **{f"exp_avg/{name}": moments[value]["exp_avg"] for name, value in named},
+            **{f"exp_avg_sq/{name}": moments[value]["exp_avg_sq"] for name, value in named},
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        copy_state_(self.state(), state)
+
+    def digest(self) -> str:
+        return digest_of(self.parameters)

@@ -1,0 +1,44 @@
+"""How much memory a stage needs on a device, resident or swapping, and whether it fits. For strategy.py.
+
+Resident (executor/resident.py): fp32 master values, two moments and the step's sum, the compute copy when the dtype is
+narrower, the activations of one microbatch through the whole stage, and the boundary tensors in hand. Swapping (atom.py):
+the optimizer's state lives in the host's memory, and two of the stage's largest parts are on the device at a time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.planner.cluster import Device
+from shoal.planner.profile import ADAM_BYTES, StageProfile
+
+RESERVE_BYTES = 1e9  # context, kernels and allocator slack of an accelerator: papers' rule of thumb
+SMALL_BYTES = 8e9  # a device with less is a CPU process or a small card: it reserves an eighth
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Bytes of a stage on its device and in its host's memory."""
+
+    device_bytes: float
+    host_bytes: float = 0.0
+
+
+def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int) -> Need:
+    copy_bytes = value_bytes if value_bytes < 4 else 0
+    return Need(stage.parameters * (ADAM_BYTES + copy_bytes) + stage.activation_bytes + 4 * boundary_bytes)
+
+
+def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int) -> Need:
+    part_bytes = 2 * stage.largest_parameters * (value_bytes + 4)
+    return Need(part_bytes + stage.activation_bytes + 4 * boundary_bytes, stage.parameters * (ADAM_BYTES + value_bytes))
+
+
+def reserve(device: Device) -> float:
+    return RESERVE_BYTES if device.memory_bytes >= SMALL_BYTES else device.memory_bytes / 8
+
+
+def lacking(need: Need, device: Device) -> float:
+    """Bytes that are missing; 0 when it fits or the device's memory is not stated."""
+    on_device = need.device_bytes + reserve(device) - device.memory_bytes if device.memory_bytes else 0.0
+    on_host = need.host_bytes - device.host_memory_bytes if need.host_bytes else 0.0
+    return max(on_device, on_host, 0.0)

@@ -1,0 +1,130 @@
+"""What a model asks of whoever runs it, block by block: parameters, FLOPs, boundary and activation bytes.
+
+By arithmetic on the model's shape; nothing is built. Conventions as in executor/resident.py: a backward recomputes the stage,
+so it costs three forwards (four with the recompute counted apart from it); attention is the full L x L square; parameters,
+two moments and the step's sum are fp32. Seconds come from a device's sustained FLOP/s, so they are estimates.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+ADAM_BYTES = 16.0  # per parameter: value, two moments, gradient sum, all fp32
+FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward recomputes
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder-only transformer."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    gated: bool = True  # an MLP of three matrices; of two otherwise
+    tied: bool = False
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step of a run."""
+
+    microbatches: int
+    sequences: int  # per microbatch
+    tokens: int  # per sequence
+    value_bytes: int  # of parameters in compute, and of boundary tensors
+    inflight: int = 4  # microbatches a trainer drives at once
+
+    @property
+    def microbatch_tokens(self) -> int:
+        return self.sequences * self.tokens
+
+    @property
+    def step_tokens(self) -> int:
+        return self.microbatches * self.microbatch_tokens
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A block, or the embedding, or the head; per microbatch where it says so."""
+
+    name: str
+    parameters: float
+    flops: float  # of one forward, per microbatch
+    activation_bytes: float  # kept for its backward, per microbatch
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """The whole model under one run's work. `parts` are embedding, blocks, head."""
+
+    parts: tuple[Part, ...]
+    boundary_bytes: float  # between stages, per microbatch
+    tokens_bytes: float  # what the first and the last stage are sent of a microbatch
+    tied: bool = False  # the head's matrix is the embedding's: one copy at each end
+
+    @property
+    def blocks(self) -> int:
+        return len(self.parts) - 2
+
+    @property
+    def parameters(self) -> float:
+        return sum(part.parameters for part in self.parts) - (self.parts[0].parameters if self.tied else 0.0)
+
+    @property
+    def flops(self) -> float:
+        """Of one microbatch's forward through the whole model."""
+        return sum(part.flops for part in self.parts)
+
+    def stage(self, span: range, stages_end: bool = False) -> StageProfile:
+        """The blocks of `span`; the first stage also holds the embedding, the last the head."""
+        first, last = span.start == 0, span.stop == self.blocks
+        held = self.parts[1 + span.start : 1 + span.stop]
+        held = (self.parts[:1] if first else ()) + held + (self.parts[-1:] if last else ())
+        parameters = sum(part.parameters for part in held)
+        if first and last and self.tied:
+            parameters -= self.parts[0].parameters
+        return StageProfile(
+            parameters,
+            sum(part.flops for part in held),
+            sum(part.activation_bytes for part in held),
+            max((part.parameters for part in held), default=0.0),
+        )
+
+
+class StageProfile(msgspec.Struct, frozen=True):
+    parameters: float
+    flops: float  # of one forward, per microbatch
+    activation_bytes: float
+    largest_parameters: float  # of its largest part: what swapping must hold at once
+
+
+def profile(shape: Shape, work: Work) -> Profile:
+    d, tokens, value = shape.hidden, work.microbatch_tokens, work.value_bytes
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    matrices = 3 if shape.gated else 2
+    weights = 2.0 * d * queries + 2.0 * d * keys + matrices * d * shape.intermediate
+    block = Part(
+        "block",
+        parameters=weights + 2 * d,
+        flops=tokens * (2 * weights + 4.0 * work.tokens * queries),
+        # Two norms and their outputs, two residuals; q, k, v before and after rotation; the attention's output; the MLP's inside.
+        activation_bytes=tokens * value * (6.0 * d + 3 * queries + 3 * keys + (matrices + 1) * shape.intermediate),
+    )
+    table = float(shape.vocabulary) * d
+    embedding = Part("embedding", table, 0.0, tokens * value * float(d))
+    # Logits in the compute dtype, in fp32, and their gradient.
+    head = Part("head", table + d, 2.0 * tokens * table, tokens * shape.vocabulary * (value + 8.0))
+    parts = (embedding, *(msgspec.structs.replace(block, name=f"block {i}") for i in range(shape.layers)), head)
+    sequence_bytes = 8.0 * (work.tokens + 1)
+    return Profile(parts, float(tokens * value * d), work.sequences * sequence_bytes, shape.tied)
+
+
+def spans(blocks: int, stages: int) -> tuple[range, ...]:
+    """The blocks of each stage as model/cut.py gives them out: even, and the ends get an extra one last."""
+    if not 1 <= stages <= blocks:
+        raise ValueError(f"{stages} stages of a model of {blocks} blocks; each needs at least one")
+    base, extra = divmod(blocks, stages)
+    inner_first = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
+    sizes = [base + (stage in inner_first[:extra]) for stage in range(stages)]
+    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
