@@ -28,9 +28,12 @@ from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import Listening
 from shoal.transport.base import Limits
+from shoal.transport.daemon import Daemon
+from shoal.transport.dht import Dht
 from shoal.transport.directory import Directory, Gossip, Record
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Invite, Membership
+from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.shaped import Link, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
 
@@ -121,37 +124,55 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         stack.callback(hands.close)
         record = Recorder(header, role.trace, out)
         stack.callback(record.close)
-        transport = _transport(config, identity, membership, role.port)
+        daemon = _daemon(config, identity, invite, role.port)
+        transport = _transport(config, identity, membership, role.port, daemon)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = await _directory(config, identity, membership, invite, transport)
+        directory = _directory(config, identity, membership, invite, transport, daemon)
         stack.push_async_callback(directory.close)
+        await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
         yield Node(machine, hands, transport, directory, record)
 
 
-def _transport(config: Config, identity: Identity, membership: Membership, port: int) -> Reachable:
+def _daemon(config: Config, identity: Identity, invite: Invite, port: int) -> Daemon:
+    """For libp2p, whoever needs it; it runs only when somebody starts it."""
     network = config.network
-    if network.transport != "tls":
-        raise ValueError(f"network.transport = {network.transport!r} is not built in; try 'tls'")
-    plain = TlsTransport(identity, membership, network.host, port, Limits(blob_bytes=network.blob_bytes))
+    if network.transport == "tls" and port:  # taken by the transport
+        port += 1 if port < 65535 else -1
+    hidden = network.transport == "libp2p" and network.discovery == "dht"
+    return Daemon(identity, network.host, port, relays=invite.addresses if hidden else ())
+
+
+def _transport(config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon) -> Reachable:
+    network = config.network
+    limits = Limits(blob_bytes=network.blob_bytes)
+    plain: Reachable
+    if network.transport == "libp2p":
+        plain = Libp2pTransport(identity.name, membership, daemon, limits)
+    else:
+        plain = TlsTransport(identity, membership, network.host, port, limits)
     if not network.delay_s and not network.bandwidth_Bps:
         return plain
     return Shaped(plain, Link(network.delay_s, network.bandwidth_Bps, network.bandwidth_Bps))
 
 
-async def _directory(
-    config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable
+def _directory(
+    config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable, daemon: Daemon
 ) -> Directory:
-    if config.network.discovery != "gossip":
-        raise ValueError(f"network.discovery = {config.network.discovery!r} is not built in; try 'gossip'")
-    host, port = transport.address
-    own = Record(run=membership.run, peer=identity.name, host=host, port=port)
+    over_libp2p = config.network.transport == "libp2p"
+    if over_libp2p:
+        own = Record(
+            run=membership.run, peer=identity.name, host=config.network.host, port=0, addresses=transport.address
+        )
+    else:
+        host, port = transport.address
+        own = Record(run=membership.run, peer=identity.name, host=host, port=port)
 
     def learn(record: Record) -> None:
-        transport.learn(record.peer, (record.host, record.port))
+        transport.learn(record.peer, record.addresses if over_libp2p else (record.host, record.port))
 
-    directory = Gossip(identity, membership, own, invite.addresses, learn)
-    await directory.start()
-    return directory
+    if config.network.discovery == "dht":
+        return Dht(identity, membership, own, invite.addresses, learn, daemon)
+    return Gossip(identity, membership, own, invite.addresses, learn)

@@ -106,8 +106,9 @@ class Device(Section, frozen=True):
     """What this peer computes on."""
 
     kind: Literal["cpu", "cuda", "mps"] = "cpu"
-    executor: Literal["resident", "emulated"] = "resident"  # emulated: a fixed time per microbatch, no model, for labs
-    emulated_s: float = 0.2  # seconds per microbatch and stage of the emulated executor (backward counts double)
+    executor: Literal["resident", "swapping", "emulated"] = "resident"  # swapping: for stages above memory_bytes
+    memory_bytes: int = 0  # device memory for the swapping executor, whose layers take turns in it; 0 = no limit
+    emulated_s: float = 0.2  # seconds per microbatch of the emulated executor, which has no model (backward: double)
     emulated_values: int = 2_097_152  # values of an emulated boundary tensor (float32)
     threads: int = 1  # CPU threads for one peer's compute; 0 = PyTorch's own choice
 
@@ -230,6 +231,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "network.bandwidth_Bps": (0, math.inf),
     "device.emulated_s": (0, math.inf),
     "device.emulated_values": (1, 2**40),
+    "device.memory_bytes": (0, 2**50),
     "device.threads": (0, 1024),
     "checkpoint.every": (0, 2**53),
     "checkpoint.keep": (1, 2**20),

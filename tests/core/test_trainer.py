@@ -350,6 +350,33 @@ def test_a_peer_that_answers_nothing_is_reported() -> None:
     assert all(complaint.about == silent and complaint.unreachable for complaint in complaints)
 
 
+def test_an_empty_stage_is_waited_for() -> None:
+    members = (Member(ME, 0), Member("a0", 0))
+    rig = Rig(view=View(number=2, step=0, members=members, owners=(0,), started=True))
+    rig.read()
+    assert rig.answer(rig.sent(Forward), Output, blobs=1) == []
+    assert rig.trainer.deadline is None
+    view = View(number=3, step=0, members=(*members, Member("a1", 1)), owners=(0,), started=True)
+    rig.keep(rig.trainer.on_view(view, 5.0))
+    assert rig.sent(Backward).peer == "a1"
+
+
+def test_a_peer_put_out_while_it_waits_forgets_what_it_waited_for() -> None:
+    rig = Rig()
+    rig.answer(rig.at_last_backward(), Busy, True, 3.0)
+    rig.answer(rig.sent(Backward), Busy, True, 1.0)
+    assert [type(command) for command in rig.trainer.on_view(a_view(3, owner="a0", without=ME), 0.1)] == [Drop]
+    assert rig.trainer.tick(9.0) == [] and rig.trainer.on_view(a_view(4, owner="a0", without=ME), 9.0) == []
+
+
+def test_a_peer_put_out_while_it_reads_drops_what_it_read() -> None:
+    rig = Rig()
+    (task,) = [command.task for command in rig.out if isinstance(command, Do)]
+    rig.trainer.on_view(a_view(3, owner="a0", without=ME), 0.1)
+    assert rig.trainer.on_done(Done(task.id, Result()), 0.2) == [Drop((f"{task.id}/x",))]
+    assert rig.trainer.on_failed(Failed(task.id, "disk"), 0.2) == []
+
+
 def a_heir(number: int = 3) -> Rig:
     """b0 owned the microbatch and has been removed."""
     rig = Rig(view=a_view(owner="b0"))
@@ -389,6 +416,16 @@ def test_books_are_asked_for_again_until_everybody_has_answered_or_left() -> Non
     members = tuple(member for member in a_view(without="b0").members if member.peer != "b1")
     view = View(number=4, step=0, members=members, owners=(0,), started=True)
     assert [type(command) for command in rig.trainer.on_view(view, rig.now)] == [Do]
+
+
+def test_a_peer_that_never_shows_its_books_is_reported() -> None:
+    rig = a_heir()
+    for peer in (ME, "a0", "a1"):
+        rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ()))
+    complaints: list[Complaint] = []
+    while rig.now < 30:
+        complaints += [c.message for c in rig.tick() if isinstance(c, Send) and isinstance(c.message, Complaint)]
+    assert complaints and all(complaint.about == "b1" and complaint.unreachable for complaint in complaints)
 
 
 def test_an_heirs_attempts_are_newer_than_those_of_any_owner_before() -> None:

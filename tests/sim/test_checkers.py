@@ -138,6 +138,32 @@ def test_an_attempt_sent_to_two_peers_is_caught() -> None:
     assert found(watch) == {"attempt"}
 
 
+def a_pulse(*indices: int, stage: int = 0) -> m.Pulse:
+    books = tuple(m.Booking(index) for index in indices)
+    return m.Pulse(term=1, number=5, step=0, ready=True, books=books, stage=stage)
+
+
+def test_a_microbatch_booked_at_two_members_is_caught() -> None:
+    watch = a_watch()
+    watch.agreed("a", a_view())
+    watch.sent("a", "b", a_pulse(0, 2))
+    watch.sent("b", "b", a_pulse(1))
+    watch.sent("gone", "b", a_pulse(1))
+    watch.sent("c", "b", a_pulse(1, stage=1))
+    watch.sent("a", "b", a_pulse(0, 2))
+    assert not watch.violations
+    watch.sent("b", "b", a_pulse(1, 2))
+    assert found(watch) == {"booked twice"}
+
+
+def test_an_average_with_a_fenced_peer_is_caught() -> None:
+    watch = a_watch()
+    members = (m.Member("a", 0), m.Member("c", 1))
+    watch.agreed("a", a_view(members=members, owners=(0, 1, 0)))
+    watch.agreed("a", a_commit(watch, (a_gradient(0), a_gradient(1))))
+    assert "fenced" in found(watch)
+
+
 def test_two_leaders_of_one_term_are_caught() -> None:
     watch = a_watch()
     watch.sent("a", "b", m.Lead(term=3, number=1))

@@ -67,6 +67,7 @@ class Coordinator:
         self.round_sent: dict[Peer, float] = {}
         self.complete_at: float | None = None
         self.saving = Saving(self.name, self.settings)
+        self.again_at = float("-inf")  # no round before: one has just failed
         self.stalled = ""
         self.disagreements = 0
         self.farewell_at: float | None = None
@@ -151,7 +152,7 @@ class Coordinator:
             case Reduced() if self._in_round(message) and peer in self.round_sent:
                 self.reduced[peer] = message
             case RoundFailed() if self._in_round(message):
-                return self._on_round_failed(peer, message)
+                return self._on_round_failed(peer, message, now)
             case _:
                 return self.saving.on_message(peer, message, now) if present else []
         return []
@@ -443,7 +444,7 @@ class Coordinator:
 
     def _open_round(self, view: View, now: float) -> list[Command]:
         total = self.settings.stages * self.settings.microbatches
-        if self.ledger.booked < total:
+        if self.ledger.booked < total or now < self.again_at:
             return []
         if not self.ledger.complete(view.members):
             twice = self.ledger.doubled(view.members)
@@ -470,9 +471,9 @@ class Coordinator:
         self.round_sent = dict.fromkeys(peers, now)
         return [Send(peer, self.round) for peer in peers]
 
-    def _on_round_failed(self, peer: Peer, failed: RoundFailed) -> list[Command]:
+    def _on_round_failed(self, peer: Peer, failed: RoundFailed, now: float) -> list[Command]:
         assert self.view is not None
-        self.round, self.reduced = None, {}
+        self.round, self.reduced, self.again_at = None, {}, now + self.settings.beat_s
         if failed.culprit and failed.culprit in self.present:
             self._complain(peer, failed.culprit, failed.reason, gentle=True)
         return [Note("round", f"round given up: {peer} says {failed.reason}")]

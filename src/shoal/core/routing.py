@@ -87,8 +87,7 @@ class Wiring:
 
     def enter(self, peer: Peer, now: float) -> Replica:
         """A new replica, at the current least virtual time: tried soon, not flooded."""
-        self._settle(now)
-        replica = Replica(peer, Latency(), self._ready[0][0] if self._ready else self._clock)
+        replica = Replica(peer, Latency(), self._clock)
         self.place(replica, now)
         return replica
 

@@ -82,12 +82,10 @@ class Trainer:
         if view.number < self._view.number:
             return []
         old, self._view = self._view, view
-        runs = view.started and not view.finished
-        self._stage_of = {member.peer: member.stage for member in view.members} if runs else {}
-        self._routes.on_view(view.members if runs else (), now)
-        mine: dict[Index, None] = {}
-        if self.name in self._stage_of:
-            mine = {i: None for i, at in enumerate(view.owners) if view.members[at].peer == self.name}
+        members = view.members if view.started and not view.finished else ()
+        self._stage_of = {member.peer: member.stage for member in members}
+        self._routes.on_view(members, now)
+        mine = {i: None for i, at in enumerate(view.owners) if members and members[at].peer == self.name}
         first = False
         if (old.epoch, old.step, old.started) != (view.epoch, view.step, view.started):
             self._forget_all()
@@ -129,9 +127,10 @@ class Trainer:
 
     def on_done(self, done: Done, now: float) -> list[Command]:
         m = self._fetches.pop(done.id, None)
+        tokens = f"{done.id}/x"  # as _fetch named it, also where the fetch is forgotten
         if m is None:
-            return [Drop((_out_of(done.id),))]
-        m.x[0] = _out_of(done.id)
+            return [Drop((tokens,))]
+        m.x[0] = tokens
         m.progressed()
         self._advance(m, now)
         return self._flush(now)
@@ -165,6 +164,8 @@ class Trainer:
     def tick(self, now: float) -> list[Command]:
         while (key := self._timers.pop_due(now)) is not None:
             if key == BOOKS:
+                for peer in self._adoptions.missing:
+                    self._reports.missed(peer, now)
                 self._ask_books(now)
             elif key <= PARKED:
                 self._unpark(PARKED - key, now)
@@ -251,7 +252,7 @@ class Trainer:
         self._fetches[task] = m
         m.hop = Hop(Kind.FETCH, 0, self.name, now)
         self._timers.forget(m.index)
-        self._out.append(Do(Fetch(task, self._view.step, m.index, _out_of(task))))
+        self._out.append(Do(Fetch(task, self._view.step, m.index, f"{task}/x")))
 
     def _send(self, m: Microbatch, want: Want, peer: Peer, now: float) -> None:
         m.hop = Hop(want.kind, want.stage, peer, now)
@@ -399,8 +400,3 @@ class Trainer:
         out = self._out[:]
         self._out.clear()
         return out
-
-
-def _out_of(task: str) -> str:
-    """The blob of a fetch, nameable also when the fetch itself is forgotten."""
-    return f"{task}/x"

@@ -163,7 +163,7 @@ def _hollow(config: Config) -> tuple[Any, Parts]:
     parts.take_out()
     if config.run.stages > 1:
         materialise(model, seed=config.run.seed, source=None)
-        _refuse_more_than_blocks(model, parts)
+        refuse_more_than_blocks(model, parts)
     return model, parts
 
 
@@ -188,14 +188,15 @@ def _refuse_tied(config: Config, hf: Any) -> None:
         )
 
 
-def _refuse_more_than_blocks(model: Any, parts: Parts) -> None:
+def refuse_more_than_blocks(model: Any, parts: Parts, instead: str = "run.stages=1") -> None:
+    """ValueError for a model, all parts taken out, that does more than hand hidden states on; `instead` is a way round."""
     x = torch.linspace(-1.0, 1.0, 4 * model.config.hidden_size).view(1, 4, -1)
     refused = f"model.family = {parts.family!r} cannot be cut into stages: between its blocks it does more than hand on"
     try:
         with torch.no_grad():
             y = model.eval().base_model(inputs_embeds=x, use_cache=False).last_hidden_state
     except Exception as error:  # any family's own code runs here, on an input it was not written for
-        raise ValueError(f"{refused} hidden states ({error!r}); set run.stages=1") from error
+        raise ValueError(f"{refused} hidden states ({error!r}); set {instead}") from error
     odd = sorted({name for part in parts.held if isinstance(part, Elsewhere) for name in part.odd})
     if odd or not torch.equal(x, y):
-        raise ValueError(f"{refused} hidden states ({', '.join(odd) or 'they change'}); set run.stages=1")
+        raise ValueError(f"{refused} hidden states ({', '.join(odd) or 'they change'}); set {instead}")

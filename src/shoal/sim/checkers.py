@@ -76,7 +76,8 @@ class Watch:
             key = (pulse.epoch, pulse.step, pulse.stage, booking.index)
             other = self._bookers.get(key, peer)
             if other != peer and self.trusting and self.newest is not None:
-                if {peer, other} <= {member.peer for member in self.newest.members}:
+                members = self.newest.members  # who was put out and came back to another stage has no old books
+                if all(m.Member(one, pulse.stage) in members for one in (peer, other)):
                     self.report(
                         peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}"
                     )

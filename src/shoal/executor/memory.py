@@ -1,0 +1,212 @@
+"""What a stage that passes through device memory needs there and on the host: counted, planned, and seen while it runs.
+
+For the swapping executor, which asks `plan` for its groups, and for whoever plans machines. Device memory in a pass is two
+slots of parameters (the group that computes and the one on its way), one fp32 slab of gradient sums, and what one
+microbatch needs while it runs through a group. Only the last cannot be counted from shapes; it comes from `live`, which the
+executor measures by running a group once. A limit is kept by construction: no plan is made that does not fit it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ALIGN = 256  # bytes: what allocators give by themselves; matrix kernels may add in another order on less
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """A stage's units and their parameters. A name in two units is one parameter that both use."""
+
+    units: tuple[tuple[str, ...], ...]
+    values: Mapping[str, int]  # per name
+    itemsize: int  # of the dtype that computes
+
+    def slot_bytes(self, start: int, stop: int) -> int:
+        """Parameters of the units `start` up to `stop` as they lie in a slot."""
+        names = {name for unit in self.units[start:stop] for name in unit}
+        return sum(padded(self.values[name] * self.itemsize) for name in names)
+
+    def own(self, start: int, stop: int) -> tuple[str, ...]:
+        """Names whose gradient is complete once these units have run back: those that no earlier unit uses too."""
+        earlier = {name for unit in self.units[:start] for name in unit}
+        return tuple(dict.fromkeys(name for unit in self.units[start:stop] for name in unit if name not in earlier))
+
+    def shared(self) -> tuple[str, ...]:
+        """Names in more than one unit."""
+        return tuple(name for name in self.values if sum(name in unit for unit in self.units) > 1)
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Consecutive units that are on the device together."""
+
+    start: int
+    stop: int
+    parameter_bytes: int  # on the device, in the dtype that computes
+    gradient_bytes: int  # of the fp32 sums, in the slab while the group runs back
+    optimizer_bytes: int  # on the host: fp32 parameters and AdamW's two moments
+    activation_bytes: int  # most that one microbatch takes on the device, its own gradients included
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Groups in order, and what they need together."""
+
+    groups: tuple[Group, ...]
+    fixed_bytes: int  # on the device for good: tables of positions
+    host_bytes: int  # parameters, moments, two sums, and the copies that travel
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Each slot holds every other group in turn; a stage of one group needs one."""
+        return tuple(max(group.parameter_bytes for group in self.groups[slot::2]) for slot in range(min(2, self.count)))
+
+    @property
+    def slab_bytes(self) -> int:
+        return max(group.gradient_bytes for group in self.groups)
+
+    @property
+    def device_bytes(self) -> int:
+        """The peak."""
+        live = max(group.activation_bytes for group in self.groups)
+        return self.fixed_bytes + sum(self.slot_bytes) + self.slab_bytes + live
+
+    @property
+    def count(self) -> int:
+        return len(self.groups)
+
+
+Live = Callable[[int, int], int]  # units from, up to -> bytes that one microbatch takes while it runs through them and back
+
+
+def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
+    """The fewest groups that fit `limit` bytes of device memory (0 = no limit), their parameters as even as can be.
+
+    ValueError: the largest unit does not fit."""
+    seen: dict[tuple[int, int], int] = {}
+
+    def measured(start: int, stop: int) -> int:
+        if (start, stop) not in seen:
+            seen[start, stop] = live(start, stop)
+        return seen[start, stop]
+
+    needed = None
+    for spans in _partitions(sizes):
+        bare = _plan(sizes, spans, lambda start, stop: 0, fixed_bytes)
+        if limit and bare.device_bytes > limit and len(spans) < len(sizes.units):
+            continue  # measuring is what takes time
+        made = _plan(sizes, spans, measured, fixed_bytes)
+        if not limit or made.device_bytes <= limit:
+            return made
+        needed = min(made.device_bytes, needed or made.device_bytes)
+    assert needed is not None
+    raise ValueError(
+        f"device.memory_bytes = {limit} is too little for this stage's largest unit; try device.memory_bytes={needed}"
+        " or more, a smaller train.microbatch, or more stages"
+    )
+
+
+def _plan(sizes: Sizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int) -> Plan:
+    values = sum(sizes.values.values())
+    copies = 0 if sizes.itemsize == 4 else sizes.itemsize
+    groups = tuple(_group(sizes, start, stop, live(start, stop)) for start, stop in spans)
+    return Plan(groups, fixed_bytes, host_bytes=values * (4 + 8 + 2 * 4 + copies))
+
+
+def _group(sizes: Sizes, start: int, stop: int, live_bytes: int) -> Group:
+    own = sum(sizes.values[name] for name in sizes.own(start, stop))
+    return Group(
+        start,
+        stop,
+        parameter_bytes=sizes.slot_bytes(start, stop),
+        gradient_bytes=4 * own,
+        optimizer_bytes=12 * own,
+        activation_bytes=live_bytes,
+    )
+
+
+def _partitions(sizes: Sizes) -> Iterator[list[tuple[int, int]]]:
+    """Cuts into ever more groups, each with the smallest largest group that so many groups allow."""
+    units = range(len(sizes.units))
+    caps = sorted({sizes.slot_bytes(start, stop + 1) for start in units for stop in units[start:]})
+    found: dict[int, list[tuple[int, int]]] = {}
+    for cap in caps:  # from small to large: the first cut into so many groups is the most even one
+        spans = _filled(sizes, cap)
+        if spans:
+            found.setdefault(len(spans), spans)
+    for count in sorted(found):
+        yield found[count]
+
+
+def _filled(sizes: Sizes, cap: int) -> list[tuple[int, int]]:
+    """Groups filled up to `cap` bytes one after another; none when a unit alone is above it."""
+    spans: list[tuple[int, int]] = []
+    start = 0
+    for unit in range(len(sizes.units)):
+        if sizes.slot_bytes(unit, unit + 1) > cap:
+            return []
+        if sizes.slot_bytes(start, unit + 1) > cap:
+            spans.append((start, unit))
+            start = unit
+    return [*spans, (start, len(sizes.units))]
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+# --------------------------------------------------------------------------------------------------- seen while it runs
+
+_ON_HOST: ContextVar[bool] = ContextVar("on_host", default=False)
+
+
+@contextmanager
+def host() -> Iterator[None]:
+    """What is allocated inside belongs to the host. Only a device that is the CPU itself needs to be told."""
+    token = _ON_HOST.set(True)
+    try:
+        yield
+    finally:
+        _ON_HOST.reset(token)
+
+
+class Watch(TorchDispatchMode):
+    """Counts the device's memory that comes and goes inside: `now`, and `peak`, in bytes. Every operator is slower for it."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._device = device
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        made = func(*args, **kwargs)
+        if not _ON_HOST.get():
+            for leaf in tree_leaves(made):
+                if isinstance(leaf, Tensor) and leaf.device.type == self._device:
+                    self._count(leaf.untyped_storage(), given)
+        return made
+
+    def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in given or key in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            self._alive.pop(key, None)
+            self.now -= nbytes
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)

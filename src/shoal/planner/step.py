@@ -1,0 +1,353 @@
+"""Predicts one optimizer step of this program as it is built, by playing it: which stage each device serves is given.
+
+The cost model in cost.py is the paper's; this is what decides. Hops go through the microbatch's owner; each owner
+drives `inflight` microbatches and picks replicas with core/routing.py itself, so the wiring that is predicted is the
+one that runs; a replica computes one hop at a time, backwards first; uplinks and downlinks pass one message after the
+other, as in transport/shaped.py; a stage's replicas average by a butterfly of one chunk each (core/averaging.py); and
+agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses on the wire.
+
+One step is played to warm the wiring up and the next one is timed. A long step is played in two lengths and extended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+import msgspec
+import numpy as np
+
+from shoal.core.messages import Member, Settings
+from shoal.core.routing import BACKWARD_SIZE, FORWARD_SIZE, Routes
+from shoal.planner.cluster import Cluster
+from shoal.planner.cost import Floats
+
+LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
+BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
+
+
+class Seats(msgspec.Struct, frozen=True):
+    """Who serves what, and what that takes. Tuples by device unless they say stage."""
+
+    stage_of: tuple[int, ...]
+    forward_s: tuple[float, ...]  # one forward of the device's own stage
+    backward_s: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]  # by stage
+    boundary_bytes: float
+    tokens_bytes: float
+    microbatches: int
+    inflight: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.gradient_bytes)
+
+    def replicas(self, stage: int) -> list[int]:
+        return [device for device, own in enumerate(self.stage_of) if own == stage]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A predicted step. The three parts follow one another; `busy` says how full each resource is in the first."""
+
+    step_s: float
+    microbatches_s: float
+    averaging_s: float
+    agreeing_s: float
+    compute_busy: tuple[float, ...]  # by device, share of microbatches_s
+    up_busy: tuple[float, ...]
+    down_busy: tuple[float, ...]
+    sent_bytes: tuple[float, ...]  # by device, over the step
+    bottleneck: str
+
+
+def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> Step:
+    """Seconds of a step, where they go, and what limits it."""
+    microbatches_s, play = _microbatches(seats, cluster, rng)
+    averaging_s, averaged_bytes = _averaging(seats, cluster)
+    agreeing_s = _agreeing(cluster.delay_s)
+    busy = [tuple(float(share) for share in used / max(microbatches_s, 1e-12)) for used in play]
+    compute, up, down, sent = busy[0], busy[1], busy[2], play[3] + averaged_bytes
+    total_s = microbatches_s + averaging_s + agreeing_s
+    bottleneck = _bottleneck(seats, cluster, (compute, up, down), (microbatches_s, averaging_s, agreeing_s))
+    sent_bytes = tuple(float(value) for value in sent)
+    return Step(total_s, microbatches_s, averaging_s, agreeing_s, compute, up, down, sent_bytes, bottleneck)
+
+
+def least_s(seats: Seats, cluster: Cluster) -> float:
+    """No step is shorter: compute of the slowest stage, lines of the busiest peer on average, averaging. For searches."""
+    work_s = []
+    for stage in range(seats.stages):
+        rates = [1 / (_hop_s(seats, device)) for device in seats.replicas(stage)]
+        work_s.append(seats.microbatches / sum(rates))
+    return max(max(work_s), _lines_s(seats, cluster)) + _averaging(seats, cluster)[0]
+
+
+def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
+    """What an owner sends and what it receives for one microbatch, by stage, over forward and backward."""
+    last, body, tokens = seats.stages - 1, seats.boundary_bytes, seats.tokens_bytes
+    sent, received = [], []
+    for stage in range(seats.stages):
+        x = tokens if stage == 0 else body
+        backward = tokens if last == 0 else x + (tokens if stage == last else body)
+        sent.append(backward + (x if stage < last else 0.0))
+        received.append((body if stage else 0.0) + (body if stage < last else 0.0))
+    return sent, received
+
+
+# ------------------------------------------------------------------------------------------------------ microbatches
+
+
+class _Lines:
+    """Uplinks, downlinks and pairs: when what is sent now has arrived."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        devices = len(cluster.devices)
+        self._delay = cluster.delay_s.tolist()
+        self._pair = cluster.bandwidth_Bps.tolist()
+        self._up = [device.up_Bps or math.inf for device in cluster.devices]
+        self._down = [device.down_Bps or math.inf for device in cluster.devices]
+        self._up_free, self._down_free = [0.0] * devices, [0.0] * devices
+        self._pair_free: dict[tuple[int, int], float] = {}
+        self.up_used, self.down_used, self.sent = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+
+    def leave(self, source: int, target: int, nbytes: float, now: float) -> float:
+        """When its last byte reaches the target's line."""
+        if source == target:
+            return now
+        up, pair = self._up[source], self._pair[source][target]
+        start = max(now, self._up_free[source], self._pair_free.get((source, target), 0.0))
+        self._up_free[source] = start + nbytes / up
+        self._pair_free[source, target] = start + nbytes / pair
+        self.up_used[source] += nbytes / (pair if up == math.inf else up)
+        self.sent[source] += nbytes
+        return float(start + nbytes / min(up, pair) + self._delay[source][target])
+
+    def arrive(self, target: int, nbytes: float, now: float) -> float:
+        """When it has passed the target's line; a message alone and no faster than the line is not held."""
+        seconds = nbytes / self._down[target]
+        done = max(self._down_free[target], now - seconds) + seconds
+        self._down_free[target] = done
+        self.down_used[target] += seconds
+        return done
+
+
+class _Play:
+    """One run of the microbatches of several steps."""
+
+    def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator) -> None:
+        self._seats = seats
+        self._rng = rng
+        self._members = [device for device, stage in enumerate(seats.stage_of) if stage >= 0]
+        self.lines = _Lines(cluster)
+        self.computed = np.zeros(len(cluster.devices))
+        self._routes: dict[int, Routes] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._serial = count()
+        self._queue: dict[int, list[tuple[bool, int, int, int, int]]] = {device: [] for device in self._members}
+        self._computes: set[int] = set()
+        self._waiting: dict[int, list[int]] = {}
+        self._answers: dict[tuple[int, int], Callable[[float], None]] = {}  # by microbatch and turn
+        self._left = 0
+
+    def run(self, microbatches: int, start: float) -> float:
+        """All microbatches once; when the last is booked."""
+        if not self._routes:
+            settings = Settings(stages=self._seats.stages, microbatches=microbatches, steps=1)
+            members = tuple(Member(str(device), self._seats.stage_of[device]) for device in self._members)
+            for device in self._members:
+                self._routes[device] = Routes(settings, self._rng)
+                self._routes[device].on_view(members, start)
+        owned = [(self._members[index % len(self._members)], index) for index in range(microbatches)]
+        self._waiting = {device: [index for owner, index in owned if owner == device] for device in self._members}
+        self._left = microbatches
+        for device in self._members:
+            for _ in range(self._seats.inflight):
+                self._next_microbatch(device, start)
+        now = start
+        while self._left:
+            now, _, act = heappop(self._events)
+            act(now)
+        return now
+
+    def _at(self, when: float, act: Callable[[float], None]) -> None:
+        heappush(self._events, (when, next(self._serial), act))
+
+    def _next_microbatch(self, owner: int, now: float) -> None:
+        if self._waiting[owner]:
+            self._hop(owner, self._waiting[owner].pop(0), 0, now)
+
+    def _hop(self, owner: int, index: int, turn: int, now: float) -> None:
+        """Hop number `turn` of a microbatch: forwards of all stages but the last, then backwards from the last."""
+        last = self._seats.stages - 1
+        if turn > 2 * last:
+            self._left -= 1
+            self._next_microbatch(owner, now)
+            return
+        backward = turn >= last
+        stage = 2 * last - turn if backward else turn
+        size = BACKWARD_SIZE if backward else FORWARD_SIZE
+        chosen = self._routes[owner].choose(stage, now, size)
+        assert chosen is not None, "nobody is ever busy or banned here"
+        peer = int(chosen[0])
+        nbytes = self._asked_bytes(stage, backward)
+        at = self.lines.leave(owner, peer, nbytes, now)
+
+        def reached(then: float) -> None:
+            through = self.lines.arrive(peer, nbytes, then) if peer != owner else then
+            self._at(through, lambda when: self._queued(peer, (not backward, index, turn, owner, stage), answered, when))
+
+        def answered(then: float) -> None:
+            self._routes[owner].answered(str(peer), then - now, size, then)
+            self._hop(owner, index, turn + 1, then)
+
+        self._at(at, reached)
+
+    def _queued(
+        self, peer: int, job: tuple[bool, int, int, int, int], answered: Callable[[float], None], now: float
+    ) -> None:
+        self._answers[(job[1], job[2])] = answered
+        heappush(self._queue[peer], job)
+        self._compute(peer, now)
+
+    def _compute(self, peer: int, now: float) -> None:
+        if peer in self._computes or not self._queue[peer]:
+            return
+        forward, index, turn, owner, stage = heappop(self._queue[peer])
+        self._computes.add(peer)
+        seconds = self._seats.forward_s[peer] if forward else self._seats.backward_s[peer]
+        self.computed[peer] += seconds
+        nbytes = self._seats.boundary_bytes if forward or stage else 0.0
+        answered = self._answers.pop((index, turn))
+
+        def done(then: float) -> None:
+            self._computes.discard(peer)
+            at = self.lines.leave(peer, owner, nbytes, then)
+            if peer == owner:
+                answered(then)
+            else:
+                self._at(at, lambda when: self._at(self.lines.arrive(owner, nbytes, when), answered))
+            self._compute(peer, then)
+
+        self._at(now + seconds, done)
+
+    def _asked_bytes(self, stage: int, backward: bool) -> float:
+        seats, last = self._seats, self._seats.stages - 1
+        x = seats.tokens_bytes if stage == 0 else seats.boundary_bytes
+        if not backward or last == 0:
+            return x
+        return x + (seats.tokens_bytes if stage == last else seats.boundary_bytes)
+
+
+def _microbatches(
+    seats: Seats, cluster: Cluster, rng: np.random.Generator
+) -> tuple[float, tuple[Floats, Floats, Floats, Floats]]:
+    """Seconds, and what each device spent computing, sending and receiving, and sent."""
+    if seats.microbatches <= LONGEST:
+        return _played(seats, cluster, rng, seats.microbatches)
+    whole_s, used = _played(seats, cluster, rng, LONGEST)
+    half_s, _ = _played(seats, cluster, rng, LONGEST // 2)
+    more = (seats.microbatches - LONGEST) / (LONGEST - LONGEST // 2)
+    scale = seats.microbatches / LONGEST
+    compute, up, down, sent = (values * scale for values in used)
+    return whole_s + more * (whole_s - half_s), (compute, up, down, sent)
+
+
+def _played(
+    seats: Seats, cluster: Cluster, rng: np.random.Generator, microbatches: int
+) -> tuple[float, tuple[Floats, Floats, Floats, Floats]]:
+    play = _Play(seats, cluster, rng)
+    start = play.run(microbatches, 0.0)
+    before = [play.computed.copy(), play.lines.up_used.copy(), play.lines.down_used.copy(), play.lines.sent.copy()]
+    end = play.run(microbatches, start)
+    after = (play.computed, play.lines.up_used, play.lines.down_used, play.lines.sent)
+    compute, up, down, sent = (late - early for late, early in zip(after, before, strict=True))
+    return end - start, (compute, up, down, sent)
+
+
+# --------------------------------------------------------------------------------------------- averaging and agreeing
+
+
+def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
+    """The slowest stage's butterfly: every replica sends each owner its part, then every owner each replica the sum."""
+    lines, end_s = _Lines(cluster), 0.0
+    for stage in range(seats.stages):
+        group = seats.replicas(stage)
+        nbytes = seats.gradient_bytes[stage] / len(group) if group else 0.0
+        parts = [
+            (lines.leave(source, owner, nbytes, 0.0), owner)
+            for shift in range(1, len(group))
+            for source, owner in ((group[k], group[(k + shift) % len(group)]) for k in range(len(group)))
+        ]
+        complete = dict.fromkeys(group, 0.0)
+        for at, owner in sorted(parts):
+            complete[owner] = lines.arrive(owner, nbytes, at)
+        sums = [
+            (lines.leave(owner, target, nbytes, complete[owner]), target)
+            for owner in sorted(group, key=lambda device: (complete[device], device))
+            for target in group
+            if target != owner
+        ]
+        for at, target in sorted(sums):
+            end_s = max(end_s, lines.arrive(target, nbytes, at))
+    return end_s, lines.sent
+
+
+def _agreeing(delay_s: Floats) -> float:
+    """Pulse, round, reduced and the new view reach or come from everybody; propose and accept a majority. Any peer may lead."""
+    if len(delay_s) == 1:
+        return 0.0
+    both = np.maximum(delay_s, delay_s.T)
+    np.fill_diagonal(both, 0.0)
+    farthest, typical = both.max(axis=1).mean(), np.median(both, axis=1).mean()
+    return float(4 * farthest + 2 * typical)
+
+
+def _hop_s(seats: Seats, device: int) -> float:
+    """Compute of one microbatch at a device; the last stage runs no forward of its own."""
+    last = seats.stage_of[device] == seats.stages - 1
+    return max(seats.backward_s[device] + (0.0 if last else seats.forward_s[device]), 1e-12)
+
+
+def _lines_s(seats: Seats, cluster: Cluster) -> float:
+    """The busiest own line, if every owner and replica takes an even share."""
+    members = [device for device, stage in enumerate(seats.stage_of) if stage >= 0]
+    asked, answered = hop_bytes(seats)
+    owned = seats.microbatches / len(members)
+    worst = 0.0
+    for device in members:
+        stage = seats.stage_of[device]
+        served = seats.microbatches / len(seats.replicas(stage))
+        foreign = 1 - 1 / len(members)
+        sent = owned * (sum(asked) - asked[stage] / len(seats.replicas(stage))) + served * foreign * answered[stage]
+        received = owned * (sum(answered) - answered[stage] / len(seats.replicas(stage))) + served * foreign * asked[stage]
+        machine = cluster.devices[device]
+        worst = max(worst, sent / (machine.up_Bps or math.inf), received / (machine.down_Bps or math.inf))
+    return worst
+
+
+def _bottleneck(
+    seats: Seats,
+    cluster: Cluster,
+    busy: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]],
+    parts_s: tuple[float, float, float],
+) -> str:
+    """What would have to be faster, in words."""
+    total_s = sum(parts_s)
+    if parts_s[1] > parts_s[0]:
+        return f"averaging gradients takes {parts_s[1] / total_s:.0%} of the step"
+    if parts_s[2] > parts_s[0]:
+        return f"agreeing takes {parts_s[2] / total_s:.0%} of the step: delay; a larger batch would hide it"
+    share, kind, device = max(
+        (share, kind, device)
+        for kind, shares in zip(("compute", "uplink", "downlink"), busy, strict=True)
+        for device, share in enumerate(shares)
+    )
+    name = cluster.devices[device].name
+    share = min(share, 1.0)
+    if share < BUSY:
+        return f"latency: nothing is busy for more than {share:.0%} of the time ({kind} of {name}); try a larger run.inflight"
+    if kind == "compute":
+        return f"compute of stage {seats.stage_of[device]} ({name} is busy {share:.0%} of the time)"
+    return f"{kind} of {name}, busy {share:.0%} of the time"
