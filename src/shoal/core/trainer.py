@@ -42,7 +42,9 @@ from shoal.core.reports import Reports
 from shoal.core.routing import Chance, Routes
 from shoal.core.timers import Timers
 
+Blobs = tuple[BlobRef, ...]
 Answer = Output | Gradient | Cancelled | Busy | Refused
+ANSWERS = (Output, Gradient, Cancelled, Busy, Refused, Books)
 Came = tuple[str, str]  # the blob that an answer carries, and what is wrong with it
 _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
@@ -103,14 +105,12 @@ class Trainer:
             self._unpark(stage, now)
         return self._flush(now)
 
-    def on_message(
-        self, peer: Peer, message: Message, blobs: tuple[BlobRef, ...], fault: str, now: float
-    ) -> list[Command]:
+    def on_message(self, peer: Peer, message: Message, blobs: Blobs, fault: str, now: float) -> list[Command]:
         """Answers of servers. What is stale, foreign or unasked changes nothing; blobs that are not kept go."""
         kept = ""
         if (
             peer in self._stage_of
-            and isinstance(message, Answer | Books)
+            and isinstance(message, ANSWERS)
             and (message.epoch, message.step) == (self._view.epoch, self._view.step)
         ):
             self._routes.heard(peer)
@@ -120,9 +120,7 @@ class Trainer:
                     self._own(self._adoptions.take())
             elif (m := self._owned.active.get(message.index)) is not None:
                 kept = self._answer(m, peer, message, (blobs[0].id if blobs else "", fault), now)
-        unused = tuple(blob.id for blob in blobs if blob.id != kept)
-        if unused:
-            self._out.append(Drop(unused))
+        self._drop([blob.id for blob in blobs if blob.id != kept])
         return self._flush(now)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
@@ -209,10 +207,9 @@ class Trainer:
             self._owned.wait(new_microbatch(index, booked, self._view))
 
     def _adopt(self, indices: list[Index], now: float) -> None:
-        members = self._stage_of
-        text = f"take over {len(indices)} microbatches of step {self._view.step}: asking {len(members)} for books"
+        text = f"take over {len(indices)} microbatches of step {self._view.step}: everybody is asked for books"
         self._out.append(Note("route", text))
-        self._adoptions.add(self._view.number, members, indices)
+        self._adoptions.add(self._view.number, self._stage_of, indices)
         self._books_s = self._settings.hop_floor_s / BOOKS_AGAIN
         self._ask_books(now)
 
@@ -288,7 +285,7 @@ class Trainer:
             return self._output(m, peer, message, came, now)
         if hop is None or not hop.answered_by(peer, message.stage, message.attempt):
             return ""
-        if isinstance(message, Busy | Refused):
+        if isinstance(message, (Busy, Refused)):
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
             if isinstance(message, Gradient):

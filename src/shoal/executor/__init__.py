@@ -18,4 +18,10 @@ def create(config: Config, stage: int, *, source: str | None = None) -> Executor
         from shoal.model import stages
 
         return Resident(stages.build(config, stage, source=source, device=config.device.kind), config)
-    raise ValueError(f"device.executor = {config.device.executor!r} is none of resident, emulated")
+    if config.device.executor == "swapping":
+        check_device(config)
+        from shoal.executor.swapping import Swapping
+        from shoal.model import stages
+
+        return Swapping(stages.build(config, stage, source=source), config)
+    raise ValueError(f"device.executor = {config.device.executor!r} is none of resident, swapping, emulated")

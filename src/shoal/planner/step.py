@@ -6,7 +6,7 @@ one that runs; a replica computes one hop at a time, backwards first; uplinks an
 other, as in transport/shaped.py; a stage's replicas average by a butterfly of one chunk each (core/averaging.py); and
 agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses on the wire.
 
-One step is played to warm the wiring up and the next one is timed. A long step is played in two lengths and extended.
+Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from shoal.planner.cluster import Cluster
 from shoal.planner.cost import Floats
 
 LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
+ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
+PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
 BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
 
 
@@ -75,13 +77,14 @@ def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> Step:
     return Step(total_s, microbatches_s, averaging_s, agreeing_s, compute, up, down, sent_bytes, bottleneck)
 
 
-def least_s(seats: Seats, cluster: Cluster) -> float:
-    """No step is shorter: compute of the slowest stage, lines of the busiest peer on average, averaging. For searches."""
+def rough_s(seats: Seats, cluster: Cluster) -> float:
+    """The same quickly, for searches: compute of the slowest stage, the busiest line at even shares, or the trips that an
+    owner's microbatches make one after the other, whichever is longest; then averaging and agreeing."""
     work_s = []
     for stage in range(seats.stages):
-        rates = [1 / (_hop_s(seats, device)) for device in seats.replicas(stage)]
-        work_s.append(seats.microbatches / sum(rates))
-    return max(max(work_s), _lines_s(seats, cluster)) + _averaging(seats, cluster)[0]
+        work_s.append(seats.microbatches / sum(1 / _hop_s(seats, device) for device in seats.replicas(stage)))
+    longest_s = max(max(work_s), _lines_s(seats, cluster), _trips_s(seats, cluster))
+    return longest_s + _rough_averaging_s(seats, cluster) + _agreeing(cluster.delay_s)
 
 
 def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
@@ -257,13 +260,17 @@ def _microbatches(
 def _played(
     seats: Seats, cluster: Cluster, rng: np.random.Generator, microbatches: int
 ) -> tuple[float, tuple[Floats, Floats, Floats, Floats]]:
-    play = _Play(seats, cluster, rng)
-    start = play.run(microbatches, 0.0)
+    play, start = _Play(seats, cluster, rng), 0.0
+    rounds = max(1, min(ROUNDS_MOST, LONGEST // microbatches))
+    for _ in range(rounds):
+        start = play.run(microbatches, start)
     before = [play.computed.copy(), play.lines.up_used.copy(), play.lines.down_used.copy(), play.lines.sent.copy()]
-    end = play.run(microbatches, start)
+    end = start
+    for _ in range(rounds):
+        end = play.run(microbatches, end)
     after = (play.computed, play.lines.up_used, play.lines.down_used, play.lines.sent)
-    compute, up, down, sent = (late - early for late, early in zip(after, before, strict=True))
-    return end - start, (compute, up, down, sent)
+    compute, up, down, sent = ((late - early) / rounds for late, early in zip(after, before, strict=True))
+    return (end - start) / rounds, (compute, up, down, sent)
 
 
 # --------------------------------------------------------------------------------------------- averaging and agreeing
@@ -272,6 +279,12 @@ def _played(
 def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
     """The slowest stage's butterfly: every replica sends each owner its part, then every owner each replica the sum."""
     lines, end_s = _Lines(cluster), 0.0
+    if sum(len(seats.replicas(stage)) ** 2 for stage in range(seats.stages)) > PAIRS_MOST:
+        sent = np.zeros(len(cluster.devices))
+        for stage, nbytes in enumerate(seats.gradient_bytes):
+            group = seats.replicas(stage)
+            sent[group] = 2 * nbytes * (1 - 1 / len(group))
+        return _rough_averaging_s(seats, cluster), sent
     for stage in range(seats.stages):
         group = seats.replicas(stage)
         nbytes = seats.gradient_bytes[stage] / len(group) if group else 0.0
@@ -292,6 +305,39 @@ def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
         for at, target in sorted(sums):
             end_s = max(end_s, lines.arrive(target, nbytes, at))
     return end_s, lines.sent
+
+
+def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
+    """As if every replica's lines were full from the first byte to the last, and its pairs side by side."""
+    worst = 0.0
+    for stage, nbytes in enumerate(seats.gradient_bytes):
+        group = seats.replicas(stage)
+        if len(group) < 2:
+            continue
+        machines = [cluster.devices[device] for device in group]
+        line_Bps = min(min(machine.up_Bps or math.inf, machine.down_Bps or math.inf) for machine in machines)
+        at = np.ix_(group, group)
+        off = ~np.eye(len(group), dtype=bool)
+        pair_s = float(nbytes / len(group) / cluster.bandwidth_Bps[at][off].min())
+        line_s = nbytes * (1 - 1 / len(group)) / line_Bps
+        worst = max(worst, 2 * (max(pair_s, line_s) + float(cluster.delay_s[at][off].max())))
+    return worst
+
+
+def _trips_s(seats: Seats, cluster: Cluster) -> float:
+    """An owner drives `inflight` microbatches at once, each through all hops: on average devices and links."""
+    members = [device for device, stage in enumerate(seats.stage_of) if stage >= 0]
+    asked, answered = hop_bytes(seats)
+    at = np.ix_(members, members)
+    line_s = float(np.mean([1 / (cluster.devices[device].up_Bps or math.inf) for device in members]))
+    pair_s = float(np.mean(1 / cluster.bandwidth_Bps[at][~np.eye(len(members), dtype=bool)])) if len(members) > 1 else 0.0
+    moved_s = (sum(asked) + sum(answered)) * max(line_s, pair_s)
+    delays_s = 2 * (2 * seats.stages - 1) * float(np.mean(cluster.delay_s[at]))
+    compute_s = sum(
+        float(np.mean([_hop_s(seats, device) for device in seats.replicas(stage)])) for stage in range(seats.stages)
+    )
+    trips = math.ceil(math.ceil(seats.microbatches / len(members)) / seats.inflight)
+    return trips * (compute_s + delays_s + moved_s * (1 - 1 / len(members)))
 
 
 def _agreeing(delay_s: Floats) -> float:

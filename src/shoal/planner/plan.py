@@ -1,0 +1,131 @@
+"""The Plan: who serves which stage, why, and what that is predicted to give; its file, and what is wrong with a bad one.
+
+Made by strategy.py or written by hand, read by `shoal plan --check` and by whoever starts a run. Predicted numbers carry their
+basis in words; a plan is JSON, and only `stages` (with peers and blocks) and `layers` decide anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from shoal.planner.cluster import Cluster
+from shoal.planner.memory import Need, lacking, resident, swapping
+from shoal.planner.profile import Profile
+
+
+class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage: blocks `first` up to, not including, `end`, and the devices that serve it."""
+
+    first: int
+    end: int
+    peers: tuple[str, ...]
+    executor: str = "resident"  # or swapping: some of its devices cannot hold it
+    memory_bytes: float = 0.0  # predicted, on each device
+    microbatch_s: float = 0.0  # predicted compute of one microbatch on its slowest device, forward and backward
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the plan is expected to give."""
+
+    step_s: float
+    tokens_per_s: float
+    microbatches_s: float  # the step's three parts
+    averaging_s: float
+    agreeing_s: float
+    sent_bytes: float  # by the busiest peer, per step
+    bottleneck: str
+    price_per_day: float = 0.0  # 0: no prices were given
+    basis: str = "predicted: seconds from stated FLOP/s and links"
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    layers: int  # of the model it was made for
+    stages: tuple[StagePlan, ...]
+    left_out: tuple[str, ...] = ()
+    reason: str = ""
+    predicted: Prediction | None = None
+    runners_up: tuple[str, ...] = ()  # in words
+
+
+def save(plan: Plan, path: str | Path) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+
+
+def load(path: str | Path) -> Plan:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+    except msgspec.DecodeError as error:  # ValidationError included: it names the field
+        raise ValueError(f"{path} is not a plan: {error}") from None
+
+
+def validate(plan: Plan, profile: Profile, cluster: Cluster, value_bytes: int) -> list[str]:
+    """Everything that is wrong with the plan for that model on those machines, in words; empty when it can run."""
+    if plan.layers != profile.blocks:
+        return [f"the plan is for a model of {plan.layers} blocks, this one has {profile.blocks}; plan anew"]
+    problems = _cuts(plan) + _seats(plan, cluster)
+    if problems:
+        return problems
+    device_of = {device.name: device for device in cluster.devices}
+    for number, stage in enumerate(plan.stages):
+        need = need_of(stage, profile, value_bytes)
+        for peer in stage.peers:
+            lacks = lacking(need, device_of[peer])
+            if lacks > 0:
+                problems.append(
+                    f"stage {number} does not fit on {peer}: {lacks / 1e9:.1f} GB too much;"
+                    f" fewer blocks, a smaller microbatch or another executor than {stage.executor}"
+                )
+    return problems
+
+
+def need_of(stage: StagePlan, profile: Profile, value_bytes: int) -> Need:
+    work = profile.stage(range(stage.first, stage.end))
+    form = swapping if stage.executor == "swapping" else resident
+    return form(work, profile.boundary_bytes, value_bytes)
+
+
+def _cuts(plan: Plan) -> list[str]:
+    if not plan.stages:
+        return ["the plan has no stages; it needs at least one"]
+    problems = []
+    at = 0
+    for number, stage in enumerate(plan.stages):
+        if stage.executor not in ("resident", "swapping"):
+            problems.append(f"stage {number}: executor {stage.executor!r} is not known; resident or swapping")
+        if stage.first != at:
+            what = "are served twice" if stage.first < at else "are served by nobody"
+            low, high = sorted((stage.first, at))
+            problems.append(f"stage {number} starts at block {stage.first}, not {at}: blocks {low} to {high - 1} {what}")
+        if stage.end <= stage.first:
+            problems.append(f"stage {number} has no blocks: it starts at {stage.first} and ends before {stage.end}")
+        at = stage.end
+    if at != plan.layers:
+        what = "are served by nobody" if at < plan.layers else "do not exist"
+        low, high = sorted((at, plan.layers))
+        problems.append(f"the last stage ends before block {at}: blocks {low} to {high - 1} {what}")
+    return problems
+
+
+def _seats(plan: Plan, cluster: Cluster) -> list[str]:
+    known = [device.name for device in cluster.devices]
+    problems = []
+    stage_of: dict[str, int] = {}
+    for number, stage in enumerate(plan.stages):
+        if not stage.peers:
+            problems.append(f"stage {number} is served by nobody; name at least one peer")
+        for peer in stage.peers:
+            if peer not in known:
+                problems.append(f"stage {number} names {peer}, which the cluster does not have; it has {_few(known)}")
+            elif peer in stage_of:
+                problems.append(f"{peer} serves stages {stage_of[peer]} and {number}; one peer serves one stage")
+            stage_of.setdefault(peer, number)
+    forgotten = [name for name in known if name not in stage_of and name not in plan.left_out]
+    if forgotten:
+        problems.append(f"{_few(forgotten)} serve nothing; give them a stage or list them under left_out")
+    return problems
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

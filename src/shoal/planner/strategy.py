@@ -1,0 +1,305 @@
+"""Chooses how to run: how many stages, which blocks and devices each gets, resident or swapping; and says why.
+
+One idea joins the three papers. A peer moves V(S) = 2 T (S-1) d a + 2 (N/S) q / H bytes per step (T tokens per peer and step,
+d hidden size, a and q bytes per boundary and gradient value, N parameters, H steps between averagings), which is least at
+S* = sqrt(N q / (H T d a)): S = 1 is ATOM, more is SWARM or DT-FM. The search starts there and prices its neighbours, and
+every number of stages a run may have when those are few, by step.py: memory first, then seconds.
+Devices are seated so that every stage passes as many microbatches, then moved and swapped while that helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from shoal.planner import memory
+from shoal.planner.cluster import Cluster, Device
+from shoal.planner.plan import Plan, Prediction, StagePlan
+from shoal.planner.profile import BACKWARD, FORWARD, Profile, Shape, Work, profile, spans
+from shoal.planner.step import Seats, Step, predict, rough_s
+
+PLAYED = 4  # numbers of stages whose step is played, the best by the rough formula
+EVERY = 12  # up to so many blocks or devices every number of stages is looked at
+GRADIENT_BYTES = 4  # sums travel as fp32
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be run, and on what."""
+
+    shape: Shape
+    work: Work
+    cluster: Cluster
+    emulated_s: float = 0.0  # a forward takes this long at every stage, whatever the model: for labs
+    emulated_bytes: float = 0.0  # of a boundary tensor then
+    uneven: bool = False  # stages may differ in their number of blocks by more than one
+    swapping: bool = False  # a stage may be larger than its device
+
+    @property
+    def profile(self) -> Profile:
+        made = profile(self.shape, self.work)
+        return msgspec.structs.replace(made, boundary_bytes=self.emulated_bytes) if self.emulated_s else made
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One number of stages, seated and priced."""
+
+    cut: tuple[range, ...]
+    seats: Seats
+    swaps: tuple[bool, ...]  # by stage
+    rough_s: float
+    step: Step | None = None
+
+    @property
+    def stages(self) -> int:
+        return len(self.cut)
+
+
+def best_stages(problem: Problem, local_steps: int = 1) -> float:
+    """S* of the formula above."""
+    made, work = problem.profile, problem.work
+    tokens = work.step_tokens / len(problem.cluster.devices)
+    moved_bytes = local_steps * tokens * made.boundary_bytes / work.microbatch_tokens
+    return math.sqrt(made.parameters * GRADIENT_BYTES / moved_bytes)
+
+
+def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages: int | None = None) -> Plan:
+    """The plan with the shortest predicted step. `budget` placements are priced roughly for each number of stages."""
+    wanted = [stages] if stages is not None else candidates(problem)
+    options, refusals = [], []
+    for count in wanted:
+        found = seated(problem, count)
+        if isinstance(found, str):
+            refusals.append(found)
+        else:
+            options.append(improved(problem, found, rng, budget))
+    if not options:
+        raise ValueError(min(refusals, key=len) if stages is None else refusals[0])
+    ranked = sorted(options, key=lambda option: (option.rough_s, option.stages))[:PLAYED]
+    played = [msgspec.structs.replace(o, step=predict(o.seats, problem.cluster, rng)) for o in ranked]
+    played.sort(key=lambda option: (option.step.step_s if option.step else math.inf, option.stages))
+    return _plan(problem, played, refusals)
+
+
+def candidates(problem: Problem) -> list[int]:
+    """Numbers of stages worth pricing: all when there are few, else the neighbours of S* and a ladder."""
+    most = min(problem.shape.layers, len(problem.cluster.devices))
+    if most <= EVERY:
+        return list(range(1, most + 1))
+    near = round(best_stages(problem))
+    ladder = {round(most ** (k / 8)) for k in range(9)}
+    return sorted(s for s in ladder | set(range(near - 2, near + 3)) if 1 <= s <= most)
+
+
+# --------------------------------------------------------------------------------------------------------- seating
+
+
+def seated(problem: Problem, stages: int) -> Option | str:
+    """Every device at a stage it can hold, so that all stages pass about as much; or why that cannot be."""
+    blocks, devices = problem.shape.layers, problem.cluster.devices
+    if not 1 <= stages <= min(blocks, len(devices)):
+        return f"{stages} stages of a model of {blocks} blocks on {len(devices)} devices; each needs a block and a device"
+    cut = spans(blocks, stages)
+    work = [problem.profile.stage(span) for span in cut]
+    flops = [4 * stage.flops or 1.0 for stage in work]
+    stage_of = [-1] * len(devices)
+    rate = [0.0] * stages
+    by_memory = sorted(range(len(devices)), key=lambda i: (-(devices[i].memory_bytes or math.inf), -devices[i].flops, i))
+    hungry = sorted(range(stages), key=lambda s: (-work[s].parameters, -work[s].activation_bytes, s))
+    for stage, device in zip(hungry, by_memory, strict=False):
+        lacks = _lacks(problem, cut[stage], devices[device])
+        if lacks > 0:
+            return (
+                f"{stages} stages: none fits stage {stage}: the best device left, {devices[device].name}, lacks"
+                f" {lacks / 1e9:.1f} GB; more stages, devices or memory, a smaller microbatch"
+                + ("" if problem.swapping else ", or --swap")
+            )
+        stage_of[device], rate[stage] = stage, devices[device].flops
+    left = sorted((i for i in range(len(devices)) if stage_of[i] < 0), key=lambda i: (-devices[i].flops, i))
+    for device in left:
+        fits = [s for s in range(stages) if _lacks(problem, cut[s], devices[device]) <= 0]
+        if fits:
+            stage = min(fits, key=lambda s: (rate[s] / flops[s], s))
+            stage_of[device] = stage
+            rate[stage] += devices[device].flops
+    if problem.uneven:
+        cut = _balanced(problem, cut, rate)
+    return _option(problem, cut, tuple(stage_of))
+
+
+def improved(problem: Problem, option: Option, rng: np.random.Generator, budget: int) -> Option:
+    """Devices swapped and moved between stages while the rough step gets shorter."""
+    devices = problem.cluster.devices
+    alike = len({(d.flops, d.memory_bytes, d.up_Bps, d.down_Bps) for d in devices}) == 1
+    if option.stages == 1 or (alike and _uniform(problem.cluster)):
+        return option  # every swap is the same placement, and `seated` has balanced the counts
+    for _ in range(budget):
+        stage_of = list(option.seats.stage_of)
+        one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
+        if stage_of[one] == stage_of[two]:
+            continue
+        if rng.random() < 0.7 or stage_of.count(stage_of[one]) == 1 or stage_of[two] < 0:
+            stage_of[one], stage_of[two] = stage_of[two], stage_of[one]
+        else:
+            stage_of[one] = stage_of[two]
+        if any(stage_of[d] >= 0 and _lacks(problem, option.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
+            continue
+        other = _option(problem, option.cut, tuple(stage_of))
+        if other.rough_s < option.rough_s * (1 - 1e-9):
+            option = other
+    return option
+
+
+def _option(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
+    made, devices = problem.profile, problem.cluster.devices
+    work = [made.stage(span) for span in cut]
+    swaps = tuple(
+        any(_lacks_resident(problem, span, devices[d]) > 0 for d, own in enumerate(stage_of) if own == s)
+        for s, span in enumerate(cut)
+    )
+
+    def seconds(device: int, direction: float) -> float:
+        stage = stage_of[device]
+        if problem.emulated_s:
+            return problem.emulated_s * (1.0 if direction == FORWARD else 2.0)  # executor/emulated.py
+        if stage < 0:
+            return 0.0
+        compute_s = direction * work[stage].flops / devices[device].flops
+        if not swaps[stage]:
+            return compute_s
+        # One microbatch at a time: every part is loaded for it, and its gradient stored after a backward.
+        moved = work[stage].parameters * (problem.work.value_bytes + (4 if direction == BACKWARD else 0))
+        return max(compute_s, moved / devices[device].host_Bps)
+
+    every = range(len(devices))
+    seats = Seats(
+        stage_of,
+        tuple(seconds(d, FORWARD) for d in every),
+        tuple(seconds(d, BACKWARD) for d in every),
+        tuple(stage.parameters * GRADIENT_BYTES for stage in work) if not problem.emulated_s else (1024.0,) * len(cut),
+        made.boundary_bytes,
+        made.tokens_bytes,
+        problem.work.microbatches,
+        problem.work.inflight,
+    )
+    return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
+
+
+def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:
+    """Blocks given out one by one, each to the stage that stays the quickest with it; the even cut where memory forbids."""
+    made = problem.profile
+    first, block, head = made.parts[0].flops, made.parts[1].flops, made.parts[-1].flops
+    stages = len(cut)
+    counts = [1] * stages
+    extra = [(first if s == 0 else 0.0) + (head if s == stages - 1 else 0.0) for s in range(stages)]
+    for _ in range(problem.shape.layers - stages):
+        stage = min(range(stages), key=lambda s: (((counts[s] + 1) * block + extra[s]) / rate[s], s))
+        counts[stage] += 1
+    ends = [sum(counts[: s + 1]) for s in range(stages)]
+    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+
+
+def _lacks(problem: Problem, span: range, device: Device) -> float:
+    resident = _lacks_resident(problem, span, device)
+    if resident <= 0 or not problem.swapping:
+        return resident
+    made = problem.profile
+    need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes)
+    return min(resident, memory.lacking(need, device))
+
+
+def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
+    if problem.emulated_s:
+        return 0.0
+    made = problem.profile
+    return memory.lacking(memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes), device)
+
+
+def _uniform(cluster: Cluster) -> bool:
+    off = ~np.eye(len(cluster.devices), dtype=bool)
+    return all(bool((m[off] == m[off][0]).all()) for m in (cluster.delay_s, cluster.bandwidth_Bps) if off.any())
+
+
+# ----------------------------------------------------------------------------------------------------------- telling
+
+
+def _plan(problem: Problem, played: list[Option], refusals: list[str]) -> Plan:
+    best, devices = played[0], problem.cluster.devices
+    seats, made = best.seats, problem.profile
+    stages = []
+    for number, span in enumerate(best.cut):
+        group = seats.replicas(number)
+        form = memory.swapping if best.swaps[number] else memory.resident
+        need = form(made.stage(span), made.boundary_bytes, problem.work.value_bytes)
+        last = number == best.stages - 1
+        slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
+        names = tuple(devices[d].name for d in group)
+        kind = "swapping" if best.swaps[number] else "resident"
+        stages.append(StagePlan(span.start, span.stop, names, kind, need.device_bytes, slowest_s))
+    left_out = tuple(devices[d].name for d, stage in enumerate(seats.stage_of) if stage < 0)
+    runners_up = tuple(
+        f"{option.stages} stages: {option.step.step_s:.3g} s a step ({option.step.bottleneck})"
+        for option in played[1:]
+        if option.step is not None
+    )
+    return Plan(
+        problem.shape.layers, tuple(stages), left_out, _reason(problem, played, refusals), _told(problem, best), runners_up
+    )
+
+
+def _told(problem: Problem, option: Option) -> Prediction:
+    step = option.step
+    assert step is not None, "only played options are told"
+    devices = problem.cluster.devices
+    price = 24 * sum(devices[d].price_per_h for d, stage in enumerate(option.seats.stage_of) if stage >= 0)
+    return Prediction(
+        step.step_s,
+        problem.work.step_tokens / step.step_s,
+        step.microbatches_s,
+        step.averaging_s,
+        step.agreeing_s,
+        max(step.sent_bytes),
+        step.bottleneck,
+        price,
+    )
+
+
+def _reason(problem: Problem, played: list[Option], refusals: list[str]) -> str:
+    best = played[0]
+    assert best.step is not None
+    near = best_stages(problem)
+    why = f"{best.stages} stages give the shortest predicted step; fewest bytes are moved near S* = {near:.1f}"
+    if len(played) > 1 and played[1].step is not None:
+        more = played[1].step.step_s / best.step.step_s - 1
+        why += f"; {played[1].stages} stages take {more:.0%} longer"
+    if refusals:
+        why += f"; not possible: {refusals[0]}"
+    return why
+
+
+# ---------------------------------------------------------------------------------------------------------- what if
+
+
+def sensitivities(
+    problem: Problem, rng: Callable[[], np.random.Generator], budget: int = 100
+) -> list[tuple[str, float, int]]:
+    """What doubling each resource would give, best first: its name, the step's seconds and the stages then chosen."""
+    cluster, work = problem.cluster, problem.work
+    replace = msgspec.structs.replace
+    changes = {
+        "bandwidth x2": replace(problem, cluster=cluster.scaled(bandwidth=2)),
+        "delay / 2": replace(problem, cluster=cluster.scaled(delay=0.5)),
+        "memory x2": replace(problem, cluster=cluster.scaled(memory=2)),
+        "peers x2": replace(problem, cluster=cluster.of_size(2 * len(cluster.devices))),
+        "inflight x2": replace(problem, work=replace(work, inflight=2 * work.inflight)),
+    }
+    if not problem.emulated_s:
+        changes["speed x2"] = replace(problem, cluster=cluster.scaled(flops=2))
+    found = []
+    for name, changed in changes.items():
+        plan = decide(changed, rng(), budget)
+        assert plan.predicted is not None
+        found.append((name, plan.predicted.step_s, len(plan.stages)))
+    return sorted(found, key=lambda entry: (entry[1], entry[0]))

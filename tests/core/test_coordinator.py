@@ -1,0 +1,377 @@
+"""What the leader decides, rule by rule. The register has one voter, so that every proposal is agreed at once."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from shoal.core.coordinator import Coordinator
+from shoal.core.messages import (
+    Accept,
+    AskSave,
+    Booking,
+    Command,
+    Complaint,
+    Join,
+    Leave,
+    Member,
+    Note,
+    Published,
+    Pulse,
+    Reduced,
+    Removed,
+    Round,
+    RoundFailed,
+    Saved,
+    Send,
+    Settings,
+    View,
+    Wire,
+)
+from shoal.core.quorum import Register
+
+SETTINGS = Settings(stages=2, microbatches=4, steps=3, peers=3)
+
+
+class Leader:
+    """A leader `a` at stage 0 and what it says; the others are only names."""
+
+    def __init__(self, settings: Settings = SETTINGS) -> None:
+        self.settings, self.now = settings, 0.0
+        self.register = Register("a", settings, random.Random(1))
+        self.mind = Coordinator("a", settings)
+        self.said: list[Command] = list(self.register.found(View(number=1, step=0, members=(Member("a", 0),)), 0.0))
+        self.register.take()
+        self.said += self.mind.lead(self.view, 1, 0.0)
+        self.digest = "same"
+
+    @property
+    def view(self) -> View:
+        assert self.register.agreed is not None
+        return self.register.agreed
+
+    def decide(self) -> None:
+        """Until nothing more is decided. Proposals that need others are accepted by them."""
+        for _ in range(20):
+            self.said += self.mind.decide(self.register, self.now)
+            if self.register.proposing and self.register.accepted is not None:
+                number = self.register.accepted.view.number
+                for peer in [m.peer for m in self.register.accepted.view.members] + list(self.register.accepted.before):
+                    self.said += self.register.on_message(peer, Accept(1, number), self.now)
+            fresh = self.register.take()
+            for view in fresh:
+                self.said += self.mind.on_view(view, self.now)
+            if not fresh:
+                return
+
+    def hear(self, peer: str, message: Wire) -> None:
+        self.register.show_life(peer, self.now)
+        self.said += self.mind.on_message(peer, message, self.now)
+        self.decide()
+
+    def wait(self, seconds: float, alive: tuple[str, ...] = ()) -> None:
+        for _ in range(int(seconds / 0.5)):
+            self.now += 0.5
+            for peer in (*alive, "a"):
+                self.pulse(peer)
+            self.decide()
+
+    def stage_of(self, peer: str) -> int:
+        return next((m.stage for m in self.view.members + self.view.joining if m.peer == peer), 0)
+
+    def pulse(self, peer: str, books: tuple[int, ...] = (), **changes: object) -> None:
+        pulse = Pulse(
+            term=1,
+            number=self.view.number,
+            step=self.view.step,
+            ready=True,
+            books=tuple(Booking(i, 2.0) for i in books),
+            stage=self.stage_of(peer),
+            digest=f"stage {self.stage_of(peer)}",
+            epoch=self.view.epoch,
+        )
+        self.hear(peer, msgspec.structs.replace(pulse, **changes))
+
+    def start(self) -> None:
+        """a and c serve stage 0, b serves stage 1."""
+        for peer in ("b", "c"):
+            self.join(peer)
+        for peer in ("a", "b", "c"):
+            self.pulse(peer)
+        assert self.view.started, self.view
+
+    def join(self, peer: str) -> None:
+        """Newcomers are taken in together, once a beat."""
+        self.now += self.settings.beat_s
+        self.hear(peer, Join())
+
+    def fill_books(self) -> None:
+        self.pulse("a", (0, 2))
+        self.pulse("c", (1, 3))
+        self.pulse("b", (0, 1, 2, 3))
+
+    def rounds(self) -> list[Round]:
+        found = [c.message for c in self.said if isinstance(c, Send) and isinstance(c.message, Round)]
+        return list(dict.fromkeys(found))
+
+    def reduce(self, **digests: str) -> None:
+        round_ = self.rounds()[-1]
+        for stage, group in enumerate(round_.groups):
+            for share in group:
+                digest = digests.get(share.peer, f"sum {stage}")
+                self.hear(share.peer, Reduced(round_.epoch, round_.step, round_.round, digest, 4.5))
+
+    def sent(self, kind: type) -> list[tuple[str, Wire]]:
+        return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]
+
+    def notes(self) -> str:
+        return "\n".join(f"{c.kind}: {c.text}" for c in self.said if isinstance(c, Note))
+
+
+def test_joiners_get_the_stages_that_need_them_and_the_run_starts_when_all_are_ready() -> None:
+    leader = Leader()
+    leader.join("b")
+    assert leader.view.joining == (Member("b", 1),)
+    leader.join("c")
+    leader.pulse("a")
+    leader.pulse("b")
+    assert not leader.view.started
+    leader.pulse("c")
+    assert leader.view.started and leader.view.step == 0
+    assert leader.view.owners == (0, 1, 2, 0)
+    assert leader.view.account.issued == 4
+
+
+def test_a_step_is_averaged_when_the_books_are_whole_and_committed_when_all_hold_the_same_sums() -> None:
+    leader = Leader()
+    leader.start()
+    leader.pulse("a", (0, 2))
+    leader.pulse("b", (0, 1, 2, 3))
+    assert not leader.rounds()
+    leader.pulse("c", (1, 3))
+    (round_,) = leader.rounds()
+    assert [[(s.peer, s.indices) for s in group] for group in round_.groups] == [
+        [("a", (0, 2)), ("c", (1, 3))],
+        [("b", (0, 1, 2, 3))],
+    ]
+    leader.reduce()
+    last = leader.view.last
+    assert leader.view.step == 1 and last is not None
+    assert last.norm == pytest.approx(3.0) and last.loss == 2.0  # sqrt of 4.5 per stage
+    assert leader.view.account.committed == 4 and leader.view.account.issued == 8
+
+
+def test_a_silent_member_is_removed_its_work_goes_to_the_others_and_its_bookings_are_redone() -> None:
+    leader = Leader()
+    leader.start()
+    leader.pulse("c", (1, 3))
+    leader.wait(5.0, alive=("b",))
+    assert [m.peer for m in leader.view.members] == ["a", "b"]
+    assert set(leader.view.owners) <= {0, 1} and len(leader.view.owners) == 4
+    assert leader.view.account.redone == 2 and leader.view.account.killed == 1
+    assert "c silent for" in leader.view.reason
+
+
+def test_a_member_heard_in_time_stays() -> None:
+    leader = Leader()
+    leader.start()
+    leader.wait(10.0, alive=("b", "c"))
+    assert len(leader.view.members) == 3
+
+
+def test_a_leader_that_stood_still_blames_nobody() -> None:
+    leader = Leader()
+    leader.start()
+    leader.now += 60.0
+    leader.mind.forgive(60.0, leader.now)
+    leader.decide()
+    assert len(leader.view.members) == 3
+
+
+def test_a_round_is_given_up_and_made_anew_without_the_member_that_died() -> None:
+    leader = Leader()
+    leader.start()
+    leader.fill_books()
+    first = leader.rounds()[-1]
+    leader.wait(5.0, alive=("b",))  # c dies before it has reduced
+    assert leader.view.step == 0
+    leader.pulse("a", (0, 2, 1, 3))
+    second = leader.rounds()[-1]
+    assert second.round > first.round
+    assert [s.peer for s in second.groups[0]] == ["a"]
+    leader.hear("c", Reduced(0, 0, first.round, "sum 0", 4.5))  # of the old round: nothing
+    assert leader.view.step == 0
+    leader.reduce()
+    assert leader.view.step == 1
+
+
+def test_a_member_that_booked_what_another_had_booked_goes() -> None:
+    leader = Leader()
+    leader.start()
+    leader.pulse("b", (0, 1, 2, 3))
+    leader.pulse("a", (0, 2, 3))
+    leader.pulse("c", (1, 3))
+    leader.wait(1.0, alive=("b", "c"))
+    assert "c" not in [m.peer for m in leader.view.members]
+    assert not leader.rounds()
+
+
+def test_replicas_with_different_sums_average_again_and_then_the_minority_downloads_its_state() -> None:
+    leader = Leader()
+    leader.start()
+    leader.fill_books()
+    leader.reduce(c="another sum")
+    assert leader.view.step == 0
+    leader.wait(1.0, alive=("b", "c"))
+    leader.reduce(c="another sum")
+    leader.wait(1.0, alive=("b", "c"))
+    assert Member("c", 0) in leader.view.joining and "sums differ" in leader.view.reason
+
+
+def test_a_replica_with_other_parameters_downloads_its_state() -> None:
+    leader = Leader()
+    leader.start()
+    leader.pulse("a")
+    leader.pulse("c", digest="something else")
+    leader.now += 1.0
+    leader.decide()
+    assert Member("c", 0) in leader.view.joining or Member("a", 0) in leader.view.joining
+    assert "parameters differ" in leader.view.reason
+
+
+def test_three_complaints_put_a_peer_out_but_never_the_last_replica_for_a_bad_link() -> None:
+    leader = Leader()
+    leader.start()
+    for _ in range(5):
+        leader.hear("a", Complaint(about="b", reason="no answer", unreachable=True))
+    assert len(leader.view.members) == 3
+    for _ in range(2):
+        leader.hear("b", Complaint(about="c", reason="non-finite values"))
+    assert len(leader.view.members) == 3
+    leader.hear("b", Complaint(about="c", reason="non-finite values"))
+    assert [m.peer for m in leader.view.members] == ["a", "b"]
+    assert "3 complaints" in leader.view.reason
+
+
+def test_a_failed_round_is_not_asked_for_again_at_once() -> None:
+    leader = Leader()
+    leader.start()
+    leader.fill_books()
+    failed = leader.rounds()[-1]
+    leader.hear("b", RoundFailed(0, 0, failed.round, "non-finite sum"))
+    leader.pulse("b")
+    assert len(leader.rounds()) == 1
+    leader.wait(1.0, alive=("b", "c"))
+    assert len(leader.rounds()) == 2
+
+
+def test_a_leaver_goes_at_the_end_of_the_step_unless_its_stage_would_be_empty() -> None:
+    leader = Leader()
+    leader.start()
+    leader.hear("b", Leave(reason="maintenance"))
+    leader.hear("c", Leave(reason="maintenance"))
+    leader.fill_books()
+    leader.reduce()
+    assert [m.peer for m in leader.view.members] == ["a", "b", "c"], "b is the last of stage 1: nobody goes"
+    leader = Leader()
+    leader.start()
+    leader.hear("c", Leave(reason="maintenance"))
+    leader.fill_books()
+    leader.reduce()
+    assert [m.peer for m in leader.view.members] == ["a", "b"] and "c leaves: maintenance" in leader.view.reason
+
+
+def test_a_joiner_that_holds_the_state_takes_part_in_the_round_and_becomes_a_member() -> None:
+    leader = Leader()
+    leader.start()
+    leader.join("d")
+    assert leader.stage_of("d") == 1
+    leader.pulse("d")
+    leader.fill_books()
+    assert [s.peer for s in leader.rounds()[-1].groups[1]] == ["b", "d"]
+    leader.reduce()
+    assert Member("d", 1) in leader.view.members and leader.view.account.joined == 1
+
+
+def test_a_whole_step_waits_for_a_download_but_not_for_ever() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, hold_s=3.0))
+    leader.start()
+    leader.join("d")
+    leader.fill_books()
+    assert not leader.rounds()
+    for _ in range(8):
+        leader.now += 0.5
+        leader.pulse("d", ready=False)
+        for peer in ("a", "b", "c"):
+            leader.pulse(peer)
+    assert leader.rounds() and all(s.peer != "d" for g in leader.rounds()[-1].groups for s in g)
+
+
+def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, save_every=1, steps=9))
+    leader.start()
+    leader.fill_books()
+    leader.reduce()
+    for stage, peer in enumerate(("a", "b")):
+        leader.hear(peer, Saved(0, 1, stage, record=f"shard {stage}"))
+    leader.hear("a", Published(0, 1, path="somewhere"))
+    leader.fill_books()
+    leader.reduce()
+    assert leader.view.step == 2 and leader.view.saved == 1
+    leader.wait(6.0, alive=("c",))  # b, the only replica of stage 1, is gone
+    assert leader.view.epoch == 1 and leader.view.step == 1
+    assert leader.view.account.undone == 4
+    assert {m.stage for m in leader.view.members} == {0, 1}, "one of stage 0 takes over stage 1"
+    leader.pulse("a")
+    leader.pulse("c")
+    assert leader.view.started and leader.view.account.committed == 4 and leader.view.account.issued == 8
+
+
+def test_a_ready_joiner_takes_over_a_stage_that_lost_its_last_member() -> None:
+    leader = Leader()
+    leader.start()
+    leader.join("d")
+    leader.pulse("d")
+    leader.wait(6.0, alive=("c", "d"))
+    assert Member("d", 1) in leader.view.members and leader.view.epoch == 0
+
+
+def test_a_checkpoint_goes_to_the_next_replica_when_one_cannot_write_and_is_given_up_when_none_can() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, save_every=1))
+    leader.start()
+    leader.fill_books()
+    leader.reduce()
+    leader.wait(0.5, alive=("b", "c"))
+    leader.hear("a", Saved(0, 1, 0, failed="no space left"))
+    leader.wait(2.5, alive=("b", "c"))
+    assert ("c", AskSave(0, 1)) in leader.sent(AskSave)
+    leader.hear("c", Saved(0, 1, 0, failed="no space left"))
+    leader.wait(1.0, alive=("b", "c"))
+    assert "NOT saved at step 1" in leader.notes() and "no space left" in leader.notes()
+    assert leader.view.started and not leader.view.finished
+
+
+def test_the_run_is_finished_after_its_last_step_and_everyone_is_told() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, steps=1))
+    leader.start()
+    leader.fill_books()
+    leader.reduce()
+    assert leader.view.step == 1 and not leader.view.finished, "the last checkpoint is still to be written"
+    leader.wait(0.5, alive=("b", "c"))
+    for stage, peer in enumerate(("a", "b")):
+        leader.hear(peer, Saved(0, 1, stage, record="shard"))
+    leader.hear("a", Published(0, 1, path="there"))
+    assert leader.view.finished
+    for peer in ("b", "c"):
+        leader.pulse(peer)
+    assert ("b", Removed(number=leader.view.number, reason="finished")) in leader.sent(Removed)
+    assert leader.mind.dismissed
+
+
+def test_a_stranger_that_pulses_is_told_that_it_is_out() -> None:
+    leader = Leader()
+    leader.start()
+    leader.pulse("stranger")
+    assert ("stranger", Removed(number=leader.view.number, reason="not in the view")) in leader.sent(Removed)
