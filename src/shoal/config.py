@@ -94,7 +94,7 @@ class Network(Section, frozen=True):
     """How this peer reaches the others."""
 
     transport: Literal["tls", "libp2p"] = "tls"  # libp2p for peers that cannot be reached directly
-    discovery: Literal["dht", "gossip"] = "gossip"  # dht = Kademlia over libp2p; gossip = peers tell all they know
+    discovery: Literal["dht", "gossip"] = "dht"  # dht = Kademlia over libp2p; gossip = peers tell all they know
     host: str = "127.0.0.1"  # address this peer listens on and announces
     port: int = 0  # 0 = any free port
     delay_s: float = 0.0  # modelled link, added to the real one: seconds each way

@@ -375,3 +375,14 @@ def test_a_stranger_that_pulses_is_told_that_it_is_out() -> None:
     leader.start()
     leader.pulse("stranger")
     assert ("stranger", Removed(number=leader.view.number, reason="not in the view")) in leader.sent(Removed)
+
+
+def test_a_peer_whose_connections_broke_goes_sooner_unless_it_shows_life() -> None:
+    leader = Leader()
+    leader.start()
+    leader.mind.doubt("c", leader.now)
+    leader.wait(2.0, alive=("b", "c"))
+    assert len(leader.view.members) == 3
+    leader.mind.doubt("c", leader.now)
+    leader.wait(2.0, alive=("b",))
+    assert [m.peer for m in leader.view.members] == ["a", "b"] and "cannot be reached" in leader.view.reason

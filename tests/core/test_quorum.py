@@ -68,7 +68,9 @@ class Net:
             if not node.proposing:
                 view = node.agreed
                 assert view is not None
-                successor = View(number=view.number + 1, step=view.step, members=view.members, reason=f"{name}@{self.now}")
+                successor = View(
+                    number=view.number + 1, step=view.step, members=view.members, reason=f"{name}@{self.now}"
+                )
                 self.send(name, node.propose(successor, self.now))
 
 

@@ -50,6 +50,13 @@ def test_the_account_tells_every_count_and_the_checkpoint() -> None:
         assert words in text
 
 
+def test_what_was_undone_is_told_only_when_the_run_went_back() -> None:
+    assert "undone" not in account.text(a_summary())
+    text = account.text(a_summary(undone=32, recovered=2))
+    assert "undone         32 and trained again: the run went back 2 times to a checkpoint" in text
+    assert "Every sample counted once." in text
+
+
 def test_an_account_that_does_not_balance_says_so_loudly() -> None:
     text = account.text(a_summary(balanced=False, lost=2, reason="step 3: 2 microbatches missing"))
     assert "DOES NOT BALANCE: step 3: 2 microbatches missing" in text

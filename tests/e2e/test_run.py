@@ -43,6 +43,8 @@ batch = 8
 microbatch = 2
 warmup = 0
 schedule = "constant"
+[network]
+discovery = "gossip"
 [checkpoint]
 every = 0
 """
@@ -132,7 +134,7 @@ def assert_balanced(found: dict[str, Any], steps: int) -> None:
 
 
 def test_a_run_leaves_its_account_its_checkpoint_and_a_trace_that_replays(start: Start, tmp_path: Path) -> None:
-    output = end(start("run", "tiny.toml"))
+    output = end(start("run", "tiny.toml", "network.discovery=dht"))
     assert "Every sample counted once." in output
     found = summary(tmp_path)
     assert_balanced(found, 4)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import msgspec
 
 from shoal.core.messages import Account, Committed, Member, Share, View
-from shoal.runtime.account import Books
+from shoal.runtime.account import Books, surviving
 
 STAGES, MICROBATCHES = 2, 4
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
@@ -89,16 +91,78 @@ def test_samples_issued_and_never_committed_do_not_balance() -> None:
     assert not some_books(a_view(1, account=Account(issued=8, committed=4))).totals().balanced
 
 
+def gone_back(to: int, undone: int, epoch: int = 1) -> View:
+    """The view under which everybody goes back to the checkpoint of step `to`."""
+    account = Account(issued=MICROBATCHES * to, committed=MICROBATCHES * to, undone=undone)
+    return a_view(to, epoch=epoch, last=None, started=False, account=account)
+
+
+def again(step: int, undone: int, epoch: int = 1, **fields: object) -> View:
+    """The view that commits step - 1 after going back; its loss tells that it is another commit."""
+    counted = Account(issued=MICROBATCHES * step, committed=MICROBATCHES * step, undone=undone)
+    view = a_view(step, epoch=epoch, account=counted)
+    assert view.last is not None
+    last = msgspec.structs.replace(view.last, loss=2.0 + epoch)
+    return msgspec.structs.replace(view, last=last, **fields)
+
+
+BEFORE = (a_view(0), a_view(1), a_view(2), a_view(3))  # steps 0, 1 and 2, of which the last two are undone
+AFTER = (gone_back(1, undone=8), again(2, undone=8), again(3, undone=8), again(4, undone=8))
+
+
 def test_commits_before_the_run_went_back_do_not_count() -> None:
-    account = Account(issued=4, committed=4)
-    back = a_view(1, epoch=1, account=account)
-    books = some_books(a_view(1), a_view(2), a_view(3), back, a_view(3))
+    books = some_books(*BEFORE, AFTER[0], a_view(3))
     assert [step.commit.step for step in books.steps] == [0]
-    assert books.totals().balanced
-    again = a_view(2, epoch=1)
-    assert books.agree(again, 9.0) is not None
-    assert books.steps[-1].epoch == 1
-    assert books.totals().balanced
+    totals = books.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.committed, totals.undone, totals.recovered) == (4, 8, 1)
+
+
+def test_a_step_committed_again_appears_once_and_is_the_later_one() -> None:
+    books = some_books(*BEFORE, *AFTER)
+    assert [(step.commit.step, step.epoch, step.commit.loss) for step in books.steps] == [
+        (0, 0, 2.0),
+        (1, 1, 3.0),
+        (2, 1, 3.0),
+        (3, 1, 3.0),
+    ]
+    totals = books.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.steps, totals.issued, totals.committed, totals.undone, totals.recovered) == (4, 16, 16, 8, 1)
+
+
+def test_the_surviving_history_is_the_same_in_whatever_order_its_views_come() -> None:
+    wanted = [(step.commit.step, step.epoch) for step in some_books(*BEFORE, *AFTER).steps]
+    for seed in range(200):
+        views = [*BEFORE, *AFTER] * 2
+        Random(seed).shuffle(views)
+        books = some_books(*views)
+        assert [(step.commit.step, step.epoch) for step in books.steps] == wanted, f"seed {seed}"
+        assert books.totals().balanced
+
+
+def test_a_void_step_stays_void_when_nobody_reports_how_it_was_trained_again() -> None:
+    totals = some_books(*BEFORE, AFTER[0], AFTER[1], AFTER[3]).totals()
+    assert "how step 2 was committed" in totals.reason
+    assert (totals.lost, totals.balanced) == (MICROBATCHES, False)
+
+
+def test_a_run_may_go_back_more_than_once_and_to_earlier_steps() -> None:
+    books = some_books(*BEFORE, *AFTER, gone_back(0, undone=24, epoch=2), again(1, undone=24, epoch=2))
+    assert [(step.commit.step, step.epoch) for step in books.steps] == [(0, 2)]
+    totals = books.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.undone, totals.recovered) == (24, 2)
+
+
+def test_what_was_written_down_reads_back_as_the_history_that_stands() -> None:
+    books = Books(STAGES, MICROBATCHES)
+    written = [step for view in (*BEFORE, *AFTER) if (step := books.agree(view, 0.0)) is not None]
+    assert len(written) == 6 and {step.epoch for step in written} == {0, 1}
+    assert surviving(written) == books.steps
+    assert [(step.commit.step, step.epoch) for step in surviving(written[:4])] == [(0, 0), (1, 1)]
+    late = [*written[:3], written[4], written[3], written[5]]  # reported in another order
+    assert surviving(late) == books.steps
 
 
 def test_a_resumed_run_keeps_the_account_of_its_checkpoint() -> None:
@@ -113,3 +177,17 @@ def test_a_resumed_run_keeps_the_account_of_its_checkpoint() -> None:
     lacking = Books(STAGES, MICROBATCHES, first_step=2, before=before[1:])
     lacking.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
     assert lacking.totals().lost == MICROBATCHES
+
+
+def test_a_resumed_run_keeps_what_was_undone_before_and_counts_its_own_epochs_from_zero() -> None:
+    before = some_books(*BEFORE, *AFTER).steps
+    books = Books(STAGES, MICROBATCHES, first_step=4, before=before)
+    books.agree(a_view(4, last=None, account=Account(issued=4)), 0.0)
+    books.agree(a_view(5, account=Account(issued=4, committed=4)), 1.0)
+    back = Account(undone=4)
+    books.agree(a_view(4, epoch=1, last=None, started=False, account=back), 2.0)
+    assert books.steps == before, "a later epoch of this session voids nothing of the sessions before"
+    books.agree(a_view(5, epoch=1, account=msgspec.structs.replace(back, issued=4, committed=4)), 3.0)
+    totals = books.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.steps, totals.committed, totals.undone, totals.recovered) == (5, 20, 12, 2)

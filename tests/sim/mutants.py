@@ -16,7 +16,7 @@ from shoal.core.coordinator import Coordinator
 from shoal.core.hops import Hops
 from shoal.core.ledger import Ledger
 from shoal.core.microbatch import Hop, Microbatch, Owned
-from shoal.core.seat import Seat
+from shoal.core.rounds import Rounds
 from shoal.core.trainer import Trainer
 
 Patch = pytest.MonkeyPatch
@@ -96,9 +96,9 @@ def adopts_without_asking_for_books(patch: Patch) -> None:
     patch.setattr(Trainer, "_adopt", at_once)
 
 
-def computes_with_an_old_version(patch: Patch) -> None:
-    """A server takes hops of the next step before it has applied the last one."""
-    patch.setattr(Seat, "current", property(lambda self: self.seated and not self.unfit))
+def applies_what_it_does_not_hold(patch: Patch) -> None:
+    """A replica takes every commit for its own."""
+    patch.setattr(Rounds, "holds", lambda self, last: True)
 
 
 def commits_before_all_is_booked(patch: Patch) -> None:
@@ -123,6 +123,6 @@ MUTANTS: list[Callable[[Patch], None]] = [
     takes_half_for_a_majority,
     keeps_a_fenced_peers_books,
     adopts_without_asking_for_books,
-    computes_with_an_old_version,
+    applies_what_it_does_not_hold,
     commits_before_all_is_booked,
 ]

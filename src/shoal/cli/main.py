@@ -26,6 +26,7 @@ COMMANDS = {
     "join": "take part in a run by its invite",
     "status": "look at a run",
     "generate": "sample text from a checkpoint",
+    "plan": "say how to run a model on given machines, how fast that will be and what limits it",
     "simulate": "play a scenario in virtual time",
     "replay": "feed a recorded run to the machines again and compare",
 }

@@ -93,4 +93,6 @@ def _watch_launcher() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # everything is closed; taking torch and transformers apart module by module takes seconds

@@ -21,7 +21,7 @@ import msgspec
 from shoal import trace
 from shoal.cli.watch import Resumed
 from shoal.config import Config
-from shoal.runtime.account import Step
+from shoal.runtime.account import Step, surviving
 from shoal.runtime.report import replace
 
 
@@ -79,15 +79,14 @@ def resume(config: Config, directory: Path) -> Resumed:
     if newest >= config.run.steps:
         raise ValueError(f"--resume: all {newest} steps are trained; try run.steps={2 * newest}")
     path = directory / "commits.jsonl"
-    steps: dict[int, Step] = {}
+    steps: list[Step] = []
     for text in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            step = msgspec.json.decode(text, type=Step)
+            steps.append(msgspec.json.decode(text, type=Step))
         except msgspec.DecodeError:
             continue  # half a line: the launcher was killed; if a step is missing for it, the account will say so
-        steps[step.commit.step] = step
     _set_trace_aside(directory, newest)
-    kept = tuple(steps[number] for number in sorted(steps) if number < newest)
+    kept = tuple(step for step in surviving(steps) if step.commit.step < newest)
     replace(path, b"".join(msgspec.json.encode(step) + b"\n" for step in kept))
     return Resumed(first_step=newest, steps=kept)
 

@@ -43,6 +43,7 @@ class Watch:
         self.checkpoint = ""
         self.killed = 0
         self._serial = 0
+        self.first_step_s: float | None = None  # from the command to the first step of this session
         self._losses: tuple[int, tuple[float, ...]] = (-1, ())
 
     def hear(self, label: str, line: AnyLine, now: float) -> Step | None:
@@ -57,7 +58,10 @@ class Watch:
                     self.checkpoint = line.text.partition(" saved at ")[2]
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
-                return self.books.agree(line.view, now)
+                step = self.books.agree(line.view, now)
+                if step is not None and self.first_step_s is None:
+                    self.first_step_s = now - self.started_s
+                return step
             case Ended() if not line.ok and not line.user_error:  # that one is the command's own last line
                 self.tell("trouble", line.reason, now, label)
         return None
@@ -96,10 +100,8 @@ class Watch:
         return sorted(label for label in labels if label in self.standing)
 
     def losses(self) -> tuple[float, ...]:
-        steps = self.books.steps
-        key = len(steps)
-        if self._losses[0] != key:
-            self._losses = key, tuple(step.commit.loss for step in steps)
+        if self._losses[0] != self.books.changes:
+            self._losses = self.books.changes, tuple(step.commit.loss for step in self.books.steps)
         return self._losses[1]
 
     def tokens_per_s(self, recent: int | None = None) -> float:
@@ -128,6 +130,8 @@ class Watch:
             issued=account.issued,
             committed=account.committed,
             redone=account.redone,
+            undone=account.undone,
+            recovered=self.books.recovered,
             peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
             happenings=tuple(self.happenings),
         )
@@ -135,8 +139,6 @@ class Watch:
     def summary(self, now: float, early: str = "") -> Summary:
         """`early`: why the run ended before its last step."""
         totals = self.books.totals()
-        steps = self.books.steps
-        session = [step for step in steps if step.commit.step >= self.resumed.first_step]
         losses = self.losses()
         reasons = [reason for reason in (early, totals.reason) if reason]
         return Summary(
@@ -149,10 +151,12 @@ class Watch:
             redone=totals.redone,
             lost=totals.lost,
             counted_twice=totals.counted_twice,
+            undone=totals.undone,
+            recovered=totals.recovered,
             killed=self.killed + self.books.base.killed,
             joined=self.books.account.joined,
             tokens_per_s=self.tokens_per_s(),
-            first_step_s=session[0].heard_s - self.started_s if session else None,
+            first_step_s=self.first_step_s,
             seconds=now - self.started_s,
             checkpoint=self.checkpoint,
             balanced=totals.balanced and not early,
@@ -165,6 +169,8 @@ class Watch:
             return "starting"
         if not view.started:
             ready = sum(standing.ready for standing in self.standing.values())
+            if view.epoch:  # with whoever is left
+                return f"back at step {view.step}, a stage was lost: {ready} of {len(self.standing)} peers ready"
             return f"{ready} of {self.config.run.peers} peers ready"
         if view.finished:
             return "finished"

@@ -38,6 +38,7 @@ from shoal.core.saving import Saving
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
+DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
 MOVE_STEPS = 4  # at most one move in so many steps: what it changed must be measured before the next
 COMPLAINTS = 3
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
@@ -54,6 +55,7 @@ class Coordinator:
 
     def _forget_all(self) -> None:
         self.heard: dict[Peer, float] = {}
+        self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
         self.joins: dict[Peer, Join] = {}
         self.leaves: dict[Peer, str] = {}
@@ -111,7 +113,7 @@ class Coordinator:
             self.round, self.reduced, self.round_sent = None, {}, {}
         for gone in [peer for peer in self.ledger.books if peer not in members]:
             self.ledger.forget(gone)
-        for known in (self.pulses, self.heard, self.leaves, self.guilty, self.stale, self.complaints):
+        for known in (self.pulses, self.heard, self.doubted, self.leaves, self.guilty, self.stale, self.complaints):
             for peer in [peer for peer in known if peer not in present]:
                 del known[peer]
         for peer in [peer for peer in self.stale if peer not in members]:
@@ -122,20 +124,21 @@ class Coordinator:
         return commands
 
     def doubt(self, peer: Peer, now: float) -> None:
-        """The network says that peer cannot be reached: it has two beats to show life."""
+        """The network says that peer cannot be reached: it has DOUBT_BEATS to show life."""
         if peer in self.heard:
-            patience = self.settings.silence_s - 3 * self.settings.beat_s
-            self.heard[peer] = min(self.heard[peer], now - patience)
+            self.doubted.setdefault(peer, now)
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
         self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
+        self.doubted.clear()
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         assert self.view is not None
         present = peer in self.present
         if present:
             self.heard[peer] = now
+            self.doubted.pop(peer, None)
         if not isinstance(message, Pulse):
             self.dirty = True
         match message:
@@ -200,6 +203,8 @@ class Coordinator:
                 continue
             if silence > self.settings.silence_s:
                 gone[member.peer] = f"silent for {silence:.1f} s"
+            elif now - self.doubted.get(member.peer, now) >= DOUBT_BEATS * self.settings.beat_s:
+                gone[member.peer] = f"cannot be reached, silent for {silence:.1f} s"
             elif member.peer in self.guilty:
                 gone[member.peer] = self.guilty[member.peer]
         again = [member for member in view.members if member.peer in self.stale and member.peer not in gone]

@@ -415,6 +415,8 @@ def _tell_change(before: View | None, view: View) -> list[Command]:
         return []
     if view.finished and not before.finished:
         return [Note("finished", view.reason)]
+    if view.epoch > before.epoch:
+        return [Note("recovered", view.reason)]
     if view.step > before.step:
         return [Note("commit", view.reason)]
     left = {m.peer for m in before.members} - {m.peer for m in view.members}

@@ -24,6 +24,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     redone: int  # (microbatch, stage) bookings that were computed again because a peer was lost
     lost: int
     counted_twice: int
+    undone: int = 0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
+    recovered: int = 0  # how often the run went back because a stage had lost every replica
     killed: int  # peers ended by --kill-every
     joined: int  # peers that came while it ran
     tokens_per_s: float
@@ -54,6 +56,7 @@ def text(summary: Summary) -> str:
         ("redone", f"{summary.redone:,}"),
         ("lost", f"{summary.lost:,}"),
         ("counted twice", f"{summary.counted_twice:,}"),
+        *_undone(summary),
         ("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way"),
         ("checkpoint", summary.checkpoint or "none was written"),
     ]
@@ -63,6 +66,14 @@ def text(summary: Summary) -> str:
     if summary.balanced and summary.reason:
         lines.append(summary.reason)
     return "\n".join(lines)
+
+
+def _undone(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.recovered:
+        return []
+    times = "once" if summary.recovered == 1 else f"{summary.recovered:,} times"
+    words = f"{summary.undone:,} and trained again: the run went back {times} to a checkpoint, a stage had no replica left"
+    return [("undone", words)]
 
 
 def _headline(summary: Summary) -> str:

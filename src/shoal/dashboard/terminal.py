@@ -21,7 +21,15 @@ from shoal.dashboard import plot
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
 _EVENTS_MIN = 3
 _CURVE_ROWS = 5
-_STYLES = {"commit": "dim", "removed": "red", "trouble": "red", "refused": "red", "stall": "yellow", "joined": "green"}
+_STYLES = {
+    "commit": "dim",
+    "removed": "red",
+    "trouble": "red",
+    "refused": "red",
+    "stall": "yellow",
+    "recovered": "yellow",
+    "joined": "green",
+}
 
 
 class PeerLine(msgspec.Struct, frozen=True):
@@ -61,6 +69,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     issued: int = 0
     committed: int = 0
     redone: int = 0
+    undone: int = 0  # microbatches, by going back to a checkpoint
+    recovered: int = 0  # times gone back
     peers: tuple[PeerLine, ...] = ()
     happenings: tuple[Happening, ...] = ()  # oldest first; the last few dozen are enough
 
@@ -133,6 +143,8 @@ def headline(snapshot: Snapshot) -> str:
     words.append(f"{len(snapshot.peers)} peers")
     if snapshot.redone:
         words.append(f"{snapshot.redone:,} redone")
+    if snapshot.recovered:
+        words.append(f"{snapshot.undone:,} undone (went back {snapshot.recovered:,}x)")
     words.append(units.duration(snapshot.elapsed_s))
     if snapshot.left_s is not None and snapshot.step < snapshot.steps:
         words.append(f"about {units.duration(snapshot.left_s)} to go")

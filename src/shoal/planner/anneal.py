@@ -37,10 +37,11 @@ def anneal(model: Model, rng: np.random.Generator, budget: int) -> Found:
     for groups in starts(model)[:budget]:
         best.see(groups, model.cost(groups).total_s)
     rule = best.groups
-    for groups, until in ((rule, 0.6), (random_placement(model, rng), 0.9), (None, 1.0)):
+    chains: tuple[tuple[Ints | None, float], ...] = ((rule, 0.6), (random_placement(model, rng), 0.9), (None, 1.0))
+    for start, until in chains:  # the last one polishes what is best by then
         if not best.proven and best.evaluations < budget * until:
-            warm = WARM if groups is not None else WARM / 10  # the last chain polishes what is best by then
-            _chain(model, rng, best, best.groups if groups is None else groups, int(budget * until), warm)
+            warm = WARM / 10 if start is None else WARM
+            _chain(model, rng, best, best.groups if start is None else start, int(budget * until), warm)
     return best.found()
 
 

@@ -126,7 +126,9 @@ def refuse_timeout(model: Gpt, replicas: int, line_Bps: float, timeout_s: float)
     needed_s = averaging_s(model, replicas, line_Bps)
     if needed_s <= timeout_s:
         return ""
-    return f"averaging takes {needed_s:.1f} s, more than its timeout of {timeout_s:g} s; try {math.ceil(2 * needed_s)} s"
+    return (
+        f"averaging takes {needed_s:.1f} s, more than its timeout of {timeout_s:g} s; try {math.ceil(2 * needed_s)} s"
+    )
 
 
 def sync_tokens(model: Gpt, gpu: Gpu, replicas: int, line_Bps: float) -> float:

@@ -84,6 +84,17 @@ class Cluster(msgspec.Struct, frozen=True, eq=False):
         )
         return Cluster(devices, self.delay_s * delay, self.bandwidth_Bps * bandwidth)
 
+    def with_lines(self, *, bandwidth_Bps: float | None = None, delay_s: float | None = None) -> Cluster:
+        """The same machines with every line and link so wide, or so far."""
+        devices = self.devices
+        if bandwidth_Bps is not None:
+            devices = tuple(
+                msgspec.structs.replace(device, up_Bps=bandwidth_Bps, down_Bps=bandwidth_Bps) for device in devices
+            )
+        delay = self.delay_s if delay_s is None else np.full_like(self.delay_s, delay_s)
+        bandwidth = self.bandwidth_Bps if bandwidth_Bps is None else np.full_like(self.bandwidth_Bps, bandwidth_Bps)
+        return Cluster(devices, delay, bandwidth)
+
     def of_size(self, count: int) -> Cluster:
         """The first `count` devices, or all and then copies of them in turn; a copy is as far from its model as its
         model's nearest other device."""
@@ -97,14 +108,16 @@ class Cluster(msgspec.Struct, frozen=True, eq=False):
                 for j in range(count):
                     if i != j and source[i] == source[j]:
                         delay[i, j], bandwidth[i, j] = own_delay[source[i]], own_bandwidth[source[i]]
-        names = (
-            (lambda i: self.devices[source[i]].name + f"+{i // have}" if i >= have else self.devices[i].name)  # noqa: E731
+        devices = tuple(
+            device if i < have else msgspec.structs.replace(device, name=f"{device.name}+{i // have}")
+            for i, device in enumerate(grown.devices)
         )
-        devices = tuple(msgspec.structs.replace(device, name=names(i)) for i, device in enumerate(grown.devices))
         return Cluster(devices, delay, bandwidth)
 
 
-def from_matrices(devices: tuple[Device, ...], delay_s: Floats, bandwidth_Bps: Floats, where: str = "cluster") -> Cluster:
+def from_matrices(
+    devices: tuple[Device, ...], delay_s: Floats, bandwidth_Bps: Floats, where: str = "cluster"
+) -> Cluster:
     """Checked: square, one row per device, every pair connected."""
     count = len(devices)
     for name, matrix in (("delay", delay_s), ("bandwidth", bandwidth_Bps)):
@@ -158,7 +171,9 @@ def read(path: str | Path) -> Cluster:
     """A cluster file. Every complaint says where, what was found and what would do."""
     path = Path(path)
     if path.suffix == ".npz" or (not path.suffix and network(str(path)).is_file()):
-        raise ValueError(f"{path}: matrices say nothing of devices; name them in a TOML file with matrices = {str(path)!r}")
+        raise ValueError(
+            f"{path}: matrices say nothing of devices; name them in a TOML file with matrices = {str(path)!r}"
+        )
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -209,12 +224,12 @@ def _devices(table: object, where: str) -> list[Device]:
     if values["flops"] <= 0:
         raise ValueError(f"{where}.flops = {values['flops']} must be above 0")
     device = Device(**values)
-    return [device] if count == 1 else [msgspec.structs.replace(device, name=f"{device.name}-{k}") for k in range(count)]
+    return (
+        [device] if count == 1 else [msgspec.structs.replace(device, name=f"{device.name}-{k}") for k in range(count)]
+    )
 
 
-def _apply_link(
-    table: object, where: str, devices: tuple[Device, ...], delay_s: Floats, bandwidth_Bps: Floats
-) -> None:
+def _apply_link(table: object, where: str, devices: tuple[Device, ...], delay_s: Floats, bandwidth_Bps: Floats) -> None:
     kinds = {"from": str, "to": str, "delay_s": float, "bandwidth_Bps": float, "one_way": bool}
     values = _table(table, kinds, where)
     ends = []
@@ -256,12 +271,20 @@ def _table(table: object, kinds: Mapping[str, Any], where: str) -> dict[str, Any
 def _value(kind: Any, key: str, value: Any, where: str) -> Any:
     if isinstance(value, str) and kind is not str and kind != "str":
         try:
-            value = flops(value) if key == "flops" else units.parse(value, units.suffix(key)) if units.suffix(key) else value
+            value = (
+                flops(value)
+                if key == "flops"
+                else units.parse(value, units.suffix(key))
+                if units.suffix(key)
+                else value
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     elif key == "flops" or units.suffix(key):
         if value != 0:
-            raise ValueError(f'{where} = {value!r} has no unit; write it as text, such as "{_EXAMPLE.get(key[-4:], "24 GB")}"')
+            raise ValueError(
+                f'{where} = {value!r} has no unit; write it as text, such as "{_EXAMPLE.get(key[-4:], "24 GB")}"'
+            )
     try:
         value = msgspec.convert(value, {"float": float, "str": str}.get(kind, kind) if isinstance(kind, str) else kind)
     except msgspec.ValidationError as error:

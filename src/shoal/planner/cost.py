@@ -24,7 +24,7 @@ Groups of equal size are an (S, n) array of device numbers. `Model` prices many 
 from __future__ import annotations
 
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -185,7 +185,9 @@ def matched(matrix: Floats) -> tuple[float, tuple[int, ...]]:
                     seen.append(row_of[column])
                     stack.append(row_of[column])
             if free < 0:
-                threshold = min(values[row][column] for row in seen for column in nearest[row] if column not in came_from)
+                threshold = min(
+                    values[row][column] for row in seen for column in nearest[row] if column not in came_from
+                )
         while free >= 0:  # turn the alternating path over
             row = came_from[free]
             row_of[free] = row
@@ -203,7 +205,7 @@ def path(weights: Floats) -> tuple[float, tuple[int, ...]]:
         return 0.0, (0,)
     if nodes > EXACT_PATH_MOST:
         order = _improved(weights)
-        return float(sum(weights[a, b] for a, b in zip(order, order[1:], strict=False))), tuple(order)
+        return float(sum(weights[a, b] for a, b in pairwise(order))), tuple(order)
     table = _partial_paths(weights[:, :, None])[:, 0].reshape(1 << nodes, nodes)
     mask, last = (1 << nodes) - 1, int(table[-1].argmin())
     order, length = [last], float(table[mask, last])

@@ -97,7 +97,9 @@ def _cuts(plan: Plan) -> list[str]:
         if stage.first != at:
             what = "are served twice" if stage.first < at else "are served by nobody"
             low, high = sorted((stage.first, at))
-            problems.append(f"stage {number} starts at block {stage.first}, not {at}: blocks {low} to {high - 1} {what}")
+            problems.append(
+                f"stage {number} starts at block {stage.first}, not {at}: blocks {low} to {high - 1} {what}"
+            )
         if stage.end <= stage.first:
             problems.append(f"stage {number} has no blocks: it starts at {stage.first} and ends before {stage.end}")
         at = stage.end

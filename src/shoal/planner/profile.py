@@ -1,11 +1,13 @@
 """What a model asks of whoever runs it, block by block: parameters, FLOPs, boundary and activation bytes.
 
 By arithmetic on the model's shape; nothing is built. Conventions as in executor/resident.py: a backward recomputes the stage,
-so it costs three forwards (four with the recompute counted apart from it); attention is the full L x L square; parameters,
+so it costs three forwards; attention is the full L x L square; parameters,
 two moments and the step's sum are fp32. Seconds come from a device's sustained FLOP/s, so they are estimates.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import msgspec
 
@@ -75,7 +77,7 @@ class Profile(msgspec.Struct, frozen=True):
         """Of one microbatch's forward through the whole model."""
         return sum(part.flops for part in self.parts)
 
-    def stage(self, span: range, stages_end: bool = False) -> StageProfile:
+    def stage(self, span: range) -> StageProfile:
         """The blocks of `span`; the first stage also holds the embedding, the last the head."""
         first, last = span.start == 0, span.stop == self.blocks
         held = self.parts[1 + span.start : 1 + span.stop]
@@ -98,6 +100,7 @@ class StageProfile(msgspec.Struct, frozen=True):
     largest_parameters: float  # of its largest part: what swapping must hold at once
 
 
+@cache
 def profile(shape: Shape, work: Work) -> Profile:
     d, tokens, value = shape.hidden, work.microbatch_tokens, work.value_bytes
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -46,6 +46,10 @@ class Seats(msgspec.Struct, frozen=True):
     def stages(self) -> int:
         return len(self.gradient_bytes)
 
+    @property
+    def members(self) -> list[int]:
+        return [device for device, stage in enumerate(self.stage_of) if stage >= 0]
+
     def replicas(self, stage: int) -> list[int]:
         return [device for device, own in enumerate(self.stage_of) if own == stage]
 
@@ -68,7 +72,7 @@ def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> Step:
     """Seconds of a step, where they go, and what limits it."""
     microbatches_s, play = _microbatches(seats, cluster, rng)
     averaging_s, averaged_bytes = _averaging(seats, cluster)
-    agreeing_s = _agreeing(cluster.delay_s)
+    agreeing_s = _agreeing(cluster.delay_s[np.ix_(seats.members, seats.members)])
     busy = [tuple(float(share) for share in used / max(microbatches_s, 1e-12)) for used in play]
     compute, up, down, sent = busy[0], busy[1], busy[2], play[3] + averaged_bytes
     total_s = microbatches_s + averaging_s + agreeing_s
@@ -84,7 +88,11 @@ def rough_s(seats: Seats, cluster: Cluster) -> float:
     for stage in range(seats.stages):
         work_s.append(seats.microbatches / sum(1 / _hop_s(seats, device) for device in seats.replicas(stage)))
     longest_s = max(max(work_s), _lines_s(seats, cluster), _trips_s(seats, cluster))
-    return longest_s + _rough_averaging_s(seats, cluster) + _agreeing(cluster.delay_s)
+    return (
+        longest_s
+        + _rough_averaging_s(seats, cluster)
+        + _agreeing(cluster.delay_s[np.ix_(seats.members, seats.members)])
+    )
 
 
 def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
@@ -142,7 +150,7 @@ class _Play:
     def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator) -> None:
         self._seats = seats
         self._rng = rng
-        self._members = [device for device, stage in enumerate(seats.stage_of) if stage >= 0]
+        self._members = seats.members
         self.lines = _Lines(cluster)
         self.computed = np.zeros(len(cluster.devices))
         self._routes: dict[int, Routes] = {}
@@ -199,7 +207,9 @@ class _Play:
 
         def reached(then: float) -> None:
             through = self.lines.arrive(peer, nbytes, then) if peer != owner else then
-            self._at(through, lambda when: self._queued(peer, (not backward, index, turn, owner, stage), answered, when))
+            self._at(
+                through, lambda when: self._queued(peer, (not backward, index, turn, owner, stage), answered, when)
+            )
 
         def answered(then: float) -> None:
             self._routes[owner].answered(str(peer), then - now, size, then)
@@ -326,11 +336,13 @@ def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
 
 def _trips_s(seats: Seats, cluster: Cluster) -> float:
     """An owner drives `inflight` microbatches at once, each through all hops: on average devices and links."""
-    members = [device for device, stage in enumerate(seats.stage_of) if stage >= 0]
+    members = seats.members
     asked, answered = hop_bytes(seats)
     at = np.ix_(members, members)
     line_s = float(np.mean([1 / (cluster.devices[device].up_Bps or math.inf) for device in members]))
-    pair_s = float(np.mean(1 / cluster.bandwidth_Bps[at][~np.eye(len(members), dtype=bool)])) if len(members) > 1 else 0.0
+    pair_s = (
+        float(np.mean(1 / cluster.bandwidth_Bps[at][~np.eye(len(members), dtype=bool)])) if len(members) > 1 else 0.0
+    )
     moved_s = (sum(asked) + sum(answered)) * max(line_s, pair_s)
     delays_s = 2 * (2 * seats.stages - 1) * float(np.mean(cluster.delay_s[at]))
     compute_s = sum(
@@ -358,7 +370,7 @@ def _hop_s(seats: Seats, device: int) -> float:
 
 def _lines_s(seats: Seats, cluster: Cluster) -> float:
     """The busiest own line, if every owner and replica takes an even share."""
-    members = [device for device, stage in enumerate(seats.stage_of) if stage >= 0]
+    members = seats.members
     asked, answered = hop_bytes(seats)
     owned = seats.microbatches / len(members)
     worst = 0.0
@@ -367,7 +379,9 @@ def _lines_s(seats: Seats, cluster: Cluster) -> float:
         served = seats.microbatches / len(seats.replicas(stage))
         foreign = 1 - 1 / len(members)
         sent = owned * (sum(asked) - asked[stage] / len(seats.replicas(stage))) + served * foreign * answered[stage]
-        received = owned * (sum(answered) - answered[stage] / len(seats.replicas(stage))) + served * foreign * asked[stage]
+        received = (
+            owned * (sum(answered) - answered[stage] / len(seats.replicas(stage))) + served * foreign * asked[stage]
+        )
         machine = cluster.devices[device]
         worst = max(worst, sent / (machine.up_Bps or math.inf), received / (machine.down_Bps or math.inf))
     return worst
@@ -392,6 +406,11 @@ def _bottleneck(
     )
     name = cluster.devices[device].name
     share = min(share, 1.0)
+    if share < BUSY and seats.microbatches <= seats.inflight * len(seats.members):
+        return (
+            f"few microbatches: all of a step's are on their way at once, yet nothing is busy for more than {share:.0%} of"
+            f" the time ({kind} of {name}); try a smaller train.microbatch"
+        )
     if share < BUSY:
         return f"latency: nothing is busy for more than {share:.0%} of the time ({kind} of {name}); try a larger run.inflight"
     if kind == "compute":

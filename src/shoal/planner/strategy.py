@@ -22,6 +22,7 @@ from shoal.planner.profile import BACKWARD, FORWARD, Profile, Shape, Work, profi
 from shoal.planner.step import Seats, Step, predict, rough_s
 
 PLAYED = 4  # numbers of stages whose step is played, the best by the rough formula
+GAPS = 3  # of line width, and of speed: as many smaller fleets are tried
 EVERY = 12  # up to so many blocks or devices every number of stages is looked at
 GRADIENT_BYTES = 4  # sums travel as fp32
 
@@ -70,11 +71,12 @@ def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages
     wanted = [stages] if stages is not None else candidates(problem)
     options, refusals = [], []
     for count in wanted:
-        found = seated(problem, count)
-        if isinstance(found, str):
-            refusals.append(found)
-        else:
-            options.append(improved(problem, found, rng, budget))
+        tried = [seated(problem, count, fleet) for fleet in fleets(problem.cluster)]
+        possible = [found for found in tried if isinstance(found, Option)]
+        if possible:
+            options.append(improved(problem, min(possible, key=lambda option: option.rough_s), rng, budget))
+        elif isinstance(tried[0], str):
+            refusals.append(tried[0])
     if not options:
         raise ValueError(min(refusals, key=len) if stages is None else refusals[0])
     ranked = sorted(options, key=lambda option: (option.rough_s, option.stages))[:PLAYED]
@@ -96,17 +98,31 @@ def candidates(problem: Problem) -> list[int]:
 # --------------------------------------------------------------------------------------------------------- seating
 
 
-def seated(problem: Problem, stages: int) -> Option | str:
-    """Every device at a stage it can hold, so that all stages pass about as much; or why that cannot be."""
+def fleets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """All devices first; then without the narrowest lines, without the slowest devices, wherever there is a gap to leave
+    out: a peer that holds everybody up in averaging can cost more than it computes."""
+    devices = range(len(cluster.devices))
+    widest = np.where(np.eye(len(devices), dtype=bool), 0.0, cluster.bandwidth_Bps).max(axis=1)
+    line = [min(d.up_Bps or math.inf, d.down_Bps or math.inf, float(widest[i])) for i, d in enumerate(cluster.devices)]
+    found: list[tuple[int, ...]] = [tuple(devices)]
+    for value in (line, [device.flops for device in cluster.devices]):
+        levels = sorted(set(value))
+        gaps = sorted(range(1, len(levels)), key=lambda k: (-levels[k] / levels[k - 1], k))[:GAPS]
+        found += [tuple(i for i in devices if value[i] >= levels[k]) for k in sorted(gaps)]
+    return list(dict.fromkeys(found))
+
+
+def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | str:
+    """Every device of the fleet at a stage it can hold, so that all stages pass about as much; or why that cannot be."""
     blocks, devices = problem.shape.layers, problem.cluster.devices
-    if not 1 <= stages <= min(blocks, len(devices)):
-        return f"{stages} stages of a model of {blocks} blocks on {len(devices)} devices; each needs a block and a device"
+    if not 1 <= stages <= min(blocks, len(fleet)):
+        return f"{stages} stages of a model of {blocks} blocks on {len(fleet)} devices; each needs a block and a device"
     cut = spans(blocks, stages)
     work = [problem.profile.stage(span) for span in cut]
     flops = [4 * stage.flops or 1.0 for stage in work]
     stage_of = [-1] * len(devices)
     rate = [0.0] * stages
-    by_memory = sorted(range(len(devices)), key=lambda i: (-(devices[i].memory_bytes or math.inf), -devices[i].flops, i))
+    by_memory = sorted(fleet, key=lambda i: (-(devices[i].memory_bytes or math.inf), -devices[i].flops, i))
     hungry = sorted(range(stages), key=lambda s: (-work[s].parameters, -work[s].activation_bytes, s))
     for stage, device in zip(hungry, by_memory, strict=False):
         lacks = _lacks(problem, cut[stage], devices[device])
@@ -117,7 +133,7 @@ def seated(problem: Problem, stages: int) -> Option | str:
                 + ("" if problem.swapping else ", or --swap")
             )
         stage_of[device], rate[stage] = stage, devices[device].flops
-    left = sorted((i for i in range(len(devices)) if stage_of[i] < 0), key=lambda i: (-devices[i].flops, i))
+    left = sorted((i for i in fleet if stage_of[i] < 0), key=lambda i: (-devices[i].flops, i))
     for device in left:
         fits = [s for s in range(stages) if _lacks(problem, cut[s], devices[device]) <= 0]
         if fits:
@@ -125,7 +141,9 @@ def seated(problem: Problem, stages: int) -> Option | str:
             stage_of[device] = stage
             rate[stage] += devices[device].flops
     if problem.uneven:
-        cut = _balanced(problem, cut, rate)
+        other = _balanced(problem, cut, rate)
+        if all(_lacks(problem, other[s], devices[d]) <= 0 for d, s in enumerate(stage_of) if s >= 0):
+            cut = other
     return _option(problem, cut, tuple(stage_of))
 
 
@@ -133,17 +151,17 @@ def improved(problem: Problem, option: Option, rng: np.random.Generator, budget:
     """Devices swapped and moved between stages while the rough step gets shorter."""
     devices = problem.cluster.devices
     alike = len({(d.flops, d.memory_bytes, d.up_Bps, d.down_Bps) for d in devices}) == 1
-    if option.stages == 1 or (alike and _uniform(problem.cluster)):
+    if alike and _uniform(problem.cluster):
         return option  # every swap is the same placement, and `seated` has balanced the counts
     for _ in range(budget):
         stage_of = list(option.seats.stage_of)
         one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
         if stage_of[one] == stage_of[two]:
             continue
-        if rng.random() < 0.7 or stage_of.count(stage_of[one]) == 1 or stage_of[two] < 0:
+        if rng.random() < 0.7 or (stage_of[one] >= 0 and stage_of.count(stage_of[one]) == 1):
             stage_of[one], stage_of[two] = stage_of[two], stage_of[one]
         else:
-            stage_of[one] = stage_of[two]
+            stage_of[one] = stage_of[two]  # which may be left out
         if any(stage_of[d] >= 0 and _lacks(problem, option.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
             continue
         other = _option(problem, option.cut, tuple(stage_of))
@@ -188,7 +206,7 @@ def _option(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...])
 
 
 def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:
-    """Blocks given out one by one, each to the stage that stays the quickest with it; the even cut where memory forbids."""
+    """Blocks given out one by one, each to the stage that stays the quickest with it."""
     made = problem.profile
     first, block, head = made.parts[0].flops, made.parts[1].flops, made.parts[-1].flops
     stages = len(cut)
@@ -245,7 +263,12 @@ def _plan(problem: Problem, played: list[Option], refusals: list[str]) -> Plan:
         if option.step is not None
     )
     return Plan(
-        problem.shape.layers, tuple(stages), left_out, _reason(problem, played, refusals), _told(problem, best), runners_up
+        problem.shape.layers,
+        tuple(stages),
+        left_out,
+        _reason(problem, played, refusals),
+        _told(problem, best),
+        runners_up,
     )
 
 
@@ -274,6 +297,9 @@ def _reason(problem: Problem, played: list[Option], refusals: list[str]) -> str:
     if len(played) > 1 and played[1].step is not None:
         more = played[1].step.step_s / best.step.step_s - 1
         why += f"; {played[1].stages} stages take {more:.0%} longer"
+    idle = best.seats.stage_of.count(-1)
+    if idle:
+        why += f"; {idle} devices are left out, as they would hold the others up or cannot hold a stage"
     if refusals:
         why += f"; not possible: {refusals[0]}"
     return why

@@ -3,11 +3,15 @@
 Nothing is taken on trust: a sample counts as committed when, at every stage, exactly one replica of the committed round lists it.
 Fed with the agreed views that any number of peers report, in any order, twice or not at all; for the launcher's
 summary and exit code.
+
+A run that lost a stage goes back to a checkpoint under a new epoch. What older epochs committed from there on is void: it is counted
+as undone and appears nowhere else, so that every step stands in the account once, as the history that survives has it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
@@ -21,10 +25,11 @@ class Step(msgspec.Struct, frozen=True):
     commit: Committed
     heard_s: float
     account: Account = Account()  # of the whole run, by the members' count, as of this commit
+    recovered: int = 0  # how often the whole run had gone back to a checkpoint
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """In microbatches. `balanced`: each one issued was committed once, at every stage of every step."""
+    """In microbatches. `balanced`: each one issued was committed once, at every stage of every step that stands."""
 
     steps: int
     issued: int
@@ -32,45 +37,67 @@ class Totals(msgspec.Struct, frozen=True):
     redone: int
     lost: int
     counted_twice: int
+    undone: int  # committed, then given up by going back to a checkpoint; the samples were issued and committed again
+    recovered: int  # times gone back
     balanced: bool
     reason: str  # what does not balance, in words; '' when all does
 
 
 class Books:
     """The commits of a run. A resumed run starts at `first_step` with `before`, the commits that its checkpoint holds; the
-    members count from there on."""
+    members count from there on, and their epochs begin at 0 again."""
 
     def __init__(self, stages: int, microbatches: int, first_step: int = 0, before: tuple[Step, ...] = ()) -> None:
         self.stages, self.microbatches = stages, microbatches
         self.first_step = first_step
         self.base = before[-1].account if before else Account()
+        self.base_recovered = before[-1].recovered if before else 0
         self.view: View | None = None  # the newest
         self.conflicts: set[int] = set()  # steps that were committed in two ways
+        self.changes = 0  # grows whenever `steps` is another
+        self._begins: dict[int, int] = {}  # epoch -> the first step that it trained, as far as heard
         self._steps: dict[int, Step] = {step.commit.step: step for step in before}
 
     def agree(self, view: View, now: float) -> Step | None:
-        """Take note of an agreed view; its commit, when it was not known yet."""
-        self._roll_back(view)
+        """Take note of an agreed view; its commit, when it was not known yet and stands."""
+        self._go_back(view)
         if self.view is None or view.number > self.view.number:
             self.view = view
-        if view.last is None or view.last.step < self.first_step:
+        if view.last is None or view.last.step < self.first_step or self._void(view.epoch, view.last.step):
             return None
         known = self._steps.get(view.last.step)
         if known is not None and known.epoch >= view.epoch:
             if known.epoch == view.epoch and known.commit != view.last:
                 self.conflicts.add(view.last.step)
             return None
-        assert self.view is not None
-        if view.epoch < self.view.epoch and view.last.step >= self.view.step:
-            return None  # void: the run went back
-        step = Step(epoch=view.epoch, commit=view.last, heard_s=now, account=self._whole(view.account))
+        step = Step(
+            epoch=view.epoch,
+            commit=view.last,
+            heard_s=now,
+            account=self._whole(view.account),
+            recovered=self.base_recovered + view.epoch,
+        )
         self._steps[view.last.step] = step
+        self.changes += 1
         return step
 
-    def _roll_back(self, view: View) -> None:
-        """The first view of a new epoch is trained from its step on: later commits of older epochs are void."""
-        if self.view is not None and view.epoch > self.view.epoch:
-            self._steps = {n: step for n, step in self._steps.items() if n < view.step}
+    def _go_back(self, view: View) -> None:
+        """An epoch trains anew whatever it begins with; views come in any order, so the earliest step heard of counts.
+
+        The view that begins an epoch names no commit; every later one names a commit of that epoch."""
+        if view.epoch == 0:
+            return
+        begins = view.step if view.last is None else view.last.step
+        if begins >= self._begins.get(view.epoch, begins + 1):
+            return
+        self._begins[view.epoch] = begins
+        for number in [n for n, step in self._steps.items() if n >= self.first_step and self._void(step.epoch, n)]:
+            del self._steps[number]
+            self.changes += 1
+
+    def _void(self, epoch: int, step: int) -> bool:
+        """Was that step of that epoch trained again by a later one?"""
+        return any(begins <= step for later, begins in self._begins.items() if later > epoch)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -82,6 +109,11 @@ class Books:
         """The members' own count, of the whole run."""
         return self._whole(self.view.account if self.view is not None else Account())
 
+    @property
+    def recovered(self) -> int:
+        """How often the whole run has gone back to a checkpoint by itself."""
+        return self.base_recovered + (self.view.epoch if self.view is not None else 0)
+
     def _whole(self, account: Account) -> Account:
         before = self.first_step * self.microbatches
         return Account(
@@ -91,6 +123,7 @@ class Books:
             counted_twice=self.base.counted_twice + account.counted_twice,
             killed=self.base.killed + account.killed,
             joined=self.base.joined + account.joined,
+            undone=self.base.undone + account.undone,
         )
 
     def totals(self) -> Totals:
@@ -124,6 +157,8 @@ class Books:
             redone=account.redone,
             lost=lost,
             counted_twice=twice,
+            undone=account.undone,
+            recovered=self.recovered,
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
         )
@@ -139,3 +174,17 @@ class Books:
             doubled.update(index for index, times in held.items() if times > 1 or index >= self.microbatches)
         once = sum(index not in missing and index not in doubled for index in range(self.microbatches))
         return once, len(missing), len(doubled)
+
+
+def surviving(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """The history that stands, in order, from commits as they were written down: a later epoch trained anew whatever it
+    began with."""
+    kept: dict[int, Step] = {}
+    highest = -1
+    for step in steps:
+        number = step.commit.step
+        if number <= highest:
+            kept = {n: old for n, old in kept.items() if n < number or old.epoch >= step.epoch}
+        kept[number] = step
+        highest = max(kept) if number <= highest else number
+    return tuple(kept[number] for number in sorted(kept))

@@ -43,6 +43,7 @@ RELAYED_BYTES = 1 << 40  # what one peer may relay for another before it hangs u
 _ED25519 = bytes.fromhex("0024080112") + bytes(
     [PUBLIC_BYTES]
 )  # a peer id that is the key itself, after the libp2p spec
+_P2P = bytes.fromhex("a503")  # the multiaddr code before a peer id, 421 as a varint
 _WATCH = '"$@" & exec >/dev/null 2>&1; read -r _; kill -KILL $!; wait; rm -rf "$0"'
 _NEEDED = "network.transport = 'libp2p' and network.discovery = 'dht' need it; 'tls' and 'gossip' do not"
 
@@ -57,6 +58,7 @@ class Daemon:
         self.peer_id = _ED25519 + identity.public
         self._identity = identity
         self._host, self._port, self._relays = host, port, relays
+        self.ended = False  # by itself
         self._users = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
@@ -226,7 +228,8 @@ class Daemon:
             if not self._listens.done():
                 self._listens.set_result(False)
             elif self._users:
-                log.error("the libp2p daemon has ended: %s", self._last)
+                self.ended = True
+                log.error("the libp2p daemon of this peer has ended, nobody is reached through it: %s", self._last)
 
     def _keep(self) -> None:
         """The connection without which it ends itself."""
@@ -325,11 +328,22 @@ def parsed_address(address: str) -> tuple[bytes, bytes]:
             raise ValueError("it does not end in /p2p/ and a peer id")
         multiaddr(address)
         peer_id = hivemind("p2p").PeerID.from_base58(name).to_bytes()
-        return peer_id, multiaddr(way).to_bytes() if way else b""
+        return peer_id, _packed(way)
     except ValueError as error:
         raise ValueError(
             f"'{address[:300]}' is no libp2p address ({error}); expected /ip4/HOST/tcp/PORT/p2p/ID, as `shoal invite` writes it"
         ) from None
+
+
+def _packed(way: str) -> bytes:
+    """A multiaddr as bytes. hivemind's own packs the peer ids of relays in a form that the daemon does not take."""
+    start, *relays = way.split("/p2p/")
+    packed = bytes(multiaddr(start).to_bytes()) if start else b""
+    for each in relays:
+        name, slash, rest = each.partition("/")
+        relay_id = hivemind("p2p").PeerID.from_base58(name).to_bytes()
+        packed += _P2P + bytes([len(relay_id)]) + relay_id + (multiaddr(slash + rest).to_bytes() if slash else b"")
+    return packed
 
 
 def _fit(address: str) -> bool:

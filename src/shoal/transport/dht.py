@@ -12,6 +12,7 @@ away all records of an answer when one of them is refused, so that peers whose c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -77,19 +78,17 @@ class Dht:
                 ensure_bootstrap_success=False,  # they have answered above
                 strict=False,
             )
-        except (OSError, hivemind("p2p").P2PDaemonError) as error:
+        except (OSError, EOFError, hivemind("p2p").P2PDaemonError) as error:
             raise ValueError(f"the distributed directory cannot start: {error}") from error
 
     async def close(self) -> None:
         if not self._started:
             return
         self._started = False
-        if self._node is not None:
-            try:
+        if self._node is not None and not self._daemon.ended:
+            with contextlib.suppress(OSError, hivemind("p2p").P2PDaemonError):  # it ends just now
                 async with asyncio.timeout(ANSWER_S):
                     await self._node.shutdown()
-            except (OSError, hivemind("p2p").P2PDaemonError):  # the daemon is gone already
-                pass
         if self._p2p is not None:
             await self._p2p.shutdown()
         await self._daemon.close()
@@ -166,7 +165,7 @@ class Dht:
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 await call()
-        except (OSError, asyncio.IncompleteReadError, hivemind("p2p").P2PDaemonError) as error:
+        except (OSError, EOFError, hivemind("p2p").P2PDaemonError) as error:
             log.warning("the distributed directory does not answer: %s", error or type(error).__name__)
 
     def _accept(self, key: bytes, subkey: bytes, value: bytes, expires_s: float) -> bool:

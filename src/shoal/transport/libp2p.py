@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Generator
 
 import msgspec
@@ -52,9 +53,16 @@ class Libp2pTransport(StreamTransport):
         return self._libp2p.daemon.addresses[:MAX_WAYS]
 
     def learn(self, peer: Peer, address: Address) -> None:
-        """Where that peer is reached, as libp2p multiaddrs. Those of a peer with another key count for nothing."""
+        """Where that peer is reached, as libp2p multiaddrs. Those of a peer with another key count for nothing.
+
+        We connect at once: a peer without an open port is reached by those that it has called, and by nobody else but
+        through relays."""
+        before = self._libp2p.way(peer)
         if peer != self.name:
             self._libp2p.learn(peer, address)
+        way = self._libp2p.way(peer)
+        if way is not None and way != before:
+            self._control.post(lambda: self._control.adopt(self._libp2p.call(way)))
 
 
 class Libp2p:
@@ -86,15 +94,18 @@ class Libp2p:
         return _tuned(socket.socket(socket.AF_UNIX))
 
     def dial(self, link: Link, way: Way) -> Opening:
-        code = link.sock.connect_ex(self.daemon.control)
-        if code:
-            raise OSError(code, f"this peer's libp2p daemon does not answer: {os.strerror(code)}")
         stream = Plain(link)
-        yield from stream.write(memoryview(way.connect))
-        parsed((yield from _reply(stream)))
+        yield from self._connect(stream, way)
         yield from stream.write(memoryview(way.open))
         opened = parsed((yield from _reply(stream)))
         return stream, key_id(public_key(opened.streamInfo.peer))
+
+    def call(self, way: Way) -> Link:
+        """Have the daemons know each other; no stream yet."""
+        link = Link(self.socket(way), lambda error: log.debug("a peer cannot be called: %s", error))
+        link.steps = self._connect(Plain(link), way)
+        link.deadline = time.monotonic() + streams.CONNECT_S
+        return link
 
     def answer(self, link: Link) -> Opening:
         _tuned(link.sock)
@@ -125,6 +136,11 @@ class Libp2p:
             self._started = False
             await self.daemon.close()
 
+    def _connect(self, stream: Plain, way: Way) -> Steps:
+        stream.connect(self.daemon.control)
+        yield from stream.write(memoryview(way.connect))
+        parsed((yield from _reply(stream)))
+
 
 class Plain:
     """A socket as it is: libp2p has encrypted already what comes to the daemon from outside."""
@@ -132,6 +148,12 @@ class Plain:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._sock = link.sock
+
+    def connect(self, path: str) -> None:
+        """To our own daemon: at once, or not at all."""
+        code = self._sock.connect_ex(path)
+        if code:
+            raise OSError(code, f"this peer's libp2p daemon does not answer: {os.strerror(code)}")
 
     def read(self, view: memoryview) -> Steps:
         at = turn = 0

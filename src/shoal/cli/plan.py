@@ -1,0 +1,354 @@
+"""`shoal plan CONFIG --cluster FILE`: how to run that model on those machines, how fast it will be, and what limits it.
+
+    shoal plan my.toml --cluster machines.toml                       the plan, its reason, the runners-up
+    shoal plan my.toml --cluster machines.toml --out plan.json       and keep it
+    shoal plan my.toml --cluster machines.toml --check plan.json     what is wrong with a plan, if anything
+    shoal plan my.toml --cluster machines.toml --what-if "bandwidth=500 Mbit/s, peers=64"
+    shoal plan my.toml --cluster machines.toml --sensitivity         what doubling each resource would give
+    shoal plan --dtfm worldwide --stages 8 evaluations=5000 seed=1   DT-FM's own problem, with its constants
+
+Numbers are predictions from stated or measured speeds and links. planner/ decides; this file reads, calls and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shoal import config, units
+from shoal.cli.config import configured
+from shoal.planner import anneal, cluster, cost, dtfm, greedy, plan, search, strategy
+from shoal.planner.profile import Shape, Work, spans
+
+SEARCHES = ("anneal", "dtfm", "random", "greedy")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    configured(parser, required=False)
+    parser.add_argument("--cluster", metavar="FILE", help="TOML: devices and links (docs in planner/cluster.py)")
+    parser.add_argument("--stages", type=int, metavar="S", help="price only this number of stages")
+    parser.add_argument("--uneven", action="store_true", help="let stages differ in blocks by more than one")
+    parser.add_argument("--swap", action="store_true", help="let a stage be larger than its device")
+    parser.add_argument("--what-if", metavar="TEXT", help='e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"')
+    parser.add_argument("--sensitivity", action="store_true", help="what doubling each resource would give")
+    parser.add_argument("--check", metavar="PLAN", help="say what is wrong with this plan instead of making one")
+    parser.add_argument("--out", metavar="PLAN", help="write the plan there, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
+    parser.add_argument("--dtfm", metavar="NETWORK", help="search DT-FM's own model: an .npz, or worldwide, spot, ...")
+    parser.add_argument("--replicas", type=int, metavar="N", help="devices per stage, with --dtfm")
+    parser.add_argument("--search", choices=SEARCHES, default="anneal", help="which search, with --dtfm")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.dtfm:
+        return _dtfm(args)
+    problem, name = _problem(args)
+    if args.check:
+        return _check(plan.load(args.check), problem)
+    seed, budget = 0, 400
+    made = strategy.decide(problem, np.random.default_rng(seed), budget, args.stages)
+    if args.out:
+        plan.save(made, args.out)
+    other = None
+    if args.what_if:
+        changed = what_if(problem, args.what_if)
+        other = strategy.decide(changed, np.random.default_rng(seed), budget, args.stages)
+    around = strategy.sensitivities(problem, lambda: np.random.default_rng(seed)) if args.sensitivity else []
+    if args.json:
+        found: dict[str, Any] = msgspec.to_builtins(made) | {"what_if": msgspec.to_builtins(other)}
+        found["sensitivity"] = [{"change": what, "step_s": s, "stages": stages} for what, s, stages in around]
+        print(json.dumps(found))
+        return 0
+    print(_headline(problem, name))
+    print(_table(made))
+    print(_numbers(made, problem))
+    if other is not None:
+        print(_compared(made, other, args.what_if))
+    for what, step_s, stages in around:
+        assert made.predicted is not None
+        print(f"{what:<13} {step_s:.4g} s a step, {made.predicted.step_s / step_s:.2f}x as fast, {stages} stages")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------ problem
+
+
+def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
+    files = [word for word in args.words if "=" not in word]
+    if len(files) > 1:
+        raise ValueError(f"two configurations, {files[0]} and {files[1]}; a setting is written section.field=value")
+    # The plan chooses run.stages and run.peers, so the file's own need not fit one another.
+    tree = config.load(files[0] if files else None, [word for word in args.words if "=" in word])
+    lab = tree.device.executor == "emulated"
+    if args.cluster:
+        machines = cluster.read(args.cluster)
+    elif lab:
+        machines = _modelled(tree)
+    else:
+        raise ValueError("no machines: name them with --cluster FILE, a TOML file of [[device]] and [link] tables")
+    problem = strategy.Problem(
+        shape=shape(tree),
+        work=_work(tree),
+        cluster=machines,
+        emulated_s=tree.device.emulated_s if lab else 0.0,
+        emulated_bytes=4.0 * tree.device.emulated_values if lab else 0.0,
+        uneven=args.uneven,
+        swapping=args.swap,
+    )
+    return problem, tree.run.name
+
+
+def _work(tree: config.Config) -> Work:
+    train = tree.train
+    return Work(
+        microbatches=train.batch // train.microbatch,
+        sequences=train.microbatch,
+        tokens=tree.data.sequence,
+        value_bytes=4 if train.dtype == "float32" else 2,
+        inflight=tree.run.inflight,
+    )
+
+
+def shape(tree: config.Config) -> Shape:
+    """The model's shape: from the configuration, or from the config.json of the directory it is read from."""
+    model = tree.model
+    fields: Mapping[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+    if model.path:
+        file = Path(model.path) / "config.json"
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is no Hugging Face configuration: {error}") from None
+    fields = {**fields, **model.extra}
+    try:
+        heads = int(fields["num_attention_heads"])
+        hidden = int(fields["hidden_size"])
+        return Shape(
+            hidden=hidden,
+            layers=int(fields["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(fields.get("num_key_value_heads") or heads),
+            head_dim=int(fields.get("head_dim") or hidden // heads),
+            intermediate=int(fields["intermediate_size"]),
+            vocabulary=int(fields["vocab_size"]),
+            tied=bool(fields.get("tie_word_embeddings", False)),
+        )
+    except KeyError as missing:
+        raise ValueError(f"{model.path}/config.json lacks {missing}; its family's shape is not known here") from None
+
+
+def _modelled(tree: config.Config) -> cluster.Cluster:
+    """The lab of a configuration: run.peers alike behind its modelled lines."""
+    peers, line = tree.run.peers, tree.network
+    devices = tuple(
+        cluster.Device(name=f"p{i}", flops=1.0, up_Bps=line.bandwidth_Bps, down_Bps=line.bandwidth_Bps)
+        for i in range(peers)
+    )
+    unlimited = np.full((peers, peers), 1e12)  # the lines alone limit
+    return cluster.from_matrices(devices, np.full((peers, peers), line.delay_s), unlimited)
+
+
+# ------------------------------------------------------------------------------------------------------------ what if
+
+
+def what_if(problem: strategy.Problem, text: str) -> strategy.Problem:
+    """The problem with changes such as "bandwidth=500 Mbit/s, delay=2x, peers=64"."""
+    for change in text.split(","):
+        name, sign, value = (word.strip() for word in change.partition("="))
+        if not sign or name not in ("bandwidth", "delay", "speed", "memory", "peers", "inflight", "microbatches"):
+            raise ValueError(
+                f"--what-if: {change.strip()!r} is no change; bandwidth, delay, speed, memory, peers, inflight or"
+                ' microbatches = a value or a factor, such as "bandwidth=500 Mbit/s, peers=2x"'
+            )
+        try:
+            problem = _changed(problem, name, value)
+        except ValueError as error:
+            raise ValueError(f"--what-if {name}: {error}") from None
+    return problem
+
+
+def _changed(problem: strategy.Problem, name: str, value: str) -> strategy.Problem:
+    replace, machines, work = msgspec.structs.replace, problem.cluster, problem.work
+    factor = float(value[:-1]) if value.endswith("x") else None
+    if factor is not None and not factor > 0:
+        raise ValueError(f"{value!r} must be above 0")
+    if name in ("peers", "inflight", "microbatches"):
+        now = len(machines.devices) if name == "peers" else getattr(work, name)
+        count = round(now * factor) if factor is not None else int(value)
+        if count < 1:
+            raise ValueError(f"{count} must be at least 1")
+        if name == "peers":
+            return replace(problem, cluster=machines.of_size(count))
+        return replace(problem, work=replace(work, **{name: count}))
+    if name == "bandwidth":
+        changed = (
+            machines.scaled(bandwidth=factor) if factor else machines.with_lines(bandwidth_Bps=_above(value, "_Bps"))
+        )
+    elif name == "delay":
+        changed = machines.scaled(delay=factor) if factor else machines.with_lines(delay_s=units.parse(value, "_s"))
+    elif name == "speed":
+        devices = tuple(
+            replace(d, flops=d.flops * factor if factor else cluster.flops(value)) for d in machines.devices
+        )
+        changed = replace(machines, devices=devices)
+    else:
+        bytes_ = 0.0 if factor else _above(value, "_bytes")
+        devices = tuple(
+            replace(d, memory_bytes=d.memory_bytes * factor if factor else bytes_) for d in machines.devices
+        )
+        changed = replace(machines, devices=devices)
+    return replace(problem, cluster=changed)
+
+
+def _above(text: str, ending: str) -> float:
+    value = units.parse(text, ending)
+    if value <= 0:
+        raise ValueError(f"{text!r} must be above 0")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------- printing
+
+
+def _headline(problem: strategy.Problem, name: str) -> str:
+    work, devices = problem.work, problem.cluster.devices
+    kind = "an emulated model" if problem.emulated_s else f"{_many(problem.profile.parameters)} parameters"
+    return (
+        f"{name}: {kind}, {problem.shape.layers} blocks, {work.step_tokens:,} tokens a step"
+        f" in {work.microbatches} microbatches, {len(devices)} devices\nEvery number below is predicted.\n"
+    )
+
+
+def _table(made: plan.Plan) -> str:
+    rows = [("stage", "blocks", "peers", "executor", "memory", "a microbatch")]
+    for number, stage in enumerate(made.stages):
+        peers = ", ".join(stage.peers[:4]) + (f" and {len(stage.peers) - 4} more" if len(stage.peers) > 4 else "")
+        blocks = f"{stage.first}-{stage.end - 1}"
+        row = (str(number), blocks, peers, stage.executor, units.size(stage.memory_bytes), _seconds(stage.microbatch_s))
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
+    told = made.predicted
+    assert told is not None, "a plan that was just made has its numbers"
+    parts = f"microbatches {_seconds(told.microbatches_s)}, averaging {_seconds(told.averaging_s)}, agreeing"
+    lines = [
+        "",
+        f"step          {_seconds(told.step_s)}: {parts} {_seconds(told.agreeing_s)}",
+        f"tokens        {told.tokens_per_s:,.4g} per second",
+    ]
+    if told.price_per_day:
+        million = told.price_per_day / (told.tokens_per_s * 86400) * 1e6
+        lines.append(f"price         {told.price_per_day:,.2f} a day, {million:,.4g} per million tokens")
+    lines += [
+        f"traffic       the busiest peer sends {units.size(told.sent_bytes)} a step",
+        f"bottleneck    {told.bottleneck}",
+        f"why           {made.reason}",
+    ]
+    lines += [f"next best     {text}" for text in made.runners_up]
+    if made.left_out:
+        lines.append(f"left out      {', '.join(made.left_out)}")
+    seated = sum(len(stage.peers) for stage in made.stages)
+    lines.append(f"to run        run.stages={len(made.stages)} run.peers={seated}")
+    even = spans(problem.shape.layers, len(made.stages))
+    if any((stage.first, stage.end) != (span.start, span.stop) for stage, span in zip(made.stages, even, strict=True)):
+        lines.append("              with these blocks per stage; `shoal run` alone would cut evenly")
+    return "\n".join(lines)
+
+
+def _compared(made: plan.Plan, other: plan.Plan, text: str) -> str:
+    assert made.predicted is not None and other.predicted is not None
+    now, then = made.predicted, other.predicted
+    return (
+        f"\nwhat if       {text}\n"
+        f"              {_seconds(then.step_s)} a step instead of {_seconds(now.step_s)},"
+        f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {len(other.stages)} stages; {then.bottleneck}"
+    )
+
+
+def _check(given: plan.Plan, problem: strategy.Problem) -> int:
+    problems = plan.validate(given, problem.profile, problem.cluster, problem.work.value_bytes)
+    for found in problems:
+        print(found)
+    if not problems:
+        print(f"the plan can run: {len(given.stages)} stages, {sum(len(stage.peers) for stage in given.stages)} peers")
+    return 1 if problems else 0
+
+
+def _seconds(value: float) -> str:
+    return units.duration(value) if value >= 0.01 else f"{value * 1e3:.2g} ms"
+
+
+def _many(count: float) -> str:
+    for scale, letter in ((1e9, "billion"), (1e6, "million")):
+        if count >= scale:
+            return f"{count / scale:.3g} {letter}"
+    return f"{count:,.0f}"
+
+
+# --------------------------------------------------------------------------------------------------------------- dtfm
+
+
+def _dtfm(args: argparse.Namespace) -> int:
+    numbers = {"evaluations": 5000, "seed": 0}
+    for word in args.words:
+        name, sign, value = word.partition("=")
+        if name not in numbers or not sign or not value.isdecimal():
+            raise ValueError(f"{word!r} does not go with --dtfm; evaluations=5000 and seed=1 do")
+        numbers[name] = int(value)
+    delay_s, bandwidth_Bps, _ = cluster.read_matrices(cluster.network(args.dtfm))
+    stages = args.stages or 8
+    if args.replicas and stages * args.replicas != len(delay_s):
+        raise ValueError(f"{stages} stages of {args.replicas} are not the network's {len(delay_s)} devices")
+    model = cost.Model(delay_s, bandwidth_Bps, stages, cost.PUBLISHED)
+    rng = np.random.default_rng(numbers["seed"])
+    before = time.perf_counter()
+    found = _searched(args.search, model, rng, numbers["evaluations"])
+    seconds = time.perf_counter() - before
+    result = {
+        "total_s": found.cost.total_s,
+        "data_parallel_s": found.cost.data_parallel_s,
+        "pipeline_s": found.cost.pipeline_s,
+        "groups": found.groups,
+        "order": found.cost.order,
+        "lower_bound_s": model.lower_bound_s(),
+        "proven": found.proven,
+        "evaluations": found.evaluations,
+        "seconds": seconds,
+    }
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    print(f"{args.dtfm}: {stages} stages of {model.size}, DT-FM's model of communication, predicted")
+    for place, stage in enumerate(found.cost.order):
+        print(f"  {place}: {', '.join(map(str, found.groups[stage]))}")
+    total, shared, hops = found.cost.total_s, found.cost.data_parallel_s, found.cost.pipeline_s
+    print(f"{total:.4f} s an iteration: gradients {shared:.4f} s, pipeline {hops:.4f} s")
+    bound = "proven optimal" if found.proven else f"no placement is below {model.lower_bound_s():.4f} s"
+    print(f"{bound}; {found.evaluations} evaluations in {seconds:.2f} s")
+    return 0
+
+
+def _searched(name: str, model: cost.Model, rng: np.random.Generator, budget: int) -> search.Found:
+    if name == "greedy":
+        return greedy.greedy_search(model)
+    if name == "random":
+        return search.random_search(model, rng, budget)
+    return dtfm.evolve(model, rng, budget) if name == "dtfm" else anneal.anneal(model, rng, budget)
