@@ -16,6 +16,7 @@ from shoal.executor.emulated import Emulated
 from shoal.model.cut import inputs
 
 MICROBATCHES = 4
+MEMORY_BYTES = 96 << 10  # too little for a whole stage, so that its two units take turns
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(7))
 
 
@@ -26,24 +27,27 @@ class Case:
     make: Callable[[Config, int], Executor]
 
 
-def a_config(kind: str, dtype: str = "float32", device: str = "cpu") -> Config:
+def a_config(kind: str, dtype: str = "float32", device: str = "cpu", memory_bytes: int = 0) -> Config:
     return Config(
         run=Run(stages=2, steps=10),
         model=Model(hidden_size=16, layers=2, heads=2, kv_heads=2, intermediate_size=24, vocab_size=64),
         data=Data(sequence=8),
         train=Train(batch=8, microbatch=2, dtype=dtype, warmup=0, learning_rate=0.01),
-        device=Device(kind=device, executor=kind, emulated_values=64),
+        device=Device(kind=device, executor=kind, emulated_values=64, memory_bytes=memory_bytes),
     )
 
 
 CASES = [
     Case("resident fp32", a_config("resident"), executor.create),
     Case("resident bf16", a_config("resident", "bfloat16"), executor.create),
+    Case("swapping fp32", a_config("swapping", memory_bytes=MEMORY_BYTES), executor.create),
+    Case("swapping bf16", a_config("swapping", "bfloat16", memory_bytes=MEMORY_BYTES), executor.create),
     Case("emulated", a_config("emulated"), lambda config, stage: Emulated(config, stage, sleep=lambda seconds: None)),
 ]
 
 if torch.cuda.is_available():
     CASES.append(Case("resident cuda", a_config("resident", device="cuda"), executor.create))
+    CASES.append(Case("swapping cuda", a_config("swapping", device="cuda", memory_bytes=1 << 20), executor.create))
 if torch.backends.mps.is_available():
     CASES.append(Case("resident mps", a_config("resident", device="mps"), executor.create))
 

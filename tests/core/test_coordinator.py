@@ -386,3 +386,16 @@ def test_a_peer_whose_connections_broke_goes_sooner_unless_it_shows_life() -> No
     leader.mind.doubt("c", leader.now)
     leader.wait(2.0, alive=("b",))
     assert [m.peer for m in leader.view.members] == ["a", "b"] and "cannot be reached" in leader.view.reason
+
+
+@pytest.mark.parametrize("norm_sq", [float("nan"), float("inf"), -1.0])
+def test_a_norm_that_is_none_never_reaches_the_optimizer(norm_sq: float) -> None:
+    leader = Leader()
+    leader.start()
+    leader.fill_books()
+    round_ = leader.rounds()[-1]
+    for peer in ("a", "b"):
+        leader.hear(peer, Reduced(0, 0, round_.round, "sum 0" if peer == "a" else "sum 1", 4.5))
+    for _ in range(3):
+        leader.hear("c", Reduced(0, 0, round_.round, "sum 0", norm_sq))
+    assert leader.view.step == 0 and "c" not in [m.peer for m in leader.view.members]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from shoal.core.messages import Member
 from shoal.core.rebalance import GAIN, move, place
 
@@ -33,8 +36,29 @@ def test_a_peer_moves_from_the_thickest_to_the_thinnest_stage_when_it_pays() -> 
 
 
 def test_a_small_gain_moves_nobody() -> None:
-    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate((0, 0, 0, 0, 0, 1, 1, 1, 1)))
-    assert GAIN > 1.0 and move(members, stages=2) is None
+    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate([0] * 22 + [1] * 20))
+    assert GAIN > 21 / 20 and move(members, stages=2) is None
+
+
+def test_two_stages_that_are_equally_thin_do_not_block_each_other() -> None:
+    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate((0, 0, 0, 1, 1, 1, 2, 3)))
+    chosen = move(members, stages=4)
+    assert chosen is not None
+    assert (chosen[0].stage, chosen[1]) == (0, 2) and "gain 2.00x" in chosen[2]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5))
+def test_moves_come_to_an_end_and_empty_no_stage(stages: list[int], seconds: list[float]) -> None:
+    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate(stages))
+    served, moves = {member.stage for member in members}, 0
+    while (chosen := move(members, stages=5, seconds=tuple(seconds))) is not None:
+        who, stage, _ = chosen
+        rest = tuple(member for member in members if member != who)
+        members = (*rest, Member(who.peer, stage))
+        served, before = {member.stage for member in members}, served
+        assert served >= before
+        moves += 1
+        assert moves <= len(stages), "peers wander"
 
 
 def test_the_last_replica_of_a_stage_never_moves() -> None:

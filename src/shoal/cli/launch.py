@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.cli.process import identify
 from shoal.runtime.report import AnyLine, Ended, Listening, decode
 
 MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
@@ -44,6 +45,7 @@ class Child:
 
     def __init__(self, label: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.label, self.process, self.log = label, process, log
+        self.identity = identify(process.pid)
         self.listening = asyncio.Event()  # or gone without ever listening
         self.addresses: tuple[str, ...] = ()
         self.ended: Ended | None = None

@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         print(_compared(made, other, args.what_if))
     for what, step_s, stages in around:
         assert made.predicted is not None
-        print(f"{what:<13} {step_s:.4g} s a step, {made.predicted.step_s / step_s:.2f}x as fast, {stages} stages")
+        print(f"{what:<13} {step_s:.4g} s a step, {made.predicted.step_s / step_s:.2f}x as fast, {strategy.stages_text(stages)}")
     return 0
 
 
@@ -252,7 +252,7 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
     lines = [
         "",
         f"step          {_seconds(told.step_s)}: {parts} {_seconds(told.agreeing_s)}",
-        f"tokens        {told.tokens_per_s:,.4g} per second",
+        f"tokens        {_count(told.tokens_per_s)} per second",
     ]
     if told.price_per_day:
         million = told.price_per_day / (told.tokens_per_s * 86400) * 1e6
@@ -279,7 +279,7 @@ def _compared(made: plan.Plan, other: plan.Plan, text: str) -> str:
     return (
         f"\nwhat if       {text}\n"
         f"              {_seconds(then.step_s)} a step instead of {_seconds(now.step_s)},"
-        f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {len(other.stages)} stages; {then.bottleneck}"
+        f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {strategy.stages_text(len(other.stages))}; {then.bottleneck}"
     )
 
 
@@ -294,6 +294,10 @@ def _check(given: plan.Plan, problem: strategy.Problem) -> int:
 
 def _seconds(value: float) -> str:
     return units.duration(value) if value >= 0.01 else f"{value * 1e3:.2g} ms"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _many(count: float) -> str:

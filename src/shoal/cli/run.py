@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.cli import rundir
 from shoal.cli.launch import Child, Crew, Spec, Start
+from shoal.cli.process import identify
 from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.dashboard import account, plot
@@ -111,7 +113,7 @@ class Run:
         with Terminal() as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
-                    works = (self._show(terminal), self._start_all(), self._kill())
+                    works = (self._show(terminal), self._start_all(), self._kill(), self._keep())
                     tasks = [group.create_task(work) for work in works]
                     await self.over.wait()
                     for task in tasks:
@@ -171,6 +173,14 @@ class Run:
             self._give_up(f"{children[0].label} does not listen after {LISTEN_S:.0f} s; see {children[0].log}")
         for child in children[1:]:
             self._introduce(child)
+
+    async def _keep(self) -> None:
+        """While `shoal chaos` is at work it says how many peers there are to be; who is to go it signals itself."""
+        while True:
+            await asyncio.sleep(SHOW_S)
+            wanted = rundir.wanted(self.directory) if self.watch.started and self.authority is not None else None
+            if wanted is not None and self.crew.living and len(self.crew.living) < wanted.peers:
+                await self._join()
 
     async def _join(self) -> None:
         """One more peer, in the place of one that is gone."""
@@ -237,8 +247,16 @@ class Run:
         elif child.ended is not None and child.ended.user_error:
             self.user_error = child.ended.reason
             self.over.set()
-        elif not child.killed and not self.over.is_set():
+        elif not child.killed and not self.over.is_set() and not self._by_chaos(child):
             self._lost(child)
+
+    def _by_chaos(self, child: Child) -> bool:
+        """A peer was killed from outside while `shoal chaos` was at work, which says itself whether another is to come."""
+        by_chaos = child.process.returncode == -signal.SIGKILL and rundir.wanted(self.directory) is not None
+        if by_chaos and self.crew.living:
+            self.watch.killed += 1
+            self.watch.tell("killed", f"{child.label} by SIGKILL, while `shoal chaos` is at work", time.monotonic())
+        return by_chaos and bool(self.crew.living)
 
     def _lost(self, child: Child) -> None:
         """A peer has ended and nobody asked it to."""
@@ -267,6 +285,7 @@ class Run:
     async def _show(self, terminal: Terminal) -> None:
         written_s = 0.0
         known: tuple[str, ...] = ()
+        listed: rundir.Locals | None = None
         while True:
             now = time.monotonic()
             terminal.show(self.watch.snapshot(now))
@@ -276,7 +295,32 @@ class Run:
             if (addresses := self._addresses()) != known:
                 known = addresses
                 replace(self.directory / "bootstrap.json", msgspec.json.encode(addresses))
+            if (peers := self._locals()) != listed:
+                listed = peers
+                replace(self.directory / "peers.json", msgspec.json.encode(peers))
             await asyncio.sleep(SHOW_S)
 
     def _write_status(self) -> None:
         replace(self.directory / "status.json", msgspec.json.encode(self.watch.snapshot(time.monotonic())))
+
+    def _locals(self) -> rundir.Locals:
+        """What `shoal chaos` needs to know."""
+        standing = self.watch.standing
+        launcher = identify(os.getpid())
+        assert launcher is not None
+        return rundir.Locals(
+            launcher=launcher,
+            started=self.watch.started,
+            finished=self.watch.finished,
+            peers=tuple(
+                rundir.Local(
+                    label=child.label,
+                    process=child.identity,
+                    stage=standing[child.label].stage if child.label in standing else None,
+                    leads=child.label in standing and standing[child.label].leading,
+                )
+                for child in self.crew.living
+                if child.identity is not None
+            ),
+            members=tuple(rundir.Seat(label=label, stage=stage) for label, stage in self.watch.seats()),
+        )

@@ -3,6 +3,7 @@
     summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`)
     commits.jsonl  each committed step with its round    status.json  the newest snapshot (`shoal status`)
     loss.png       checkpoints/step-N/                   logs/        each peer's words for people
+    peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
     config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
 
 For `shoal run`, which writes most of it, `shoal join`, `shoal invite` and `shoal status`.
@@ -19,10 +20,67 @@ from pathlib import Path
 import msgspec
 
 from shoal import trace
+from shoal.cli.process import Process, lives
 from shoal.cli.watch import Resumed
 from shoal.config import Config
 from shoal.runtime.account import Step, surviving
 from shoal.runtime.report import replace
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A member of the newest view; `label` is '' when it is another machine's."""
+
+    label: str
+    stage: int
+
+
+class Local(msgspec.Struct, frozen=True):
+    """One of the launcher's peers."""
+
+    label: str
+    process: Process
+    stage: int | None = None
+    leads: bool = False
+
+
+class Locals(msgspec.Struct, frozen=True):
+    """peers.json: who can be signalled here, and who the run relies on."""
+
+    launcher: Process
+    started: bool = False  # training has begun
+    finished: bool = False
+    peers: tuple[Local, ...] = ()
+    members: tuple[Seat, ...] = ()
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """wanted.json: the launcher starts peers until there are so many, as long as process `by` lives."""
+
+    peers: int
+    by: Process
+
+
+def locals_of(directory: Path) -> Locals:
+    """Of a run that is being trained here now."""
+    path = directory / "peers.json"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Locals)
+    except FileNotFoundError:
+        raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not a list of a run's peers: {error}") from None
+    if not lives(found.launcher):
+        raise ValueError(f"{directory}: its launcher is not running any more")
+    return found
+
+
+def wanted(directory: Path) -> Wanted | None:
+    """None: nobody but the launcher decides how many peers there are."""
+    try:
+        found = msgspec.json.decode((directory / "wanted.json").read_bytes(), type=Wanted)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    return found if lives(found.by) else None
 
 
 def place(config: Config) -> Path:

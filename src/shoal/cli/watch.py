@@ -90,6 +90,11 @@ class Watch:
         view = self.books.view
         return {self.labels.get(m.peer, "") for m in view.members + view.joining} if view is not None else set()
 
+    def seats(self) -> list[tuple[str, int]]:
+        """The members of the newest view: label ('' of another machine's peer) and stage."""
+        view = self.books.view
+        return [(self.labels.get(m.peer, ""), m.stage) for m in view.members] if view is not None else []
+
     def expendable(self) -> list[str]:
         """Members without whom their stage still has a member that holds its state, and the others a majority."""
         view = self.books.view

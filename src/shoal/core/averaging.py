@@ -70,7 +70,10 @@ def _coverage(group: Sequence[Share], microbatches: int) -> str:
     peers = [share.peer for share in group]
     if len(set(peers)) != len(peers):
         return "a replica is listed twice"
-    listed = sorted(index for share in group for index in share.indices)
+    brought = [index for share in group for index in share.indices]
+    if len(brought) == microbatches and set(brought) == set(range(microbatches)):
+        return ""
+    listed = sorted(brought)
     twice = [index for index, after in pairwise(listed) if index == after]
     if twice:
         return f"microbatches {_few(twice)} are brought twice"

@@ -154,7 +154,10 @@ class Coordinator:
             case Complaint() if present:
                 self._on_complaint(peer, message)
             case Reduced() if self._in_round(message) and peer in self.round_sent:
-                self.reduced[peer] = message
+                if not (math.isfinite(message.norm_sq) and message.norm_sq >= 0.0):
+                    self._complain(peer, peer, f"its sum has the squared norm {message.norm_sq}", gentle=False)
+                else:
+                    self.reduced[peer] = message
             case RoundFailed() if self._in_round(message):
                 return self._on_round_failed(peer, message, now)
             case _:
@@ -574,7 +577,7 @@ class Coordinator:
         rates: list[list[float]] = [[] for _ in range(self.settings.stages)]
         for member in self.view.members:
             pulse = self.pulses.get(member.peer)
-            if pulse is not None and pulse.rate > 0 and pulse.stage == member.stage:
+            if pulse is not None and 0 < pulse.rate < math.inf and pulse.stage == member.stage:
                 rates[member.stage].append(pulse.rate)
         if all(rates):
             return tuple(len(group) / sum(group) for group in rates)

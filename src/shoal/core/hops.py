@@ -38,7 +38,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.routing import BACKWARD_SIZE, Latency
-from shoal.core.seat import TEXT, Seat, drop, member_of, owner_of
+from shoal.core.seat import TEXT, Seat, drop, owner_of
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
 DECLINED_PER_MICROBATCH = 8  # attempts remembered; beyond that a request from a view not seen yet gets no answer
@@ -155,7 +155,7 @@ class Hops:
             return drop(blobs) + (self._again(peer, message) if owned else [])
         if message.view > view.number:
             return drop(blobs) + self._busy(peer, message, soon)
-        if not current or not owned or member_of(view.members, self._name) is None:
+        if not current or not owned or self._name not in self._seat.known.serving:
             return drop(blobs)
         if not self._seat.current:
             return drop(blobs) + self._busy(peer, message, soon)
@@ -227,7 +227,9 @@ class Hops:
 
     def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
         view = self._seat.view
-        if view is None or message.epoch != view.epoch or message.step < view.step or not member_of(view.members, peer):
+        if view is None or message.epoch != view.epoch or message.step < view.step:
+            return []
+        if peer not in self._seat.known.serving:
             return []
         self._asks[peer] = message
         return self.answer_asks()
@@ -235,8 +237,9 @@ class Hops:
     def answer_asks(self) -> list[Command]:
         """Only when no former owner's backward can be booked any more after the answer."""
         view, job = self._seat.view, self._running
-        me = member_of(view.members, self._name) if view is not None else None
-        if view is None or me is None:
+        serving = self._seat.known.serving
+        stage = serving.get(self._name)
+        if view is None or stage is None:
             return []
         if job is not None and job.backward and owner_of(view, job.message.index) != job.sender:
             return []
@@ -246,8 +249,8 @@ class Hops:
             if ask.view > view.number:
                 continue
             del self._asks[peer]
-            if (ask.epoch, ask.step) == (view.epoch, view.step) and member_of(view.members, peer):
-                commands.append(Send(peer, Books(view.epoch, view.step, view.number, me.stage, indices)))
+            if (ask.epoch, ask.step) == (view.epoch, view.step) and peer in serving:
+                commands.append(Send(peer, Books(view.epoch, view.step, view.number, stage, indices)))
         return commands
 
     # ------------------------------------------------------------------------------------------------------ answers

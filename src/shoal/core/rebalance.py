@@ -25,38 +25,44 @@ def place(members: Iterable[Member], stages: int, seconds: tuple[float, ...] = (
     return stage, f"stage {stage} has the fewest replicas for its work (replicas {others})"
 
 
-GAIN = 1.25  # a move must speed the pipeline up by this much: a download and a smaller group are its price
+GAIN = 1.1  # moves must speed the pipeline up by this much: what was measured of the stages may be off by some percent
 
 
 def move(members: tuple[Member, ...], stages: int, seconds: tuple[float, ...] = ()) -> tuple[Member, int, str] | None:
-    """The one move that speeds up the pipeline's slowest stage most: who goes, where to, and why; None if none is
-    worth it.
+    """The next move on the way to an even pipeline: who goes, where to, and why; None if that is not worth it.
 
     SWARM's rule (section 3.2: from the least to the most loaded stage, one peer per period) with what it leaves out: a
-    threshold, so that peers do not wander, and the last replica of a stage never goes. Of the giving stage the newest
-    member goes."""
+    threshold, so that peers do not wander, and the last replica of a stage never goes. What counts is the gain of all
+    moves that are left: of two stages that are equally thin, the first one's move gains nothing by itself, and a rule
+    that looks at one move would make none (benchmarks/rebalance.py, 8 stages: 95.5 % of the optimum, this one 96.9 %).
+    Of the giving stage the newest member goes."""
     counts = [0] * stages
     for member in members:
         counts[member.stage] += 1
     cost = seconds if len(seconds) == stages else (1.0,) * stages
     power = [counts[s] / cost[s] for s in range(stages)]
-    thin = min(range(stages), key=lambda s: (power[s], s))
-    best: tuple[float, int] | None = None
-    for giver in range(stages):
-        if giver == thin or counts[giver] < 2:
-            continue
-        after = list(power)
-        after[thin] = (counts[thin] + 1) / cost[thin]
-        after[giver] = (counts[giver] - 1) / cost[giver]
-        gain = min(after) / power[thin] if power[thin] else float("inf")
-        if best is None or gain > best[0]:
-            best = (gain, giver)
-    if best is None or best[0] < GAIN:
+    first: tuple[int, int] | None = None
+    best = before = min(power)
+    while (step := _evening(counts, cost)) is not None:
+        giver, thin = step
+        first = first or step
+        counts[giver] -= 1
+        counts[thin] += 1
+        best = max(best, min(counts[s] / cost[s] for s in range(stages)))
+    gain = best / before if before else float("inf")
+    if first is None or gain < GAIN:
         return None
-    gain, giver = best
+    giver, thin = first
     who = next(member for member in reversed(members) if member.stage == giver)
     reason = (
         f"move {who.peer} {giver}->{thin}: stage {thin} serves {power[thin]:.2f}, stage {giver} {power[giver]:.2f} "
         f"microbatches per unit of time; gain {gain:.2f}x"
     )
     return who, thin, reason
+
+
+def _evening(counts: list[int], cost: tuple[float, ...]) -> tuple[int, int] | None:
+    """From the stage that is left with most to the thinnest, which must have been thinner than what is left there."""
+    thin = min(range(len(counts)), key=lambda s: (counts[s] / cost[s], s))
+    able = [s for s in range(len(counts)) if counts[s] > 1 and (counts[s] - 1) / cost[s] > counts[thin] / cost[thin]]
+    return (max(able, key=lambda s: ((counts[s] - 1) / cost[s], -s)), thin) if able else None

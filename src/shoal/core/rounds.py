@@ -141,7 +141,7 @@ class Rounds:
 
     def on_view(self, view: View) -> list[Command]:
         """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
-        gone = [key for key in self._early if not self._serves(view, key[0])]
+        gone = [key for key in self._early if not self._serves(key[0])]
         commands = drop(tuple(blob for key in gone for blob in self._early.pop(key).blobs))
         lost = fenced(self._current.message, view) if self._current is not None else None
         return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
@@ -162,7 +162,7 @@ class Rounds:
         self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
         view = self._seat.view
-        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._serves(view, peer):
+        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._serves(peer):
             return drop(blobs)
         current = self._current
         if current is not None and message.round == current.message.round:
@@ -175,9 +175,9 @@ class Rounds:
             return drop(blobs)
         return self._hold(peer, Early(message, blobs, fault))
 
-    def _serves(self, view: View, peer: Peer) -> bool:
+    def _serves(self, peer: Peer) -> bool:
         """A replica of my own stage; whoever is not cannot share a group with me."""
-        stages = {member.peer: member.stage for member in view.joining + view.members}
+        stages = self._seat.known.present
         return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
 
     def _hold(self, peer: Peer, early: Early) -> list[Command]:

@@ -7,9 +7,20 @@ from __future__ import annotations
 
 import msgspec
 
-from shoal.core.messages import Apply, Command, Drop, Index, Member, Peer, View
+from shoal.core.messages import Apply, Command, Drop, Index, Member, Peer, Stage, View
 
 TEXT = 2000  # longest reason a message may carry
+
+
+class Known(msgspec.Struct, frozen=True):
+    """Stages of everyone in a view. A message is judged by it, and must not cost a walk over the whole swarm."""
+
+    view: View | None
+    serving: dict[Peer, Stage]  # members
+    present: dict[Peer, Stage]  # and those who join
+
+
+NOBODY = Known(None, {}, {})
 
 
 class Seat(msgspec.Struct):
@@ -23,6 +34,7 @@ class Seat(msgspec.Struct):
     digest: str = ""  # of the parameters
     unfit: str = ""  # why they are not what the run agreed on
     applying: Apply | None = None
+    _known: Known = NOBODY  # of `view`; made once for each
 
     @property
     def ready(self) -> bool:
@@ -34,6 +46,16 @@ class Seat(msgspec.Struct):
         """Ready for the step that the view trains."""
         view = self.view
         return view is not None and self.ready and (self.epoch, self.step) == (view.epoch, view.step)
+
+    @property
+    def known(self) -> Known:
+        """Who is in the view."""
+        view = self.view
+        if self._known.view is not view:
+            serving = {member.peer: member.stage for member in view.members} if view is not None else {}
+            joining = {member.peer: member.stage for member in view.joining} if view is not None else {}
+            self._known = Known(view, serving, joining | serving)
+        return self._known
 
 
 def member_of(members: tuple[Member, ...], peer: Peer) -> Member | None:

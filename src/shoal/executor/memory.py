@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 ALIGN = 256  # bytes: what allocators give by themselves; matrix kernels may add in another order on less
 
+CUDA_BLOCK = 512  # bytes: PyTorch's allocator rounds up to it
+
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
@@ -85,7 +87,9 @@ class Plan(msgspec.Struct, frozen=True):
         return len(self.groups)
 
 
-Live = Callable[[int, int], int]  # units from, up to -> bytes that one microbatch takes while it runs through them and back
+Live = Callable[
+    [int, int], int
+]  # units from, up to -> bytes that one microbatch takes while it runs through them and back
 
 
 def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
@@ -200,6 +204,8 @@ class Watch(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
+        if self._device == "cuda":
+            nbytes = -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK
         if key in given or key in self._alive:
             return
 

@@ -13,7 +13,7 @@ its own, with real copies into it, so that order and bound are those of a GPU. T
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class Group(NamedTuple):
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     sums: tuple[Tensor | None, ...]  # none: an earlier group uses the parameter too, and adds both gradients
+    ready: Callable[[], None]  # called before something is added to the sums
 
 
 class End(NamedTuple):
@@ -49,10 +50,9 @@ class End(NamedTuple):
 
 
 class Back(NamedTuple):
-    """What came of it."""
+    """What came of it, on the host."""
 
-    found: list[Tensor]  # gradients of the group's parameters, on the device
-    grad: Tensor | None  # of the group's input; this and the following on the host
+    grad: Tensor | None  # of the group's input
     loss: Tensor | None
     finite: Tensor
 
@@ -77,9 +77,7 @@ class Swapping:
         for _, parameter in named:
             parameter.data = torch.empty(0)  # the groups' own will take its place
         self._sizes = memory.Sizes(self._row.units, self._host.counts, self._dtype.itemsize)
-        self.plan = memory.plan(
-            self._sizes, self._measure(), limit=config.device.memory_bytes, fixed_bytes=fixed_bytes
-        )
+        self.plan = memory.plan(self._sizes, self._measure(), limit=config.device.memory_bytes, fixed_bytes=fixed_bytes)
         spans = [(group.start, group.stop) for group in self.plan.groups]
         cargo = [self._host.cargo(self._names(*span), self._sizes.own(*span)) for span in spans]
         self._link = Link(self._host.computing, cargo, self._device)
@@ -148,10 +146,8 @@ class Swapping:
             group, stage = self._enter(index, index - 1)
             self._link.open(index, None if self._empty else self.sum)
             for place, (end, its) in enumerate(zip(ends, inputs, strict=True)):
-                back = self._back(stage, group, end._replace(x=its[index]))
-                self._link.sums_ready()
-                self._add(group, back.found, shared[place])
-                ends[place] = end._replace(grad=back.grad)
+                back = self._back(stage, group, end._replace(x=its[index]), shared[place])
+                ends[place] = End(end.x, back.grad, None)
                 losses.append(back.loss)  # those of the last group come first
                 finite.append(back.finite)
             self._link.close(index, self._pending)
@@ -202,8 +198,8 @@ class Swapping:
         group = self._groups[index]
         return group, self._row.group(group.start, group.stop)
 
-    def _back(self, stage: Stage, group: Group, end: End) -> Back:
-        """One microbatch through one group and back."""
+    def _back(self, stage: Stage, group: Group, end: End, shared: dict[str, Tensor]) -> Back:
+        """One microbatch through one group and back, its gradients added to the slab."""
         x, grad, tokens = (None if value is None else self._toward(value) for value in end)
         assert x is not None
         wanted: list[Tensor] = list(group.parameters)
@@ -215,16 +211,14 @@ class Swapping:
             found = list(torch.autograd.grad(y, wanted, grad_y, allow_unused=True, materialize_grads=True))
         finite = torch.stack([torch.isfinite(part).all() for part in found]).all()
         grad_x = None if stage.first else self._away(found.pop())
-        return Back(found, grad_x, None if loss is None else self._away(loss), self._away(finite))
-
-    def _add(self, group: Group, found: list[Tensor], shared: dict[str, Tensor]) -> None:
-        """Gradients of a microbatch to the slab; `shared` keeps those that a group still to come will complete."""
+        group.ready()
         for name, part, into in zip(group.names, found, group.sums, strict=True):
             whole = part + self._toward(shared.pop(name)) if name in shared else part
             if into is None:
-                shared[name] = self._away(whole)
+                shared[name] = self._away(whole)  # for the group still to come that uses it too
             else:
                 into.add_(whole)
+        return Back(grad_x, None if loss is None else self._away(loss), self._away(finite))
 
     # ------------------------------------------------------------------------------------------------- there and back
 
@@ -258,19 +252,22 @@ class Swapping:
         """A group with its parameters in its slot and its sums in the slab, for good."""
         slot, names = self._link.slots[index % 2], self._names(start, stop)
         starts = accumulate((self._host.padded(name) for name in names), initial=0)
-        parameters = {name: nn.Parameter(self._host.shaped(slot, at, name)) for name, at in zip(names, starts)}  # noqa: B905
-        return self._bound(start, stop, parameters, self._link.slab)
+        parameters = {
+            name: nn.Parameter(self._host.shaped(slot, at, name)) for name, at in zip(names, starts, strict=False)
+        }
+        return self._bound((start, stop), parameters, self._link.slab, self._link.sums_ready)
 
-    def _bound(self, start: int, stop: int, parameters: dict[str, nn.Parameter], slab: Tensor) -> Group:
-        own = [name for name in parameters if name in self._sizes.own(start, stop)]
+    def _bound(
+        self, span: tuple[int, int], parameters: dict[str, nn.Parameter], slab: Tensor, ready: Callable[[], None]
+    ) -> Group:
+        own = [name for name in parameters if name in self._sizes.own(*span)]
         starts = accumulate((self._host.counts[name] for name in own), initial=0)
-        sums = {name: self._host.shaped(slab, at, name) for name, at in zip(own, starts)}  # noqa: B905
-        for unit in range(start, stop):
+        sums = {name: self._host.shaped(slab, at, name) for name, at in zip(own, starts, strict=False)}
+        for unit in range(*span):
             for name in self._row.units[unit]:
                 self._row.bind(unit, name, parameters[name])
-        return Group(
-            start, stop, tuple(parameters), tuple(parameters.values()), tuple(sums.get(name) for name in parameters)
-        )
+        placed = tuple(parameters), tuple(parameters.values()), tuple(sums.get(name) for name in parameters)
+        return Group(*span, *placed, ready)
 
     def _trial(self, start: int, stop: int) -> Group:
         """A group in memory of its own, all zeros: to see what running it takes."""
@@ -281,7 +278,7 @@ class Swapping:
             for name, shape in shapes.items()
         }
         own = sum(self._host.counts[name] for name in self._sizes.own(start, stop))
-        return self._bound(start, stop, parameters, torch.zeros(own, device=self._device))
+        return self._bound((start, stop), parameters, torch.zeros(own, device=self._device), lambda: None)
 
     def _measure(self) -> memory.Live:
         """What a microbatch of the configured size takes on the device, by running one through these units."""
@@ -298,10 +295,12 @@ class Swapping:
         def live(start: int, stop: int) -> int:
             group, stage = self._trial(start, stop), self._row.group(start, stop)
             later = {name for unit in self._row.units[stop:] for name in unit}
-            halves = {name: torch.zeros(self._host.shapes[name], dtype=self._dtype) for name in group.names if name in later}
+            halves = {
+                name: torch.zeros(self._host.shapes[name], dtype=self._dtype) for name in group.names if name in later
+            }
             end = End(kinds[start], None if stage.last else kinds[stop], tokens if stage.last else None)
             with memory.Watch(self._device) as watch:
-                self._add(group, self._back(stage, group, end).found, halves)
+                self._back(stage, group, end, halves)
             return watch.peak
 
         return live

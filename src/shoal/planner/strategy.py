@@ -258,7 +258,7 @@ def _plan(problem: Problem, played: list[Option], refusals: list[str]) -> Plan:
         stages.append(StagePlan(span.start, span.stop, names, kind, need.device_bytes, slowest_s))
     left_out = tuple(devices[d].name for d, stage in enumerate(seats.stage_of) if stage < 0)
     runners_up = tuple(
-        f"{option.stages} stages: {option.step.step_s:.3g} s a step ({option.step.bottleneck})"
+        f"{stages_text(option.stages)}: {option.step.step_s:.3g} s a step ({option.step.bottleneck})"
         for option in played[1:]
         if option.step is not None
     )
@@ -289,14 +289,18 @@ def _told(problem: Problem, option: Option) -> Prediction:
     )
 
 
+def stages_text(count: int) -> str:
+    return "1 stage" if count == 1 else f"{count} stages"
+
+
 def _reason(problem: Problem, played: list[Option], refusals: list[str]) -> str:
     best = played[0]
     assert best.step is not None
     near = best_stages(problem)
-    why = f"{best.stages} stages give the shortest predicted step; fewest bytes are moved near S* = {near:.1f}"
+    why = f"{stages_text(best.stages)}: the shortest predicted step; fewest bytes are moved near S* = {near:.1f}"
     if len(played) > 1 and played[1].step is not None:
         more = played[1].step.step_s / best.step.step_s - 1
-        why += f"; {played[1].stages} stages take {more:.0%} longer"
+        why += f"; with {stages_text(played[1].stages)} it is {more:.0%} longer"
     idle = best.seats.stage_of.count(-1)
     if idle:
         why += f"; {idle} devices are left out, as they would hold the others up or cannot hold a stage"

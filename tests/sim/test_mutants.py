@@ -1,0 +1,181 @@
+"""Machines broken on purpose are caught: a checker that nothing ever trips proves nothing.
+
+Each mutant undoes one rule of 'exactly once' or of the agreement. It runs on seeds of a scenario that strains the broken rule, until one is caught; `known` are seeds that caught
+it when this was written, tried first. What the machines do on a seed changes with every change to them, so the
+others follow; the same seeds without the mutant must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.core import averaging, microbatch, quorum, rounds
+from shoal.core.coordinator import Coordinator
+from shoal.core.hops import Hops
+from shoal.core.ledger import Ledger
+from shoal.core.microbatch import Hop, Microbatch, Owned
+from shoal.core.rounds import Rounds
+from shoal.core.trainer import Trainer
+from shoal.sim.scenario import Case, Happenings, Messages, Scenario, draw
+from shoal.sim.swarm import Swarm
+
+SEEDS = 80
+STORM = Scenario(
+    name="storm",
+    peers=(4, 8),
+    stages=(1, 2),
+    microbatches=(16, 24),
+    steps=(4, 6),
+    step_s=1.0,
+    messages=Messages(drop=0.1, delay=0.5, duplicate=1.0, reorder=0.5),
+    happenings=Happenings(slows=6, pauses=6),
+    faults_s=60.0,
+)
+HALVES = Scenario(
+    name="halves", peers=(4, 8), stages=(1, 3), steps=(3, 4), step_s=2.0, happenings=Happenings(halves=6, pauses=1)
+)
+ROUNDS = Scenario(
+    name="rounds",
+    peers=(6, 10),
+    stages=(1, 3),
+    steps=(4, 6),
+    step_s=1.0,
+    messages=Messages(drop=0.05, delay=0.1),
+    happenings=Happenings(kills=3, restarts=4, pauses=5, halves=2, one_ways=2),
+)
+Patch = pytest.MonkeyPatch
+
+
+def accepts_a_stale_answer(patch: Patch) -> None:
+    """An answer to any attempt of any step counts."""
+    on_message = Trainer.on_message
+
+    def trusting(self: Trainer, peer: str, message: Any, *rest: Any) -> Any:
+        if hasattr(message, "step") and hasattr(message, "attempt"):
+            message = msgspec.structs.replace(message, step=self._view.step)
+        return on_message(self, peer, message, *rest)
+
+    patch.setattr(Trainer, "on_message", trusting)
+    patch.setattr(Hop, "answered_by", lambda self, peer, stage, attempt: (peer, stage) == (self.peer, self.stage))
+
+
+def forgets_a_waiting_microbatch(patch: Patch) -> None:
+    """One whose booking was lost is not put back."""
+    wait = Owned.wait
+
+    def forgetful(self: Owned, one: Microbatch) -> None:
+        if one.place is not microbatch.Place.FINISHED:
+            wait(self, one)
+
+    patch.setattr(Owned, "wait", forgetful)
+
+
+def averages_a_fenced_peer(patch: Patch) -> None:
+    """A round goes on although a member of it has left the view."""
+    patch.setattr(rounds, "fenced", lambda message, view: None)
+    patch.setattr(Coordinator, "_holds", lambda self, round_: True)
+
+
+def books_twice_after_a_retry(patch: Patch) -> None:
+    """A slow backward is sent elsewhere like a slow forward."""
+
+    def elsewhere(self: Trainer, one: Microbatch, hop: Hop, now: float) -> None:
+        one.avoid, one.hop = hop.peer, None
+        self._advance(one, now)
+
+    patch.setattr(Trainer, "_repeat", elsewhere)
+
+
+def adds_a_booked_microbatch_again(patch: Patch) -> None:
+    """A server looks only at what waits or runs, not at its books."""
+    on_hop = Hops.on_hop
+
+    def blind(self: Hops, *arguments: Any) -> Any:
+        booked, self._booked = self._booked, {}
+        try:
+            return on_hop(self, *arguments)
+        finally:
+            self._booked = {**booked, **self._booked}
+
+    patch.setattr(Hops, "on_hop", blind)
+
+
+def takes_half_for_a_majority(patch: Patch) -> None:
+    def half(voters: Any, yes: set[str]) -> bool:
+        voters = tuple(voters)
+        return 2 * sum(voter in yes for voter in voters) >= len(voters)
+
+    patch.setattr(quorum, "majority", half)
+
+
+def keeps_a_fenced_peers_books(patch: Patch) -> None:
+    patch.setattr(Ledger, "forget", lambda self, peer: 0)
+
+
+def adopts_without_asking_for_books(patch: Patch) -> None:
+    def at_once(self: Trainer, indices: list[int], now: float) -> None:
+        self._own({index: {} for index in indices})
+
+    patch.setattr(Trainer, "_adopt", at_once)
+
+
+def applies_what_it_does_not_hold(patch: Patch) -> None:
+    """A replica takes every commit for its own."""
+    patch.setattr(Rounds, "holds", lambda self, last: True)
+
+
+def commits_before_all_is_booked(patch: Patch) -> None:
+    """The leader lets one booking lack, and the replicas do not object."""
+    init = Ledger.__init__
+
+    def generous(self: Ledger, stages: int, microbatches: int) -> None:
+        init(self, stages, microbatches)
+        self.booked = 1
+
+    patch.setattr(Ledger, "__init__", generous)
+    patch.setattr(Ledger, "complete", lambda self, members: True)
+    patch.setattr(averaging, "_coverage", lambda group, microbatches: "")
+
+
+MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
+    (accepts_a_stale_answer, STORM, (19, 11, 7)),
+    (forgets_a_waiting_microbatch, ROUNDS, (2, 1)),
+    (averages_a_fenced_peer, ROUNDS, (14, 55, 34)),
+    (books_twice_after_a_retry, ROUNDS, (3, 2)),
+    (adds_a_booked_microbatch_again, STORM, (6, 5)),
+    (takes_half_for_a_majority, HALVES, (17, 37)),
+    (applies_what_it_does_not_hold, ROUNDS, (35, 11)),
+    (keeps_a_fenced_peers_books, ROUNDS, (14, 8)),
+    (adopts_without_asking_for_books, ROUNDS, (8, 10)),
+    (commits_before_all_is_booked, ROUNDS, (7, 10)),
+]
+
+
+def a_case(scenario: Scenario, seed: int) -> Case:
+    """All of the scenario's faults at once, to the limit, and averaging so slow that they meet it."""
+    case = draw(scenario, seed)
+    settings = msgspec.structs.replace(case.settings, hop_floor_s=0.3, inflight=4, queue_limit=16)
+    rounds = 30.0 if scenario is ROUNDS else case.rounds
+    replaced = {"messages": scenario.messages, "happenings": scenario.happenings, "rounds": rounds}
+    return msgspec.structs.replace(case, **replaced, settings=settings)
+
+
+@pytest.mark.parametrize(("mutant", "scenario", "known"), MUTANTS, ids=[one[0].__name__ for one in MUTANTS])
+def test_a_mutant_is_caught(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    scenario: Scenario,
+    known: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for seed in (*known, *(seed for seed in range(SEEDS) if seed not in known)):
+        with monkeypatch.context() as patch:
+            mutant(patch)
+            caught = Swarm(a_case(scenario, seed)).run().violations
+        if caught:
+            assert not Swarm(a_case(scenario, seed)).run().violations
+            return
+    pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")
