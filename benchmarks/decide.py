@@ -5,9 +5,10 @@
 A decision is one call of PeerMachine.handle: one event in, its commands out. A swarm is simulated and every event noted; then
 fresh machines are told the same events in the same order, and nothing else is timed. The work per peer is the same at every
 size: every peer books 20 microbatches a step, in groups of up to 20 replicas, so 10, 100 and 1000 peers serve 5, 5 and 50
-stages. Nothing fails: it is hops, heartbeats, rounds and views, as all day long. What comes before the first commit is counted apart: a thousand peers that join within two seconds and meet one
-another for the first time are not what happens all day. Times are CPU seconds of this process, so other programs on the machine do not count; the garbage collector rests while machines are
-timed, since it would walk over all peers of the swarm where a real process holds one.
+stages. Nothing fails: it is hops, heartbeats, rounds and views, as all day long. What comes before the first commit is counted
+apart: a thousand peers that join within two seconds and meet one another for the first time are not what happens all day.
+Times are CPU seconds of this process, so other programs on the machine hardly count; the garbage collector rests while machines
+are timed, since it would walk over all peers of the swarm where a real process holds one.
 
 The last line is one JSON object. Its value is microseconds per decision at the largest size; its bound is what that may be if a
 decision grows as the logarithm of the swarm: the smallest size's times log(largest) / log(smallest). At most 1 is wanted.
@@ -26,7 +27,6 @@ from random import Random
 from typing import Any
 
 from report import report
-
 from shoal.core.messages import Command, Event, Peer, Received, Settings, View
 from shoal.core.peer import PeerMachine
 from shoal.sim.scenario import Case, Happenings, Messages, Scenario
@@ -129,7 +129,9 @@ def explain(history: History) -> None:
         count[kind] += 1
     whole = spent_ns.total()
     for kind, spent in spent_ns.most_common(8):
-        print(f"  {kind:10} {100 * spent / whole:5.1f} %  {count[kind]:8} x {spent / 1000 / count[kind]:7.1f} us (profiled)")
+        print(
+            f"  {kind:10} {100 * spent / whole:5.1f} %  {count[kind]:8} x {spent / 1000 / count[kind]:7.1f} us (profiled)"
+        )
     pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 

@@ -28,7 +28,9 @@ from shoal.numerics.optimizer import learning_rate
 from shoal.runtime.account import Step
 from shoal.runtime.data import Dataset
 
-Shares = tuple[tuple[int, ...], ...]  # of one stage: what each replica added, in its order; the sums are added in this order
+Shares = tuple[
+    tuple[int, ...], ...
+]  # of one stage: what each replica added, in its order; the sums are added in this order
 Order = tuple[Shares, ...]  # of one step: one per stage
 Tensors = dict[str, Tensor]
 
@@ -57,7 +59,9 @@ class OneProcess:
         self.names = [
             [name for name, _ in stages.build(config, stage).named_parameters()] for stage in range(config.run.stages)
         ]
-        assert sorted(sum(self.names, [])) == sorted(self.parameters), "the stages do not make the whole model"
+        assert sorted(name for names in self.names for name in names) == sorted(self.parameters), (
+            "the stages do not make the whole model"
+        )
         matrices = [value for value in self.parameters.values() if value.dim() >= 2]
         vectors = [value for value in self.parameters.values() if value.dim() < 2]
         self.optimizer = torch.optim.AdamW(
@@ -111,9 +115,7 @@ class OneProcess:
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         values = list(self.parameters.values())
-        grads = torch.autograd.grad(
-            loss / self.microbatches, values, allow_unused=True, materialize_grads=True
-        )
+        grads = torch.autograd.grad(loss / self.microbatches, values, allow_unused=True, materialize_grads=True)
         return float(loss.detach()), dict(zip(self.parameters, grads, strict=True))
 
     def _sum(self, found: Sequence[Tensors], names: Sequence[str], shares: Shares) -> Tensor:

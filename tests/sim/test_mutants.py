@@ -1,8 +1,8 @@
 """Machines broken on purpose are caught: a checker that nothing ever trips proves nothing.
 
-Each mutant undoes one rule of 'exactly once' or of the agreement. It runs on seeds of a scenario that strains the broken rule, until one is caught; `known` are seeds that caught
-it when this was written, tried first. What the machines do on a seed changes with every change to them, so the
-others follow; the same seeds without the mutant must pass.
+Each mutant undoes one rule of 'exactly once' or of the agreement. It runs on seeds of a scenario that strains the broken
+rule, until one is caught; `known` are seeds that caught it when this was written, tried first. What the machines do on a
+seed changes with every change to them, so the others follow; the seed that caught it must pass without the mutant.
 """
 
 from __future__ import annotations

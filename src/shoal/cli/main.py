@@ -27,6 +27,7 @@ COMMANDS = {
     "status": "look at a run",
     "generate": "sample text from a checkpoint",
     "plan": "say how to run a model on given machines, how fast that will be and what limits it",
+    "chaos": "kill, stop and slow the peers of a run, on a schedule, at random or as spot instances go",
     "simulate": "play a scenario in virtual time",
     "replay": "feed a recorded run to the machines again and compare",
 }

@@ -73,7 +73,9 @@ def main(args: argparse.Namespace) -> int:
         print(_compared(made, other, args.what_if))
     for what, step_s, stages in around:
         assert made.predicted is not None
-        print(f"{what:<13} {step_s:.4g} s a step, {made.predicted.step_s / step_s:.2f}x as fast, {strategy.stages_text(stages)}")
+        print(
+            f"{what:<13} {step_s:.4g} s a step, {made.predicted.step_s / step_s:.2f}x as fast, {strategy.stages_text(stages)}"
+        )
     return 0
 
 

@@ -296,29 +296,38 @@ def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
             sent[group] = 2 * nbytes * (1 - 1 / len(group))
         return _rough_averaging_s(seats, cluster), sent
     for stage in range(seats.stages):
-        group = seats.replicas(stage)
-        nbytes = seats.gradient_bytes[stage] / len(group) if group else 0.0
-        parts = [
-            (lines.leave(source, owner, nbytes, 0.0), owner)
-            for shift in range(1, len(group))
-            for source, owner in ((group[k], group[(k + shift) % len(group)]) for k in range(len(group)))
-        ]
-        complete = dict.fromkeys(group, 0.0)
-        for at, owner in sorted(parts):
-            complete[owner] = lines.arrive(owner, nbytes, at)
-        sums = [
-            (lines.leave(owner, target, nbytes, complete[owner]), target)
-            for owner in sorted(group, key=lambda device: (complete[device], device))
-            for target in group
-            if target != owner
-        ]
-        for at, target in sorted(sums):
-            end_s = max(end_s, lines.arrive(target, nbytes, at))
+        end_s = max(end_s, _butterfly_s(lines, seats.replicas(stage), seats.gradient_bytes[stage]))
     return end_s, lines.sent
 
 
+def _butterfly_s(lines: _Lines, group: list[int], gradient_bytes: float) -> float:
+    """Parts go out in the chunks' order and sums in the group's, as in core/rounds.py: the first ones' lines fill first."""
+    nbytes, end_s, serial = gradient_bytes / len(group), 0.0, count()
+    missing = dict.fromkeys(group, len(group) - 1)
+    on_the_way: list[tuple[float, int, int, int, bool]] = []  # when, serial, from, to, is a sum
+
+    def send(source: int, target: int, now: float, is_sum: bool) -> None:
+        at = lines.leave(source, target, nbytes, now)
+        heappush(on_the_way, (at, next(serial), source, target, is_sum))
+
+    for source in group:
+        for owner in group:
+            if owner != source:
+                send(source, owner, 0.0, False)
+    while on_the_way:
+        now, _, _, target, is_sum = heappop(on_the_way)
+        done_s = lines.arrive(target, nbytes, now)
+        end_s = max(end_s, done_s)
+        missing[target] -= not is_sum
+        if not is_sum and missing[target] == 0:
+            for other in group:
+                if other != target:
+                    send(target, other, done_s, True)
+    return end_s
+
+
 def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
-    """As if every replica's lines were full from the first byte to the last, and its pairs side by side."""
+    """The same for equal lines that are full from the first byte to the last, and pairs side by side."""
     worst = 0.0
     for stage, nbytes in enumerate(seats.gradient_bytes):
         group = seats.replicas(stage)
@@ -330,7 +339,10 @@ def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
         off = ~np.eye(len(group), dtype=bool)
         pair_s = float(nbytes / len(group) / cluster.bandwidth_Bps[at][off].min())
         line_s = nbytes * (1 - 1 / len(group)) / line_Bps
-        worst = max(worst, 2 * (max(pair_s, line_s) + float(cluster.delay_s[at][off].max())))
+        queued = (3 * len(group) - 4) / (
+            2 * len(group) - 2
+        )  # everybody sends to the first owner first: up to half as long again
+        worst = max(worst, 2 * (max(pair_s, line_s * queued) + float(cluster.delay_s[at][off].max())))
     return worst
 
 

@@ -58,6 +58,13 @@ class Option(msgspec.Struct, frozen=True):
         return len(self.cut)
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a number of stages cannot be; `lacks_bytes` of memory, infinite when it is something else."""
+
+    text: str
+    lacks_bytes: float = math.inf
+
+
 def best_stages(problem: Problem, local_steps: int = 1) -> float:
     """S* of the formula above."""
     made, work = problem.profile, problem.work
@@ -69,16 +76,17 @@ def best_stages(problem: Problem, local_steps: int = 1) -> float:
 def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages: int | None = None) -> Plan:
     """The plan with the shortest predicted step. `budget` placements are priced roughly for each number of stages."""
     wanted = [stages] if stages is not None else candidates(problem)
-    options, refusals = [], []
+    options: list[Option] = []
+    refusals: list[Refusal] = []
     for count in wanted:
         tried = [seated(problem, count, fleet) for fleet in fleets(problem.cluster)]
         possible = [found for found in tried if isinstance(found, Option)]
         if possible:
             options.append(improved(problem, min(possible, key=lambda option: option.rough_s), rng, budget))
-        elif isinstance(tried[0], str):
+        elif isinstance(tried[0], Refusal):
             refusals.append(tried[0])
     if not options:
-        raise ValueError(min(refusals, key=len) if stages is None else refusals[0])
+        raise ValueError(min(refusals, key=lambda refusal: refusal.lacks_bytes).text)
     ranked = sorted(options, key=lambda option: (option.rough_s, option.stages))[:PLAYED]
     played = [msgspec.structs.replace(o, step=predict(o.seats, problem.cluster, rng)) for o in ranked]
     played.sort(key=lambda option: (option.step.step_s if option.step else math.inf, option.stages))
@@ -112,11 +120,12 @@ def fleets(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | str:
+def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Refusal:
     """Every device of the fleet at a stage it can hold, so that all stages pass about as much; or why that cannot be."""
     blocks, devices = problem.shape.layers, problem.cluster.devices
     if not 1 <= stages <= min(blocks, len(fleet)):
-        return f"{stages} stages of a model of {blocks} blocks on {len(fleet)} devices; each needs a block and a device"
+        text = f"{stages_text(stages)} of a model of {blocks} blocks on {len(fleet)} devices; each needs a block and a device"
+        return Refusal(text)
     cut = spans(blocks, stages)
     work = [problem.profile.stage(span) for span in cut]
     flops = [4 * stage.flops or 1.0 for stage in work]
@@ -127,11 +136,11 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | st
     for stage, device in zip(hungry, by_memory, strict=False):
         lacks = _lacks(problem, cut[stage], devices[device])
         if lacks > 0:
-            return (
-                f"{stages} stages: none fits stage {stage}: the best device left, {devices[device].name}, lacks"
-                f" {lacks / 1e9:.1f} GB; more stages, devices or memory, a smaller microbatch"
-                + ("" if problem.swapping else ", or --swap")
+            text = (
+                f"{stages_text(stages)}: stage {stage} fits no device left; {devices[device].name} lacks {lacks / 1e9:.1f} GB;"
+                " more stages, devices or memory, or a smaller microbatch"
             )
+            return Refusal(text + ("" if problem.swapping else ", or --swap"), lacks)
         stage_of[device], rate[stage] = stage, devices[device].flops
     left = sorted((i for i in fleet if stage_of[i] < 0), key=lambda i: (-devices[i].flops, i))
     for device in left:
@@ -243,7 +252,7 @@ def _uniform(cluster: Cluster) -> bool:
 # ----------------------------------------------------------------------------------------------------------- telling
 
 
-def _plan(problem: Problem, played: list[Option], refusals: list[str]) -> Plan:
+def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Plan:
     best, devices = played[0], problem.cluster.devices
     seats, made = best.seats, problem.profile
     stages = []
@@ -293,7 +302,7 @@ def stages_text(count: int) -> str:
     return "1 stage" if count == 1 else f"{count} stages"
 
 
-def _reason(problem: Problem, played: list[Option], refusals: list[str]) -> str:
+def _reason(problem: Problem, played: list[Option], refusals: list[Refusal]) -> str:
     best = played[0]
     assert best.step is not None
     near = best_stages(problem)
@@ -305,7 +314,7 @@ def _reason(problem: Problem, played: list[Option], refusals: list[str]) -> str:
     if idle:
         why += f"; {idle} devices are left out, as they would hold the others up or cannot hold a stage"
     if refusals:
-        why += f"; not possible: {refusals[0]}"
+        why += f"; not possible: {refusals[0].text}"
     return why
 
 

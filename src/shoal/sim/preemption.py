@@ -8,6 +8,7 @@ made of a record is theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +53,7 @@ def read(path: str | Path) -> tuple[Change, ...]:
             changes.append(change)
     if not changes:
         raise ValueError(f"{path} holds no change; wanted lines such as 480000,add,node1")
-    if any(a.at_s > b.at_s for a, b in zip(changes, changes[1:], strict=False)):
+    if any(a.at_s > b.at_s for a, b in pairwise(changes)):
         raise ValueError(f"{path}: its lines are not in order of time")
     return tuple(changes)
 

@@ -1,0 +1,124 @@
+"""How much of what machines and links could do a run does: six peers that compute for a fixed time, over modelled links.
+
+    python benchmarks/overhead.py [--batch 96] [--steps 3] [a.b=c ...]
+
+It is `shoal run configs/lab.toml`: real processes and real TLS, executors that sleep 200 ms per microbatch and stage for a
+forward and twice that for a backward, links of 200 Mbit/s and 50 ms each way for every peer, boundary tensors of 8 MB (A). Value:
+microbatches per second between the first commit and the last, so with averaging, filling and draining inside.
+
+The bound is the smaller of two rates, each of which nothing could beat.
+
+*Compute.* A stage forwards and runs back every microbatch (the last one only runs back: its forward is part of that), and its
+r replicas share them: r / 0.6 s, at the last stage r / 0.4 s.
+
+*Network.* Hops go through the peer that owns the microbatch. For stage s it sends and receives, in units of A:
+
+    stage        forward: request, answer    backward: request, answer    owner sends u_s    owner receives d_s
+    first        tokens      A               gradient        -            1                  1
+    in between   A           A               input, gradient A            3                  2
+    last         -           -               input, tokens   A            1                  1
+
+and its server the other way round. Tokens count nothing. With P peers and S stages of r = P / S replicas, each owns 1 / P of the
+microbatches. A hop that the owner serves itself costs nothing; at best that is every hop at its own stage (a share of 1 / S of
+that stage's hops). So at a rate of R microbatches per second a peer of stage s sends and receives, in bytes per second,
+
+    up   = R A ((sum of u - u_s) / P + d_s (1 - 1 / S) / r)
+    down = R A ((sum of d - d_s) / P + u_s (1 - 1 / S) / r)
+
+and none of these exceeds the link: R <= bandwidth / (A * the largest bracket). For 3 stages of 2 that is 4/3, the downlink of
+a peer in the middle: 2.34 microbatches per second, while the compute would allow 3.33.
+
+The last line is one JSON object. A ratio of 0.85 is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from report import report
+from shoal import config as configuration
+from shoal.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+LAB = ROOT / "configs/lab.toml"
+VALUES = 2_000_000  # of a boundary tensor: 8 MB in float32
+
+
+def compute_bound(config: Config) -> float:
+    """Microbatches per second if links were free."""
+    replicas = config.run.peers // config.run.stages
+    hops = 2 if config.run.stages == 1 else 3  # a forward is one, a backward two
+    return replicas / (hops * config.device.emulated_s)
+
+
+def network_bound(config: Config) -> float:
+    """Microbatches per second if computing took no time; see above."""
+    peers, stages = config.run.peers, config.run.stages
+    replicas = peers / stages
+    sends = [1 if stage in (0, stages - 1) else 3 for stage in range(stages)]
+    receives = [1 if stage in (0, stages - 1) else 2 for stage in range(stages)]
+    foreign = (1 - 1 / stages) / replicas
+    up = max((sum(sends) - u) / peers + d * foreign for u, d in zip(sends, receives, strict=True))
+    down = max((sum(receives) - d) / peers + u * foreign for u, d in zip(sends, receives, strict=True))
+    return config.network.bandwidth_Bps / (4 * config.device.emulated_values * max(up, down))
+
+
+def measure(words: list[str]) -> tuple[float, dict[str, float]]:
+    """Microbatches per second after the first commit, and what else the run says."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "shoal.cli.main", "run", str(LAB), *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=sys.stderr)
+        directory = Path(folder) / "runs/lab"
+        steps = [json.loads(line) for line in (directory / "commits.jsonl").read_bytes().splitlines()]
+        summary = json.loads((directory / "summary.json").read_bytes())
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = steps[-1]["heard_s"] - steps[0]["heard_s"]
+    counted = summary["committed"] * (len(steps) - 1) / len(steps)
+    return counted / seconds, {
+        "seconds_per_step": round(seconds / (len(steps) - 1), 2),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+        "committed": summary["committed"],
+        "redone": summary["redone"],
+        "lost": summary["lost"],
+        "counted_twice": summary["counted_twice"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("settings", nargs="*", metavar="a.b=c")
+    parser.add_argument("--batch", type=int, default=96, help="microbatches per step")
+    parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
+    asked = parser.parse_args()
+    words = [
+        f"train.batch={asked.batch}",
+        f"run.steps={asked.steps}",
+        f"device.emulated_values={VALUES}",
+        *asked.settings,
+    ]
+    config = configuration.load(LAB, words)
+    compute, network = compute_bound(config), network_bound(config)
+    rate, told = measure(words)
+    setting = {
+        "peers": config.run.peers,
+        "stages": config.run.stages,
+        "batch": config.train.batch,
+        "inflight": config.run.inflight,
+        "boundary_bytes": 4 * config.device.emulated_values,
+        "compute_bound": round(compute, 3),
+        "network_bound": round(network, 3),
+        **told,
+    }
+    report("overhead", rate, "microbatches/s", min(compute, network), setting)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""`shoal chaos RUNDIR`: kills, stops and slows the local peers of a run that is being trained, and says what it did and why.
+
+What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (cli/schedule.py). Peers
+are signalled from here, each as the very process that its launcher wrote down (cli/process.py), and nothing else is; the launcher
+starts those that are to come (rundir.Wanted). However it ends, short of SIGKILL, nobody is left stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from shoal import config as configuration
+from shoal import units
+from shoal.cli import process, rundir, schedule
+from shoal.cli.process import Process
+from shoal.cli.rundir import Local, Locals, Wanted
+from shoal.cli.schedule import Act, Rates
+from shoal.dashboard import account
+from shoal.runtime.report import replace
+from shoal.sim import preemption
+
+LOOK_S = 0.25  # between looks at the run
+RETRY_S = 1.0  # an act that would stop the run for good is put off: the run has to take in the last one first
+PATIENCE_S = 60.0  # then it is given up
+PERIOD_S = 0.2  # of a slowed peer: running for 1/by of it, stopped for the rest; well below a heartbeat
+SUMMARY_S = 120.0  # for the launcher of a finished run to write its account
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="the directory of a run that is being trained, such as runs/quickstart")
+    parser.add_argument("--schedule", metavar="FILE", help=f"a TOML file of acts: {schedule.EXAMPLE}")
+    parser.add_argument(
+        "--trace", metavar="CSV", help="a record of spot instances, such as configs/traces/aws-g4dn-spot.csv"
+    )
+    parser.add_argument("--compress", type=float, default=60.0, metavar="X", help="the trace runs X times faster (60)")
+    parser.add_argument("--one-of", type=int, default=1, metavar="K", help="every K-th node of the trace only")
+    parser.add_argument("--kill-every", metavar="S", help="SIGKILL a peer every S seconds on average; another joins")
+    parser.add_argument(
+        "--stop-every", metavar="S", help="SIGSTOP a peer every S seconds on average, and SIGCONT it later"
+    )
+    parser.add_argument("--slow-every", metavar="S", help="slow a peer every S seconds on average")
+    parser.add_argument(
+        "--stop-for", default=str(schedule.STOP_S), metavar="S", help="how long a peer stays stopped (8)"
+    )
+    parser.add_argument("--slow-for", default=str(schedule.SLOW_S), metavar="S", help="how long a peer stays slow (20)")
+    parser.add_argument(
+        "--slow-by", type=float, default=schedule.SLOW_BY, metavar="X", help="how many times slower (10)"
+    )
+    parser.add_argument(
+        "--for", dest="lasting", default="10 min", metavar="S", help="how long it goes on at random (10 min)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--lose-stages", action="store_true", help="a stage may lose its last replica")
+    parser.add_argument("--dry-run", action="store_true", help="print the schedule and touch nothing")
+
+
+def main(args: argparse.Namespace) -> int:
+    directory = Path(args.run)
+    acts = _acts(args, directory)
+    if args.dry_run:
+        print("\n".join(map(str, acts)))
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nobody is left stopped
+    chaos = Chaos(directory, Random(f"{args.seed}/who"), lose_stages=args.lose_stages)
+    try:
+        chaos.run(acts)
+    finally:
+        chaos.end()
+    return _tell_account(directory, chaos)
+
+
+def _acts(args: argparse.Namespace, directory: Path) -> tuple[Act, ...]:
+    rates = _rates(args)
+    random = (rates.kill_every_s, rates.stop_every_s, rates.slow_every_s) != (None, None, None)
+    ways = [args.schedule is not None, args.trace is not None, random]
+    if sum(ways) != 1:
+        raise ValueError(
+            "say what to do in one way: --schedule FILE, --trace CSV, or --kill-every, --stop-every, --slow-every S"
+        )
+    if args.schedule is not None:
+        return schedule.read(args.schedule)
+    if random:
+        return schedule.drawn(rates, args.seed, _positive("--for", args.lasting))
+    if not args.compress > 0 or args.one_of < 1:
+        raise ValueError(f"--compress {args.compress:g} --one-of {args.one_of}: wanted above 0, and 1 or more")
+    written = directory / "config.toml"
+    if not written.exists():
+        raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart")
+    peers = configuration.load(written).run.peers
+    return schedule.from_trace(preemption.read(args.trace), peers, args.compress, args.one_of)
+
+
+def _rates(args: argparse.Namespace) -> Rates:
+    if not args.slow_by > 1:
+        raise ValueError(f"--slow-by {args.slow_by:g}: wanted above 1, such as 10")
+    every = {
+        f"{kind}_every_s": _positive(f"--{kind}-every", getattr(args, f"{kind}_every"))
+        for kind in ("kill", "stop", "slow")
+        if getattr(args, f"{kind}_every") is not None
+    }
+    return Rates(
+        **every,
+        stop_s=_positive("--stop-for", args.stop_for),
+        slow_s=_positive("--slow-for", args.slow_for),
+        slow_by=args.slow_by,
+    )
+
+
+def _positive(option: str, text: str) -> float:
+    seconds = units.parse(text, "_s")
+    if not seconds > 0:
+        raise ValueError(f"{option} {text}: wanted seconds above 0; try 20")
+    return seconds
+
+
+def _tell_account(directory: Path, chaos: Chaos) -> int:
+    """How the run ended, if it did while this was at work."""
+    if not chaos.over:
+        return 0
+    until = time.monotonic() + SUMMARY_S
+    while process.lives(chaos.locals.launcher) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    path = directory / "summary.json"
+    if not path.exists():
+        print(f"{directory}: the run is over and left no account")
+        return 1
+    summary = account.read(path)
+    print(account.text(summary))
+    return 0 if summary.balanced else 1
+
+
+class Chaos:
+    """One call of the command. Times count from the moment at which it began, after training had begun."""
+
+    def __init__(self, directory: Path, rng: Random, lose_stages: bool) -> None:
+        self.directory, self.rng, self.lose_stages = directory, rng, lose_stages
+        self.locals: Locals = rundir.locals_of(directory)
+        self.over = False  # the run is finished, or its launcher is gone
+        self._began_s = time.monotonic()
+        self._wanted = 0
+        self._away: set[str] = set()  # killed or stopped by this
+        self._held: dict[str, Process] = {}  # stopped now and then, to be continued at the end
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+
+    def run(self, acts: tuple[Act, ...]) -> None:
+        """Until the schedule or the run is over."""
+        self._wait_for_training()
+        self._began_s = time.monotonic()
+        self._wanted = len(self.locals.peers)
+        self._want(0)
+        for act in acts:
+            self._at(act.at_s, partial(self._do, act, act.at_s + PATIENCE_S))
+        while not self.over and (self._due or self._held):
+            while self._due and self._due[0][0] <= self._now():
+                heapq.heappop(self._due)[2]()
+            self._look()
+            rest_s = self._due[0][0] - self._now() if self._due else LOOK_S
+            time.sleep(min(LOOK_S, max(0.0, rest_s)))
+        self._say("the run is over" if self.over else "the schedule is over; the run goes on")
+
+    def end(self) -> None:
+        """Nobody stays stopped, and the launcher decides again how many peers there are."""
+        for held in self._held.values():
+            process.send(held, signal.SIGCONT)
+        self._held.clear()
+        (self.directory / "wanted.json").unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------------------------------------------ acts
+
+    def _do(self, act: Act, until_s: float) -> None:
+        if act.kind == "add":
+            self._want(+1)
+            self._say(f"add: {self._wanted} peers are wanted; {act.why}")
+            return
+        self._look()
+        free = tuple(peer for peer in self.locals.peers if peer.label not in self._held)
+        run = msgspec.structs.replace(self.locals, peers=free)
+        choice = schedule.choose(act, run, frozenset(self._away), self.rng, self.lose_stages)
+        if choice.labels:
+            for peer in free:
+                if peer.label in choice.labels:
+                    self._hit(act, peer)
+        elif choice.later and self._now() < until_s:
+            if self._now() - act.at_s < RETRY_S:
+                self._say(f"{act.kind} is put off: {choice.why_not}")
+            self._at(self._now() + RETRY_S, partial(self._do, act, until_s))
+        else:
+            self._say(f"{act.kind} is left out: {choice.why_not}")
+
+    def _hit(self, act: Act, peer: Local) -> None:
+        if act.kind == "remove":
+            self._want(-1)
+        number = signal.SIGKILL if act.kind in ("kill", "remove") else signal.SIGSTOP
+        if not process.send(peer.process, number):
+            self._say(f"{act.kind} {peer.label}: it had ended already")
+            return
+        where = "" if peer.stage is None else f" (stage {peer.stage})"
+        lasting = f" for {units.duration(act.length_s)}" if number == signal.SIGSTOP else ""
+        by = f" {act.by:g}x" if act.kind == "slow" else ""
+        self._say(f"{act.kind} {peer.label}{where}{by}{lasting}: {act.why}")
+        if number == signal.SIGKILL:
+            self._away.add(peer.label)
+            return
+        self._held[peer.label] = peer.process
+        if act.kind == "stop":
+            self._away.add(peer.label)
+            self._at(self._now() + act.length_s, partial(self._wake, peer.label))
+        else:
+            self._halt(peer.label, self._now() + act.length_s, act.by)
+
+    def _halt(self, label: str, until_s: float, by: float) -> None:
+        """One period of a slow peer: stopped for most of it."""
+        if self._now() >= until_s or not process.send(self._held[label], signal.SIGSTOP):
+            self._wake(label)
+            return
+        self._at(self._now() + PERIOD_S * (1 - 1 / by), partial(self._let, label, until_s, by))
+
+    def _let(self, label: str, until_s: float, by: float) -> None:
+        process.send(self._held[label], signal.SIGCONT)
+        self._at(self._now() + PERIOD_S / by, partial(self._halt, label, until_s, by))
+
+    def _wake(self, label: str) -> None:
+        lived = process.send(self._held.pop(label), signal.SIGCONT)
+        self._away.discard(label)
+        self._say(f"continue {label}" if lived else f"{label} has ended meanwhile")
+
+    # -------------------------------------------------------------------------------------------------------- run
+
+    def _wait_for_training(self) -> None:
+        if not self.locals.started:
+            self._say("waiting for training to begin")
+        while not self.locals.started and not self.over:
+            time.sleep(LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            self.locals = rundir.locals_of(self.directory)
+        except ValueError:  # its launcher is gone
+            self.over = True
+        self.over = self.over or self.locals.finished
+
+    def _want(self, more: int) -> None:
+        me = process.identify(os.getpid())
+        assert me is not None
+        self._wanted = max(0, self._wanted + more)
+        replace(self.directory / "wanted.json", msgspec.json.encode(Wanted(peers=self._wanted, by=me)))
+
+    def _at(self, at_s: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (at_s, next(self._serial), do))
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _say(self, words: str) -> None:
+        print(f"{schedule.clock(self._now())}  {words}", flush=True)

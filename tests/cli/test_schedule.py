@@ -1,0 +1,186 @@
+"""What chaos does and when, and that it leaves a run a majority and every stage a replica unless told otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from shoal import config as configuration
+from shoal.cli import main as program
+from shoal.cli.process import Process
+from shoal.cli.rundir import Local, Locals, Seat
+from shoal.cli.schedule import Act, Kind, Rates, choose, drawn, from_trace, read
+from shoal.config import Config
+from shoal.sim.preemption import Change
+from shoal.sim.preemption import read as read_trace
+
+TRACE = Path(__file__).parents[2] / "configs" / "traces" / "aws-g4dn-spot.csv"
+
+
+def a_run(*stages: int, elsewhere: int = 0) -> Locals:
+    """Peers p0, p1, ... of these stages; p1 leads. `elsewhere`: members of another machine, all at stage 0."""
+    peers = [Local(f"p{n}", Process(100 + n, "then"), stage, leads=n == 1) for n, stage in enumerate(stages)]
+    seats = [Seat(peer.label, peer.stage or 0) for peer in peers] + [Seat("", 0)] * elsewhere
+    return Locals(launcher=Process(1, "then"), started=True, peers=tuple(peers), members=tuple(seats))
+
+
+def an_act(kind: Kind = "kill", who: str = "anyone", every: bool = False) -> Act:
+    return Act(at_s=0.0, kind=kind, who=who, every=every)
+
+
+def chosen(act: Act, run: Locals, away: frozenset[str] = frozenset(), lose_stages: bool = False) -> set[str]:
+    """Whoever may be hit, over many seeds."""
+    choices = [choose(act, run, away, Random(seed), lose_stages) for seed in range(60)]
+    return {label for choice in choices for label in choice.labels}
+
+
+# ------------------------------------------------------------------------------------------------------------- who
+
+
+def test_anyone_is_anyone_whose_stage_has_another() -> None:
+    assert chosen(an_act(), a_run(0, 0, 1, 2, 2)) == {"p0", "p1", "p3", "p4"}
+    assert chosen(an_act(), a_run(0, 0, 1, 2, 2), lose_stages=True) == {"p0", "p1", "p2", "p3", "p4"}
+
+
+def test_a_replica_that_is_stopped_or_killed_already_is_none() -> None:
+    assert chosen(an_act(), a_run(0, 0, 1, 1, 2), away=frozenset({"p0"})) == {"p2", "p3"}
+
+
+def test_a_replica_on_another_machine_counts() -> None:
+    assert chosen(an_act(), a_run(0, 1, elsewhere=2)) == {"p0"}
+
+
+@pytest.mark.parametrize("kind", ["kill", "remove", "stop"])
+def test_a_majority_of_the_members_is_always_left(kind: Kind) -> None:
+    run = a_run(0, 0, 0, 0, 0)
+    for away in (frozenset(), frozenset({"p0"})):
+        assert chosen(an_act(kind), run, away, lose_stages=True)
+    choice = choose(an_act(kind), run, frozenset({"p0", "p1"}), Random(0), lose_stages=True)
+    assert choice.later and "of 5 members 2 would be left" in choice.why_not and not choice.labels
+    every = choose(an_act(kind, "stage 0", every=True), run, frozenset(), Random(0))
+    assert every.later and not every.labels
+
+
+def test_even_numbers_need_more_than_half() -> None:
+    assert not chosen(an_act(), a_run(0, 0, 0, 0), away=frozenset({"p0"}))
+
+
+def test_a_joiner_is_nobody_whom_the_run_relies_on() -> None:
+    run = a_run(0, 1)
+    run = msgspec.structs.replace(run, peers=(*run.peers, Local("p9", Process(9, "now"))))
+    assert chosen(an_act(), run) == {"p9"}
+
+
+def test_a_label_a_stage_and_the_leader_can_be_named() -> None:
+    run = a_run(0, 0, 1, 1, 2, 2)
+    assert chosen(an_act(who="p3"), run) == {"p3"}
+    assert chosen(an_act(who="stage 1"), run) == {"p2", "p3"}
+    assert chosen(an_act(who="leader"), run) == {"p1"}
+    assert choose(an_act(who="stage 1", every=True), run, frozenset(), Random(0)).labels == ("p2", "p3")
+    nobody = choose(an_act(who="p77"), run, frozenset(), Random(0))
+    assert nobody.why_not == "nobody here is p77" and not nobody.later
+
+
+def test_a_slow_peer_goes_on_working_so_anyone_may_be_slowed() -> None:
+    assert chosen(an_act("slow"), a_run(0, 1)) == {"p0", "p1"}
+
+
+# ------------------------------------------------------------------------------------------------------------ when
+
+
+def test_a_seed_is_one_schedule_and_the_mean_is_what_was_asked_for() -> None:
+    rates = Rates(kill_every_s=10.0, stop_every_s=25.0)
+    acts = drawn(rates, 3, 10_000.0)
+    assert acts == drawn(rates, 3, 10_000.0) != drawn(rates, 4, 10_000.0)
+    assert list(acts) == sorted(acts, key=lambda act: act.at_s) and acts[-1].at_s < 10_000.0
+    assert sum(act.kind == "kill" for act in acts) == pytest.approx(1000, rel=0.1)
+    assert sum(act.kind == "stop" for act in acts) == pytest.approx(400, rel=0.1)
+    alone = drawn(Rates(kill_every_s=10.0), 3, 10_000.0)
+    assert alone == tuple(act for act in acts if act.kind == "kill"), "one more kind moves none of the others"
+
+
+def test_a_trace_is_entered_where_it_has_as_many_nodes_as_the_run() -> None:
+    joined = [Change(10.0 * n, f"n{n}", True) for n in range(4)]
+    changes = [*joined, Change(100.0, "n0", False), Change(160.0, "n9", True)]
+    acts = from_trace(changes, peers=3, compress=10.0)
+    assert [(act.at_s, act.kind) for act in acts] == [(1.0, "add"), (8.0, "remove"), (14.0, "add")]
+    assert acts[1].why == "n0 was taken away after 1 min 40 s"
+    with pytest.raises(ValueError, match="never has 5 nodes at once, at most 4"):
+        from_trace(changes, peers=5, compress=1.0)
+
+
+@pytest.mark.parametrize("one_of", [1, 2, 4])
+def test_the_peers_wanted_follow_the_nodes_of_the_trace(one_of: int) -> None:
+    wanted = 6
+    for act in from_trace(read_trace(TRACE), peers=6, compress=60.0, one_of=one_of):
+        wanted += 1 if act.kind == "add" else -1
+        assert wanted >= 0
+    assert wanted <= 6
+
+
+def test_a_schedule_file_is_read_by_time_with_its_units(tmp_path: Path) -> None:
+    path = tmp_path / "acts.toml"
+    path.write_text(
+        '[[act]]\nat = "1 min"\nkind = "stop"\nwho = "stage 1"\nevery = true\nfor = "500 ms"\n'
+        '[[act]]\nat = 5\nkind = "slow"\nby = 4\n'
+    )
+    slow, stop = read(path)
+    assert (slow.at_s, slow.kind, slow.who, slow.by, slow.length_s) == (5.0, "slow", "anyone", 4.0, 20.0)
+    assert (stop.at_s, stop.who, stop.every, stop.length_s) == (60.0, "stage 1", True, 0.5)
+    assert str(stop) == "  1:00.0  stop every peer of stage 1 for 500 ms: acts.toml says so"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("act = 3", "not a schedule"),
+        ('[[act]]\nat = "1 s"\nkind = "explode"', "explode"),
+        ('[[act]]\nat = "1 s"\nkind = "kill"\nwhom = "p1"', "whom"),
+        ('[[act]]\nat = "1 parsec"\nkind = "kill"', "parsec"),
+        ('[[act]]\nat = -1\nkind = "kill"', "times are 0 or more"),
+        ('[[act]]\nat = 1\nkind = "slow"\nby = 1', "`by` is above 1"),
+        ("[[act", "not a schedule"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "acts.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"acts\.toml") as refused:
+        read(path)
+    assert said in str(refused.value)
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def test_a_dry_run_prints_the_schedule_and_needs_no_running_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["chaos", str(tmp_path), "--kill-every", "20", "--stop-every", "1 min", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 30 and any("stop anyone for 8.0 s: drawn from seed 0" in line for line in lines)
+    (tmp_path / "config.toml").write_text(configuration.text(Config()))
+    assert program.main(["chaos", str(tmp_path), "--trace", str(TRACE), "--compress", "60", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "add: node" in lines[0] and len(lines) == 153 - 6
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "in one way"),
+        (["--kill-every", "5", "--trace", "x.csv"], "in one way"),
+        (["--kill-every", "0"], "--kill-every 0"),
+        (["--kill-every", "5", "--slow-by", "1"], "--slow-by 1"),
+        (["--trace", "x.csv"], "no run is there"),
+        (["--kill-every", "5"], "no run is there"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert program.main(["chaos", str(tmp_path), *words]) == program.USER_ERROR
+    assert said in capsys.readouterr().err

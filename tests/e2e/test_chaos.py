@@ -1,0 +1,132 @@
+"""Real processes whose run is disturbed on purpose: a stage that lost every replica, and a peer that stood still.
+
+What must hold is that the account balances and that the training is the one that would have been without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests import reference
+from tests.e2e.test_run import NO_MODEL, Start, assert_balanced, end, start, summary, wait_for
+
+from shoal.cli import rundir
+from shoal.runtime.account import Step, surviving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+__all__ = ["start"]  # a fixture
+
+STEPS = 60
+FIVE = ("run.peers=5", f"run.steps={STEPS}", "checkpoint.every=2")  # three stages: two replicas, two, and one
+
+
+def here(tmp_path: Path) -> rundir.Locals | None:
+    """Once the run is there."""
+    try:
+        return rundir.locals_of(tmp_path / "runs/tiny")
+    except ValueError:
+        return None
+
+
+def commits(tmp_path: Path) -> list[Step]:
+    path = tmp_path / "runs/tiny/commits.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [msgspec.json.decode(line, type=Step) for line in lines]
+
+
+def lose_a_stage(tmp_path: Path) -> None:
+    """SIGKILL to every replica of one stage, one that has two, at once."""
+    run = here(tmp_path)
+    assert run is not None
+    stage = next(stage for stage, replicas in Counter(seat.stage for seat in run.members).items() if replicas == 2)
+    lost = {seat.label for seat in run.members if seat.stage == stage}
+    for peer in run.peers:
+        if peer.label in lost:
+            os.kill(peer.process.pid, signal.SIGKILL)
+
+
+def test_a_stage_that_lost_every_replica_costs_steps_but_no_sample_and_no_bit_more(
+    start: Start, tmp_path: Path
+) -> None:
+    end(start("run", "tiny.toml", *FIVE))
+    undisturbed: dict[str, Any] = summary(tmp_path)
+    assert_balanced(undisturbed, STEPS)
+    assert (undisturbed["undone"], undisturbed["recovered"]) == (0, 0)
+    wanted = reference.checkpoint(tmp_path / "runs/tiny", STEPS)
+
+    launcher = start("run", "tiny.toml", *FIVE)
+    wait_for(lambda: launcher.poll() is not None or 5 <= len(commits(tmp_path)) < STEPS)
+    lose_a_stage(tmp_path)
+    output = end(launcher)
+    found = summary(tmp_path)
+
+    assert_balanced(found, STEPS)
+    assert found["recovered"] >= 1, output
+    assert "lost its last replica: back from step" in output
+    written = commits(tmp_path)
+    assert {step.epoch for step in written} > {0}
+    standing = surviving(written)
+    assert [step.commit.step for step in standing] == list(range(STEPS))
+    assert [step.commit.loss for step in standing] == found["losses"]
+    again = len(written) - len(standing)
+    assert found["undone"] >= 4 * again  # a commit that nobody lived to report is undone too
+    assert found["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
+    assert reference.relative(reference.checkpoint(tmp_path / "runs/tiny", STEPS), wanted) <= 1e-5
+
+
+def test_a_stopped_peer_is_removed_and_comes_back_when_it_is_continued(start: Start, tmp_path: Path) -> None:
+    """How soon is a matter of the machine here; tests/sim says it on virtual time."""
+    (tmp_path / "stop.toml").write_text('[[act]]\nat = "1 s"\nkind = "stop"\nwho = "p2"\nfor = "12 s"\n')
+    launcher = start("run", "tiny.toml", "run.steps=100000", "run.peers=6", *NO_MODEL)
+    wait_for(lambda: launcher.poll() is not None or here(tmp_path) is not None)
+    said = end(start("chaos", "runs/tiny", "--schedule", "stop.toml"))
+    assert re.search(r"stop p2 \(stage \d\) for 12.0 s: stop.toml says so", said), said
+    assert "continue p2" in said
+    status = tmp_path / "runs/tiny/status.json"
+
+    def told() -> list[str]:
+        return [event["text"] for event in json.loads(status.read_bytes())["happenings"]]
+
+    def member() -> bool:
+        run = here(tmp_path)
+        return run is not None and any(seat.label == "p2" for seat in run.members)
+
+    wait_for(lambda: launcher.poll() is not None or member())
+    launcher.send_signal(signal.SIGINT)
+    output = end(launcher, code=130)
+    silent = re.search(r"removed .*p2 silent for (\d+\.\d) s", output)
+    assert silent is not None, output
+    print(f"noticed after {silent[1]} s")
+    assert re.search(r"p2 serves stage \d", output) or "p2 joins stage" in output, output
+    assert (summary(tmp_path)["lost"], summary(tmp_path)["counted_twice"]) == (0, 0)
+
+
+def test_killed_peers_are_replaced_while_chaos_is_at_work_and_no_sample_is_lost(start: Start, tmp_path: Path) -> None:
+    acts = [
+        f'[[act]]\nat = "{at} s"\nkind = "{kind}"\n'
+        for at, kind in ((0, "kill"), (1, "add"), (2, "kill"), (3, "remove"))
+    ]
+    (tmp_path / "kill.toml").write_text("".join(acts))
+    launcher = start("run", "tiny.toml", "run.steps=100000", "run.peers=6", *NO_MODEL)
+    wait_for(lambda: launcher.poll() is not None or here(tmp_path) is not None)
+    said = end(start("chaos", "runs/tiny", "--schedule", "kill.toml"))
+    assert len(re.findall(r"  kill p\d", said)) == 2 and len(re.findall(r"  remove p\d", said)) == 1, said
+
+    def count() -> int:
+        run = here(tmp_path)
+        return 0 if run is None else len({seat.label for seat in run.members} - {""})
+
+    wait_for(lambda: launcher.poll() is not None or count() >= 5)
+    launcher.send_signal(signal.SIGINT)
+    output = end(launcher, code=130)
+    found = summary(tmp_path)
+    assert (found["lost"], found["counted_twice"]) == (0, 0), output
+    assert found["killed"] >= 2 and found["joined"] >= 2
+    assert not (tmp_path / "runs/tiny/wanted.json").exists()

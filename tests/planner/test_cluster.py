@@ -1,0 +1,123 @@
+"""Cluster files: what they mean, and what is said of a bad one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.planner import cluster
+from shoal.planner.cluster import NETWORKS, Device, from_matrices, network, read, read_matrices
+
+GOOD = """
+[link]
+delay_s = "20 ms"
+bandwidth_Bps = "200 Mbit/s"
+
+[[device]]
+name = "gpu"
+count = 2
+flops = "35 TFLOP/s"
+memory_bytes = "24 GB"
+region = "ohio"
+
+[[device]]
+name = "laptop"
+flops = "500 GFLOP/s"
+up_Bps = "10 Mbit/s"
+price_per_h = 0.1
+
+[[links]]
+from = "ohio"
+to = "laptop"
+delay_s = "80 ms"
+bandwidth_Bps = "20 Mbit/s"
+one_way = true
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_names_devices_and_links_by_region_or_name(tmp_path: Path) -> None:
+    found = read(written(tmp_path, GOOD))
+    assert [device.name for device in found.devices] == ["gpu-0", "gpu-1", "laptop"]
+    assert found.devices[0] == Device(name="gpu-0", flops=35e12, memory_bytes=24e9, region="ohio")
+    assert found.devices[2].up_Bps == 1.25e6
+    assert found.delay_s[0, 1] == 0.02 and found.delay_s[0, 2] == 0.08 and found.delay_s[2, 0] == 0.02
+    assert found.bandwidth_Bps[1, 2] == 2.5e6 and found.bandwidth_Bps[2, 1] == 25e6
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"35 TFLOP/s"', "35", 'device 1.flops = 35 has no unit; write it as text, such as "35 TFLOP/s"'),
+        ('"24 GB"', "24", "device 1.memory_bytes = 24 has no unit"),
+        ('"24 GB"', '"24 GHz"', "device 1.memory_bytes: '24 GHz' has a unit that does not fit"),
+        ('"35 TFLOP/s"', '"35 GB"', "device 1.flops: '35 GB' is not a speed"),
+        ('"20 Mbit/s"', '"0 Mbit/s"', "no bandwidth from gpu-0 to laptop"),
+        ('"200 Mbit/s"', '"0 bit/s"', "no bandwidth from gpu-0 to gpu-1"),
+        ("count = 2", "count = 0", "device 1.count = 0 is no number of machines"),
+        ("memory_bytes", "memory", "device 1: memory is not known; did you mean memory_bytes?"),
+        ('to = "laptop"', 'to = "labtop"', "links 1.to = 'labtop' is no device or region; did you mean laptop?"),
+        ('name = "laptop"', 'name = "gpu-1"\nregion = "laptop"', "two devices are called gpu-1"),
+        ('flops = "500 GFLOP/s"', "", "device 2 lacks flops"),
+        ('bandwidth_Bps = "200 Mbit/s"', "", "[link] lacks bandwidth_Bps"),
+        ('delay_s = "80 ms"', 'delay_s = "-80 ms"', "must be a number from 0 up"),
+        ("[link]", "[lnk]", "lnk is not known; did you mean link?"),
+        ("[link]", "[link", "is not TOML"),
+        ("price_per_h = 0.1", 'price_per_h = "cheap"', "device 2.price_per_h = 'cheap'"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, told: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ValueError) as caught:
+        read(written(tmp_path, GOOD.replace(old, new, 1)))
+    assert told in str(caught.value)
+    assert "cluster.toml" in str(caught.value)
+
+
+def test_matrices_that_are_not_square_or_of_other_devices_are_refused() -> None:
+    devices = tuple(Device(name=name, flops=1.0) for name in "abc")
+    with pytest.raises(ValueError, match="2 x 3, but there are 3 devices; it must be square"):
+        from_matrices(devices, np.zeros((2, 3)), np.ones((3, 3)))
+    with pytest.raises(ValueError, match="2 x 2, but there are 3 devices"):
+        from_matrices(devices, np.zeros((3, 3)), np.ones((2, 2)))
+
+
+def test_a_file_may_take_its_links_from_measured_matrices(tmp_path: Path) -> None:
+    text = 'matrices = "aws10"\n[[device]]\nname = "p"\ncount = 10\nflops = "1 TFLOP/s"\n'
+    found = read(written(tmp_path, text))
+    delay_s, bandwidth_Bps, regions = read_matrices(network("aws10"))
+    assert (found.delay_s == delay_s).all() and (found.bandwidth_Bps == bandwidth_Bps).all()
+    assert tuple(device.region for device in found.devices) == regions
+    with pytest.raises(ValueError, match="10 x 10, but there are 9 devices"):
+        read(written(tmp_path, text.replace("10\nflops", "9\nflops")))
+    with pytest.raises(ValueError, match="both matrices and"):
+        read(written(tmp_path, text + "[link]\n"))
+    with pytest.raises(ValueError, match="comes along: aws10, datacenter"):
+        read(written(tmp_path, text.replace("aws10", "aws11")))
+
+
+@pytest.mark.parametrize("file", sorted(NETWORKS.glob("*.npz")), ids=lambda file: file.stem)
+def test_every_network_that_comes_along_is_whole_and_says_where_it_is_from(file: Path) -> None:
+    delay_s, bandwidth_Bps, regions = read_matrices(file)
+    devices = tuple(Device(name=f"p{i}", flops=1.0, region=region) for i, region in enumerate(regions))
+    assert from_matrices(devices, delay_s, bandwidth_Bps).devices == devices
+    with np.load(file) as stored:
+        assert "DS3Lab/DT-FM" in str(stored["source"]) or "gensyn-ai/skippipe" in str(stored["source"])
+
+
+def test_a_grown_cluster_keeps_its_own_and_puts_copies_near_their_models() -> None:
+    delay_s, bandwidth_Bps, regions = read_matrices(network("aws10"))
+    devices = tuple(Device(name=region, flops=1.0) for region in regions)
+    grown = cluster.Cluster(devices, delay_s, bandwidth_Bps).of_size(25)
+    assert len({device.name for device in grown.devices}) == 25
+    assert (grown.delay_s[:10, :10] == delay_s).all()
+    assert grown.delay_s[0, 10] == np.delete(delay_s[0], 0).min()
+    from_matrices(grown.devices, grown.delay_s, grown.bandwidth_Bps)
+    assert cluster.Cluster(devices, delay_s, bandwidth_Bps).of_size(4).devices == devices[:4]

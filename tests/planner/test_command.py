@@ -1,0 +1,134 @@
+"""`shoal plan`: what it prints, writes, checks and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main as program
+from shoal.cli import plan as command
+from shoal.config import load
+
+CLUSTER = """
+[link]
+delay_s = "20 ms"
+bandwidth_Bps = "200 Mbit/s"
+[[device]]
+name = "gpu"
+count = 4
+flops = "10 TFLOP/s"
+memory_bytes = "24 GB"
+price_per_h = 0.25
+"""
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> str:
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER)
+    return str(file)
+
+
+def call(*words: str) -> int:
+    return program.main(["plan", *words])
+
+
+def test_the_plan_is_a_table_marked_as_predicted(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(CONFIGS / "machines.toml"), "--cluster", cluster) == 0
+    told = capsys.readouterr().out
+    for word in ("predicted", "step ", "tokens ", "24.00 a day", "bottleneck", "next best", "run.stages="):
+        assert word in told
+
+
+def test_a_plan_is_written_checked_and_found_wrong_for_another_model(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = str(CONFIGS / "machines.toml"), str(tmp_path / "plan.json")
+    assert call(config, "--cluster", cluster, "--out", out, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted"]["tokens_per_s"] > 0
+    assert json.loads(Path(out).read_text())["stages"] == found["stages"]
+    assert call(config, "--cluster", cluster, "--check", out) == 0
+    assert "the plan can run" in capsys.readouterr().out
+    assert call(config, "model.layers=12", "--cluster", cluster, "--check", out) == 1
+    assert "for a model of 16 blocks, this one has 12" in capsys.readouterr().out
+
+
+def test_a_lab_needs_no_cluster_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(CONFIGS / "lab.toml"), "--stages", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(stage["peers"]) for stage in found["stages"]] == [2, 2, 2]
+
+
+def test_what_if_and_sensitivity_compare_with_the_plan(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change = "bandwidth=2x, delay=5 ms, peers=6, speed=20 TFLOP/s, memory=2x, inflight=8, microbatches=2x"
+    assert call(str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--what-if", change, "--sensitivity") == 0
+    told = capsys.readouterr().out
+    assert "what if" in told and "x the tokens" in told and "bandwidth x2" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--what-if", "luck=2x"], "'luck=2x' is no change; bandwidth, delay"),
+        (["--what-if", "bandwidth=5 MHz"], "--what-if bandwidth: '5 MHz' has a unit that does not fit"),
+        (["--what-if", "peers=0"], "--what-if peers: 0 must be at least 1"),
+        (["--what-if", "bandwidth=0x"], "must be above 0"),
+        (["--stages", "9"], "9 stages of a model"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(
+    cluster: str, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert call(str(CONFIGS / "quickstart.toml"), "--cluster", cluster, *words) == program.USER_ERROR
+    assert told in capsys.readouterr().err
+
+
+def test_without_machines_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(CONFIGS / "quickstart.toml")) == program.USER_ERROR
+    assert "name them with --cluster FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("search", ["anneal", "dtfm", "random", "greedy"])
+def test_dtfms_own_problem_is_searched_and_told(search: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--dtfm", "spot", "--stages", "8", "--replicas", "8", "evaluations=40", "seed=3", "--search", search]
+    assert call(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["total_s"] == pytest.approx(found["data_parallel_s"] + found["pipeline_s"])
+    assert found["total_s"] >= found["lower_bound_s"] == pytest.approx(31.6342, abs=1e-4)
+    assert sorted(found["order"]) == list(range(8)) and found["evaluations"] <= 40
+    assert call(*words) == 0
+    assert "s an iteration" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--dtfm", "nowhere"], "comes along: aws10"),
+        (["--dtfm", "spot", "--stages", "7"], "64 devices do not divide into 7 stages"),
+        (["--dtfm", "spot", "--replicas", "9"], "8 stages of 9 are not the network's 64 devices"),
+        (["--dtfm", "spot", "luck=9"], "'luck=9' does not go with --dtfm"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert call(*words) == program.USER_ERROR
+    assert told in capsys.readouterr().err
+
+
+def test_the_shape_of_a_model_directory_is_read_from_its_config(tmp_path: Path) -> None:
+    fields = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 99,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = command.shape(load(None, [f"model.path={tmp_path}"]))
+    assert (found.hidden, found.layers, found.kv_heads, found.head_dim, found.tied) == (64, 2, 4, 16, False)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
+        command.shape(load(None, [f"model.path={tmp_path}"]))

@@ -1,0 +1,125 @@
+"""The predicted step of the runtime: by hand where that is possible, and what any prediction must obey."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.planner import step
+from shoal.planner.cluster import Cluster, Device
+from shoal.planner.step import Seats, Step, hop_bytes, predict, rough_s
+
+
+def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05) -> Cluster:
+    devices = tuple(Device(name=f"p{i}", flops=1.0, up_Bps=bandwidth_Bps, down_Bps=bandwidth_Bps) for i in range(peers))
+    return Cluster(devices, np.full((peers, peers), delay_s), np.full((peers, peers), 1e15))
+
+
+def seats(stage_of: tuple[int, ...], **changes: object) -> Seats:
+    peers, stages = len(stage_of), max(stage_of) + 1
+    made = Seats(stage_of, (0.2,) * peers, (0.4,) * peers, (0.0,) * stages, 8e6, 0.0, 24, 4)
+    return msgspec.structs.replace(made, **changes)
+
+
+def told(given: Seats, cluster: Cluster, seed: int = 0) -> Step:
+    return predict(given, cluster, np.random.default_rng(seed))
+
+
+def test_one_peer_alone_takes_its_compute() -> None:
+    found = told(seats((0,)), lines(1))
+    assert found.step_s == pytest.approx(24 * 0.4)  # a single stage runs no forward of its own
+    assert found.compute_busy == pytest.approx((1.0,))
+    assert "compute of stage 0" in found.bottleneck
+    assert found.sent_bytes == (0.0,)
+
+
+def test_one_microbatch_through_two_peers_is_the_sum_of_its_hops() -> None:
+    """Owner p0, stage 0 at p0 itself and stage 1 at p1: there and back once, 8 MB each way at 25 MB/s and 50 ms."""
+    found = told(seats((0, 1), microbatches=1), lines(2))
+    compute_s = 0.2 + 0.4 + 0.4
+    assert found.microbatches_s == pytest.approx(compute_s + 2 * (8e6 / 25e6 + 0.05))
+    assert found.sent_bytes == pytest.approx((8e6, 8e6))
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4, 8])
+def test_averaging_is_the_butterfly_whose_parts_all_go_to_the_first_owner_first(peers: int) -> None:
+    """Two passes of (n - 1)/n of the gradient; the last owner's line fills when half of the first one's has emptied."""
+    found = told(seats((0,) * peers, gradient_bytes=(100e6,), boundary_bytes=0.0), lines(peers))
+    full_s = 100e6 * (peers - 1) / peers / 25e6
+    assert found.averaging_s == pytest.approx(2 * full_s * (3 * peers - 4) / (2 * peers - 2) + 2 * 0.05)
+
+
+def test_a_group_of_one_averages_nothing() -> None:
+    assert told(seats((0, 1), gradient_bytes=(100e6, 100e6)), lines(2)).averaging_s == 0.0
+
+
+def test_agreeing_takes_six_ways_between_equally_far_peers() -> None:
+    assert told(seats((0, 0, 0)), lines(3, delay_s=0.1)).agreeing_s == pytest.approx(0.6)
+
+
+def test_bytes_by_stage_add_up_to_those_of_all_hops() -> None:
+    """With S stages an owner sends 3 S - 4 boundary tensors and receives 2 (S - 1), besides tokens."""
+    for stages in range(2, 7):
+        sent, received = hop_bytes(seats(tuple(range(stages)), boundary_bytes=1.0))
+        assert (sum(sent), sum(received)) == (3 * stages - 4, 2 * (stages - 1))
+    assert hop_bytes(seats((0,), boundary_bytes=1.0, tokens_bytes=7.0)) == ([7.0], [0.0])
+
+
+@pytest.mark.parametrize("stage_of", [(0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 1), (0, 1, 2, 3, 4, 5)])
+def test_no_step_is_shorter_than_its_slowest_stages_compute(stage_of: tuple[int, ...]) -> None:
+    given = seats(stage_of)
+    found = told(given, lines(len(stage_of)))
+    for stage in range(given.stages):
+        hop_s = 0.4 + (0.2 if stage < given.stages - 1 else 0.0)
+        assert found.step_s >= 24 * hop_s / len(given.replicas(stage)) * (1 - 1e-9)
+    assert all(0 <= share <= 1 + 1e-9 for share in found.compute_busy + found.up_busy + found.down_busy)
+
+
+def test_wider_lines_and_faster_devices_shorten_the_step() -> None:
+    given = seats((0, 1, 2, 0, 1, 2))
+    slow, wide = told(given, lines(6)), told(given, lines(6, bandwidth_Bps=250e6))
+    assert wide.step_s < 0.8 * slow.step_s
+    quick = told(msgspec.structs.replace(given, forward_s=(0.02,) * 6, backward_s=(0.04,) * 6), lines(6, 250e6))
+    assert quick.step_s < 0.5 * wide.step_s
+    assert rough_s(given, lines(6, 250e6)) < rough_s(given, lines(6))
+
+
+def test_the_rough_formula_is_near_what_is_played() -> None:
+    for stage_of in ((0,) * 4, (0, 1, 2, 0, 1, 2), (0, 1, 0, 1)):
+        for bandwidth_Bps in (5e6, 25e6, 1e9):
+            given = seats(stage_of, gradient_bytes=(20e6,) * (max(stage_of) + 1), microbatches=96)
+            cluster = lines(len(stage_of), bandwidth_Bps)
+            assert 0.4 < rough_s(given, cluster) / told(given, cluster).step_s < 2.0
+
+
+def test_a_long_step_is_extended_from_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = seats((0, 1, 0, 1), microbatches=192)
+    whole = told(given, lines(4))
+    monkeypatch.setattr(step, "LONGEST", 96)
+    assert told(given, lines(4)).step_s == pytest.approx(whole.step_s, rel=0.1)
+
+
+def test_who_is_left_out_does_nothing_and_delays_nobody() -> None:
+    far = lines(5)
+    far.delay_s[4, :] = far.delay_s[:, 4] = 30.0
+    given = seats((0, 1, 0, 1, -1))
+    found = told(given, far)
+    assert found.step_s == pytest.approx(told(seats((0, 1, 0, 1)), lines(4)).step_s)
+    assert found.sent_bytes[4] == 0.0 and found.compute_busy[4] == 0.0
+
+
+def test_a_slow_link_between_two_is_a_limit_even_when_their_lines_are_wide() -> None:
+    cluster = lines(2, bandwidth_Bps=1e9)
+    wide = told(seats((0, 1)), cluster)
+    cluster.bandwidth_Bps[0, 1] = 1e6
+    assert told(seats((0, 1)), cluster).step_s > 3 * wide.step_s
+
+
+def test_many_replicas_are_averaged_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = seats((0,) * 6, gradient_bytes=(60e6,))
+    played = told(given, lines(6))
+    monkeypatch.setattr(step, "PAIRS_MOST", 0)
+    formula = told(given, lines(6))
+    assert formula.averaging_s == pytest.approx(played.averaging_s, rel=0.05)
+    assert formula.sent_bytes == pytest.approx(played.sent_bytes, rel=0.05)

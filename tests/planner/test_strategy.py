@@ -1,0 +1,216 @@
+"""Choosing how to run: the number of stages, who serves what, what is left out, and the plan's own checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.planner import memory, plan, strategy
+from shoal.planner.cluster import Cluster, Device
+from shoal.planner.plan import Plan, StagePlan
+from shoal.planner.profile import Shape, Work, profile, spans
+from shoal.planner.strategy import Problem, decide
+
+SHAPE = Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, intermediate=2816, vocabulary=32000)
+WORK = Work(microbatches=64, sequences=4, tokens=1024, value_bytes=2)
+
+
+def machines(count: int = 8, bandwidth_Bps: float = 25e6, **device: Any) -> Cluster:
+    fields = {"flops": 10e12, "memory_bytes": 24e9, "up_Bps": bandwidth_Bps, "down_Bps": bandwidth_Bps} | device
+    devices = tuple(Device(name=f"p{i}", **fields) for i in range(count))
+    return Cluster(devices, np.full((count, count), 0.02), np.full((count, count), 1e12))
+
+
+def problem(cluster: Cluster | None = None, **changes: Any) -> Problem:
+    return msgspec.structs.replace(Problem(shape=SHAPE, work=WORK, cluster=cluster or machines()), **changes)
+
+
+def decided(given: Problem, stages: int | None = None, budget: int = 60) -> Plan:
+    return decide(given, np.random.default_rng(0), budget, stages)
+
+
+def step_s(made: Plan) -> float:
+    assert made.predicted is not None
+    return made.predicted.step_s
+
+
+def test_the_chosen_number_of_stages_is_no_slower_than_any_other() -> None:
+    given = problem()
+    best = decided(given)
+    for stages in range(1, 9):
+        assert step_s(best) <= step_s(decided(given, stages)) * 1.02  # the wiring has some chance in it
+
+
+def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:
+    few = problem(work=msgspec.structs.replace(WORK, microbatches=8, sequences=1, tokens=128))
+    many = problem(work=msgspec.structs.replace(WORK, microbatches=4096))
+    assert strategy.best_stages(few) > 4 > 1 > strategy.best_stages(many)
+    assert len(decided(few).stages) > len(decided(many).stages) == 1
+
+
+def test_faster_lines_more_memory_or_quicker_devices_never_make_the_plan_slower() -> None:
+    base = step_s(decided(problem()))
+    for change in ({"bandwidth": 4.0}, {"flops": 4.0}, {"memory": 4.0}, {"delay": 0.25}):
+        assert step_s(decided(problem(machines().scaled(**change)))) <= 1.02 * base
+
+
+def test_the_order_in_which_identical_devices_are_listed_changes_nothing() -> None:
+    mixed = machines()
+    devices = tuple(
+        msgspec.structs.replace(device, flops=30e12) if i % 3 == 0 else device for i, device in enumerate(mixed.devices)
+    )
+    one = Cluster(devices, mixed.delay_s, mixed.bandwidth_Bps)
+    other = one.chosen([7, 2, 5, 0, 1, 6, 3, 4])
+    costs = [step_s(decided(problem(cluster), 2, budget=0)) for cluster in (one, other)]
+    assert costs[0] == pytest.approx(costs[1], rel=0.05)
+
+
+def test_a_stage_gets_replicas_for_its_work_and_every_device_a_place() -> None:
+    made = decided(problem(), 3)
+    assert sorted(len(stage.peers) for stage in made.stages) == [2, 3, 3]
+    assert sorted(peer for stage in made.stages for peer in stage.peers) == sorted(f"p{i}" for i in range(8))
+    assert plan.validate(made, problem().profile, problem().cluster, 2) == []
+
+
+def test_devices_that_would_hold_the_others_up_are_left_out_with_a_reason() -> None:
+    quick = machines(3, bandwidth_Bps=1e9)
+    slow = tuple(Device(name=f"s{i}", flops=1e11, memory_bytes=24e9, up_Bps=1e5, down_Bps=1e5) for i in range(3))
+    cluster = Cluster(quick.devices + slow, np.full((6, 6), 0.02), np.full((6, 6), 1e12))
+    made = decided(problem(cluster))
+    assert made.left_out == ("s0", "s1", "s2")
+    assert "3 devices are left out" in made.reason
+
+
+def test_a_model_that_fits_nowhere_is_told_by_how_much() -> None:
+    small = problem(machines(memory_bytes=0.4e9))
+    with pytest.raises(ValueError, match=r"lacks \d+\.\d GB; more stages, devices or memory"):
+        decided(small)
+    with pytest.raises(ValueError, match="17 stages of a model of 16 blocks"):
+        decided(problem(machines(32)), 17)
+
+
+def test_a_stage_too_large_for_its_device_swaps_when_it_may() -> None:
+    tight = machines(1, memory_bytes=6e9, host_memory_bytes=64e9)
+    with pytest.raises(ValueError, match="or --swap"):
+        decided(problem(tight))
+    made = decided(problem(tight, swapping=True))
+    assert [stage.executor for stage in made.stages] == ["swapping"]
+    assert made.stages[0].memory_bytes < 6e9
+    assert decided(problem(machines(1))).stages[0].executor == "resident"
+
+
+def test_small_devices_with_much_memory_between_them_take_more_stages() -> None:
+    made = decided(problem(machines(8, memory_bytes=3.5e9, bandwidth_Bps=1e9)))
+    assert len(made.stages) > 1
+    assert all(stage.memory_bytes < 3.5e9 for stage in made.stages)
+    assert "not possible: 1 stage:" in made.reason
+
+
+def test_uneven_blocks_follow_the_speed_of_the_devices() -> None:
+    pair = machines(2, bandwidth_Bps=1e10)
+    fast = msgspec.structs.replace(pair.devices[0], flops=40e12)
+    cluster = Cluster((fast, pair.devices[1]), pair.delay_s, pair.bandwidth_Bps)
+    even, uneven = (decided(problem(cluster, uneven=flag), 2) for flag in (False, True))
+    assert step_s(uneven) < 0.8 * step_s(even)
+    blocks = {stage.peers[0]: stage.end - stage.first for stage in uneven.stages}
+    assert blocks["p0"] > 2 * blocks["p1"]
+
+
+def test_sensitivities_are_sorted_and_name_what_helps() -> None:
+    given = problem(machines(4, bandwidth_Bps=1e6))  # narrow lines
+    found = strategy.sensitivities(given, lambda: np.random.default_rng(0), budget=20)
+    assert [entry[1] for entry in found] == sorted(entry[1] for entry in found)
+    assert found[0][0] == "bandwidth x2"
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+def test_a_plan_is_the_same_after_its_file(tmp_path: Path) -> None:
+    made = decided(problem())
+    plan.save(made, tmp_path / "plan.json")
+    assert plan.load(tmp_path / "plan.json") == made
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"layers": "six", "stages": []}', '{"layers": 6, "stages": [], "x": 1}'])
+def test_a_file_that_is_no_plan_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+        plan.load(file)
+
+
+def by_hand(*stages: tuple[int, int, tuple[str, ...]], layers: int = 16) -> Plan:
+    return Plan(layers, tuple(StagePlan(first, end, peers) for first, end, peers in stages))
+
+
+REST = ("p2", "p3", "p4", "p5", "p6", "p7")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (by_hand((0, 16, ("p0", "p1", *REST)), layers=12), "for a model of 12 blocks, this one has 16"),
+        (by_hand(), "the plan has no stages"),
+        (by_hand((0, 8, ("p0", "p1")), (9, 16, REST)), "starts at block 9, not 8: blocks 8 to 8 are served by nobody"),
+        (by_hand((0, 8, ("p0", "p1")), (6, 16, REST)), "starts at block 6, not 8: blocks 6 to 7 are served twice"),
+        (
+            by_hand((0, 8, ("p0", "p1", *REST))),
+            "the last stage ends before block 8: blocks 8 to 15 are served by nobody",
+        ),
+        (by_hand((0, 18, ("p0", "p1", *REST))), "blocks 16 to 17 do not exist"),
+        (by_hand((0, 0, ("p0", "p1")), (0, 16, REST)), "stage 0 has no blocks"),
+        (by_hand((0, 8, ()), (8, 16, ("p0", "p1", *REST))), "stage 0 is served by nobody"),
+        (by_hand((0, 8, ("p0", "p9")), (8, 16, ("p1", *REST))), "names p9, which the cluster does not have"),
+        (by_hand((0, 8, ("p0", "p1")), (8, 16, ("p1", *REST))), "p1 serves stages 0 and 1; one peer serves one stage"),
+        (by_hand((0, 16, ("p0", *REST))), "p1 serve nothing; give them a stage or list them under left_out"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_written_by_hand_is_said(given: Plan, told: str) -> None:
+    problems = plan.validate(given, problem().profile, machines(), 2)
+    assert any(told in text for text in problems), problems
+
+
+def test_a_plan_too_large_for_its_devices_is_told_stage_by_stage() -> None:
+    given = by_hand((0, 8, ("p0", "p1")), (8, 16, REST))
+    assert plan.validate(given, problem().profile, machines(), 2) == []
+    problems = plan.validate(given, problem().profile, machines(memory_bytes=1e9), 2)
+    assert len(problems) == 8
+    assert "stage 0 does not fit on p0" in problems[0] and "GB too much" in problems[0]
+
+
+# --------------------------------------------------------------------------------------------------------- the profile
+
+
+def test_parameters_by_stage_add_up_to_the_model_and_to_its_formula() -> None:
+    made = profile(SHAPE, WORK)
+    block = 1024 * (1024 * 2 + 256 * 2) + 3 * 1024 * 2816 + 2 * 1024
+    assert made.parameters == 16 * block + 2 * 32000 * 1024 + 1024
+    for stages in range(1, 17):
+        assert sum(made.stage(span).parameters for span in spans(16, stages)) == made.parameters
+        assert sum(made.stage(span).flops for span in spans(16, stages)) == pytest.approx(made.flops)
+
+
+def test_a_tied_head_counts_once_in_one_stage_and_at_both_ends_in_more() -> None:
+    made = profile(msgspec.structs.replace(SHAPE, tied=True), WORK)
+    assert made.stage(range(16)).parameters == made.parameters
+    ends = made.stage(range(8)).parameters + made.stage(range(8, 16)).parameters
+    assert ends == made.parameters + 32000 * 1024
+
+
+def test_stages_are_cut_as_the_model_is() -> None:
+    from shoal.model.cut import spans as cut  # imports torch
+
+    for blocks in range(1, 20):
+        for stages in range(1, blocks + 1):
+            assert spans(blocks, stages) == cut(blocks, stages)
+
+
+def test_memory_that_is_not_stated_is_not_checked() -> None:
+    need = memory.resident(profile(SHAPE, WORK).stage(range(16)), 1e6, 2)
+    assert memory.lacking(need, Device(name="a", flops=1.0)) == 0.0
+    assert memory.lacking(need, Device(name="a", flops=1.0, memory_bytes=1e9)) > 0.0
