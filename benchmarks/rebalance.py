@@ -23,8 +23,8 @@ from pathlib import Path
 from random import Random
 
 import msgspec
-from report import report
 
+from report import report
 from shoal.core.coordinator import MOVE_STEPS
 from shoal.core.messages import Member
 from shoal.core.rebalance import move, place

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from report import report
@@ -251,8 +252,34 @@ def note(result: dict[str, float], size: int, rates: list[float], spent_s: float
 
 
 def cpu() -> float:
+    """Of this process and of its libp2p daemon, if any."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    return used.ru_utime + used.ru_stime + sum(map(process_cpu, daemons()))
+
+
+def daemons() -> list[int]:
+    """p2pd is the child of a shell that is our child."""
+    shells = [pid for pid in children(os.getpid()) if name_of(pid) == "sh"]
+    return [pid for shell in shells for pid in children(shell) if name_of(pid) == "p2pd"]
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += map(int, task.read_text().split())
+    return found
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # it is over
+        return ""
+
+
+def process_cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from shoal.cli.process import Process
 from shoal.cli.rundir import Local, Locals, Seat
 from shoal.cli.schedule import Act, Kind, Rates, choose, drawn, from_trace, read
 from shoal.config import Config
-from shoal.sim.preemption import Change
+from shoal.sim.preemption import Change, most, some
 from shoal.sim.preemption import read as read_trace
 
 TRACE = Path(__file__).parents[2] / "configs" / "traces" / "aws-g4dn-spot.csv"
@@ -114,11 +114,14 @@ def test_a_trace_is_entered_where_it_has_as_many_nodes_as_the_run() -> None:
 
 @pytest.mark.parametrize("one_of", [1, 2, 4])
 def test_the_peers_wanted_follow_the_nodes_of_the_trace(one_of: int) -> None:
-    wanted = 6
+    changes = some(read_trace(TRACE), one_of)
+    wanted = highest = 6
     for act in from_trace(read_trace(TRACE), peers=6, compress=60.0, one_of=one_of):
         wanted += 1 if act.kind == "add" else -1
+        highest = max(highest, wanted)
         assert wanted >= 0
-    assert wanted <= 6
+    assert highest == most(changes)
+    assert wanted == sum(1 if change.joins else -1 for change in changes)
 
 
 def test_a_schedule_file_is_read_by_time_with_its_units(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from shoal.executor.emulated import Emulated
 from shoal.model.cut import inputs
 
 MICROBATCHES = 4
-MEMORY_BYTES = 96 << 10  # too little for a whole stage, so that its two units take turns
+FP32_BYTES, BF16_BYTES = 48_000, 32_000  # too little for a whole stage, so that its two units take turns
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(7))
 
 
@@ -40,8 +40,8 @@ def a_config(kind: str, dtype: str = "float32", device: str = "cpu", memory_byte
 CASES = [
     Case("resident fp32", a_config("resident"), executor.create),
     Case("resident bf16", a_config("resident", "bfloat16"), executor.create),
-    Case("swapping fp32", a_config("swapping", memory_bytes=MEMORY_BYTES), executor.create),
-    Case("swapping bf16", a_config("swapping", "bfloat16", memory_bytes=MEMORY_BYTES), executor.create),
+    Case("swapping fp32", a_config("swapping", memory_bytes=FP32_BYTES), executor.create),
+    Case("swapping bf16", a_config("swapping", "bfloat16", memory_bytes=BF16_BYTES), executor.create),
     Case("emulated", a_config("emulated"), lambda config, stage: Emulated(config, stage, sleep=lambda seconds: None)),
 ]
 

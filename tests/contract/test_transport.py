@@ -25,7 +25,7 @@ from shoal.transport.wire import BlobHead, Head
 MIB = 1 << 20
 
 
-@pytest.fixture(params=list(NETS))
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "libp2p" else name for name in NETS])
 def net(request: pytest.FixtureRequest) -> Any:
     return NETS[request.param]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_the_record_that_comes_with_shoal_is_the_one_its_page_describes() -> Non
     assert sum(not change.joins for change in changes) == 74
     assert most(changes) == 24
     present, seconds = 0, 0.0
-    for change, after in zip(changes, changes[1:], strict=False):
+    for change, after in pairwise(changes):
         present += 1 if change.joins else -1
         seconds += present * (after.at_s - change.at_s)
     assert seconds / (changes[-1].at_s - changes[0].at_s) == pytest.approx(12.8, abs=0.05)

@@ -21,7 +21,7 @@ from shoal.core.messages import Cancelled, Output
 from shoal.transport import daemon as daemons
 from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
-from shoal.transport.identity import Identity
+from shoal.transport.identity import Identity, key_id
 from shoal.transport.invite import Authority, read_invite
 from shoal.transport.libp2p import Libp2pTransport
 
@@ -34,13 +34,6 @@ class Hidden(Daemon):
     def _arguments(self, key: Path) -> list[str]:
         kept = [word for word in super()._arguments(key) if not word.startswith("-hostAddrs")]
         return [*kept, "-noListenAddrs", "-forceReachabilityPrivate"]
-
-
-class Relaying(Daemon):
-    """Knows that it is reached from everywhere, which takes others minutes to find out."""
-
-    def _arguments(self, key: Path) -> list[str]:
-        return [*super()._arguments(key), "-forceReachabilityPublic"]
 
 
 def make(kind: type[Daemon] = Daemon, relays: tuple[str, ...] = ()) -> Libp2pTransport:
@@ -95,17 +88,11 @@ def test_the_libp2p_identity_is_the_peers_own_key() -> None:
         a = make()
         await a.start()
         peer_id, _ = parsed_address(a.address[0])
-        assert daemons.public_key(peer_id) == public_key(a._libp2p.daemon.peer_id)
-        assert a.name.startswith(f"{daemons_key_id(peer_id)}.")
+        assert peer_id == a._libp2p.daemon.peer_id
+        assert a.name.startswith(f"{key_id(public_key(peer_id))}.")
         await a.close()
 
     run(story)
-
-
-def daemons_key_id(peer_id: bytes) -> str:
-    from shoal.transport.identity import key_id
-
-    return key_id(public_key(peer_id))
 
 
 PEER = """
@@ -272,7 +259,7 @@ def test_two_peers_without_a_port_reach_one_another_through_relays() -> None:
                 except OSError:
                     await asyncio.sleep(0.05)
         a.learn(b.name, circuits)
-        data = os.urandom(8 << 20)
+        data = os.urandom(16 << 10)
         a.send(b.name, Output(0, 1, 2, 0, 0), (Blob("uint8", (len(data),), data),))
         got = await take(b)
         assert isinstance(got, Incoming), got

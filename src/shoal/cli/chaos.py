@@ -168,6 +168,7 @@ class Chaos:
             self._look()
             rest_s = self._due[0][0] - self._now() if self._due else LOOK_S
             time.sleep(min(LOOK_S, max(0.0, rest_s)))
+        self._wait_for_peers()
         self._say("the run is over" if self.over else "the schedule is over; the run goes on")
 
     def end(self) -> None:
@@ -242,6 +243,15 @@ class Chaos:
         if not self.locals.started:
             self._say("waiting for training to begin")
         while not self.locals.started and not self.over:
+            time.sleep(LOOK_S)
+            self._look()
+
+    def _wait_for_peers(self) -> None:
+        """The launcher starts those that are still to come only while this is at work."""
+        until_s = self._now() + PATIENCE_S
+        while not self.over and self._now() < until_s:
+            if sum(peer.label not in self._away for peer in self.locals.peers) >= self._wanted:
+                return
             time.sleep(LOOK_S)
             self._look()
 

@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
     host: int
     device: int
-    count: int
+    values: int
 
 
 class Cargo(NamedTuple):
@@ -37,8 +37,8 @@ def runs(pieces: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
     there = 0
     for start, count in pieces:
         last = found[-1] if found else None
-        if last is not None and last.host + last.count == start:
-            found[-1] = last._replace(count=last.count + count)
+        if last is not None and last.host + last.values == start:
+            found[-1] = last._replace(values=last.values + count)
         else:
             found.append(Run(start, there, count))
         there += count
@@ -51,11 +51,11 @@ class Link:
     def __init__(self, source: Tensor, cargo: Sequence[Cargo], device: str) -> None:
         self.loads = 0  # of groups' parameters, so far
         self._source, self._cargo = source, tuple(cargo)
-        sizes = [sum(run.count for run in one.parameters) for one in cargo]
+        sizes = [sum(run.values for run in one.parameters) for one in cargo]
         self.slots = [
             torch.zeros(max(sizes[slot::2]), dtype=source.dtype, device=device) for slot in range(min(2, len(sizes)))
         ]
-        self.slab = torch.zeros(max(sum(run.count for run in one.sums) for one in cargo), device=device)
+        self.slab = torch.zeros(max(sum(run.values for run in one.sums) for one in cargo), device=device)
         self._holds: list[int | None] = [None] * len(self.slots)
         self._streams = Streams() if device == "cuda" else NoStreams()
 
@@ -80,7 +80,7 @@ class Link:
                 self.slab.zero_()
             else:
                 for run in self._cargo[group].sums:
-                    self.slab[run.device : run.device + run.count].copy_(_part(sums, run), non_blocking=True)
+                    self.slab[run.device : run.device + run.values].copy_(_part(sums, run), non_blocking=True)
 
     def sums_ready(self) -> None:
         """To be called before adding to the slab."""
@@ -91,7 +91,7 @@ class Link:
         self._streams.stores_after_compute()
         with self._streams.storing():
             for run in self._cargo[group].sums:
-                _part(into, run).copy_(self.slab[run.device : run.device + run.count], non_blocking=True)
+                _part(into, run).copy_(self.slab[run.device : run.device + run.values], non_blocking=True)
 
     def settle(self) -> None:
         """Wait for all that was asked for: the host's memory may be read and changed."""
@@ -109,14 +109,14 @@ class Link:
         self._streams.loads_after_compute()
         with self._streams.loading():
             for run in self._cargo[group].parameters:
-                there = self.slots[slot][run.device : run.device + run.count]
+                there = self.slots[slot][run.device : run.device + run.values]
                 there.copy_(_part(self._source, run), non_blocking=True)
         self._holds[slot] = group
         self.loads += 1
 
 
 def _part(flat: Tensor, run: Run) -> Tensor:
-    return flat[run.host : run.host + run.count]
+    return flat[run.host : run.host + run.values]
 
 
 class NoStreams:

@@ -103,20 +103,20 @@ def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
             seen[start, stop] = live(start, stop)
         return seen[start, stop]
 
-    needed = None
-    for spans in _partitions(sizes):
-        bare = _plan(sizes, spans, lambda start, stop: 0, fixed_bytes)
-        if limit and bare.device_bytes > limit and len(spans) < len(sizes.units):
+    *coarser, finest = _partitions(sizes)
+    for spans in coarser:
+        if limit and _plan(sizes, spans, lambda start, stop: 0, fixed_bytes).device_bytes > limit:
             continue  # measuring is what takes time
         made = _plan(sizes, spans, measured, fixed_bytes)
         if not limit or made.device_bytes <= limit:
             return made
-        needed = min(made.device_bytes, needed or made.device_bytes)
-    assert needed is not None
-    raise ValueError(
-        f"device.memory_bytes = {limit} is too little for this stage's largest unit; try device.memory_bytes={needed}"
-        " or more, a smaller train.microbatch, or more stages"
-    )
+    made = _plan(sizes, finest, measured, fixed_bytes)
+    if limit and made.device_bytes > limit:
+        raise ValueError(
+            f"device.memory_bytes = {limit} is too little for this stage's largest unit;"
+            f" try device.memory_bytes={made.device_bytes} or more, a smaller train.microbatch, or more stages"
+        )
+    return made
 
 
 def _plan(sizes: Sizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int) -> Plan:
@@ -188,7 +188,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now: int = 0
+        self.peak: int = 0
         self._device = device
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 

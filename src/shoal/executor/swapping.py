@@ -266,8 +266,8 @@ class Swapping:
         for unit in range(*span):
             for name in self._row.units[unit]:
                 self._row.bind(unit, name, parameters[name])
-        placed = tuple(parameters), tuple(parameters.values()), tuple(sums.get(name) for name in parameters)
-        return Group(*span, *placed, ready)
+        in_order = tuple(sums.get(name) for name in parameters)
+        return Group(*span, tuple(parameters), tuple(parameters.values()), in_order, ready)
 
     def _trial(self, start: int, stop: int) -> Group:
         """A group in memory of its own, all zeros: to see what running it takes."""

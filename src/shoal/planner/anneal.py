@@ -6,7 +6,7 @@ the best of greedy.py's rules and another at random, and a second term, small an
 about to become cheaper: mean instead of largest exchange, mean instead of largest hop.
 
 Beyond EXACT_PATH_MOST stages or SUBSETS_MOST devices per stage a candidate is priced by estimates: along the present
-path only, and with the bound from which a matching's threshold starts. What would be the new best is priced exactly.
+path only, and with the bound from which a matching's threshold starts; what a chain ends with is priced exactly.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def _chain(
 ) -> None:  # six values that belong to one chain and are read once
     state = _State(model, groups)
     first, scale_s = best.evaluations, state.total_s
+    lead_s, lead = best.total_s if state.exact else scale_s, groups
     while best.evaluations < until and not best.proven:
         done = (best.evaluations - first) / (until - first)
         guide = GUIDE * (GUIDE_END / GUIDE) ** done
@@ -60,13 +61,15 @@ def _chain(
         now = state.energy(guide)
         accepted = energies < now - heat_s * np.log(np.maximum(rng.random(many), 1e-300))
         k = int(totals.argmin())
-        if totals[k] < best.total_s:
-            candidate = swaps.applied(state.groups, k)
-            total_s = float(totals[k]) if state.exact else model.cost(candidate).total_s
-            best.see(candidate, total_s, 0)
+        if totals[k] < lead_s:
+            lead_s, lead = float(totals[k]), swaps.applied(state.groups, k)
+            if state.exact:
+                best.see(lead, lead_s, 0)
         best.evaluations += many
         if accepted.any():
             state.take(swaps, int(np.where(accepted, energies, np.inf).argmin()))
+    if not state.exact:
+        best.see(lead, model.cost(lead).total_s, 0)
 
 
 class _Swaps(NamedTuple):

@@ -39,8 +39,10 @@ END_S = 5.0
 IDLE_S = 10.0  # without a connection from us, and it ends itself
 MAX_REPLY_BYTES = 1 << 20
 MAX_LINE_BYTES = 4096
-RELAYED_BYTES = (1 << 32) - 1  # over one relayed connection, then it is made anew. p2pd keeps 32 bits: its own default, 2**32,
-# comes out as 128 KiB (measured), and so does everything that has none of the lower bits
+RELAYED_BYTES = (
+    1 << 32
+) - 1  # over one relayed connection, then it is made anew. Holds once the relay knows that it is reached
+# from everywhere; before that p2pd relays 128 KiB at a time whatever it is told (measured)
 _ED25519 = bytes.fromhex("0024080112") + bytes(
     [PUBLIC_BYTES]
 )  # a peer id that is the key itself, after the libp2p spec

@@ -1,0 +1,152 @@
+"""How fast a stage trains that passes through a tenth of its memory, beside the same stage held whole, in the same run.
+
+    python benchmarks/swapping.py [--hidden 512] [--layers 12] [--microbatches 8] [--repeats 3] [--device cpu]
+
+A model of one stage runs passes of some microbatches forward and back: resident one by one, swapping one by one, and swapping
+layer by layer (`backward_many`), each with as little device memory as its plan allows. On a CPU the copies are real and do
+not overlap with the work, so that the ratio is a floor. The peak is measured in a pass of its own and checked against the
+plan. The last line is one JSON object; its value is tokens/s layer by layer, its bound that of the resident executor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor
+
+from report import report
+from shoal.config import Config, Data, Device, Model, Run, Train
+from shoal.executor import memory
+from shoal.executor.base import Executor, check_device
+from shoal.executor.resident import Resident
+from shoal.executor.swapping import Swapping
+from shoal.model import stages
+from shoal.model.cut import inputs
+
+TRAINING_BYTES = 16  # per parameter: fp32 parameter, two moments and gradient
+
+
+def main() -> None:
+    given = arguments()
+    config = a_config(given)
+    check_device(config)
+    torch.set_num_threads(given.threads)
+    draw = torch.Generator().manual_seed(0)
+    shape = (config.train.microbatch, config.data.sequence + 1)
+    batch = [torch.randint(0, config.model.vocab_size, shape, generator=draw) for _ in range(given.microbatches)]
+    tokens = len(batch) * config.train.microbatch * config.data.sequence
+
+    resident = Resident(stages.build(config, 0, device=given.device), config)
+    swapping = smallest(config)
+    passes: dict[str, Callable[[], None]] = {
+        "resident": lambda: one_by_one(resident, batch),
+        "swapping one by one": lambda: one_by_one(swapping, batch),
+        "swapping layer by layer": lambda: layer_by_layer(swapping, batch),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in passes}
+    for repeat in range(given.repeats + 1):  # the first one warms up
+        for name, run in passes.items():
+            seconds = timed(run, given.device)
+            if repeat:
+                speeds[name].append(tokens / seconds)
+    found = {name: statistics.median(values) for name, values in speeds.items()}
+    peak = measured_peak(swapping, batch, given.device)
+    for name, speed in found.items():
+        print(f"{name:24} {speed:10,.0f} tokens/s")
+    state_bytes = TRAINING_BYTES * swapping.length
+    print(f"peak {peak:,} bytes of {swapping.plan.device_bytes:,} planned; training state {state_bytes:,}")
+    report(
+        "swapping",
+        found["swapping layer by layer"],
+        "tokens/s",
+        found["resident"],
+        {
+            "device": given.device,
+            "parameters": swapping.length,
+            "groups": swapping.plan.count,
+            "microbatches": len(batch),
+            "tokens_per_microbatch": tokens // len(batch),
+            "one_by_one": round(found["swapping one by one"], 1),
+            "peak_bytes": peak,
+            "planned_bytes": swapping.plan.device_bytes,
+            "state_over_peak": round(state_bytes / peak, 2),
+            "threads": given.threads,
+        },
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--microbatch", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return parser.parse_args()
+
+
+def a_config(given: argparse.Namespace) -> Config:
+    return Config(
+        run=Run(stages=1, steps=10),
+        model=Model(
+            hidden_size=given.hidden,
+            layers=given.layers,
+            heads=given.hidden // 64,
+            kv_heads=given.hidden // 64,
+            intermediate_size=3 * given.hidden,
+        ),
+        data=Data(sequence=given.sequence),
+        train=Train(batch=given.microbatch * given.microbatches, microbatch=given.microbatch, dtype=given.dtype),
+        device=Device(kind=given.device, executor="swapping", memory_bytes=1),
+    )
+
+
+def smallest(config: Config) -> Swapping:
+    """The executor with the smallest limit that its plan allows, which the refusal of a smaller one names."""
+    try:
+        return Swapping(stages.build(config, 0), config)
+    except ValueError as error:
+        found = re.search(r"try device\.memory_bytes=(\d+)", str(error))
+        if found is None:
+            raise
+        device = msgspec.structs.replace(config.device, memory_bytes=int(found[1]))
+        return Swapping(stages.build(config, 0), msgspec.structs.replace(config, device=device))
+
+
+def one_by_one(executor: Executor, batch: list[Tensor]) -> None:
+    for tokens in batch:
+        executor.backward(inputs(tokens), None, tokens)
+    executor.zero()
+
+
+def layer_by_layer(executor: Swapping, batch: list[Tensor]) -> None:
+    executor.backward_many([inputs(tokens) for tokens in batch], [None] * len(batch), batch)
+    executor.zero()
+
+
+def timed(run: Callable[[], None], device: str) -> float:
+    start = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measured_peak(executor: Swapping, batch: list[Tensor], device: str) -> int:
+    with memory.Watch(device) as watch:
+        layer_by_layer(executor, batch)
+    return executor.held_bytes + watch.peak
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The memory plan as arithmetic, and the watch that finds what a plan missed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.executor import memory
+from shoal.executor.memory import Sizes, plan
+
+UNITS = (("embedding",), ("a",), ("b",), ("c",), ("d",), ("norm", "head"))
+VALUES = {"embedding": 640, "a": 1280, "b": 1280, "c": 1280, "d": 1280, "norm": 64, "head": 640}
+SIZES = Sizes(UNITS, VALUES, 4)
+
+
+def live(start: int, stop: int) -> int:
+    return 1000 * (stop - start)
+
+
+def test_without_a_limit_a_stage_is_one_group_in_one_slot() -> None:
+    made = plan(SIZES, live, limit=0)
+    assert [(group.start, group.stop) for group in made.groups] == [(0, 6)]
+    assert made.slot_bytes == (4 * sum(VALUES.values()),)
+    assert made.device_bytes == made.slot_bytes[0] + made.slab_bytes + 6000
+
+
+def test_groups_are_the_fewest_that_fit_as_even_as_can_be() -> None:
+    three = plan(SIZES, live, limit=41_000)
+    assert [(group.start, group.stop) for group in three.groups] == [(0, 2), (2, 4), (4, 6)]
+    assert three.slot_bytes == (10_240 - 2_560 + 256, 10_240)
+    assert three.device_bytes <= 41_000
+    assert plan(SIZES, live, limit=three.device_bytes).count == 3
+    assert plan(SIZES, live, limit=three.device_bytes - 1).count > 3
+
+
+def test_every_limit_is_kept_or_refused_with_one_that_is_enough() -> None:
+    for limit in range(10_000, 60_000, 777):
+        try:
+            made = plan(SIZES, live, limit=limit, fixed_bytes=100)
+        except ValueError as error:
+            enough = int(str(error).split("try device.memory_bytes=")[1].split()[0])
+            assert enough > limit
+            assert plan(SIZES, live, limit=enough, fixed_bytes=100).device_bytes <= enough
+        else:
+            assert made.device_bytes <= limit
+            assert [group.start for group in made.groups[1:]] == [group.stop for group in made.groups[:-1]]
+            assert (made.groups[0].start, made.groups[-1].stop) == (0, len(UNITS))
+
+
+def test_a_shared_parameter_lies_in_both_groups_and_is_summed_in_the_first() -> None:
+    tied = Sizes((("embedding",), ("a",), ("norm", "embedding")), {"embedding": 640, "a": 1280, "norm": 64}, 2)
+    assert tied.own(2, 3) == ("norm",) and tied.own(0, 1) == ("embedding",)
+    assert tied.slot_bytes(0, 3) == 2 * (640 + 1280) + 256
+    assert tied.slot_bytes(2, 3) == 2 * 640 + 256
+
+
+def test_the_host_holds_parameters_moments_two_sums_and_rounded_copies() -> None:
+    values = sum(VALUES.values())
+    assert plan(SIZES, live, limit=0).host_bytes == 20 * values
+    assert plan(Sizes(UNITS, VALUES, 2), live, limit=0).host_bytes == 22 * values
+    assert sum(group.optimizer_bytes for group in plan(SIZES, live, limit=41_000).groups) == 12 * values
+
+
+def test_the_watch_sees_memory_come_and_go_and_not_views_or_the_hosts() -> None:
+    with memory.Watch("cpu") as watch:
+        kept = torch.zeros(1000)
+        assert watch.now == 4000
+        (kept * 2 + 1).sum()
+        assert (watch.now, watch.peak >= 12_000) == (4000, True)
+        kept[:10].add_(1)
+        with memory.host():
+            away = kept.clone()
+        assert watch.now == 4000
+        away.mul_(2)
+        del kept
+        assert watch.now == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 255, 256, 257])
+def test_what_lies_in_a_slot_begins_where_an_allocator_would_put_it(nbytes: int) -> None:
+    assert memory.padded(nbytes) % memory.ALIGN == 0
+    assert 0 <= memory.padded(nbytes) - nbytes < memory.ALIGN
