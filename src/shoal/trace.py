@@ -129,7 +129,7 @@ def replay(path: str | Path) -> Replay:
         commands += len(item.commands)
         wrong = _differing(item.commands, said)
         if wrong and not first:
-            first = f"{item.peer} at {item.time_s:.6f} on {_show(item.event)}: {wrong[0]}"
+            first = f"{item.peer} at {item.time_s:.6f} on {_around(_show(item.event), 0)}: {wrong[0]}"
         differing += len(wrong)
     return Replay(peers=len(machines), events=events, commands=commands, differing=differing, first=first)
 
@@ -151,7 +151,7 @@ def _differing(recorded: tuple[AnyCommand, ...], said: list[Command]) -> list[st
         then = recorded[position] if position < len(recorded) else None
         now = said[position] if position < len(said) else None
         if then != now:
-            wrong.append(f"recorded {_show(then)}, replayed {_show(now)}")
+            wrong.append(_apart(_show(then), _show(now)))
     return wrong
 
 
@@ -173,3 +173,20 @@ def _timed(file: IO[bytes], name: str) -> Iterator[tuple[float, bytes]]:
     """Lines with their times; headers come before everything."""
     for text in _lines(file, name):
         yield (float("-inf") if text.startswith(b"{") else float(text[1 : text.index(b",")])), text
+
+
+AROUND = 160  # characters shown on each side of a difference: whole views run to thousands
+
+
+def _apart(recorded: str, replayed: str) -> str:
+    """Where two commands part, with what stands around it."""
+    same = 0
+    while same < min(len(recorded), len(replayed)) and recorded[same] == replayed[same]:
+        same += 1
+    return f"recorded {_around(recorded, same)}, replayed {_around(replayed, same)}"
+
+
+def _around(text: str, at: int) -> str:
+    head = text[:40] + " ... " if at > AROUND + 40 else text[: max(0, at - AROUND)]
+    tail = " ..." if len(text) > at + AROUND else ""
+    return f"{head}{text[max(0, at - AROUND) : at + AROUND]}{tail}"

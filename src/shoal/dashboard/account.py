@@ -24,7 +24,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     redone: int  # (microbatch, stage) bookings that were computed again because a peer was lost
     lost: int
     counted_twice: int
-    undone: int = 0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
+    undone: int = (
+        0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
+    )
     recovered: int = 0  # how often the run went back because a stage had lost every replica
     killed: int  # peers ended by --kill-every
     joined: int  # peers that came while it ran
@@ -72,7 +74,9 @@ def _undone(summary: Summary) -> list[tuple[str, str]]:
     if not summary.recovered:
         return []
     times = "once" if summary.recovered == 1 else f"{summary.recovered:,} times"
-    words = f"{summary.undone:,} and trained again: the run went back {times} to a checkpoint, a stage had no replica left"
+    words = (
+        f"{summary.undone:,} and trained again: the run went back {times} to a checkpoint, a stage had no replica left"
+    )
     return [("undone", words)]
 
 
