@@ -236,9 +236,11 @@ class Coordinator:
 
     def _promote(self, view: View, now: float) -> View | None:
         """A stage has lost its last member, but a joiner already holds its state: it becomes a member at once."""
+        if not view.started or not view.joining:
+            return None
         empty = self._empty(view)
         able = tuple(member for member in view.joining if member.stage in empty and self._ready(member, view))
-        if not view.started or not able:
+        if not able:
             return None
         words = ", ".join(f"{member.peer} takes over stage {member.stage}" for member in able)
         return msgspec.structs.replace(
@@ -318,7 +320,7 @@ class Coordinator:
 
     def _start(self, view: View, now: float) -> View | None:
         """Begin the first step when enough peers hold their stage and no stage is empty."""
-        if view.started:
+        if view.started or (not view.epoch and len(self.present) < self.settings.peers):
             return None
         candidates = view.members + view.joining
         ready = tuple(member for member in candidates if self._ready(member, view))

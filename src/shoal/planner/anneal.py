@@ -21,7 +21,7 @@ from shoal.planner.greedy import starts
 from shoal.planner.search import Best, Found, exhaustive, random_placement
 
 EXHAUSTIVE_MOST = 2000  # placements up to which all are priced
-BATCH = 32  # candidates priced at once, the best of the accepted ones is taken
+BATCH = 16  # candidates priced at once, the best of the accepted ones is taken
 WARM, COLD = 3e-3, 1e-4  # temperature at the start and the end, of the start's cost: tuned on six irregular networks
 GUIDE, GUIDE_END = 1.0, 0.01  # weight of the second term at the start and the end
 REORDER = 40  # accepted swaps after which a long path is looked for again
