@@ -110,8 +110,8 @@ def test_a_stopped_peer_is_removed_and_comes_back_when_it_is_continued(start: St
 
 def test_killed_peers_are_replaced_while_chaos_is_at_work_and_no_sample_is_lost(start: Start, tmp_path: Path) -> None:
     acts = [
-        f'[[act]]\nat = "{at} s"\nkind = "{kind}"\n'
-        for at, kind in ((0, "kill"), (1, "add"), (2, "kill"), (3, "remove"))
+        f'[[act]]\nat = "{at} s"\nkind = "{kind}"\nwho = "{who}"\n'
+        for at, kind, who in ((0, "kill", "p2"), (1, "add", ""), (2, "kill", "p3"), (3, "remove", "p5"))
     ]
     (tmp_path / "kill.toml").write_text("".join(acts))
     launcher = start("run", "tiny.toml", "run.steps=100000", "run.peers=6", *NO_MODEL)
@@ -119,11 +119,12 @@ def test_killed_peers_are_replaced_while_chaos_is_at_work_and_no_sample_is_lost(
     said = end(start("chaos", "runs/tiny", "--schedule", "kill.toml"))
     assert len(re.findall(r"  kill p\d", said)) == 2 and len(re.findall(r"  remove p\d", said)) == 1, said
 
-    def newcomers() -> int:
+    def members() -> set[str]:
         run = here(tmp_path)
-        return 0 if run is None else len({seat.label for seat in run.members} - {f"p{n}" for n in range(1, 7)})
+        return set() if run is None else {seat.label for seat in run.members}
 
-    wait_for(lambda: launcher.poll() is not None or newcomers() >= 3)  # one for each kill, and the one added
+    # One for each kill and the one added; nobody for the one removed.
+    wait_for(lambda: launcher.poll() is not None or members() == {"p1", "p4", "p6", "p7", "p8", "p9"})
     launcher.send_signal(signal.SIGINT)
     output = end(launcher, code=130)
     found = summary(tmp_path)

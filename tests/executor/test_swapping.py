@@ -176,8 +176,8 @@ def test_device_memory_stays_under_the_limit_and_is_what_the_plan_says() -> None
             tied_embeddings=drawn.random() < 0.5,
         )
         most, _, least = limits(config)
-        limit = drawn.randint(least, most)
-        one = swapping(config, limit)
+        limit = swapping(config, drawn.choice([least, drawn.randint(least, most)])).plan.device_bytes
+        one = swapping(config, limit)  # not a byte to spare
         with memory.Watch("cpu") as watch:
             whole_batch(one)
         peak = one.held_bytes + watch.peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.planner.anneal import anneal
+from shoal.planner.anneal import _State, anneal, taken
 from shoal.planner.cluster import network, read_matrices
 from shoal.planner.cost import PUBLISHED, Ints, Model
 from shoal.planner.dtfm import Replacement, evolve, improved, repaired
@@ -90,6 +90,30 @@ def test_the_chain_finds_small_optima_even_when_it_may_not_enumerate(monkeypatch
     for seed in range(6):
         model = irregular(seed, 3, 3)
         assert anneal(model, rng(seed), 1500).cost.total_s <= 1.02 * exhaustive(model).cost.total_s
+
+
+def test_a_dearer_placement_is_taken_with_the_probability_of_its_heat() -> None:
+    dearer_s = np.array([-1.0, 0.0, 1.0, 1.0, 5.0])
+    draws = np.array([0.999, 0.999, 0.36, 0.38, 0.01])  # exp(-1) = 0.368, exp(-5) = 0.0067
+    assert taken(dearer_s, 1.0, draws).tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(("stages", "size"), [(2, 3), (6, 5), (14, 2), (4, 12)])
+def test_a_swap_is_priced_as_its_placement_would_be_and_leaves_nothing_stale(stages: int, size: int) -> None:
+    model = irregular(1, stages, size)
+    state, chance = _State(model, np.arange(stages * size).reshape(stages, size)), rng(2)
+    for _ in range(6):
+        swaps = state.propose(chance, 5)
+        energies, totals = state.energies(swaps, 0.5)
+        for k in range(5):
+            if stages <= 12:  # beyond, a path is kept for a while
+                fresh = _State(model, swaps.applied(state.groups, k))
+                assert energies[k] == pytest.approx(fresh.energy(0.5))
+                assert totals[k] == pytest.approx(fresh.total_s)
+                assert not fresh.exact or totals[k] == pytest.approx(model.cost(fresh.groups).total_s)
+        state.take(swaps, 0)
+        assert state.energy(0.5) == pytest.approx(energies[0])
+        assert state.total_s == pytest.approx(totals[0])
 
 
 @pytest.mark.parametrize("search", [anneal, evolve, random_search])

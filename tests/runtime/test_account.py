@@ -147,6 +147,14 @@ def test_a_void_step_stays_void_when_nobody_reports_how_it_was_trained_again() -
     assert (totals.lost, totals.balanced) == (MICROBATCHES, False)
 
 
+def test_the_step_that_an_epoch_began_with_may_be_heard_of_last() -> None:
+    books = some_books(*BEFORE, AFTER[3])
+    assert [(step.commit.step, step.epoch) for step in books.steps] == [(0, 0), (1, 0), (2, 0), (3, 1)]
+    books.agree(AFTER[0], 9.0)
+    assert [(step.commit.step, step.epoch) for step in books.steps] == [(0, 0), (3, 1)]
+    assert books.totals().lost == 2 * MICROBATCHES
+
+
 def test_a_run_may_go_back_more_than_once_and_to_earlier_steps() -> None:
     books = some_books(*BEFORE, *AFTER, gone_back(0, undone=24, epoch=2), again(1, undone=24, epoch=2))
     assert [(step.commit.step, step.epoch) for step in books.steps] == [(0, 2)]

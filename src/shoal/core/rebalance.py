@@ -62,7 +62,9 @@ def move(members: tuple[Member, ...], stages: int, seconds: tuple[float, ...] = 
 
 
 def _evening(counts: list[int], cost: tuple[float, ...]) -> tuple[int, int] | None:
-    """From the stage that is left with most to the thinnest, which must have been thinner than what is left there."""
+    """From the stage that is left with most to the thinnest, which must have been thinner than what is left there.
+
+    So the last replica never goes."""
     thin = min(range(len(counts)), key=lambda s: (counts[s] / cost[s], s))
-    able = [s for s in range(len(counts)) if counts[s] > 1 and (counts[s] - 1) / cost[s] > counts[thin] / cost[thin]]
+    able = [s for s in range(len(counts)) if (counts[s] - 1) / cost[s] > counts[thin] / cost[thin]]
     return (max(able, key=lambda s: ((counts[s] - 1) / cost[s], -s)), thin) if able else None

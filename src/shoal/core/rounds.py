@@ -252,7 +252,7 @@ class Rounds:
                 assert chunk is not None
                 current.sums[chunk] = task.out
                 sends: list[Command] = [
-                    Send(peer, self._sum(current, chunk), (task.out,)) for peer in current.group if peer != self._name
+                    Send(peer, self._sum(current, chunk), (task.out,)) for peer in _turn(current.group, self._name)
                 ]
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather():
@@ -283,13 +283,15 @@ class Rounds:
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
         current.cut = task.outs
         sends: list[Command] = []
-        for chunk, owner in enumerate(current.chunks.owners):
-            if owner != self._name:
+        for owner in _turn(current.group, self._name):
+            chunk = current.chunks.of(owner)
+            if chunk is not None:
                 sends.append(Send(owner, self._part(current, chunk), (task.outs[chunk],)))
-            elif len(current.group) == 1:
-                current.sums[chunk] = task.outs[chunk]
-            else:
-                current.parts[owner] = task.outs[chunk]
+        mine = current.chunks.of(self._name)
+        if mine is not None and len(current.group) == 1:
+            current.sums[mine] = task.outs[mine]
+        elif mine is not None:
+            current.parts[self._name] = task.outs[mine]
         return sends + self._go_on(current)
 
     def _go_on(self, current: Current) -> list[Command]:
@@ -386,3 +388,10 @@ def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
     for blob in blobs:
         current.live.pop(blob, None)
     return drop(blobs)
+
+
+def _turn(group: tuple[Peer, ...], name: Peer) -> tuple[Peer, ...]:
+    """The others, beginning after me: when all begin with the first, its line is the bound and the others' lines wait
+    (8 replicas on shaped lines: 10.1 s against 7.1 s in the planner's model)."""
+    at = group.index(name)
+    return group[at + 1 :] + group[:at]

@@ -59,7 +59,7 @@ def _chain(
         swaps = state.propose(rng, many)
         energies, totals = state.energies(swaps, guide)
         now = state.energy(guide)
-        accepted = energies < now - heat_s * np.log(np.maximum(rng.random(many), 1e-300))
+        accepted = taken(energies - now, heat_s, rng.random(many))
         k = int(totals.argmin())
         if totals[k] < lead_s:
             lead_s, lead = float(totals[k]), swaps.applied(state.groups, k)
@@ -70,6 +70,11 @@ def _chain(
             state.take(swaps, int(np.where(accepted, energies, np.inf).argmin()))
     if not state.exact:
         best.see(lead, model.cost(lead).total_s, 0)
+
+
+def taken(dearer_s: Floats, heat_s: float, draws: Floats) -> Flags:
+    """Metropolis: what is cheaper, and what is dearer with probability exp(-dearer_s / heat_s)."""
+    return np.asarray(dearer_s < -heat_s * np.log(np.maximum(draws, 1e-300)))
 
 
 class _Swaps(NamedTuple):
