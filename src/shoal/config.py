@@ -46,6 +46,9 @@ class Run(Section, frozen=True):
     silence_s: float = 4.0  # a peer silent for this long is removed
     hop_floor_s: float = 2.0  # no hop is called slow before this
     hold_s: float = 30.0  # a finished step waits at most this long for a joiner's download
+    stage_seconds: tuple[
+        float, ...
+    ] = ()  # planned seconds per microbatch of each stage, for placing peers; --plan fills it
 
 
 class Model(Section, frozen=True):
@@ -188,6 +191,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         silence_s=run.silence_s,
         hop_floor_s=run.hop_floor_s,
         hold_s=run.hold_s,
+        stage_seconds=run.stage_seconds,
     )
 
 
@@ -249,6 +253,11 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"run.name = {run.name!r} cannot name a directory; try letters, digits, '-', '_' and '.'"
     if run.peers < run.stages:
         yield f"run.peers = {run.peers} cannot serve run.stages = {run.stages}; try {run.stages} peers or more"
+    if run.stage_seconds and (len(run.stage_seconds) != run.stages or min(run.stage_seconds) <= 0):
+        yield (
+            f"run.stage_seconds = {list(run.stage_seconds)} must be above 0, one for each of run.stages = {run.stages}; "
+            "try run.stage_seconds=[]"
+        )
     if run.silence_s < 3 * run.beat_s:
         yield f"run.silence_s = {run.silence_s} is under three beats of run.beat_s = {run.beat_s}; try {8 * run.beat_s}"
     if data.source != "python" and not data.path:

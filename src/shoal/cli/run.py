@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -24,6 +25,8 @@ from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.terminal import Terminal
+from shoal.planner import plan as plans
+from shoal.planner.plan import Plan
 from shoal.runtime.account import Step
 from shoal.runtime.report import AnyLine, replace
 from shoal.transport.invite import Authority
@@ -34,6 +37,7 @@ FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finish
 LEAVE_S = 120.0  # for a guest's step to end
 LISTEN_S = 120.0  # for a process to start on a very busy machine
 INVITE_S = 30 * 86400.0  # local peers' passes: longer than any run on one machine
+HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended processes do not come back
 SPARES = 3  # peers that end by themselves are replaced this many times
 
 INTERRUPTED = 130
@@ -48,6 +52,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     here: int  # peers to start
     started_s: float
     resumed: Resumed = Resumed()
+    plan: Plan | None = None
     kill_every_s: float | None = None
     invite: str = ""  # to somebody else's run; '' to found one
 
@@ -59,12 +64,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--here", type=int, metavar="N", help="start N peers here; the others of run.peers join by invite"
     )
+    parser.add_argument("--plan", metavar="FILE", help="stages, peers and placement from `shoal plan --out FILE`")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
 
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
-    config = configuration.load(args.config, args.settings)
+    plan = plans.load(args.plan) if args.plan else None
+    planned = _planned(plan, args.plan) if plan is not None else []
+    config = configuration.load(args.config, [*args.settings, *planned])
+    if plan is not None:
+        _refuse_other_cuts(plan, config, args.plan)
     kill_every_s, peers = args.kill_every, config.run.peers
     if kill_every_s is not None and not kill_every_s > 0:
         raise ValueError(f"--kill-every {kill_every_s}: seconds between kills must be above 0; try 20")
@@ -82,9 +92,56 @@ def main(args: argparse.Namespace) -> int:
             here=here,
             started_s=started_s,
             resumed=resumed,
+            plan=plan,
             kill_every_s=kill_every_s,
         )
         return asyncio.run(Run(job).run())
+
+
+def _planned(plan: Plan, path: str) -> list[str]:
+    """What a plan decides, as settings: how many stages and peers, and what each stage is expected to cost."""
+    if not plan.stages:
+        raise ValueError(
+            f"{path}: the plan has no stages; make one with `shoal plan CONFIG --cluster FILE --out {path}`"
+        )
+    seconds = [stage.microbatch_s for stage in plan.stages]
+    known = seconds if min(seconds) > 0 else []
+    peers = sum(len(stage.peers) for stage in plan.stages)
+    return [f"run.stages={len(plan.stages)}", f"run.peers={peers}", f"run.stage_seconds={known}"]
+
+
+def _refuse_other_cuts(plan: Plan, config: Config, path: str) -> None:
+    """A run cuts evenly and keeps every stage resident or not by `device.executor`: a plan must say the same."""
+    from shoal.model.cut import spans  # torch: only who has a plan waits for it
+
+    if config.device.executor == "emulated":
+        return  # has no blocks
+    if not config.model.path and plan.layers != config.model.layers:
+        raise ValueError(
+            f"{path} is for a model of {plan.layers} blocks; model.layers = {config.model.layers}; plan anew"
+        )
+    cuts = [(stage.first, stage.end) for stage in plan.stages]
+    even = [(span.start, span.stop) for span in spans(plan.layers, len(plan.stages))]
+    if cuts != even:
+        raise ValueError(f"{path} cuts the blocks {cuts}, but a run cuts them {even}; plan without --uneven")
+    swapped = [number for number, stage in enumerate(plan.stages) if stage.executor != config.device.executor]
+    if swapped:
+        wanted = plan.stages[swapped[0]].executor
+        raise ValueError(
+            f"{path} wants a {wanted} executor for stage {swapped[0]}, but device.executor = "
+            f"{config.device.executor!r}; try device.executor={wanted}"
+        )
+
+
+def _against(plan: Plan, steps: tuple[Step, ...]) -> str:
+    """Predicted against measured seconds per step: the median time between commits."""
+    heard = [step.heard_s for step in steps]
+    apart = sorted(later - earlier for earlier, later in pairwise(heard))
+    if plan.predicted is None or not apart:
+        return ""
+    predicted_s, measured_s = plan.predicted.step_s, apart[len(apart) // 2]
+    off = measured_s / predicted_s - 1
+    return f"the plan predicted {predicted_s:.2f} s a step; measured {measured_s:.2f} s ({off:+.0%}), median of {len(apart)}"
 
 
 class Run:
@@ -101,6 +158,7 @@ class Run:
         self.user_error = ""
         self.interrupted = False
         self.spares = SPARES
+        self.hopeless: tuple[int, float] | None = None  # since when no majority is left, in which view
         self._number = 0
         self._joining: set[asyncio.Task[None]] = set()
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
@@ -155,6 +213,8 @@ class Run:
             plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
             print(plot.curve(summary.losses))
         print(account.text(summary))
+        if self.job.plan is not None and (text := _against(self.job.plan, self.watch.books.steps)):
+            print(text)
         print(f"all of it is in {self.directory}")
         if self.interrupted:
             return INTERRUPTED
@@ -181,6 +241,20 @@ class Run:
             wanted = rundir.wanted(self.directory) if self.watch.started and self.authority is not None else None
             if wanted is not None and self.crew.living and len(self.crew.living) < wanted.peers:
                 await self._join()
+            self._look_for_a_majority(time.monotonic())
+
+    def _look_for_a_majority(self, now: float) -> None:
+        """Peers without a majority wait for ever, by right: somebody must tell the user."""
+        view = self.watch.books.view
+        if view is None or not self.watch.hopeless({child.label for child in self.crew.living}):
+            self.hopeless = None
+        elif self.hopeless is None or self.hopeless[0] != view.number:
+            self.hopeless = view.number, now
+        elif now - self.hopeless[1] >= HOPELESS_S:
+            self._give_up(
+                "a majority of the members has ended, so the others can agree on nothing more; "
+                "`--resume` goes on from the newest checkpoint"
+            )
 
     async def _join(self) -> None:
         """One more peer, in the place of one that is gone."""

@@ -95,6 +95,12 @@ class Watch:
         view = self.books.view
         return [(self.labels.get(m.peer, ""), m.stage) for m in view.members] if view is not None else []
 
+    def hopeless(self, living: set[str]) -> bool:
+        """So many members have ended, as far as known here, that those left are no majority and can agree on nothing more."""
+        seats = self.seats() if self.started and not self.finished else []
+        left = sum(not label or label in living for label, _ in seats)
+        return bool(seats) and 2 * left <= len(seats)
+
     def expendable(self) -> list[str]:
         """Members without whom their stage still has a member that holds its state, and the others a majority."""
         view = self.books.view

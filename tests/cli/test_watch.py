@@ -1,0 +1,81 @@
+"""What the peers' reports add up to, through a loss that sends the run back to its checkpoint, and when there is no hope."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shoal.cli.watch import Resumed, Watch
+from shoal.config import Config
+from shoal.core.messages import Account, Committed, Member, Share, View
+from shoal.runtime.report import Agreed, Listening, Progress
+
+CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))
+MICROBATCHES = CONFIG.train.batch // CONFIG.train.microbatch
+ALL = tuple(range(MICROBATCHES))
+MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
+
+
+def a_view(number: int, step: int, epoch: int = 0, undone: int = 0, loss: float | None = None) -> View:
+    """At `step`; with `loss`, it commits the step before."""
+    done = MICROBATCHES * step
+    groups = ((Share("a", ALL), Share("b", ())), (Share("c", ALL), Share("d", ())))
+    last = None if loss is None else Committed(step - 1, number, 1.0, loss, ("x", "y"), groups)
+    account = Account(issued=done, committed=done, undone=MICROBATCHES * undone)
+    return View(number, step, MEMBERS, started=loss is not None, epoch=epoch, last=last, account=account)
+
+
+HISTORY = (
+    a_view(1, 1, loss=5.0),
+    a_view(2, 2, loss=4.0),
+    a_view(3, 3, loss=3.0),
+    a_view(4, 1, epoch=1, undone=2),
+    a_view(5, 2, epoch=1, undone=2, loss=4.5),
+)
+
+
+def a_watch(*views: View) -> Watch:
+    watch = Watch(CONFIG, 0.0, Resumed())
+    for n, member in enumerate(MEMBERS):
+        watch.hear(f"p{n}", Listening(member.peer, ()), 0.0)
+        watch.hear(f"p{n}", Progress(member.peer, ready=n != 3), 0.0)
+    for n, view in enumerate(views):
+        watch.hear("p0", Agreed(float(n), view), 1.0 + n)
+    return watch
+
+
+def test_a_step_trained_again_has_one_loss_and_it_is_the_later_one() -> None:
+    assert a_watch(*HISTORY[:3]).losses() == (5.0, 4.0, 3.0)
+    watch = a_watch()
+    seen = []
+    for view in HISTORY:
+        watch.hear("p0", Agreed(0.0, view), 1.0)
+        seen.append(watch.losses())  # also while as many steps stand as before
+    assert seen == [(5.0,), (5.0, 4.0), (5.0, 4.0, 3.0), (5.0,), (5.0, 4.5)]
+
+
+def test_summary_and_view_tell_what_was_undone() -> None:
+    watch = a_watch(*HISTORY)
+    summary, snapshot = watch.summary(10.0), watch.snapshot(10.0)
+    assert summary.balanced, summary.reason
+    assert (summary.steps, summary.committed) == (2, 2 * MICROBATCHES)
+    assert (summary.undone, summary.recovered) == (2 * MICROBATCHES, 1)
+    assert (snapshot.undone, snapshot.recovered, snapshot.step) == (2 * MICROBATCHES, 1, 2)
+    assert summary.first_step_s == 1.0
+
+
+def test_a_run_that_went_back_says_so_until_it_trains_again() -> None:
+    assert a_watch(*HISTORY[:4]).snapshot(9.0).state == "back at step 1, a stage was lost: 3 of 4 peers ready"
+    assert a_watch(*HISTORY).snapshot(9.0).state == ""
+
+
+@pytest.mark.parametrize(("living", "hopeless"), [("0123", False), ("012", False), ("01", True), ("", True)])
+def test_without_a_majority_of_living_members_there_is_no_hope(living: str, hopeless: bool) -> None:
+    assert a_watch(*HISTORY).hopeless({f"p{n}" for n in living} | {"p9"}) is hopeless
+    assert not a_watch().hopeless(set()), "before training nobody is missed"
+
+
+def test_a_member_on_another_machine_is_thought_to_live() -> None:
+    watch = a_watch(*HISTORY)
+    del watch.labels["c"], watch.labels["d"]
+    assert not watch.hopeless({"p0"})
