@@ -99,6 +99,7 @@ class PeerMachine:
         self.leaving = ""
         self.removed_from = -1  # number of the view that no longer had me
         self.finished = False
+        self.dismissing = False
         self.linger_at: float | None = None  # when a finished peer stops waiting for its dismissal
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -281,8 +282,9 @@ class PeerMachine:
             commands += self.coordinator.lead(view, self.register.term, now)
             commands += self._pulse(now)
         commands += self.coordinator.decide(self.register, now)
-        if self.coordinator.dismissed:
-            commands += self._finish(True, "the run is finished")
+        if self.coordinator.dismissed and not self.dismissing:
+            self.dismissing = True  # what says so is on its way: a process that ended now would take it along
+            self.linger_at = now + 2 * self.settings.beat_s
         return commands
 
     def _adopt(self, view: View, now: float) -> list[Command]:
