@@ -399,3 +399,61 @@ def test_a_norm_that_is_none_never_reaches_the_optimizer(norm_sq: float) -> None
     for _ in range(3):
         leader.hear("c", Reduced(0, 0, round_.round, "sum 0", norm_sq))
     assert leader.view.step == 0 and "c" not in [m.peer for m in leader.view.members]
+
+
+def test_a_member_that_lost_its_books_does_not_come_back_in_the_same_step() -> None:
+    leader = Leader()
+    leader.start()
+    leader.pulse("b", (0, 1))
+    leader.hear("b", Complaint(about="b", reason="missed a commit", stale=True))
+    assert Member("b", 1) in leader.view.joining or leader.view.epoch == 1
+    leader.pulse("b", (0, 1))  # of before it was put out, or as if nothing had been
+    leader.wait(1.0, alive=("b", "c"))
+    assert leader.view.epoch == 1, "nobody holds stage 1: back to the checkpoint, not on with void books"
+
+
+def test_what_a_peer_told_before_it_was_put_out_does_not_make_it_ready() -> None:
+    leader = Leader()
+    leader.start()
+    leader.join("d")
+    leader.pulse("d")
+    leader.fill_books()
+    leader.reduce()  # b and d serve stage 1
+    assert Member("d", 1) in leader.view.members
+    before = leader.view.number
+    leader.hear("d", Complaint(about="d", reason="missed a commit", stale=True))
+    leader.pulse("d", number=before)
+    leader.fill_books()
+    assert not leader.rounds()[1:], "the step waits for the download of d, up to hold_s"
+    leader.pulse("d")
+    leader.wait(1.0, alive=("b", "c"))
+    assert "d" in [share.peer for share in leader.rounds()[-1].groups[1]]
+
+
+def test_a_complaint_of_a_peer_about_its_own_blobs_is_not_a_request_for_state() -> None:
+    leader = Leader()
+    leader.start()
+    leader.hear("c", Complaint(about="c", reason="non-finite values"))
+    assert Member("c", 0) in leader.view.members
+
+
+def test_after_going_back_nobody_waits_for_ever_for_the_slowest() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, hold_s=3.0))
+    leader.start()
+    for peer in ("d", "e"):
+        leader.join(peer)
+        leader.pulse(peer)
+    leader.fill_books()
+    leader.reduce()
+    assert [leader.stage_of(peer) for peer in "abcde"] == [0, 1, 0, 1, 0]
+    while not leader.view.epoch:  # b and d, all of stage 1, are gone
+        leader.now += 0.5
+        for peer in ("a", "c", "e"):
+            leader.pulse(peer)
+    began = leader.now
+    while not leader.view.started:
+        leader.now += 0.5
+        for peer in ("a", "c", "e"):
+            leader.pulse(peer, ready=peer != "c")
+    assert 3.0 <= leader.now - began < 5.0
+    assert {m.peer for m in leader.view.members} == {"a", "e"} and Member("c", 0) in leader.view.joining

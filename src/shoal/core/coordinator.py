@@ -68,11 +68,13 @@ class Coordinator:
         self.reduced: dict[Peer, Reduced] = {}
         self.round_sent: dict[Peer, float] = {}
         self.complete_at: float | None = None
+        self.served_at: float | None = None  # before a first step: since when every stage has somebody ready
         self.saving = Saving(self.name, self.settings)
         self.again_at = float("-inf")  # no round before: one has just failed
         self.stalled = ""
         self.disagreements = 0
         self.farewell_at: float | None = None
+        self.since: dict[Peer, int] = {}  # joiners: the view that made them so; what they told before is void
         self.present: dict[Peer, int] = {}  # everyone in the view -> stage
         self.serving: dict[Peer, int] = {}  # members -> stage
         self.dirty = True  # something happened that the rules look at
@@ -106,7 +108,7 @@ class Coordinator:
         if fresh_step:
             self.ledger = Ledger(self.settings.stages, self.settings.microbatches)
             self.complaints.clear()
-            self.complete_at, self.disagreements = None, 0
+            self.complete_at, self.served_at, self.disagreements = None, None, 0
             if view.last is not None and view.last.save:
                 self.saving.begin(view)
         if fresh_step or self.round is None or not self._holds(self.round):
@@ -118,6 +120,12 @@ class Coordinator:
                 del known[peer]
         for peer in [peer for peer in self.stale if peer not in members]:
             del self.stale[peer]
+        self.since = {
+            member.peer: self.since.get(member.peer, view.number)
+            if before is not None and member in before.joining
+            else view.number
+            for member in view.joining
+        }
         for pulse_of in [peer for peer in self.pulses if fresh_step and peer in present]:
             self._take_books(pulse_of, self.pulses[pulse_of])
         commands += self.saving.on_view(view)
@@ -230,6 +238,7 @@ class Coordinator:
             members=members,
             joining=joining,
             owners=_inherit(view, members),
+            fenced=(*view.fenced, *(member.peer for member in view.members if member.peer in left)),
             account=account,
             reason="; ".join(words)[:2000],
         )
@@ -239,7 +248,11 @@ class Coordinator:
         if not view.started or not view.joining:
             return None
         empty = self._empty(view)
-        able = tuple(member for member in view.joining if member.stage in empty and self._ready(member, view))
+        able = tuple(
+            member
+            for member in view.joining
+            if member.stage in empty and member.peer not in view.fenced and self._ready(member, view)
+        )  # whoever was a member of this step stays out: a peer that missed a view would take its void books for good
         if not able:
             return None
         words = ", ".join(f"{member.peer} takes over stage {member.stage}" for member in able)
@@ -271,6 +284,7 @@ class Coordinator:
             step=back,
             owners=(),
             started=False,
+            fenced=(),
             epoch=view.epoch + 1,
             last=None,
             account=account,
@@ -325,11 +339,18 @@ class Coordinator:
         candidates = view.members + view.joining
         ready = tuple(member for member in candidates if self._ready(member, view))
         served = {member.stage for member in ready}
-        if view.epoch:  # gone back to a checkpoint: with whoever is left, once all of them are there
-            enough = all(member in ready for member in view.members)
+        if len(served) < self.settings.stages:
+            self.served_at = None
+            return None
+        if self.served_at is None:
+            self.served_at = now
+        if view.epoch:  # gone back to a checkpoint: with whoever is left, but nobody waits for ever for the slowest
+            there = sum(member in ready for member in view.members)
+            waited = now - self.served_at >= self.settings.hold_s
+            enough = there == len(view.members) or (waited and 2 * there > len(view.members))
         else:
             enough = len(ready) >= self.settings.peers
-        if not enough or len(served) < self.settings.stages or self.name not in _names(ready):
+        if not enough or self.name not in _names(ready):
             return None
         rest = tuple(member for member in candidates if member not in ready)
         return msgspec.structs.replace(
@@ -339,6 +360,7 @@ class Coordinator:
             joining=rest,
             owners=_owners(ready, self.settings.microbatches),
             started=True,
+            fenced=(),
             account=msgspec.structs.replace(view.account, issued=view.account.issued + self.settings.microbatches),
             reason=f"{len(ready)} peers hold all {self.settings.stages} stages: step {view.step} begins",
         )
@@ -523,7 +545,7 @@ class Coordinator:
             self.dirty |= self.ledger.booked >= self.settings.stages * self.settings.microbatches
 
     def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
-        if complaint.about == peer:
+        if complaint.stale and complaint.about == peer:
             self.stale[peer] = complaint.reason
         else:
             self._complain(peer, complaint.about, complaint.reason, gentle=complaint.unreachable)
@@ -570,6 +592,7 @@ class Coordinator:
         return (
             pulse is not None
             and pulse.ready
+            and pulse.number >= self.since.get(member.peer, 0)
             and (pulse.step, pulse.epoch, pulse.stage) == (view.step, view.epoch, member.stage)
         )
 

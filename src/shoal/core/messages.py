@@ -93,6 +93,9 @@ class View(Value, frozen=True):
     account: Account = Account()
     reason: Text = ""  # why this view replaced the one before, in words
     saved: Count = 0  # version of the newest checkpoint; where the run goes back to when a stage is lost
+    fenced: tuple[
+        Peer, ...
+    ] = ()  # were members of this step and are not any more: their books are void until the next one
 
 
 class Entry(Value, frozen=True):
@@ -181,6 +184,7 @@ class Complaint(Wire, frozen=True):
     about: Peer
     reason: Text
     unreachable: bool = False
+    stale: bool = False  # about myself: my state is not the stage's, let me download it again
 
 
 class Removed(Wire, frozen=True):

@@ -266,7 +266,7 @@ class PeerMachine:
             if not self.register.fresh:
                 break
         if self.server.stale:
-            commands += self._tell(Complaint(about=self.name, reason=self.server.stale), now)
+            commands += self._tell(Complaint(about=self.name, reason=self.server.stale, stale=True), now)
             if self.register.leader is not None:
                 self.server.stale = ""
         if self.server.changed or _due(self.pulse_at, now):
