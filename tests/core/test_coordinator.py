@@ -449,7 +449,7 @@ def test_after_going_back_nobody_waits_for_ever_for_the_slowest() -> None:
     while not leader.view.epoch:  # b and d, all of stage 1, are gone
         leader.now += 0.5
         for peer in ("a", "c", "e"):
-            leader.pulse(peer)
+            leader.pulse(peer, ready=not leader.view.epoch)
     began = leader.now
     while not leader.view.started:
         leader.now += 0.5

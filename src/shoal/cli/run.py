@@ -318,7 +318,7 @@ class Run:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
             if not self.crew.living:
                 self._give_up(child.ended.reason)
-        elif child.ended is not None and child.ended.user_error:
+        elif child.ended is not None and child.ended.user_error and not self.watch.started:
             self.user_error = child.ended.reason
             self.over.set()
         elif not child.killed and not self.over.is_set() and not self._by_chaos(child):

@@ -104,11 +104,14 @@ class Watch:
     def expendable(self) -> list[str]:
         """Members without whom their stage still has a member that holds its state, and the others a majority."""
         view = self.books.view
-        if view is None or len(view.members) < 3:
+        if view is None:
             return []
-        stages = Counter(member.stage for member in view.members)
-        labels = (self.labels.get(member.peer) for member in view.members if stages[member.stage] > 1)
-        return sorted(label for label in labels if label in self.standing)
+        living = {self.labels.get(member.peer, ""): member.stage for member in view.members}
+        living = {label: stage for label, stage in living.items() if label in self.standing}
+        if 2 * (len(living) - 1) <= len(view.members):  # those who died a moment ago still have their votes
+            return []
+        stages = Counter(living.values())
+        return sorted(label for label, stage in living.items() if stages[stage] > 1)
 
     def losses(self) -> tuple[float, ...]:
         if self._losses[0] != self.books.changes:

@@ -33,6 +33,7 @@ REPLICAS = 20  # peers that keep the records: with 16 of them none was lost when
 ANSWER_S = 3.0  # from one peer of the table
 LOOK_UP_S = 10.0  # a whole look-up or announcement
 JOIN_S = 10.0  # for bootstrap peers to answer
+JOIN_AGAIN_S = 6.0  # libp2p calls nobody again within 5 s of a failure
 CHECKED = 4096  # records remembered as checked: signatures are dear when every look-up brings all again
 
 
@@ -126,9 +127,19 @@ class Dht:
         return [f"/p2p/{written(parsed_address(address)[0])}" for address in self.bootstrap]
 
     async def _call_bootstrap(self) -> None:
-        """Until one answers. ValueError when none does, with what each said."""
+        """Until one answers: a busy machine may be slow to listen. ValueError when none does, with what each said."""
         for address in self.bootstrap:
             parsed_address(address)
+        try:
+            return await self._call_once()
+        except ValueError as first:
+            await asyncio.sleep(JOIN_AGAIN_S)
+            try:
+                await self._call_once()
+            except ValueError:
+                raise first from None
+
+    async def _call_once(self) -> None:
         calls = [asyncio.create_task(self._daemon.connect(address, JOIN_S)) for address in self.bootstrap]
         try:
             faults: list[str] = []
