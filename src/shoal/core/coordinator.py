@@ -347,10 +347,10 @@ class Coordinator:
         if view.epoch:  # gone back to a checkpoint: with whoever is left, but nobody waits for ever for the slowest
             there = sum(member in ready for member in view.members)
             waited = now - self.served_at >= self.settings.hold_s
-            enough = there == len(view.members) or (waited and 2 * there > len(view.members))
+            enough = there == len(view.members) or (waited and 2 * there > len(view.members))  # without me, too
         else:
-            enough = len(ready) >= self.settings.peers
-        if not enough or self.name not in _names(ready):
+            enough = len(ready) >= self.settings.peers and self.name in _names(ready)
+        if not enough:
             return None
         rest = tuple(member for member in candidates if member not in ready)
         return msgspec.structs.replace(
