@@ -22,7 +22,7 @@ from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
 from shoal.model import stages
 from shoal.runtime.checkpoint import Store, refuse_foreign
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data import Dataset, open_dataset
 from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
@@ -55,6 +55,10 @@ def checkpoint_url(config: Config) -> str:
     return config.checkpoint.url or posixpath.join(str(run_directory(config)), "checkpoints")
 
 
+def data(config: Config) -> Dataset:
+    return open_dataset(config, cache=Path(config.run.dir) / ".cache")
+
+
 def hands(config: Config, first_step: int = 0) -> Hands:
     """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
 
@@ -63,7 +67,12 @@ def hands(config: Config, first_step: int = 0) -> Hands:
     if config.device.executor == "emulated":
         return Hands(config, None, store)
     stages.check(config)
-    dataset = open_dataset(config, cache=Path(config.run.dir) / ".cache")
+    dataset = data(config)
+    if config.data.digest not in ("", dataset.digest):
+        raise ValueError(
+            f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
+            f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
+        )
     if first_step:
         refuse_foreign(store.open(first_step), config, dataset.digest)
     return Hands(config, dataset, store)

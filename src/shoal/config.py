@@ -75,6 +75,9 @@ class Data(Section, frozen=True):
     split: str = "train"
     tokenizer: str = "bytes"  # bytes, or a Hugging Face tokenizer by name or path
     sequence: int = 128  # tokens per sample
+    digest: str = (
+        ""  # what the data must be; an invite fills it in, so that no machine trains on other text; "" = anything
+    )
 
 
 class Train(Section, frozen=True):

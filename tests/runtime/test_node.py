@@ -245,3 +245,18 @@ def test_wrong_tensors_reach_the_machine_as_a_fault_and_take_no_memory(tmp_path:
     faults = {event.fault for event in events if event.message != Pulse(1, 1, 1, True)}  # type: ignore[attr-defined]
     assert len(faults) == 5 and "" not in faults
     assert all(event.blobs == () for event in events)  # type: ignore[attr-defined]
+
+
+def test_a_machine_with_other_data_than_the_runs_is_refused_by_name(tmp_path: Path) -> None:
+    from shoal import build
+    from shoal import config as configuration
+
+    text = tmp_path / "text.txt"
+    text.write_text("the same words everywhere, " * 40)
+    words = ["data.source=text", f"data.path={text}", "data.sequence=16", f"run.dir={tmp_path}", "model.layers=3"]
+    config = configuration.load(None, words)
+    digest = build.data(config).digest
+    build.hands(configuration.load(None, [*words, f"data.digest={digest}"])).close()
+    text.write_text("other words here, " * 40)
+    with pytest.raises(ValueError, match=r"the data here is another than the run's: .* data\.digest = '"):
+        build.hands(configuration.load(None, [*words, f"data.digest={digest}"]))

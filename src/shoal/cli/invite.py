@@ -37,6 +37,9 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{directory}: none of the run's peers listens (any more); start it with: shoal run {args.config}"
         )
+    if config.device.executor != "emulated":
+        data = msgspec.structs.replace(config.data, digest=build.data(config).digest)
+        config = msgspec.structs.replace(config, data=data)  # so that no machine trains on other text
     authority = Authority.load(directory / "authority.key")
     print(authority.invite(addresses, time.time() + lifetime_s, config.run.name, build.shared(config)))
     return 0
