@@ -63,6 +63,7 @@ class Node:
         self.lives = True
         self.away = False
         self.stopped = False
+        self._held: list[tuple[Callable[[Any], None], Any]] = []  # what ends while the process is stopped
         self.finish: m.Finish | None = None
         self.lies = 0.0
         self.slow = False
@@ -102,6 +103,9 @@ class Node:
         if not self.stopped or not self.lives:
             return
         self.stopped = self.away = False
+        held, self._held = self._held, []
+        for action, argument in held:  # tasks end in the order in which they were given
+            action(argument)
         missed, self._missed = self._missed, []
         if self.swarm.chance.random() < 0.5:
             missed.insert(0, m.Tick())
@@ -124,7 +128,7 @@ class Node:
 
         def act(_: Any) -> None:
             if self.stopped:
-                self.swarm.kernel.after(0.5, act)
+                self._held.append((action, argument))
             elif self.lives:
                 action(argument)
 
