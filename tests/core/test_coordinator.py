@@ -457,3 +457,20 @@ def test_after_going_back_nobody_waits_for_ever_for_the_slowest() -> None:
             leader.pulse(peer, ready=peer != "c")
     assert 3.0 <= leader.now - began < 5.0
     assert {m.peer for m in leader.view.members} == {"a", "e"} and Member("c", 0) in leader.view.joining
+
+
+def test_a_newcomer_that_is_moved_on_at_once_is_counted_as_joined() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, steps=9))
+    leader.start()  # a and c serve stage 0, b stage 1
+    for peer in ("d", "e", "f"):
+        leader.join(peer)
+        leader.pulse(peer)
+    assert [leader.stage_of(peer) for peer in "def"] == [1, 0, 1]
+    leader.fill_books()
+    for _ in range(3):  # stage 1 turns out to be much slower than stage 0, and the newest of stage 0 is e
+        leader.pulse("a", (0, 2), rate=9.0)
+        leader.pulse("c", (1, 3), rate=9.0)
+        leader.pulse("b", (0, 1, 2, 3), rate=1.0)
+    leader.reduce()
+    assert leader.view.step == 1 and Member("e", 1) in leader.view.joining, leader.view.reason
+    assert leader.view.account.joined == 3

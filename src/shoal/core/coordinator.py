@@ -419,6 +419,7 @@ class Coordinator:
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
+        arrived = sum(member.peer not in self.moved for member in new)  # before a move makes one of them no newcomer
         if not over and not joining and not leavers and last.step - self.moved_at >= MOVE_STEPS:
             chosen = move(members, self.settings.stages, self._seconds())
             if chosen is not None:
@@ -435,7 +436,7 @@ class Coordinator:
             redone=account.redone,
             counted_twice=account.counted_twice + counted_twice(last.groups),
             killed=account.killed,
-            joined=account.joined + sum(member.peer not in self.moved for member in new),
+            joined=account.joined + arrived,
             undone=account.undone,
         )
         return View(

@@ -301,7 +301,7 @@ def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
 
 
 def _butterfly_s(lines: _Lines, group: list[int], gradient_bytes: float) -> float:
-    """Parts go out in the chunks' order and sums in the group's, as in core/rounds.py: the first ones' lines fill first."""
+    """Parts and sums go to the replica after the sender first and so round the group, as in core/rounds.py."""
     nbytes, end_s, serial = gradient_bytes / len(group), 0.0, count()
     missing = dict.fromkeys(group, len(group) - 1)
     on_the_way: list[tuple[float, int, int, int, bool]] = []  # when, serial, from, to, is a sum
@@ -310,19 +310,18 @@ def _butterfly_s(lines: _Lines, group: list[int], gradient_bytes: float) -> floa
         at = lines.leave(source, target, nbytes, now)
         heappush(on_the_way, (at, next(serial), source, target, is_sum))
 
+    after = {peer: group[at + 1 :] + group[:at] for at, peer in enumerate(group)}
     for source in group:
-        for owner in group:
-            if owner != source:
-                send(source, owner, 0.0, False)
+        for owner in after[source]:
+            send(source, owner, 0.0, False)
     while on_the_way:
         now, _, _, target, is_sum = heappop(on_the_way)
         done_s = lines.arrive(target, nbytes, now)
         end_s = max(end_s, done_s)
         missing[target] -= not is_sum
         if not is_sum and missing[target] == 0:
-            for other in group:
-                if other != target:
-                    send(target, other, done_s, True)
+            for other in after[target]:
+                send(target, other, done_s, True)
     return end_s
 
 
@@ -339,10 +338,7 @@ def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
         off = ~np.eye(len(group), dtype=bool)
         pair_s = float(nbytes / len(group) / cluster.bandwidth_Bps[at][off].min())
         line_s = nbytes * (1 - 1 / len(group)) / line_Bps
-        queued = (3 * len(group) - 4) / (
-            2 * len(group) - 2
-        )  # everybody sends to the first owner first: up to half as long again
-        worst = max(worst, 2 * (max(pair_s, line_s * queued) + float(cluster.delay_s[at][off].max())))
+        worst = max(worst, 2 * (max(pair_s, line_s) + float(cluster.delay_s[at][off].max())))
     return worst
 
 
