@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,21 @@ def the_whole(family: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]
         {name: value.detach() for name, value in named.items()},
         {name: value.grad for name, value in named.items()},
     )
+
+
+def test_stages_built_at_once_in_threads_of_one_process_have_the_weights_of_those_built_alone() -> None:
+    def built(_: int) -> dict[str, Tensor]:
+        return {name: value.detach() for name, value in stages.whole(a_config()).named_parameters()}
+
+    alone = built(0)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            at_once = list(threads.map(built, range(12)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert [name for one in at_once for name in alone if not torch.equal(alone[name], one[name])] == []
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])

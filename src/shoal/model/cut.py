@@ -6,6 +6,7 @@ For the executors, which run stages, and for stages.py and sequential.py, which 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -66,12 +67,16 @@ def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
 
 
+# Initialisers draw from torch's default generator, which all threads of a process share; peers of one process build at once.
+_DRAWING = threading.Lock()
+
+
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
     """Draws inside come from (seed, name) alone, so that a module's first weights do not depend on what was built before.
 
     Only the CPU's generator: weights are drawn there and moved, which makes them the same for every kind of device."""
     drawn = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
-    with torch.random.fork_rng(devices=[]):
+    with _DRAWING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(drawn)
         yield
