@@ -96,10 +96,12 @@ class Watch:
         return [(self.labels.get(m.peer, ""), m.stage) for m in view.members] if view is not None else []
 
     def hopeless(self, living: set[str]) -> bool:
-        """So many members have ended, as far as known here, that those left are no majority and can agree on nothing more."""
-        seats = self.seats() if self.started and not self.finished else []
-        left = sum(not label or label in living for label, _ in seats)
-        return bool(seats) and 2 * left <= len(seats)
+        """So many voters have ended, as far as known here, that those left are no majority and can agree on nothing more."""
+        view = self.books.view if self.started and not self.finished else None
+        if view is None:
+            return False
+        labels = [self.labels.get(peer, "") for peer in view.voters]
+        return 2 * sum(not label or label in living for label in labels) <= len(labels)
 
     def expendable(self) -> list[str]:
         """Members without whom their stage still has a member that holds its state, and the others a majority."""
@@ -108,7 +110,7 @@ class Watch:
             return []
         living = {self.labels.get(member.peer, ""): member.stage for member in view.members}
         living = {label: stage for label, stage in living.items() if label in self.standing}
-        if 2 * (len(living) - 1) <= len(view.members):  # those who died a moment ago still have their votes
+        if 2 * (len(living) - 1) <= len(view.voters):  # those who died a moment ago still have their votes
             return []
         stages = Counter(living.values())
         return sorted(label for label, stage in living.items() if stages[stage] > 1)

@@ -57,7 +57,7 @@ class Coordinator:
         self.heard: dict[Peer, float] = {}
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
-        self.joins: dict[Peer, Join] = {}
+        self.joins: dict[Peer, None] = {}  # in the order in which they asked
         self.leaves: dict[Peer, str] = {}
         self.complaints: dict[Peer, list[str]] = {}
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
@@ -79,7 +79,6 @@ class Coordinator:
         self.serving: dict[Peer, int] = {}  # members -> stage
         self.dirty = True  # something happened that the rules look at
         self.moved_at = float("-inf")  # step of the last move
-        self.moved: set[Peer] = set()  # who comes back as a member without being new to the run
         self.scan = True  # this time
         self.check_at = float("-inf")  # when silence and replicas are looked at again
         self.admit_at = float("-inf")  # newcomers wait until then
@@ -152,7 +151,7 @@ class Coordinator:
         match message:
             case Join():
                 if not present:
-                    self.joins[peer] = message
+                    self.joins[peer] = None
             case Pulse() if not present and peer not in self.joins:
                 return [Send(peer, Removed(number=self.view.number, reason="not in the view"))]
             case Pulse():
@@ -219,16 +218,16 @@ class Coordinator:
             elif member.peer in self.guilty:
                 gone[member.peer] = self.guilty[member.peer]
         again = [member for member in view.members if member.peer in self.stale and member.peer not in gone]
-        self.moved.update(member.peer for member in again)
         if not gone and not again:
             return None
         words = [f"{peer} {why}" for peer, why in gone.items()]
         words += [f"{member.peer} downloads its state again: {self.stale[member.peer]}" for member in again]
         left = set(gone) | {member.peer for member in again}
         members = tuple(member for member in view.members if member.peer not in left)
-        joining = tuple(member for member in view.joining if member.peer not in left) + tuple(again)
+        joining = tuple(member for member in view.joining if member.peer not in left)
+        joining += tuple(msgspec.structs.replace(member, back=True) for member in again)
         redone = sum(len(self.ledger.books.get(peer, ())) for peer in left)
-        killed = sum(member.peer in gone for member in view.members)
+        killed = sum(peer in gone for peer in view.voters)
         account = msgspec.structs.replace(
             view.account, redone=view.account.redone + redone, killed=view.account.killed + killed
         )
@@ -259,8 +258,9 @@ class Coordinator:
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
-            members=view.members + able,
+            members=view.members + _arrived(able),
             joining=tuple(member for member in view.joining if member not in able),
+            account=_counting(view.account, able),
             reason=f"{words}: no other replica is left",
         )
 
@@ -303,7 +303,7 @@ class Coordinator:
         if chosen is None:
             return None
         mover, stage, why = chosen
-        new = Member(peer=mover.peer, stage=stage)
+        new = msgspec.structs.replace(mover, stage=stage)
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
@@ -352,16 +352,23 @@ class Coordinator:
             enough = len(ready) >= self.settings.peers and self.name in _names(ready)
         if not enough:
             return None
-        rest = tuple(member for member in candidates if member not in ready)
+        rest = tuple(
+            msgspec.structs.replace(member, back=member.back or member in view.members)
+            for member in candidates
+            if member not in ready
+        )
+        new = (
+            tuple(member for member in view.joining if member in ready) if view.epoch else ()
+        )  # later than the first start
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
-            members=ready,
+            members=_arrived(ready),
             joining=rest,
             owners=_owners(ready, self.settings.microbatches),
             started=True,
             fenced=(),
-            account=msgspec.structs.replace(view.account, issued=view.account.issued + self.settings.microbatches),
+            account=_counting(view.account, new, issued=self.settings.microbatches),
             reason=f"{len(ready)} peers hold all {self.settings.stages} stages: step {view.step} begins",
         )
 
@@ -410,34 +417,29 @@ class Coordinator:
         took_part = {share.peer for group in self.round.groups for share in group}
         new = tuple(member for member in view.joining if member.peer in took_part)
         leavers = {member.peer for member in view.members if member.peer in self.leaves}
-        members = tuple(member for member in view.members + new if member.peer not in leavers)
-        if {member.stage for member in members} != {member.stage for member in view.members + new}:
-            members, leavers = view.members + new, set()  # a stage is never emptied by a leave
+        staying = view.members + _arrived(new)
+        members = tuple(member for member in staying if member.peer not in leavers)
+        if {member.stage for member in members} != {member.stage for member in staying}:
+            members, leavers = staying, set()  # a stage is never emptied by a leave
         joining = tuple(member for member in view.joining if member not in new and member.peer not in self.leaves)
         words = [
             f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
-        arrived = sum(member.peer not in self.moved for member in new)  # before a move makes one of them no newcomer
         if not over and not joining and not leavers and last.step - self.moved_at >= MOVE_STEPS:
             chosen = move(members, self.settings.stages, self._seconds())
             if chosen is not None:
                 mover, stage, why = chosen
                 self.moved_at = last.step
-                self.moved.add(mover.peer)
                 members = tuple(member for member in members if member is not mover)
-                joining = (Member(peer=mover.peer, stage=stage),)
+                joining = (Member(peer=mover.peer, stage=stage, back=True),)
                 words.append(why)
-        account = view.account
-        account = Account(
-            issued=account.issued + (0 if over else self.settings.microbatches),
+        account = _counting(view.account, new, issued=0 if over else self.settings.microbatches)
+        account = msgspec.structs.replace(
+            account,
             committed=account.committed + self.settings.microbatches,
-            redone=account.redone,
             counted_twice=account.counted_twice + counted_twice(last.groups),
-            killed=account.killed,
-            joined=account.joined + arrived,
-            undone=account.undone,
         )
         return View(
             number=view.number + 1,
@@ -624,6 +626,17 @@ class Coordinator:
     def dismissed(self) -> bool:
         """Everybody has been told that the run is over."""
         return self.farewell_at == float("-inf")
+
+
+def _arrived(joiners: tuple[Member, ...]) -> tuple[Member, ...]:
+    """As members."""
+    return tuple(Member(peer=member.peer, stage=member.stage) for member in joiners)
+
+
+def _counting(account: Account, joiners: tuple[Member, ...], issued: int = 0) -> Account:
+    """With so many microbatches more, and those of the new members that were none before."""
+    arrived = sum(not member.back for member in joiners)
+    return msgspec.structs.replace(account, issued=account.issued + issued, joined=account.joined + arrived)
 
 
 def _names(members: tuple[Member, ...]) -> set[Peer]:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL = 1  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 2  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -43,8 +43,11 @@ class Command(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Member(Value, frozen=True):
+    """`back`, of a joiner: it has been a member before (it moves, or lost its state), so it votes and is not counted again."""
+
     peer: Peer
     stage: Stage
+    back: bool = False
 
 
 class Share(Value, frozen=True):
@@ -79,7 +82,8 @@ class Committed(Value, frozen=True):
 
 
 class View(Value, frozen=True):
-    """The replicated value. `members` vote, serve and train; `joining` download their stage's state."""
+    """The replicated value. `members` vote, serve and train; `joining` download their stage's state. Who was a member before
+    goes on voting while it does: otherwise two moves and two deaths would leave five peers without a majority."""
 
     number: Count
     step: Count  # being trained now; equals the version of the parameters it is trained with
@@ -96,6 +100,11 @@ class View(Value, frozen=True):
     fenced: tuple[
         Peer, ...
     ] = ()  # were members of this step and are not any more: their books are void until the next one
+
+    @property
+    def voters(self) -> tuple[Peer, ...]:
+        """Whose majority agrees on the view that follows this one."""
+        return tuple([member.peer for member in self.members] + [member.peer for member in self.joining if member.back])
 
 
 class Entry(Value, frozen=True):
@@ -163,9 +172,6 @@ class Pulse(Wire, frozen=True):
 
 class Join(Wire, frozen=True):
     """To any member: let me take part. Repeated until a view names the sender."""
-
-    speed: float = 1.0  # relative, from the config or a profile
-    saves: bool = True  # can reach the run's checkpoint storage
 
 
 class Redirect(Wire, frozen=True):

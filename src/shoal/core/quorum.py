@@ -92,12 +92,12 @@ class Register:
     def votes(self) -> bool:
         """Am I a voter of the newest view I hold?"""
         entry = self.accepted
-        return entry is not None and (self.name in entry.before or self.name in peers_of(entry.view.members))
+        return entry is not None and (self.name in entry.before or self.name in entry.view.voters)
 
     def _voters(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
         """Those whose majorities decide: of the agreed view, and of a proposal on its way."""
         assert self.accepted is not None
-        after = peers_of(self.accepted.view.members)
+        after = self.accepted.view.voters
         return (self.accepted.before if self.proposing else ()), after
 
     def _everyone(self) -> tuple[Peer, ...]:
@@ -122,7 +122,7 @@ class Register:
         """Leader: put `view` forward as the successor of the agreed one."""
         assert self.leading and not self.proposing and self.agreed is not None
         assert view.number == self.agreed.number + 1
-        self.accepted = Entry(term=self.term, view=view, before=peers_of(self.agreed.members))
+        self.accepted = Entry(term=self.term, view=view, before=self.agreed.voters)
         return self._push(now)
 
     def forgive(self, gap_s: float, now: float) -> None:

@@ -182,7 +182,7 @@ class Sync:
 
     def _on_ask_state(self, peer: Peer, ask: AskState, now: float) -> list[Command]:
         server, view = self.server, self.view
-        if view is None or Member(peer=peer, stage=ask.stage) not in view.joining:
+        if view is None or not any((m.peer, m.stage) == (peer, ask.stage) for m in view.joining):
             return []
         if not server.ready or (server.epoch, server.stage) != (ask.epoch, ask.stage) or server.step != view.step:
             return [Send(peer, _nothing(ask))]

@@ -51,6 +51,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     name: str = "chaos"
     peers: tuple[int, int] = (6, 14)
+    many: bool = True  # any number of peers is as likely; else small swarms are drawn more often (log-uniform)
     stages: tuple[int, int] = (1, 4)
     steps: tuple[int, int] = (4, 8)
     microbatches: tuple[int, int] = (4, 16)
@@ -126,6 +127,16 @@ SCENARIOS = {
             happenings=Happenings(losses=3, kills=2, restarts=2, joiners=3, pauses=2, halves=2, full_disks=1, jumps=1),
         ),
         Scenario(
+            name="fleet",
+            peers=(8, 40),
+            many=False,
+            stages=(1, 6),
+            steps=(4, 7),
+            microbatches=(8, 40),
+            messages=Messages(drop=0.05, delay=0.02, stranger=0.02, fail=0.02),
+            happenings=msgspec.structs.replace(_HARSH, kills=6, restarts=6, joiners=6),
+        ),
+        Scenario(
             name="large",
             peers=(24, 40),
             stages=(3, 6),
@@ -153,7 +164,8 @@ def load(name: str) -> Scenario:
 def draw(scenario: Scenario, seed: int) -> Case:
     rng = Random(f"{scenario.name}/{seed}/case")
     stages = rng.randint(*scenario.stages)
-    peers = rng.randint(max(scenario.peers[0], stages), max(scenario.peers[1], stages))
+    fewest, most = (max(bound, stages) for bound in scenario.peers)
+    peers = rng.randint(fewest, most) if scenario.many else round(fewest * (most / fewest) ** rng.random())
     microbatches = rng.randint(*scenario.microbatches)
     speeds = tuple(scenario.spread ** rng.uniform(-0.5, 0.5) for _ in range(peers))
     settings = Settings(

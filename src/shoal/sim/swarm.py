@@ -419,10 +419,11 @@ class Swarm:
         return next((node for node in candidates if self.spares({node.name}, whole)), None)
 
     def spares(self, gone: set[m.Peer], whole: bool = True) -> bool:
-        """Without these peers the newest views keep a majority of members, and (`whole`) a replica of every stage."""
+        """Without these peers the newest views keep a majority of voters, and (`whole`) a replica of every stage."""
         for view in self._current():
             left = [one for one in view.members if self._sound(one.peer) and one.peer not in gone]
-            if 2 * len(left) <= len(view.members) + 1:
+            votes = sum(self._sound(peer) and peer not in gone for peer in view.voters)
+            if 2 * votes <= len(view.voters) + 1:
                 return False
             if whole and view.started and len({one.stage for one in left}) < self.case.settings.stages:
                 return False
@@ -439,8 +440,8 @@ class Swarm:
     def balanced(self, half: set[m.Peer]) -> bool:
         """Neither these peers nor the others are a majority of the members, and nobody is missing."""
         return bool(self._current()) and all(
-            all(self._sound(one.peer) for one in view.members)
-            and 2 * sum(one.peer in half for one in view.members) == len(view.members)
+            all(self._sound(peer) for peer in view.voters)
+            and 2 * sum(peer in half for peer in view.voters) == len(view.voters)
             for view in self._current()
         )
 
@@ -532,9 +533,9 @@ class Swarm:
     def _hopeless(self) -> str:
         """Why nobody could go on: fewer peers than stages, or no majority left."""
         for view in self._current():
-            alive = [one for one in view.members if one.peer in self.nodes]
-            if 2 * len(alive) <= len(view.members):
-                return f"{len(alive)} of {len(view.members)} members live"
+            alive = [peer for peer in view.voters if peer in self.nodes]
+            if 2 * len(alive) <= len(view.voters):
+                return f"{len(alive)} of {len(view.voters)} voters live"
             if len(self.nodes) < self.case.settings.stages:
                 return f"{len(self.nodes)} peers live for {self.case.settings.stages} stages"
         return ""
