@@ -45,7 +45,7 @@ class Run(Section, frozen=True):
     beat_s: float = 0.5  # seconds between heartbeats
     silence_s: float = 4.0  # a peer silent for this long is removed
     hop_floor_s: float = 2.0  # no hop is called slow before this
-    hold_s: float = 30.0  # a finished step waits at most this long for a joiner's download
+    hold_s: float = 30.0  # finished steps wait at most this long in all for a joiner that applies what it missed
     stage_seconds: tuple[
         float, ...
     ] = ()  # planned seconds per microbatch of each stage, for placing peers; --plan fills it

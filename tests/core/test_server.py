@@ -759,12 +759,100 @@ def test_without_the_committed_gradient_the_state_must_come_again(case: str) -> 
     assert play.server.ready and not play.server.stale
 
 
-def test_a_joiner_that_misses_a_commit_leaves_it_to_its_download() -> None:
-    members = tuple(member for member in MEMBERS if member.peer != ME)
-    play = Play(view=a_view(members=members, joining=(Member(ME, 1),)))
-    play.view(a_commit(members=members, joining=(Member(ME, 1),)))
+WITHOUT_ME = (*(member for member in MEMBERS if member.peer != ME), Member(THIRD, 1))
+JOINING = (Member(ME, 1),)
 
-    assert not play.server.ready and play.server.stale == ""
+
+def a_joiner() -> Play:
+    """It has just taken the state of step 0, while step 0 is trained."""
+    return Play(view=a_view(members=WITHOUT_ME, joining=JOINING))
+
+
+def a_commit_of_others(number: int = 2, step: int = 1, **changes: object) -> View:
+    groups = ((Share(OWNER, (0, 1, 2, 3)),), (Share(MATE, (0, 1)), Share(THIRD, (2, 3))))
+    last = Committed(step - 1, 9, 2.0, 1.0, ("g0", "g1"), groups)
+    return a_view(number, members=WITHOUT_ME, joining=JOINING, step=step, last=last, **changes)
+
+
+def heard_sums(play: Play, step: int = 0) -> tuple[str, ...]:
+    (second,) = play.hear(THIRD, Sum(0, step, 9, 1, heard=True), 1)
+    (first,) = play.hear(MATE, Sum(0, step, 9, 0, heard=True), 1)
+    return first, second
+
+
+def test_a_joiner_applies_the_commit_that_it_heard() -> None:
+    play = a_joiner()
+    sums = heard_sums(play)
+    play.view(a_commit_of_others())
+    gather = play.task(Gather)
+    assert (gather.step, gather.round, gather.sums) == (0, 9, sums)
+    play.done(gather, digest="g1", norm_sq=1.0)
+    apply = play.task(Apply)
+    assert (apply.step, apply.round, apply.norm, apply.save) == (0, 9, 2.0, False)
+    assert sorted(play.dropped()) == sorted(sums)
+    assert not play.server.ready
+    play.done(apply, digest="d1")
+    assert play.server.ready and (play.server.step, play.server.digest) == (1, "d1") and play.server.changed
+
+
+def test_sums_that_come_after_the_commit_are_applied_too() -> None:
+    play = a_joiner()
+    play.view(a_commit_of_others())
+    assert play.tasks() == [] and play.server.ready and play.server.step == 0
+    heard_sums(play)
+    assert play.task(Gather).round == 9
+
+
+def test_a_joiner_that_was_sent_other_sums_than_were_committed_downloads_again() -> None:
+    play = a_joiner()
+    heard_sums(play)
+    play.view(a_commit_of_others())
+    play.done(play.task(Gather), digest="another", norm_sq=1.0)
+    assert play.tasks() == [] and not play.server.ready and play.server.unfit
+    assert play.server.since == 1, "what it downloads next must be newer"
+
+
+def test_a_joiner_that_does_not_hear_a_commit_downloads_again() -> None:
+    play = a_joiner()
+    play.view(a_commit_of_others())
+    assert play.server.ready and play.server.deadline == SETTINGS.hold_s
+    play.tick(SETTINGS.hold_s - 0.1)
+    assert play.server.ready
+    play.tick(SETTINGS.hold_s)
+    assert not play.server.ready and play.server.stale == "", "its sync sees to itself"
+    assert play.server.since == 1
+
+
+def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:
+    play = a_joiner()
+    heard_sums(play)
+    play.view(a_commit_of_others(number=3, step=2))
+    assert not play.server.ready and play.server.since == 1 and len(play.dropped()) == 2
+
+
+def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_stage() -> None:
+    play = a_joiner()
+    strangers = play.hear(OWNER, Sum(0, 0, 9, 0, heard=True), 1)
+    assert play.dropped() == list(strangers)
+    faulty = play.hear(MATE, Sum(0, 0, 9, 0, heard=True), 1, fault="not finite")
+    assert play.dropped() == list(faulty)
+    member = Play()
+    heard = member.hear(MATE, Sum(0, 0, 9, 0, heard=True), 1)
+    assert member.dropped() == list(heard)
+
+
+def test_listeners_get_the_sums_of_the_round() -> None:
+    joining = (Member("new", 1), Member("elsewhere", 0))
+    play = Play(view=a_view(joining=joining))
+    play.book(0, 2)
+    play.hear(OWNER, msgspec.structs.replace(a_round(), listeners=((), ("new", "elsewhere", "unknown"))))
+    cut = play.task(Cut)
+    play.done(cut)
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    add = play.task(Add)
+    play.done(add)
+    sent = [(MATE, Sum(0, 0, 1, 0), (add.out,)), ("new", Sum(0, 0, 1, 0, heard=True), (add.out,))]
+    assert play.sends(Sum) == sent
 
 
 def test_a_ready_joiner_takes_part_in_the_round_and_enters_with_the_commit() -> None:

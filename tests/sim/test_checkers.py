@@ -176,10 +176,13 @@ def test_two_leaders_of_one_term_are_caught() -> None:
 def test_an_apply_without_its_commit_is_caught() -> None:
     watch = a_watch()
     view = a_commit(watch, (a_gradient(0), a_gradient(1)))
+    watch.agreed("a", view)
     watch.applying("a", view, m.Apply(id="s/1", step=0, round=7, norm=1.0, save=False))
     assert not watch.violations
     for wrong in ({"round": 6}, {"step": 1}, {"norm": 1.5}):
         watch = a_watch()
+        a_commit(watch, (a_gradient(0), a_gradient(1)))
+        watch.violations.clear()
         task = msgspec.structs.replace(m.Apply(id="s/1", step=0, round=7, norm=1.0, save=False), **wrong)
         watch.applying("a", view, task)
         assert found(watch) == {"apply"}

@@ -39,6 +39,7 @@ from shoal.core.saving import Saving
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
+NEAR = 2  # steps that a joiner still has to apply when the others begin to wait for it
 MOVE_STEPS = 4  # at most one move in so many steps: what it changed must be measured before the next
 COMPLAINTS = 3
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
@@ -74,6 +75,7 @@ class Coordinator:
         self.stalled = ""
         self.disagreements = 0
         self.farewell_at: float | None = None
+        self.held: dict[Peer, float] = {}  # joiners -> seconds that steps have waited for them
         self.since: dict[Peer, int] = {}  # joiners: the view that made them so; what they told before is void
         self.present: dict[Peer, int] = {}  # everyone in the view -> stage
         self.serving: dict[Peer, int] = {}  # members -> stage
@@ -114,7 +116,16 @@ class Coordinator:
             self.round, self.reduced, self.round_sent = None, {}, {}
         for gone in [peer for peer in self.ledger.books if peer not in members]:
             self.ledger.forget(gone)
-        for known in (self.pulses, self.heard, self.doubted, self.leaves, self.guilty, self.stale, self.complaints):
+        for known in (
+            self.pulses,
+            self.heard,
+            self.doubted,
+            self.leaves,
+            self.guilty,
+            self.stale,
+            self.complaints,
+            self.held,
+        ):
             for peer in [peer for peer in known if peer not in present]:
                 del known[peer]
         for peer in [peer for peer in self.stale if peer not in members]:
@@ -320,8 +331,8 @@ class Coordinator:
         """Give every new peer a stage to prepare: at once, but one view for all who come within a beat after the last.
 
         A view goes to everybody: one for each of n newcomers would be n * n messages (30,000 events at 100 peers)."""
-        if not self.joins or view.finished or now < self.admit_at:
-            return None
+        if not self.joins or view.finished or now < self.admit_at or self.round is not None:
+            return None  # a round that is open lists everyone who hears it
         self.admit_at = now + 0.9 * self.settings.beat_s
         joining, words = list(view.joining), []
         for peer in self.joins:
@@ -493,9 +504,16 @@ class Coordinator:
         if self.complete_at is None:
             self.complete_at = now
         ready = tuple(member for member in view.joining if self._ready(member, view))
-        downloading = len(view.joining) - len(ready)
-        if downloading and now - self.complete_at < self.settings.hold_s:
+        near = [member.peer for member in view.joining if member not in ready and self._near(member, view)]
+        waited = now - self.complete_at
+        if any(self.held.get(peer, 0.0) + waited < self.settings.hold_s for peer in near):
             return []
+        for peer in near:
+            self.held[peer] = self.held.get(peer, 0.0) + waited
+        listeners = tuple(
+            tuple(member.peer for member in view.joining if member.stage == stage and member not in ready)
+            for stage in range(self.settings.stages)
+        )
         self.rounds += 1
         groups = self.ledger.groups(view.members, ready)
         self.round = Round(
@@ -504,6 +522,7 @@ class Coordinator:
             round=self.term * ROUNDS_PER_TERM + self.rounds,
             view=view.number,
             groups=groups,
+            listeners=listeners,
         )
         self.reduced = {}
         peers = [share.peer for group in groups for share in group]
@@ -597,6 +616,17 @@ class Coordinator:
             and pulse.ready
             and pulse.number >= self.since.get(member.peer, 0)
             and (pulse.step, pulse.epoch, pulse.stage) == (view.step, view.epoch, member.stage)
+        )
+
+    def _near(self, member: Member, view: View) -> bool:
+        """That joiner holds its stage and applies what was committed meanwhile: worth waiting for, not for a download."""
+        pulse = self.pulses.get(member.peer)
+        return (
+            pulse is not None
+            and bool(pulse.digest)
+            and pulse.number >= self.since.get(member.peer, 0)
+            and (pulse.epoch, pulse.stage) == (view.epoch, member.stage)
+            and view.step - pulse.step <= NEAR
         )
 
     def _seconds(self) -> tuple[float, ...]:

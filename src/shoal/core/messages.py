@@ -325,13 +325,15 @@ class Books(Wire, frozen=True):
 
 
 class Round(Wire, frozen=True):
-    """Leader to members: average now. groups[s] lists the replicas of stage s with what each brings."""
+    """Leader to members: average now. groups[s] lists the replicas of stage s with what each brings, listeners[s] the joiners
+    that still download: they get the sums too, and apply them later."""
 
     epoch: Count
     step: Count
     round: Count
     view: Count
     groups: tuple[tuple[Share, ...], ...]
+    listeners: tuple[tuple[Peer, ...], ...] = ()
 
 
 class Part(Wire, frozen=True):
@@ -344,12 +346,13 @@ class Part(Wire, frozen=True):
 
 
 class Sum(Wire, frozen=True):
-    """Chunk owner to replicas: blob 0 is the chunk added up over the group, in group order."""
+    """Chunk owner to replicas: blob 0 is the chunk added up over the group, in group order. `heard`: to a listener."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
+    heard: bool = False
 
 
 class Resend(Wire, frozen=True):
@@ -387,10 +390,11 @@ class RoundFailed(Wire, frozen=True):
 
 
 class AskState(Wire, frozen=True):
-    """Joiner to replica: offer me the state of your stage."""
+    """Joiner to replica: offer me the state of your stage, of version `since` or newer: what is committed from there on I hear."""
 
     epoch: Count
     stage: Stage
+    since: Count
 
 
 class Manifest(Value, frozen=True):
@@ -736,6 +740,6 @@ class Settings(msgspec.Struct, frozen=True):
     beat_s: float = 0.5
     silence_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
     hop_floor_s: float = 2.0  # no hop is called slow before this
-    hold_s: float = 30.0  # a finished step waits at most this long for a joiner's download
+    hold_s: float = 30.0  # finished steps wait at most this long in all for a joiner that applies what it missed
     ban_s: float = 10.0  # first ban of a failing peer; doubles up to 8 times this
     stage_seconds: tuple[float, ...] = ()  # planned seconds per microbatch, for placement before anything is measured

@@ -265,6 +265,8 @@ class PeerMachine:
             commands += self._lead(now)
             if not self.register.fresh:
                 break
+        if self.server.unfit:
+            commands += self.sync.review(now)
         if self.server.stale:
             commands += self._tell(Complaint(about=self.name, reason=self.server.stale, stale=True), now)
             if self.register.leader is not None:

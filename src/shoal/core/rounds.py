@@ -50,6 +50,7 @@ class Current(msgspec.Struct):
 
     message: Round
     group: tuple[Peer, ...]
+    listeners: tuple[Peer, ...]  # joiners of the stage, who get the sums and bring nothing
     chunks: Chunks
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
@@ -109,7 +110,10 @@ class Rounds:
             self._reason = f"{self._name} is not listed"
             return commands
         chunks = split(self._seat.length, group)
-        self._current = current = Current(message, group, chunks, now, now + self._patience_s)
+        known = self._seat.known.present
+        listed = message.listeners[stage] if stage < len(message.listeners) else ()
+        listeners = tuple(peer for peer in dict.fromkeys(listed) if known.get(peer) == stage and peer not in group)
+        self._current = current = Current(message, group, listeners, chunks, now, now + self._patience_s)
         outs = tuple(f"s/{next(self._serial)}" for _ in chunks.owners)
         commands += self._do(current, Cut(self._task_id(), message.step, chunks.bounds, outs))
         return commands + self._take_early(current, now)
@@ -254,6 +258,7 @@ class Rounds:
                 sends: list[Command] = [
                     Send(peer, self._sum(current, chunk), (task.out,)) for peer in _turn(current.group, self._name)
                 ]
+                sends += self._tell_listeners(current, chunk)
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather():
                 self._usual.add(now - current.began)
@@ -290,6 +295,7 @@ class Rounds:
         mine = current.chunks.of(self._name)
         if mine is not None and len(current.group) == 1:
             current.sums[mine] = task.outs[mine]
+            sends += self._tell_listeners(current, mine)
         elif mine is not None:
             current.parts[self._name] = task.outs[mine]
         return sends + self._go_on(current)
@@ -352,6 +358,10 @@ class Rounds:
 
     def _sum(self, current: Current, chunk: int) -> Sum:
         return Sum(current.message.epoch, current.message.step, current.message.round, chunk)
+
+    def _tell_listeners(self, current: Current, chunk: int) -> list[Command]:
+        message = Sum(current.message.epoch, current.message.step, current.message.round, chunk, heard=True)
+        return [Send(peer, message, (current.sums[chunk],)) for peer in current.listeners]
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import count
 
 from shoal.core.hops import Hops
+from shoal.core.listening import Listening
 from shoal.core.messages import (
     Apply,
     AskBooks,
@@ -56,6 +57,7 @@ class Server:
         self._serial = count()
         self._hops = Hops(name, settings, self._serial, self._seat)
         self._rounds = Rounds(name, settings, self._serial, self._seat)
+        self._listening = Listening(name, settings, self._serial, self._seat)
         self._shards = Shards(self._serial)
         self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
         self._retell_at: float | None = None
@@ -108,7 +110,18 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return min((at for at in (self._rounds.deadline, self._retell_at) if at is not None), default=None)
+        times = (self._rounds.deadline, self._listening.deadline, self._retell_at)
+        return min((at for at in times if at is not None), default=None)
+
+    @property
+    def since(self) -> int:
+        """The oldest version of my stage's state that can be brought up to date with what I have heard."""
+        return self._listening.since
+
+    @property
+    def unfit(self) -> str:
+        """Why the state held here is not what the run agreed on; '' while it is."""
+        return self._seat.unfit
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -120,12 +133,7 @@ class Server:
         seat.seated, seat.stage, seat.step, seat.epoch = True, stage, step, epoch
         seat.length, seat.digest, seat.unfit, seat.applying = length, digest, "", None
         self.stale, self._retell_at, self.changed = "", None, True
-        view = seat.view
-        if view is not None and (view.epoch, view.step) > (epoch, step):
-            commands += self._need_state(
-                f"seated at step {step} of epoch {epoch}, too late for view {view.number}", now
-            )
-        return commands + self._continue(now)
+        return commands + self._check(now) + self._continue(now)
 
     def unseat(self) -> list[Command]:
         """The state held here is void."""
@@ -158,7 +166,17 @@ class Server:
 
     def _continue(self, now: float) -> list[Command]:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
-        return self._try_round(now) + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
+        commands = self._try_round(now) + self._listening.go_on()
+        return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
+
+    def _check(self, now: float) -> list[Command]:
+        """Say so when the state held here can no longer be brought to the view's step."""
+        seat, view = self._seat, self._seat.view
+        if not seat.ready or view is None or (seat.epoch, seat.step) >= (view.epoch, view.step):
+            return []
+        if self._listening.active and seat.epoch == view.epoch and seat.step >= self._listening.since:
+            return []
+        return self._need_state(f"holds step {seat.step} and not what led to step {view.step}", now)
 
     # -------------------------------------------------------------------------------------------------------- views
 
@@ -176,18 +194,16 @@ class Server:
             commands = self._forget(empty_sum=True)  # fenced: others compute again what I had booked
         else:
             commands = self._rounds.on_view(view)
-        return commands + self._hops.on_view(before, view) + self._continue(now)
+        commands += self._listening.on_view(view, now)
+        return commands + self._hops.on_view(before, view) + self._check(now) + self._continue(now)
 
     def _next_step(self, view: View, now: float) -> list[Command]:
         """Do to the parameters what was committed, or say that I cannot."""
         seat, last = self._seat, view.last
         held = last is not None and self._rounds.holds(last)
         commands = self._forget()
-        if not seat.seated or seat.unfit or seat.step >= view.step:
-            return commands
-        if last is None or not held or seat.applying is not None or seat.step + 1 != view.step:
-            reason = f"holds step {seat.step} and not the gradient that led to step {view.step}"
-            return commands + self._need_state(reason, now)
+        if not seat.ready or last is None or not held or seat.step + 1 != view.step:
+            return commands  # there already, or `_check` sees what is to be done
         seat.applying = Apply(self._id(), seat.step, last.round, last.norm, last.save)
         return [*commands, Do(seat.applying)]
 
@@ -200,6 +216,8 @@ class Server:
         match message:
             case Forward() | Backward():
                 return self._hops.on_hop(peer, message, names, fault) + self._hops.start(self._rounds.cutting)
+            case Sum() if message.heard:
+                return self._listening.take(peer, message, names, fault) + self._continue(now)
             case Part() | Sum() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
@@ -221,8 +239,10 @@ class Server:
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
         if commands is None:
+            commands = self._listening.on_done(done)
+        if commands is None:
             commands = self._shards.on_done(done) + self._rounds.on_done(done, now)
-        return commands + self._continue(now)
+        return commands + self._check(now) + self._continue(now)
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         commands, applying = self._hops.on_failed(failed), self._seat.applying
@@ -230,8 +250,10 @@ class Server:
             self._seat.applying = None
             commands = self._need_state(f"the optimizer step failed: {failed.reason}", now)
         if commands is None:
+            commands = self._listening.on_failed(failed)
+        if commands is None:
             commands = self._shards.on_failed(failed) + self._rounds.on_failed(failed, now)
-        return commands + self._continue(now)
+        return commands + self._check(now) + self._continue(now)
 
     def _applied(self, task: Apply, done: Done) -> list[Command]:
         seat = self._seat
@@ -243,7 +265,7 @@ class Server:
     def tick(self, now: float) -> list[Command]:
         if self._retell_at is not None and now >= self._retell_at:
             self._call_stale(now)
-        return self._rounds.tick(now)
+        return self._rounds.tick(now) + self._listening.tick(now) + self._check(now)
 
     # ------------------------------------------------------------------------------------------ asked by the leader
 

@@ -1,15 +1,18 @@
 """How a peer comes to hold its stage's state, and how it gives it to others.
 
 Before the first step the state is built from the seed or from the checkpoint the run resumes (Init). Later it is
-downloaded from the stage's replicas: one of them offers a manifest (hashes and sizes of chunks of the step now
-trained), the chunks come from it one after another, each is compared with its hash, and only a whole, verified state
-is taken (Import). When the step is committed meanwhile the download starts again at the new version; the leader holds
-a finished step for a while so that this ends. For peer.py.
+downloaded from up to DONORS of the stage's replicas at once: they offer the same manifest (hashes and sizes of the chunks of
+one version), each chunk comes from one of them and is compared with its hash, and only a whole, verified state is taken
+(Import). A donor that dies, lies or falls silent costs the chunks asked of it; what is here stays. The run goes on
+meanwhile: what it commits is heard and applied afterwards (listening.py), so a download begins anew only when its version
+is older than what was heard. For peer.py.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from shoal.core.messages import (
     AskChunk,
@@ -36,14 +39,29 @@ from shoal.core.messages import (
     View,
     Wire,
 )
+from shoal.core.routing import Latency
 
 if TYPE_CHECKING:
     from random import Random
 
     from shoal.core.server import Server
 
-CHUNKS_AT_ONCE = 2  # asked for and not yet here: one travels while the other is checked
-RETRY_BEATS = 8  # a silent donor is asked again, then another one
+DONORS = 3  # replicas that a download is spread over
+CHUNKS_AT_ONCE = 2  # asked of one donor and not yet here: one travels while the other is read
+READS_AT_ONCE = 8  # for one joiner; whoever asks for more is not answered
+RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer get four times as long
+
+
+class Download(msgspec.Struct):
+    """One version of the state on its way here. Chunks are `wanted`, `open` (asked for: of whom, when), checking or in `have`."""
+
+    step: int
+    manifest: Manifest
+    wanted: list[int]
+    donors: dict[Peer, None]
+    open: dict[int, tuple[Peer, float]] = {}
+    checking: dict[str, tuple[int, Peer]] = {}
+    have: set[int] = set()
 
 
 class Sync:
@@ -53,19 +71,18 @@ class Sync:
         self.name, self.settings, self.rng, self.server = name, settings, rng, server
         self.view: View | None = None
         self.member = False  # in the newest view
-        self.seat: tuple[int, int, int] | None = None  # (epoch, stage, step) being prepared
+        self.seat: tuple[int, int] | None = None  # (epoch, stage) being prepared
         self.serial = 0
         self.task = ""  # the Init or Import under way
-        self.donor: Peer | None = None
-        self.manifest: Manifest | None = None
-        self.wanted: list[int] = []  # chunks not asked for yet
-        self.open: dict[int, float] = {}  # chunk -> when it was asked for
-        self.checking: dict[str, int] = {}  # task -> chunk
-        self.have = 0
+        self.task_step = 0  # the version it makes
+        self.download: Download | None = None
+        self.shunned: set[Peer] = set()  # donors that failed me, not asked again while there are others
+        self.usual = Latency()  # seconds from asking for a chunk to holding it
         self.retry_at: float | None = None
         self.export: tuple[int, int] | None = None  # (epoch, step) of the copy held for others
         self.offered: Manifest | None = None
         self.exporting = ""
+        self.takers: set[Peer] = set()  # joiners that were offered that copy
         self.waiting: dict[Peer, AskState] = {}
         self.reading: dict[str, tuple[Peer, AskChunk]] = {}
 
@@ -78,28 +95,62 @@ class Sync:
     def on_view(self, view: View, now: float) -> list[Command]:
         """Prepare the stage the view gives me, unless it stands."""
         self.view = view
+        self.takers &= {member.peer for member in view.joining}
         me = _me(view, self.name)
         if me is None:
             return self._abandon()
-        server, before = self.server, self.member
-        self.member = me in view.members
-        if before and not self.member and server.seated:  # demoted: whatever I hold is not trusted
-            return self._abandon() + server.unseat() + self.on_view(view, now)
-        stands = server.ready and (server.epoch, server.stage) == (view.epoch, me.stage)
-        if stands and (server.step == view.step or me in view.members):
-            return []  # a member one version behind applies the committed step itself
-        if me in view.members and (server.epoch, server.stage) == (view.epoch, me.stage) and server.seated:
-            return []  # busy applying
-        if self.seat == (view.epoch, me.stage, view.step):
+        before, self.member = self.member, any(member.peer == self.name for member in view.members)
+        if before and not self.member and self.server.seated:  # demoted: whatever I hold is not trusted
+            return self._abandon() + self.server.unseat() + self._begin(now)
+        return self.review(now)
+
+    def review(self, now: float) -> list[Command]:
+        """See whether what I hold or what is on its way is still what the view wants."""
+        view, server = self.view, self.server
+        me = _me(view, self.name) if view is not None else None
+        if view is None or me is None:
             return []
+        place = view.epoch, me.stage
+        if server.seated and (server.epoch, server.stage) == place and (self.member or not server.unfit):
+            return []  # a member applies what is committed, a joiner hears it; one that is unfit has told the leader
+        if self.seat != place:
+            return self._begin(now)
+        if self.task and self.task_step < server.since:
+            return []  # seen to when it has ended: it cannot be called off
+        if self.download is not None and self.download.step < server.since:
+            step, self.download = self.download.step, None
+            why = f"version {step} is too old, version {server.since} or newer is needed"
+            return [Note("state", f"the download begins anew: {why}"), *self._ask(now)]
+        return []
+
+    def _begin(self, now: float) -> list[Command]:
+        """Build my stage, or ask for it."""
+        view = self.view
+        assert view is not None
+        me = _me(view, self.name)
+        assert me is not None
         commands = self._abandon()
-        if server.seated:
-            commands += server.unseat()
-        self.seat = (view.epoch, me.stage, view.step)
+        if self.server.seated:
+            commands += self.server.unseat()
+        self.seat = (view.epoch, me.stage)
+        return commands + self._ask(now)
+
+    def _ask(self, now: float) -> list[Command]:
+        """Build the state where it is known to all, else ask the stage's replicas for it."""
+        view = self.view
+        assert view is not None and self.seat is not None
+        epoch, stage = self.seat
+        self.retry_at = now + RETRY_BEATS * self.settings.beat_s
         if not view.started or view.step == self.settings.first_step:
-            self.task = self._id()
-            return [*commands, Do(Init(id=self.task, stage=me.stage, step=view.step))]
-        return commands + self._ask_donor(now)
+            self.task, self.task_step, self.retry_at = self._id(), view.step, None
+            return [Do(Init(id=self.task, stage=stage, step=view.step))]
+        able = [member.peer for member in view.members if member.stage == stage and member.peer != self.name]
+        able = [peer for peer in able if self.download is None or peer not in self.download.donors]
+        if not set(able) - self.shunned:
+            self.shunned.clear()
+        able = [peer for peer in able if peer not in self.shunned]
+        chosen = self.rng.sample(able, min(DONORS, len(able)))  # none: asked again when a view brings one
+        return [Send(peer, AskState(epoch=epoch, stage=stage, since=self.server.since)) for peer in chosen]
 
     def tick(self, now: float) -> list[Command]:
         if self.retry_at is None or now < self.retry_at:
@@ -107,93 +158,124 @@ class Sync:
         self.retry_at = None
         if self.seat is None or self.task:
             return []
-        if self.manifest is None:
-            return self._ask_donor(now)
-        patience = RETRY_BEATS * self.settings.beat_s
-        late = [chunk for chunk, at in self.open.items() if now - at >= patience]
-        if late and not self.checking:
-            return self._restart(now, "the donor does not answer")
-        self.retry_at = now + patience
-        return []
+        download = self.download
+        if download is None or not download.donors:
+            return self._ask(now)
+        late = {peer for peer, at in download.open.values() if now - at >= self._patience_s}
+        commands: list[Command] = []
+        for peer in sorted(late):
+            commands += self._without(peer, "it does not answer", now)
+        if self.retry_at is None:
+            self._watch(now)
+        return commands
 
-    def _ask_donor(self, now: float) -> list[Command]:
-        assert self.view is not None and self.seat is not None
-        epoch, stage, _ = self.seat
-        self.retry_at = now + RETRY_BEATS * self.settings.beat_s
-        donors = [m.peer for m in self.view.members if m.stage == stage and m.peer not in (self.name, self.donor)]
-        donors = donors or [m.peer for m in self.view.members if m.stage == stage and m.peer != self.name]
-        if not donors:
-            return []  # the stage has no replica; asked again when a view brings one
-        self.donor = donors[int(self.rng.random() * len(donors))]
-        return [Send(self.donor, AskState(epoch=epoch, stage=stage))]
+    def _watch(self, now: float) -> None:
+        """Look again when the next chunk is late."""
+        asked = [at for _, at in self.download.open.values()] if self.download is not None else []
+        self.retry_at = min(asked, default=now) + self._patience_s
+
+    @property
+    def _patience_s(self) -> float:
+        return max(RETRY_BEATS * self.settings.beat_s, 4 * (self.usual.value or 0.0))
 
     def _on_offer(self, peer: Peer, offer: Offer, now: float) -> list[Command]:
-        if self.seat != (offer.epoch, offer.stage, offer.step) or peer != self.donor or self.manifest or self.task:
+        if self.seat != (offer.epoch, offer.stage) or self.task or self.server.seated:
             return []
         sizes, hashes = offer.manifest.sizes, offer.manifest.hashes
-        if not sizes or len(sizes) != len(hashes):
-            self.retry_at = now + self.settings.beat_s
+        if not sizes or len(sizes) != len(hashes) or offer.step < self.server.since:
+            if self.download is None or not self.download.donors:
+                self.retry_at = now + self.settings.beat_s
             return []
-        self.manifest = offer.manifest
-        self.wanted = list(range(len(sizes)))
-        self.have = 0
+        held = self.download
+        same = held is not None and (held.step, held.manifest) == (offer.step, offer.manifest)
+        if held is not None and not same:
+            if held.donors:
+                return []
+            self.download = None  # nobody has that version any more
+        if self.download is None:
+            self.download = Download(offer.step, offer.manifest, list(range(len(sizes))), {})
+        self.download.donors[peer] = None
         return self._ask_chunks(now)
 
     def _ask_chunks(self, now: float) -> list[Command]:
-        assert self.seat is not None and self.donor is not None
-        epoch, stage, step = self.seat
+        """Keep every donor busy."""
+        download = self.download
+        assert self.seat is not None and download is not None
+        epoch, stage = self.seat
         commands: list[Command] = []
-        while self.wanted and len(self.open) < CHUNKS_AT_ONCE:
-            chunk = self.wanted.pop(0)
-            self.open[chunk] = now
-            commands.append(Send(self.donor, AskChunk(epoch=epoch, step=step, stage=stage, chunk=chunk)))
-        self.retry_at = now + RETRY_BEATS * self.settings.beat_s
+        for donor in download.donors:
+            busy = sum(peer == donor for peer, _ in download.open.values())
+            while download.wanted and busy < CHUNKS_AT_ONCE:
+                chunk = download.wanted.pop(0)
+                download.open[chunk] = donor, now
+                busy += 1
+                commands.append(Send(donor, AskChunk(epoch=epoch, step=download.step, stage=stage, chunk=chunk)))
+        self._watch(now)
         return commands
 
     def _on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         drop: list[Command] = [Drop(tuple(blob.id for blob in blobs))] if blobs else []
-        expected = self.seat == (chunk.epoch, chunk.stage, chunk.step) and peer == self.donor
-        if not expected or chunk.chunk not in self.open or self.manifest is None:
+        download = self.download
+        expected = download is not None and (self.seat, download.step) == ((chunk.epoch, chunk.stage), chunk.step)
+        if download is None or not expected or download.open.get(chunk.chunk, ("", 0.0))[0] != peer:
             return drop
         if chunk.gone or fault or len(blobs) != 1:
-            return drop + self._restart(now, fault or "the donor has moved on")
+            return drop + self._without(peer, fault or "it has moved on", now)
+        _, asked = download.open.pop(chunk.chunk)
+        self.usual.add(now - asked)
         task = self._id()
-        self.checking[task] = chunk.chunk
-        self.open[chunk.chunk] = float("inf")  # here; not late any more
-        digest = self.manifest.hashes[chunk.chunk]
+        download.checking[task] = chunk.chunk, peer
+        digest = download.manifest.hashes[chunk.chunk]
         return [Do(CheckChunk(id=task, chunk=chunk.chunk, digest=digest, blob=blobs[0].id)), *drop]
 
-    def _restart(self, now: float, why: str) -> list[Command]:
-        """Begin the download again, preferably elsewhere."""
-        self.manifest, self.wanted, self.have = None, [], 0
-        self.open.clear()
-        self.checking.clear()
+    def _without(self, peer: Peer, why: str, now: float) -> list[Command]:
+        """That donor gives no more; the others take over what was asked of it."""
+        download = self.download
+        assert download is not None
+        download.donors.pop(peer, None)
+        self.shunned.add(peer)
+        lost = [chunk for chunk, (donor, _) in download.open.items() if donor == peer]
+        for chunk in lost:
+            del download.open[chunk]
+        download.wanted = sorted({*download.wanted, *lost})
+        have = f"{len(download.have)} of {len(download.manifest.sizes)} chunks are here"
+        commands: list[Command] = [Note("state", f"no more of version {download.step} from {peer}: {why}; {have}")]
+        if download.donors:
+            return commands + self._ask_chunks(now)
         self.retry_at = now + self.settings.beat_s
-        return [Note("state", f"download from {self.donor} starts again: {why}")]
+        return commands
 
     def _abandon(self) -> list[Command]:
-        self.seat, self.task, self.donor, self.manifest, self.retry_at = None, "", None, None, None
-        self.wanted, self.have = [], 0
-        self.open.clear()
-        self.checking.clear()
+        self.seat, self.task, self.download, self.retry_at = None, "", None, None
+        self.shunned.clear()
         return []
 
     # --------------------------------------------------------------------------------------------------- giving
 
     def _on_ask_state(self, peer: Peer, ask: AskState, now: float) -> list[Command]:
+        """Offer the copy at hand if it is new enough; make one if nobody needs that one any more."""
         server, view = self.server, self.view
         if view is None or not any((m.peer, m.stage) == (peer, ask.stage) for m in view.joining):
             return []
-        if not server.ready or (server.epoch, server.stage) != (ask.epoch, ask.stage) or server.step != view.step:
+        if not server.ready or (server.epoch, server.stage) != (ask.epoch, ask.stage):
             return [Send(peer, _nothing(ask))]
-        if self.export == (server.epoch, server.step) and self.offered is not None:
-            return [Send(peer, self._offer(ask.stage))]
-        self.waiting[peer] = ask
         if self.exporting:
+            self.waiting[peer] = ask
             return []
+        if self._suits(ask):
+            self.takers.add(peer)
+            return [Send(peer, self._offer(ask.stage))]
+        in_use = self.takers - {peer} if self.export is not None and self.export[0] == view.epoch else set()
+        if in_use or server.step < ask.since:
+            return [Send(peer, _nothing(ask))]
+        self.waiting[peer] = ask
         self.exporting = self._id()
-        self.export, self.offered = (server.epoch, server.step), None
+        self.export, self.offered, self.takers = (server.epoch, server.step), None, set()
         return [Do(Export(id=self.exporting, step=server.step))]
+
+    def _suits(self, ask: AskState) -> bool:
+        export = self.export
+        return export is not None and self.offered is not None and export[0] == ask.epoch and export[1] >= ask.since
 
     def _offer(self, stage: int) -> Offer:
         assert self.export is not None and self.offered is not None
@@ -207,7 +289,8 @@ class Sync:
         if manifest is None or not asked_for or ask.chunk >= len(manifest.sizes):
             gone = Chunk(epoch=ask.epoch, step=ask.step, stage=ask.stage, chunk=ask.chunk, gone=True)
             return [Send(peer, gone)]
-        if (peer, ask) in self.reading.values():
+        busy = [one for reader, one in self.reading.values() if reader == peer]
+        if ask in busy or len(busy) >= READS_AT_ONCE:
             return []
         task = self._id()
         self.reading[task] = (peer, ask)
@@ -232,12 +315,14 @@ class Sync:
     def on_done(self, done: Done, now: float) -> list[Command]:
         if done.id == self.task and self.seat is not None:
             return self._seated(done, now)
-        if done.id in self.checking:
-            return self._checked(done.id, now)
+        if self.download is not None and done.id in self.download.checking:
+            return self._checked(self.download, done.id, now)
         if done.id == self.exporting:
             self.exporting, self.offered = "", done.result.manifest
             asks, self.waiting = self.waiting, {}
-            return [Send(peer, self._offer(ask.stage)) for peer, ask in asks.items()]
+            suited = {peer: ask for peer, ask in asks.items() if self._suits(ask)}
+            self.takers.update(suited)
+            return [Send(peer, self._offer(a.stage) if peer in suited else _nothing(a)) for peer, a in asks.items()]
         if done.id in self.reading:
             peer, ask = self.reading.pop(done.id)
             chunk = Chunk(epoch=ask.epoch, step=ask.step, stage=ask.stage, chunk=ask.chunk)
@@ -246,11 +331,13 @@ class Sync:
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id == self.task:
-            self.task, self.manifest = "", None
+            self.task, self.download = "", None
             self.retry_at = now + RETRY_BEATS * self.settings.beat_s
             return [Note("state", f"the stage's state could not be built: {failed.reason}")]
-        if failed.id in self.checking:
-            return self._restart(now, failed.reason)
+        if self.download is not None and failed.id in self.download.checking:
+            chunk, peer = self.download.checking.pop(failed.id)
+            self.download.wanted.append(chunk)
+            return self._without(peer, failed.reason, now)
         if failed.id == self.exporting:
             self.exporting, self.export = "", None
             asks, self.waiting = self.waiting, {}
@@ -261,22 +348,23 @@ class Sync:
             return [Send(peer, gone)]
         return []
 
-    def _checked(self, task: str, now: float) -> list[Command]:
-        assert self.manifest is not None and self.seat is not None
-        self.open.pop(self.checking.pop(task), None)
-        self.have += 1
-        if self.have < len(self.manifest.sizes):
-            return self._ask_chunks(now)
-        self.task, self.retry_at = self._id(), None
-        _, stage, step = self.seat
-        return [Do(Import(id=self.task, stage=stage, step=step, chunks=self.have))]
+    def _checked(self, download: Download, task: str, now: float) -> list[Command]:
+        assert self.seat is not None
+        chunk, _ = download.checking.pop(task)
+        download.have.add(chunk)
+        chunks = len(download.manifest.sizes)
+        if len(download.have) < chunks:
+            return self._ask_chunks(now) if download.donors else []
+        self.task, self.task_step, self.retry_at = self._id(), download.step, None
+        return [Do(Import(id=self.task, stage=self.seat[1], step=download.step, chunks=chunks))]
 
     def _seated(self, done: Done, now: float) -> list[Command]:
         assert self.seat is not None
-        epoch, stage, step = self.seat
+        (epoch, stage), step = self.seat, self.task_step
         self._abandon()
         commands: list[Command] = [Note("state", f"holds stage {stage} at step {step}")]
-        return commands + self.server.seat(stage, step, epoch, done.result.length, done.result.digest, now)
+        commands += self.server.seat(stage, step, epoch, done.result.length, done.result.digest, now)
+        return commands + self.review(now)
 
     def _id(self) -> str:
         self.serial += 1

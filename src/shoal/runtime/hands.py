@@ -532,6 +532,7 @@ class Kinds:
         self._vocabulary = vocabulary(config)
         self._boundary = Kind("a boundary tensor", name, shape)
         self._tokens = Kind("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
+        self._most = config.network.blob_bytes // 4  # values of a gradient whose stage is still being downloaded
         self._bytes = Kind("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
 
     def fault(self, message: Message, blobs: tuple[Blob, ...], length: int) -> str:
@@ -548,9 +549,8 @@ class Kinds:
 
     def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
         if isinstance(message, Part | Sum):
-            return (
-                (Kind("a chunk of the gradient", "float32", (), length),) if length else "no stage is here to average"
-            )
+            most = length or (self._most if isinstance(message, Sum) and message.heard else 0)
+            return (Kind("a chunk of the gradient", "float32", (), most),) if most else "no stage is here to average"
         if isinstance(message, Chunk):
             return () if message.gone else (self._bytes,)
         assert isinstance(message, Forward | Backward | Output | Gradient)

@@ -173,9 +173,9 @@ class Watch:
 
     def applying(self, peer: m.Peer, view: m.View | None, task: m.Apply) -> None:
         """A gradient is applied only if the agreed view says that its round was committed."""
-        last = view.last if view is not None else None
-        if last is None or (last.step, last.round, last.norm) != (task.step, task.round, task.norm):
-            self.report(peer, "apply", f"{task} although the view's last commit is {last}")
+        last = self.commits.get((view.epoch, task.step)) if view is not None else None
+        if last is None or (last.round, last.norm) != (task.round, task.norm):
+            self.report(peer, "apply", f"{task} although step {task.step} was committed as {last}")
 
     def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None:
         """Replicas of a stage have the same parameters at the same version."""

@@ -188,7 +188,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         speeds=speeds,
         forward_s=min(MOST_FORWARD_S, scenario.step_s * peers / (microbatches * stages * 3.5)),
         rounds=rng.choice((1.0, 1.0, 10.0, 30.0)),
-        states=rng.choice((1.0, 1.0, 5.0, 15.0)),
+        states=rng.choice((1.0, 5.0, 15.0, 50.0)),
         messages=_some(scenario.messages, rng, whole=False),
         happenings=_some(scenario.happenings, rng, whole=True),
     )

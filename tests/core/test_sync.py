@@ -1,0 +1,243 @@
+"""How a peer gets its stage's state: from several replicas at once, whatever becomes of them, and never a wrong byte."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+import msgspec
+
+from shoal.core.messages import (
+    AskChunk,
+    AskState,
+    BlobRef,
+    CheckChunk,
+    Chunk,
+    Command,
+    Do,
+    Done,
+    Export,
+    Failed,
+    Import,
+    Init,
+    Manifest,
+    Member,
+    Note,
+    Offer,
+    ReadChunk,
+    Result,
+    Send,
+    Settings,
+    Task,
+    View,
+    Wire,
+)
+from shoal.core.server import Server
+from shoal.core.sync import Sync
+
+SETTINGS = Settings(stages=2, microbatches=4, steps=99, beat_s=0.5)
+MEMBERS = (Member("a", 0), Member("b", 1), Member("c", 1), Member("d", 1))
+MANIFEST = Manifest(hashes=tuple(f"h{chunk}" for chunk in range(8)), sizes=(100,) * 8)
+T = TypeVar("T")
+
+
+def a_view(number: int = 1, step: int = 5, **changes: object) -> View:
+    view = View(number=number, step=step, members=MEMBERS, joining=(Member("me", 1),), started=True)
+    return msgspec.structs.replace(view, **changes)
+
+
+class Play:
+    """`me` joins stage 1; or, with `joining` false, gives its state to others."""
+
+    def __init__(self, view: View | None = None, name: str = "me") -> None:
+        self.server = Server(name, SETTINGS)
+        self.sync = Sync(name, SETTINGS, random.Random(1), self.server)
+        self.now = 0.0
+        self.said: list[Command] = []
+        self.view(view or a_view())
+
+    def take(self, commands: list[Command]) -> None:
+        self.said = commands
+
+    def view(self, view: View) -> None:
+        self.take(self.server.on_view(view, self.now) + self.sync.on_view(view, self.now))
+
+    def hear(self, peer: str, message: Wire, blobs: tuple[BlobRef, ...] = (), fault: str = "") -> None:
+        self.take(self.sync.on_message(peer, message, blobs, fault, self.now))
+
+    def offer(self, peer: str, step: int = 5, manifest: Manifest = MANIFEST) -> None:
+        self.hear(peer, Offer(epoch=0, step=step, stage=1, manifest=manifest))
+
+    def chunk(self, peer: str, chunk: int, step: int = 5, *, gone: bool = False) -> None:
+        blobs = () if gone else (BlobRef(f"blob {chunk}", 100),)
+        self.hear(peer, Chunk(epoch=0, step=step, stage=1, chunk=chunk, gone=gone), blobs)
+
+    def whole(self, peer: str, chunk: int) -> None:
+        """That chunk comes and is right."""
+        self.chunk(peer, chunk)
+        self.done(self.task(CheckChunk))
+
+    def done(self, task: Task, **result: object) -> None:
+        self.take(self.sync.on_done(Done(task.id, Result(**result)), self.now))  # type: ignore[arg-type]
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.sync.tick(self.now))
+
+    def task(self, kind: type[T]) -> T:
+        (found,) = [c.task for c in self.said if isinstance(c, Do) and isinstance(c.task, kind)]
+        return found
+
+    def sent(self, kind: type[T]) -> list[tuple[str, T]]:
+        return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]
+
+    def asked(self) -> list[tuple[str, int]]:
+        return [(peer, ask.chunk) for peer, ask in self.sent(AskChunk)]
+
+
+def test_all_replicas_are_asked_and_each_gives_some_chunks() -> None:
+    play = Play()
+    asked = play.sent(AskState)
+    assert sorted(peer for peer, _ in asked) == ["b", "c", "d"] and {ask.since for _, ask in asked} == {5}
+    taken: list[tuple[str, int]] = []
+    for donor in "bcd":
+        play.offer(donor)
+        taken += play.asked()
+    assert taken == [("b", 0), ("b", 1), ("c", 2), ("c", 3), ("d", 4), ("d", 5)]
+    play.whole("c", 2)
+    assert play.asked() == [("c", 6)]
+
+
+def test_the_state_is_taken_when_every_chunk_is_here_and_right() -> None:
+    play = Play()
+    play.offer("b")
+    for chunk in range(8):
+        play.whole("b", chunk)
+    task = play.task(Import)
+    assert (task.stage, task.step, task.chunks) == (1, 5, 8)
+    play.done(task, digest="d", length=10)
+    assert play.server.ready and (play.server.stage, play.server.step) == (1, 5)
+
+
+def test_a_silent_donors_chunks_are_asked_of_the_others_and_the_rest_stays() -> None:
+    play = Play()
+    play.offer("b")
+    play.offer("c")
+    play.whole("b", 0)
+    play.wait(0.5)
+    play.whole("c", 2)
+    play.whole("c", 3)
+    play.wait(3.5)  # b has been silent for four seconds, c has not
+    assert [c.text for c in play.said if isinstance(c, Note)] == [
+        "no more of version 5 from b: it does not answer; 3 of 8 chunks are here"
+    ]
+    play.whole("c", 5)
+    assert play.asked() == [("c", 1)], "and not chunk 0, which is here"
+
+
+def test_a_download_without_donors_goes_on_with_the_next_that_has_the_same_version() -> None:
+    play = Play()
+    play.offer("b")
+    play.whole("b", 0)
+    play.chunk("b", 1, gone=True)
+    assert play.asked() == []
+    play.wait(0.5)
+    assert "b" not in [peer for peer, _ in play.sent(AskState)]
+    play.offer("c", step=6, manifest=Manifest(hashes=("x",), sizes=(1,)))
+    assert play.asked() == [("c", 0)], "nobody has version 5 any more: begin anew with 6"
+
+    play = Play()
+    play.offer("b")
+    play.whole("b", 0)
+    play.chunk("b", 1, gone=True)
+    play.wait(0.5)
+    play.offer("c")
+    assert play.asked() == [("c", 1), ("c", 2)]
+
+
+def test_a_chunk_with_another_digest_is_asked_of_somebody_else() -> None:
+    play = Play()
+    play.offer("b")
+    play.offer("c")
+    play.chunk("b", 0)
+    play.take(play.sync.on_failed(Failed(play.task(CheckChunk).id, "its digest differs"), play.now))
+    play.whole("c", 2)
+    assert ("c", 0) in play.asked() and "b" not in [peer for peer, _ in play.asked()]
+
+
+def test_other_replicas_with_another_manifest_are_not_mixed_in() -> None:
+    play = Play()
+    play.offer("b")
+    play.offer("c", step=6)
+    assert play.asked() == []
+    play.offer("d", manifest=msgspec.structs.replace(MANIFEST, hashes=("other",) * 8))
+    assert play.asked() == []
+
+
+def test_commits_do_not_disturb_a_download_until_they_cannot_be_heard() -> None:
+    play = Play()
+    play.offer("b")
+    play.whole("b", 0)
+    assert play.server.since == 5
+    play.view(a_view(2, step=7))  # how 5 and 6 were committed is not known
+    assert play.server.since == 7 and sorted(peer for peer, _ in play.sent(AskState)) == ["b", "c", "d"]
+    play.offer("b", step=5)
+    assert play.asked() == []
+    play.offer("b", step=7)
+    assert play.asked() == [("b", 0), ("b", 1)]
+
+
+def test_a_first_stage_that_cannot_be_built_is_tried_again() -> None:
+    play = Play(a_view(step=0, started=False))
+    play.take(play.sync.on_failed(Failed(play.task(Init).id, "no memory"), play.now))
+    play.wait(4.0)
+    assert play.task(Init).step == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- giving
+
+
+def a_donor(joiners: str = "xy", step: int = 5) -> Play:
+    joining = tuple(Member(peer, 1) for peer in joiners)
+    play = Play(a_view(step=step, joining=joining), name="b")
+    play.take(play.server.seat(1, step, 0, 10, "d", 0.0))
+    return play
+
+
+def ask(play: Play, peer: str, since: int = 5) -> None:
+    play.hear(peer, AskState(epoch=0, stage=1, since=since))
+
+
+def exported(play: Play) -> None:
+    play.done(play.task(Export), manifest=MANIFEST)
+
+
+def test_a_copy_in_use_is_offered_to_whom_it_suits_and_kept_from_whom_it_does_not() -> None:
+    play = a_donor()
+    ask(play, "x")
+    exported(play)
+    assert play.sent(Offer)[0][1].step == 5
+    play.take(play.server.seat(1, 7, 0, 10, "d7", 0.0))
+    ask(play, "y", since=5)
+    assert play.sent(Offer)[0][1].step == 5
+    ask(play, "y", since=7)
+    assert play.sent(Offer)[0][1].manifest.sizes == (), "x still reads version 5"
+    play.view(a_view(2, step=7, joining=(Member("y", 1),)))
+    ask(play, "y", since=7)
+    exported(play)
+    assert play.sent(Offer)[0][1].step == 7
+
+
+def test_strangers_get_nothing_and_nobody_reads_without_end() -> None:
+    play = a_donor()
+    ask(play, "stranger")
+    assert play.said == []
+    ask(play, "x")
+    exported(play)
+    reads = 0
+    for chunk in [*range(8), *range(8)]:
+        play.hear("x", AskChunk(epoch=0, step=5, stage=1, chunk=chunk))
+        reads += sum(isinstance(c, Do) and isinstance(c.task, ReadChunk) for c in play.said)
+    assert reads == 8
+    play.hear("stranger", AskChunk(epoch=0, step=5, stage=1, chunk=0))
+    assert play.said == []
