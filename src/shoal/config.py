@@ -46,6 +46,9 @@ class Run(Section, frozen=True):
     silence_s: float = 4.0  # a peer silent for this long is removed
     hop_floor_s: float = 2.0  # no hop is called slow before this
     hold_s: float = 30.0  # finished steps wait at most this long in all for a joiner that applies what it missed
+    # A stage has lost its last replica: all go back to the newest checkpoint, or it is made from its neighbours, or the run waits
+    lost: Literal["checkpoint", "neighbours", "wait"] = "checkpoint"
+    lost_wait_s: float = 5.0  # before that, a replica that was only cut off may come back with the state
     stage_seconds: tuple[
         float, ...
     ] = ()  # planned seconds per microbatch of each stage, for placing peers; --plan fills it
@@ -194,6 +197,8 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         silence_s=run.silence_s,
         hop_floor_s=run.hop_floor_s,
         hold_s=run.hold_s,
+        lost=run.lost,
+        lost_wait_s=run.lost_wait_s,
         stage_seconds=run.stage_seconds,
     )
 
@@ -220,6 +225,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "run.inflight": (1, 4096),
     "run.queue_limit": (1, 4096),
     "run.hold_s": (0, math.inf),
+    "run.lost_wait_s": (0, math.inf),
     "model.hidden_size": (1, 2**20),
     "model.layers": (1, 4096),
     "model.heads": (1, 4096),

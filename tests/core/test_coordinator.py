@@ -14,12 +14,14 @@ from shoal.core.messages import (
     Booking,
     Command,
     Complaint,
+    Holding,
     Join,
     Leave,
     Member,
     Note,
     Published,
     Pulse,
+    Rebuilt,
     Reduced,
     Removed,
     Round,
@@ -46,6 +48,7 @@ class Leader:
         self.register.take()
         self.said += self.mind.lead(self.view, 1, 0.0)
         self.digest = "same"
+        self.reasons = ""  # of all views so far
 
     @property
     def view(self) -> View:
@@ -62,6 +65,7 @@ class Leader:
                     self.said += self.register.on_message(peer, Accept(1, number), self.now)
             fresh = self.register.take()
             for view in fresh:
+                self.reasons += view.reason + "\n"
                 self.said += self.mind.on_view(view, self.now)
             if not fresh:
                 return
@@ -342,6 +346,87 @@ def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> Non
     leader.pulse("a")
     leader.pulse("c")
     assert leader.view.started and leader.view.account.committed == 4 and leader.view.account.issued == 8
+
+
+def without_stage_1(**changes: object) -> Leader:
+    """a and c serve stage 0; b, the only one of stage 1, has booked half of step 1 and is gone."""
+    leader = Leader(msgspec.structs.replace(SETTINGS, steps=9, lost_wait_s=10.0, **changes))
+    leader.start()
+    leader.fill_books()
+    leader.reduce()
+    leader.pulse("b", (0, 1))
+    leader.wait(6.0, alive=("c",))
+    assert [m.peer for m in leader.view.members] == ["a", "c"] and leader.view.epoch == 0
+    return leader
+
+
+def test_a_replica_that_was_only_cut_off_comes_back_with_the_lost_state() -> None:
+    leader = without_stage_1()
+    leader.join("new")
+    leader.hear("b", Join(holds=Holding(epoch=0, stage=1, step=1)))
+    view = leader.view
+    assert Member("b", 1) in view.members and (view.epoch, view.step, view.kept, view.started) == (1, 1, True, True)
+    assert view.account.undone == 0 and view.account.redone >= 2 and view.fenced == ()
+    assert "comes back" in view.reason and len(view.owners) == 4
+
+
+def test_another_version_than_the_runs_is_of_no_use() -> None:
+    leader = without_stage_1()
+    for holds in (
+        Holding(epoch=0, stage=1, step=0),
+        Holding(epoch=0, stage=0, step=1),
+        Holding(epoch=1, stage=1, step=1),
+    ):
+        leader.hear("b", Join(holds=holds))
+    assert leader.view.epoch == 0
+    leader.wait(11.0, alive=("c",))
+    assert leader.view.epoch == 1 and leader.view.step == 0 and not leader.view.kept, "back to the checkpoint"
+    assert "1 steps are trained again" in leader.reasons
+
+
+def test_a_run_that_is_to_wait_waits() -> None:
+    leader = without_stage_1(lost="wait")
+    leader.wait(60.0, alive=("c",))
+    assert leader.view.epoch == 0 and leader.view.step == 1
+    leader.hear("b", Join(holds=Holding(epoch=0, stage=1, step=1)))
+    assert leader.view.epoch == 1 and leader.view.kept
+
+
+def test_a_stage_at_the_end_cannot_be_made_from_neighbours() -> None:
+    leader = without_stage_1(lost="neighbours")
+    leader.wait(11.0, alive=("c",))
+    assert leader.view.epoch == 1 and not leader.view.rebuilt and "no two neighbours" in leader.reasons
+
+
+def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=4, lost="neighbours"))
+    for peer in ("b", "c", "d"):
+        leader.join(peer)
+    for peer in "abcd":
+        leader.pulse(peer)
+    assert [leader.stage_of(peer) for peer in "abcd"] == [0, 1, 2, 0]
+    leader.mind.norms = (3.0, 5.0, 1.0)
+    leader.wait(6.0, alive=("c", "d"))
+    view = leader.view
+    assert view.rebuilt == (Rebuilt(stage=1, below=0.75),) and (view.epoch, view.step, view.kept) == (1, 0, True)
+    assert [m for m in view.members if m.stage == 1], "somebody of stage 0 makes it"
+    for peer in [m.peer for m in view.members]:
+        leader.pulse(peer)
+    assert leader.view.started and leader.view.rebuilt, "a later view still says that the state is another"
+    assert leader.view.account.undone == 0 and leader.view.account.issued == 4
+
+
+def test_a_neighbour_that_dies_while_a_stage_is_made_from_it_sends_all_back() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=5, lost="neighbours"))
+    for peer in ("b", "c", "d", "e"):
+        leader.join(peer)
+    for peer in "abcde":
+        leader.pulse(peer)
+    assert [leader.stage_of(peer) for peer in "abcde"] == [0, 1, 2, 0, 1]
+    while not leader.view.rebuilt:
+        leader.wait(0.5, alive=("c", "d"))
+    leader.wait(6.0, alive=("d",))
+    assert leader.view.epoch == 2 and not leader.view.kept and "stage 2 lost its last replica" in leader.reasons
 
 
 def test_a_ready_joiner_takes_over_a_stage_that_lost_its_last_member() -> None:

@@ -31,12 +31,14 @@ from shoal.core.messages import (
     Forward,
     Gather,
     Gradient,
+    Holding,
     Member,
     Message,
     Note,
     Output,
     Part,
     Published,
+    Rebuilt,
     Recall,
     Reduced,
     Refused,
@@ -839,6 +841,38 @@ def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_st
     member = Play()
     heard = member.hear(MATE, Sum(0, 0, 9, 0, heard=True), 1)
     assert member.dropped() == list(heard)
+
+
+def test_a_state_kept_from_before_it_was_put_out_serves_again_when_the_epoch_goes_on_with_it() -> None:
+    play = Play()
+    play.book(0)
+    play.take(play.server.unseat(keep=True))
+    assert play.task(Reset) and not play.server.ready
+    assert play.server.holding == Holding(epoch=0, stage=1, step=0)
+    rebuilt = a_view(9, epoch=1, kept=True, rebuilt=(Rebuilt(1),))
+    for unsuited in (a_view(9, epoch=1), a_view(9, epoch=2, kept=True), a_view(9, step=1, epoch=1, kept=True), rebuilt):
+        other = Play()
+        other.server.unseat(keep=True)
+        assert other.server.take_back(unsuited, 1, 0.0) is None and other.server.holding is None
+    play.view(a_view(9, epoch=1, kept=True))
+    assert play.server.take_back(a_view(9, epoch=1, kept=True), 1, 0.0) is not None
+    assert play.server.ready and (play.server.epoch, play.server.step, play.server.books) == (1, 0, ())
+
+
+def test_an_epoch_that_goes_on_voids_the_books_and_keeps_the_state() -> None:
+    play = Play()
+    play.book(0, 2)
+    play.view(a_view(2, epoch=1, kept=True))
+    assert play.task(Reset) and play.server.ready and play.server.epoch == 1 and play.booked() == []
+
+
+def test_whoever_lacks_what_an_epoch_goes_on_with_says_so_until_it_is_let_in_anew() -> None:
+    play = Play()
+    play.view(a_view(4, step=1, epoch=1, kept=True))
+    assert not play.server.ready and "epoch 1" in play.server.stale
+    play.server.stale = ""
+    play.tick(2.0)
+    assert play.server.stale
 
 
 def test_listeners_get_the_sums_of_the_round() -> None:

@@ -88,6 +88,58 @@ def test_a_stage_that_lost_every_replica_costs_steps_but_no_sample_and_no_bit_mo
     assert reference.relative(reference.checkpoint(tmp_path / "runs/tiny", STEPS), wanted) <= 1e-5
 
 
+MIDDLE = ("run.peers=6", "run.stages=3", "model.layers=3", "checkpoint.every=0", "run.steps=100000")
+
+
+def of_the_middle(tmp_path: Path) -> list[int]:
+    """Processes of stage 1, once it has two."""
+
+    def found() -> list[int]:
+        run = here(tmp_path)
+        labels = {seat.label for seat in run.members if seat.stage == 1} if run is not None else set()
+        pids = [peer.process.pid for peer in run.peers if peer.label in labels] if run is not None else []
+        return pids if len(pids) == 2 and len(commits(tmp_path)) >= 3 else []
+
+    wait_for(lambda: bool(found()))
+    return found()
+
+
+def leave(launcher: subprocess.Popen[str], tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    """Ctrl-C some commits later; what was said, and the summary."""
+    seen = len(commits(tmp_path))
+    wait_for(lambda: launcher.poll() is not None or len(commits(tmp_path)) >= seen + 4)
+    launcher.send_signal(signal.SIGINT)
+    output = end(launcher, code=130)
+    return output, summary(tmp_path)
+
+
+def test_a_stage_whose_replicas_all_stood_still_goes_on_with_what_they_hold(start: Start, tmp_path: Path) -> None:
+    launcher = start("run", "tiny.toml", *MIDDLE, *NO_MODEL, "run.lost=wait")
+    pids = of_the_middle(tmp_path)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+    def lost() -> bool:
+        run = here(tmp_path)
+        return run is not None and all(seat.stage != 1 for seat in run.members)
+
+    wait_for(lambda: launcher.poll() is not None or lost())
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    output, found = leave(launcher, tmp_path)
+    assert "comes back with the state of stage 1" in output
+    assert found["undone"] == 0 and found["lost"] == 0 and found["counted_twice"] == 0
+
+
+def test_a_stage_in_the_middle_is_made_from_its_neighbours(start: Start, tmp_path: Path) -> None:
+    launcher = start("run", "tiny.toml", *MIDDLE, "run.lost=neighbours", "run.lost_wait_s=0")
+    for pid in of_the_middle(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    output, found = leave(launcher, tmp_path)
+    assert "stage 1 lost its last replica and is made from its neighbours" in output
+    assert found["undone"] == 0 and found["lost"] == 0 and found["counted_twice"] == 0
+
+
 def test_a_stopped_peer_is_removed_and_comes_back_when_it_is_continued(start: Start, tmp_path: Path) -> None:
     """How soon is a matter of the machine here; tests/sim says it on virtual time."""
     (tmp_path / "stop.toml").write_text('[[act]]\nat = "1 s"\nkind = "stop"\nwho = "p2"\nfor = "12 s"\n')

@@ -17,12 +17,14 @@ from shoal.core.messages import (
     Command,
     Committed,
     Complaint,
+    Holding,
     Join,
     Leave,
     Member,
     Note,
     Peer,
     Pulse,
+    Rebuilt,
     Reduced,
     Removed,
     Round,
@@ -58,7 +60,7 @@ class Coordinator:
         self.heard: dict[Peer, float] = {}
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
-        self.joins: dict[Peer, None] = {}  # in the order in which they asked
+        self.joins: dict[Peer, Holding | None] = {}  # in the order in which they asked; with what they hold of a stage
         self.leaves: dict[Peer, str] = {}
         self.complaints: dict[Peer, list[str]] = {}
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
@@ -80,6 +82,8 @@ class Coordinator:
         self.present: dict[Peer, int] = {}  # everyone in the view -> stage
         self.serving: dict[Peer, int] = {}  # members -> stage
         self.dirty = True  # something happened that the rules look at
+        self.lost_at: float | None = None  # since when a stage has nobody
+        self.norms: tuple[float, ...] = ()  # squared, of each stage's last gradient
         self.moved_at = float("-inf")  # step of the last move
         self.scan = True  # this time
         self.check_at = float("-inf")  # when silence and replicas are looked at again
@@ -162,7 +166,7 @@ class Coordinator:
         match message:
             case Join():
                 if not present:
-                    self.joins[peer] = None
+                    self.joins[peer] = message.holds
             case Pulse() if not present and peer not in self.joins:
                 return [Send(peer, Removed(number=self.view.number, reason="not in the view"))]
             case Pulse():
@@ -200,6 +204,7 @@ class Coordinator:
         for rule in (
             self._remove,
             self._promote,
+            self._take_back,
             self._recover,
             self._restage,
             self._start,
@@ -275,12 +280,52 @@ class Coordinator:
             reason=f"{words}: no other replica is left",
         )
 
-    def _recover(self, view: View, now: float) -> View | None:
-        """A stage has lost every copy of its state: everyone goes back to the newest checkpoint, under a new epoch."""
+    def _take_back(self, view: View, now: float) -> View | None:
+        """A peer comes back with the state of a stage that lost its last member: all go on from this step, under a new epoch.
+
+        The books of the step are void: whoever was put out in the middle of it may have missed anything."""
         empty = self._empty(view)
-        over = view.step >= self.settings.steps and self.saving.idle
-        if not view.started or not empty or over:
+        if not view.started or not empty:
             return None
+        wanted = {Holding(epoch=view.epoch, stage=stage, step=view.step): stage for stage in empty}
+        back = tuple(Member(peer, wanted[held]) for peer, held in self.joins.items() if held in wanted)
+        if not back:
+            return None
+        words = ", ".join(f"{member.peer} comes back with the state of stage {member.stage}" for member in back)
+        members = view.members + back
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            members=members,
+            owners=_owners(members, self.settings.microbatches),
+            epoch=view.epoch + 1,
+            kept=True,
+            rebuilt=(),
+            last=None,
+            fenced=(),
+            account=msgspec.structs.replace(
+                _counting(view.account, back), redone=view.account.redone + self.ledger.booked
+            ),
+            reason=f"{words}: step {view.step} begins again",
+        )
+
+    def _recover(self, view: View, now: float) -> View | None:
+        """A stage has lost every copy of its state: all go back to the newest checkpoint, or make it from its neighbours, under
+        a new epoch. Not at once: a replica that was only cut off may come back with it."""
+        made = {one.stage for one in view.rebuilt}  # or will be, as soon as somebody is there
+        empty = [stage for stage in self._empty(view) if view.started or (view.kept and stage not in made)]
+        over = view.step >= self.settings.steps and self.saving.idle
+        if not empty or over:
+            self.lost_at = None
+            return None
+        if self.lost_at is None:
+            self.lost_at = now
+        if self.settings.lost == "wait" or now - self.lost_at < self.settings.lost_wait_s:
+            return None
+        self.lost_at = None
+        neighbours, why_not = self._neighbours(empty)
+        if self.settings.lost == "neighbours" and neighbours and view.started:
+            return self._rebuild(view, neighbours)
         back = max(view.saved, self.saving.published)
         undone = (view.step - back) * self.settings.microbatches
         account = msgspec.structs.replace(
@@ -300,7 +345,49 @@ class Coordinator:
             last=None,
             account=account,
             saved=back,
-            reason=f"stage {empty[0]} lost its last replica: back from step {view.step} to the state of step {back}",
+            kept=False,
+            rebuilt=(),
+            reason=f"stage {empty[0]} lost its last replica: back from step {view.step} to the state of step {back}, "
+            f"{view.step - back} steps are trained again{why_not if self.settings.lost == 'neighbours' else ''}",
+        )
+
+    def _neighbours(self, empty: list[int]) -> tuple[tuple[Rebuilt, ...], str]:
+        """How the lost stages would be made from the two beside each, weighted by the squared norms of their last gradients
+        (CheckFree, arXiv 2506.15461); or why that is impossible."""
+        last = self.settings.stages - 1
+        for stage in empty:
+            if stage in (0, last):
+                return (), f"; stage {stage} has no two neighbours to be made from"
+            if {stage - 1, stage + 1} & set(empty):
+                return (), f"; a neighbour of stage {stage} is lost too"
+        norms = self.norms if len(self.norms) == last + 1 else (1.0,) * (last + 1)
+        both = [norms[stage - 1] + norms[stage + 1] for stage in empty]
+        return tuple(
+            Rebuilt(stage=stage, below=norms[stage - 1] / whole if whole > 0 else 0.5)
+            for stage, whole in zip(empty, both, strict=True)
+        ), ""
+
+    def _rebuild(self, view: View, rebuilt: tuple[Rebuilt, ...]) -> View:
+        words = ", ".join(
+            f"stage {one.stage} lost its last replica and is made from its neighbours ({one.below:.0%} of the one below)"
+            for one in rebuilt
+        )
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            owners=(),
+            started=False,
+            fenced=(),
+            epoch=view.epoch + 1,
+            kept=True,
+            rebuilt=rebuilt,
+            last=None,
+            account=msgspec.structs.replace(
+                view.account,
+                issued=view.account.issued - self.settings.microbatches,  # issued again when the step begins again
+                redone=view.account.redone + self.ledger.booked,
+            ),
+            reason=f"{words}: nothing is undone, the loss will show it; step {view.step} begins again",
         )
 
     def _restage(self, view: View, now: float) -> View | None:
@@ -387,14 +474,16 @@ class Coordinator:
         """Every replica of every stage holds the same reduced gradient: the step is committed, the next one begins."""
         if self.round is None or len(self.reduced) < sum(len(group) for group in self.round.groups):
             return None
-        digests, norm_sq = [], 0.0
+        digests: list[str] = []
+        norms: list[float] = []  # squared, of each stage's gradient
         for stage, group in enumerate(self.round.groups):
             found = {self.reduced[share.peer].digest for share in group}
             if len(found) > 1:
                 self._disagree(stage, tuple(share.peer for share in group))
                 return None
             digests.append(found.pop())
-            norm_sq += self.reduced[group[0].peer].norm_sq
+            norms.append(self.reduced[group[0].peer].norm_sq)
+        self.norms = tuple(norms)
         step = view.step + 1
         over = step >= self.settings.steps
         every = self.settings.save_every
@@ -402,7 +491,7 @@ class Coordinator:
         last = Committed(
             step=view.step,
             round=self.round.round,
-            norm=math.sqrt(norm_sq),
+            norm=math.sqrt(sum(norms)),
             loss=self.ledger.loss(),
             digests=tuple(digests),
             groups=self.round.groups,

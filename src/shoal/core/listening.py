@@ -67,12 +67,13 @@ class Listening:
 
     def on_view(self, view: View, now: float) -> list[Command]:
         joining = next((one for one in view.joining if one.peer == self._name), None)
-        key = (view.epoch, joining.stage) if joining is not None and view.started else None
+        key = (view.epoch, joining.stage) if joining is not None and view.started and not view.finished else None
         commands: list[Command] = []
         if key != self._key:
             commands = self._forget()
             self._key, self.since = key, view.step
         if key is None:
+            self.since = view.step
             return commands
         last = view.last
         if last is not None and last.step == view.step - 1 and last.step >= self.since:

@@ -57,6 +57,21 @@ class Share(Value, frozen=True):
     indices: tuple[Index, ...]
 
 
+class Holding(Value, frozen=True):
+    """A whole state of a stage: parameters and optimizer state of version `step`."""
+
+    epoch: Count
+    stage: Stage
+    step: Count
+
+
+class Rebuilt(Value, frozen=True):
+    """A lost stage that is made from its two neighbours: `below` of the one below, the rest of the one above."""
+
+    stage: Stage
+    below: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
+
+
 class Account(Value, frozen=True):
     """Samples of the whole run so far, in microbatches. `redone` counts (microbatch, stage) bookings computed again."""
 
@@ -100,6 +115,18 @@ class View(Value, frozen=True):
     fenced: tuple[
         Peer, ...
     ] = ()  # were members of this step and are not any more: their books are void until the next one
+
+    kept: bool = False  # this epoch began without going back: states of the epoch before stand, books do not
+    rebuilt: tuple[Rebuilt, ...] = ()  # stages that were made from their neighbours before this epoch's first step
+
+    def keeps(self, holding: Holding) -> bool:
+        """That state of the epoch before is what this epoch begins with, too."""
+        return (
+            self.kept
+            and holding.epoch == self.epoch - 1
+            and holding.step == self.step
+            and all(one.stage != holding.stage for one in self.rebuilt)
+        )
 
     @property
     def voters(self) -> tuple[Peer, ...]:
@@ -171,7 +198,9 @@ class Pulse(Wire, frozen=True):
 
 
 class Join(Wire, frozen=True):
-    """To any member: let me take part. Repeated until a view names the sender."""
+    """To any member: let me take part. Repeated until a view names the sender. `holds`: what I still hold since I was put out."""
+
+    holds: Holding | None = None
 
 
 class Redirect(Wire, frozen=True):
@@ -703,6 +732,17 @@ class Import(msgspec.Struct, frozen=True, tag=True, gc=False):
     chunks: int
 
 
+class Blend(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Build stage `stage` at version `step` from its neighbours' states: kept chunks 0 to `chunks[0]` are the stage below,
+    the next `chunks[1]` the one above; every tensor is `below` of the one and the rest of the other. Result: digest, length."""
+
+    id: str
+    stage: int
+    step: int
+    chunks: tuple[int, int]
+    below: float
+
+
 class RunSave(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Write this stage's shard of the checkpoint of version `step` from the copy kept by Apply. Result: record."""
 
@@ -721,7 +761,7 @@ class RunPublish(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 Task = (
     Fetch | RunForward | RunBackward | Cut | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk | Import
-    | RunSave | RunPublish
+    | Blend | RunSave | RunPublish
 )  # fmt: skip
 
 
@@ -741,5 +781,7 @@ class Settings(msgspec.Struct, frozen=True):
     silence_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
     hop_floor_s: float = 2.0  # no hop is called slow before this
     hold_s: float = 30.0  # finished steps wait at most this long in all for a joiner that applies what it missed
+    lost: str = "checkpoint"  # what to do when a stage has lost its last replica: checkpoint | neighbours | wait
+    lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
     ban_s: float = 10.0  # first ban of a failing peer; doubles up to 8 times this
     stage_seconds: tuple[float, ...] = ()  # planned seconds per microbatch, for placement before anything is measured

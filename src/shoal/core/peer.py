@@ -188,7 +188,7 @@ class PeerMachine:
             return self._on_removed(peer, message, now)
         if isinstance(message, Redirect):
             asking = self.find_at is not None and message.leader != self.name
-            return [Send(message.leader, Join())] if asking else []
+            return [Send(message.leader, Join(holds=self.server.holding))] if asking else []
         drop = _drop(event.blobs)
         if isinstance(message, FROM_LEADER):
             if peer != self.register.leader:
@@ -326,7 +326,7 @@ class PeerMachine:
         commands: list[Command] = [Note("removed", why)]
         commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
         if self.server.seated:
-            commands += self.server.unseat()
+            commands += self.server.unseat(keep=True)
         return commands
 
     def _ask_in(self, now: float) -> list[Command]:
@@ -336,7 +336,7 @@ class PeerMachine:
             return []
         leader = self.register.leader
         peers = dict.fromkeys((*((leader,) if leader else ()), *self.known))
-        return [Send(peer, Join()) for peer in peers if peer != self.name]
+        return [Send(peer, Join(holds=self.server.holding)) for peer in peers if peer != self.name]
 
     def _lost(self, now: float) -> bool:
         """In a view, but no leader has been heard for long: the run may have gone on without me."""

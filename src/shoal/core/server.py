@@ -25,6 +25,7 @@ from shoal.core.messages import (
     Done,
     Failed,
     Forward,
+    Holding,
     Message,
     Note,
     Part,
@@ -61,6 +62,7 @@ class Server:
         self._shards = Shards(self._serial)
         self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
         self._retell_at: float | None = None
+        self._kept: tuple[Holding, int, str] | None = None  # what I held when I was put out; its length and digest
 
     # ---------------------------------------------------------------------------------------------------- questions
 
@@ -135,14 +137,28 @@ class Server:
         self.stale, self._retell_at, self.changed = "", None, True
         return commands + self._check(now) + self._continue(now)
 
-    def unseat(self) -> list[Command]:
-        """The state held here is void."""
+    def unseat(self, *, keep: bool = False) -> list[Command]:
+        """The state held here is void; or, with `keep`, good for nothing but to come back with (`take_back`)."""
         seat = self._seat
+        held = Holding(epoch=seat.epoch, stage=seat.stage, step=seat.step)
+        self._kept = (held, seat.length, seat.digest) if keep and seat.ready else None
         commands = self._forget(empty_sum=True) if seat.seated else []
         seat.seated, seat.digest, seat.unfit, seat.applying = False, "", "", None
         self.stale, self._retell_at, self.changed = "", None, True
         self._shards.kept = None
         return commands
+
+    @property
+    def holding(self) -> Holding | None:
+        """The state that I was put out with, as long as nothing has replaced it."""
+        return self._kept[0] if self._kept is not None else None
+
+    def take_back(self, view: View, stage: int, now: float) -> list[Command] | None:
+        """Serve with the state that I was put out with, if that is what the view's epoch goes on with; else None."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept[0].stage != stage or not view.keeps(kept[0]):
+            return None
+        return self.seat(stage, view.step, view.epoch, kept[1], kept[2], now)
 
     def _need_state(self, reason: str, now: float) -> list[Command]:
         self._seat.unfit, self.changed = reason, True
@@ -186,8 +202,16 @@ class Server:
             return []
         seat.view = view
         me = member_of(view.members + view.joining, self.name)
-        if seat.seated and (view.epoch != seat.epoch or (me is not None and me.stage != seat.stage)):
+        late = seat.applying is not None and seat.step + 1 == view.step  # the commit before is being applied
+        goes_on = view.keeps(Holding(epoch=seat.epoch, stage=seat.stage, step=seat.step + late))
+        if seat.seated and ((view.epoch != seat.epoch and not goes_on) or (me is not None and me.stage != seat.stage)):
             commands = self.unseat()
+            if view.started and member_of(view.members, self.name) == me:  # the others train: I must come in anew
+                seat.unfit = f"holds nothing that epoch {view.epoch} began with"
+                self._call_stale(now)
+        elif seat.seated and view.epoch != seat.epoch:
+            seat.epoch, self.changed = view.epoch, True
+            commands = self._forget(empty_sum=True)
         elif before is None or (before.epoch, before.step) != (view.epoch, view.step):
             commands = self._next_step(view, now)
         elif member_of(before.members, self.name) and not member_of(view.members, self.name):

@@ -17,6 +17,7 @@ import msgspec
 from shoal.core.messages import (
     AskChunk,
     AskState,
+    Blend,
     BlobRef,
     CheckChunk,
     Chunk,
@@ -53,8 +54,11 @@ RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer g
 
 
 class Download(msgspec.Struct):
-    """One version of the state on its way here. Chunks are `wanted`, `open` (asked for: of whom, when), checking or in `have`."""
+    """One version of a stage's state on its way here. Chunks are `wanted`, `open` (asked for: of whom, when), checking or in
+    `have`; the driver keeps them from number `first` on."""
 
+    stage: int
+    first: int
     step: int
     manifest: Manifest
     wanted: list[int]
@@ -76,6 +80,8 @@ class Sync:
         self.task = ""  # the Init or Import under way
         self.task_step = 0  # the version it makes
         self.download: Download | None = None
+        self.sources: tuple[int, ...] = ()  # stages whose states mine is made from: itself, or its two neighbours
+        self.whole: list[int] = []  # chunks of each source that is here
         self.shunned: set[Peer] = set()  # donors that failed me, not asked again while there are others
         self.usual = Latency()  # seconds from asking for a chunk to holding it
         self.retry_at: float | None = None
@@ -95,7 +101,9 @@ class Sync:
     def on_view(self, view: View, now: float) -> list[Command]:
         """Prepare the stage the view gives me, unless it stands."""
         self.view = view
-        self.takers &= {member.peer for member in view.joining}
+        self.takers &= {
+            member.peer for member in view.joining + (view.members if view.rebuilt and not view.started else ())
+        }
         me = _me(view, self.name)
         if me is None:
             return self._abandon()
@@ -114,6 +122,9 @@ class Sync:
         if server.seated and (server.epoch, server.stage) == place and (self.member or not server.unfit):
             return []  # a member applies what is committed, a joiner hears it; one that is unfit has told the leader
         if self.seat != place:
+            back = self.server.take_back(view, me.stage, now)
+            return self._begin(now) if back is None else back
+        if not self.task and self.sources != _sources(view, me.stage):
             return self._begin(now)
         if self.task and self.task_step < server.since:
             return []  # seen to when it has ended: it cannot be called off
@@ -132,7 +143,7 @@ class Sync:
         commands = self._abandon()
         if self.server.seated:
             commands += self.server.unseat()
-        self.seat = (view.epoch, me.stage)
+        self.seat, self.sources = (view.epoch, me.stage), _sources(view, me.stage)
         return commands + self._ask(now)
 
     def _ask(self, now: float) -> list[Command]:
@@ -141,16 +152,18 @@ class Sync:
         assert view is not None and self.seat is not None
         epoch, stage = self.seat
         self.retry_at = now + RETRY_BEATS * self.settings.beat_s
-        if not view.started or view.step == self.settings.first_step:
+        if view.step == self.settings.first_step or not (view.started or view.kept):
             self.task, self.task_step, self.retry_at = self._id(), view.step, None
             return [Do(Init(id=self.task, stage=stage, step=view.step))]
-        able = [member.peer for member in view.members if member.stage == stage and member.peer != self.name]
+        source = self.sources[len(self.whole)]
+        able = [member.peer for member in view.members if member.stage == source and member.peer != self.name]
         able = [peer for peer in able if self.download is None or peer not in self.download.donors]
         if not set(able) - self.shunned:
             self.shunned.clear()
         able = [peer for peer in able if peer not in self.shunned]
         chosen = self.rng.sample(able, min(DONORS, len(able)))  # none: asked again when a view brings one
-        return [Send(peer, AskState(epoch=epoch, stage=stage, since=self.server.since)) for peer in chosen]
+        since = self.server.since if source == stage else view.step
+        return [Send(peer, AskState(epoch=epoch, stage=source, since=since)) for peer in chosen]
 
     def tick(self, now: float) -> list[Command]:
         if self.retry_at is None or now < self.retry_at:
@@ -179,10 +192,14 @@ class Sync:
         return max(RETRY_BEATS * self.settings.beat_s, 4 * (self.usual.value or 0.0))
 
     def _on_offer(self, peer: Peer, offer: Offer, now: float) -> list[Command]:
-        if self.seat != (offer.epoch, offer.stage) or self.task or self.server.seated:
+        if self.seat is None or self.task or self.server.seated or self.view is None:
             return []
+        source = self.sources[len(self.whole)]
+        if (self.seat[0], source) != (offer.epoch, offer.stage):
+            return []
+        since = self.server.since if source == self.seat[1] else self.view.step
         sizes, hashes = offer.manifest.sizes, offer.manifest.hashes
-        if not sizes or len(sizes) != len(hashes) or offer.step < self.server.since:
+        if not sizes or len(sizes) != len(hashes) or offer.step < since:
             if self.download is None or not self.download.donors:
                 self.retry_at = now + self.settings.beat_s
             return []
@@ -193,7 +210,7 @@ class Sync:
                 return []
             self.download = None  # nobody has that version any more
         if self.download is None:
-            self.download = Download(offer.step, offer.manifest, list(range(len(sizes))), {})
+            self.download = Download(source, sum(self.whole), offer.step, offer.manifest, list(range(len(sizes))), {})
         self.download.donors[peer] = None
         return self._ask_chunks(now)
 
@@ -201,7 +218,7 @@ class Sync:
         """Keep every donor busy."""
         download = self.download
         assert self.seat is not None and download is not None
-        epoch, stage = self.seat
+        epoch, stage = self.seat[0], download.stage
         commands: list[Command] = []
         for donor in download.donors:
             busy = sum(peer == donor for peer, _ in download.open.values())
@@ -216,8 +233,10 @@ class Sync:
     def _on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         drop: list[Command] = [Drop(tuple(blob.id for blob in blobs))] if blobs else []
         download = self.download
-        expected = download is not None and (self.seat, download.step) == ((chunk.epoch, chunk.stage), chunk.step)
-        if download is None or not expected or download.open.get(chunk.chunk, ("", 0.0))[0] != peer:
+        of = (chunk.epoch, chunk.stage, chunk.step)
+        if download is None or self.seat is None or (self.seat[0], download.stage, download.step) != of:
+            return drop
+        if download.open.get(chunk.chunk, ("", 0.0))[0] != peer:
             return drop
         if chunk.gone or fault or len(blobs) != 1:
             return drop + self._without(peer, fault or "it has moved on", now)
@@ -226,7 +245,8 @@ class Sync:
         task = self._id()
         download.checking[task] = chunk.chunk, peer
         digest = download.manifest.hashes[chunk.chunk]
-        return [Do(CheckChunk(id=task, chunk=chunk.chunk, digest=digest, blob=blobs[0].id)), *drop]
+        kept_as = download.first + chunk.chunk
+        return [Do(CheckChunk(id=task, chunk=kept_as, digest=digest, blob=blobs[0].id)), *drop]
 
     def _without(self, peer: Peer, why: str, now: float) -> list[Command]:
         """That donor gives no more; the others take over what was asked of it."""
@@ -248,6 +268,7 @@ class Sync:
     def _abandon(self) -> list[Command]:
         self.seat, self.task, self.download, self.retry_at = None, "", None, None
         self.shunned.clear()
+        self.whole.clear()
         return []
 
     # --------------------------------------------------------------------------------------------------- giving
@@ -255,7 +276,7 @@ class Sync:
     def _on_ask_state(self, peer: Peer, ask: AskState, now: float) -> list[Command]:
         """Offer the copy at hand if it is new enough; make one if nobody needs that one any more."""
         server, view = self.server, self.view
-        if view is None or not any((m.peer, m.stage) == (peer, ask.stage) for m in view.joining):
+        if view is None or not self._may_have(peer, ask.stage):
             return []
         if not server.ready or (server.epoch, server.stage) != (ask.epoch, ask.stage):
             return [Send(peer, _nothing(ask))]
@@ -273,6 +294,15 @@ class Sync:
         self.export, self.offered, self.takers = (server.epoch, server.step), None, set()
         return [Do(Export(id=self.exporting, step=server.step))]
 
+    def _may_have(self, peer: Peer, stage: int) -> bool:
+        """That peer joins the stage, or makes a lost neighbour of it from its state."""
+        assert self.view is not None
+        if any((member.peer, member.stage) == (peer, stage) for member in self.view.joining):
+            return True
+        lost = self.view.rebuilt if not self.view.started else ()
+        beside = {one.stage for one in lost if abs(one.stage - stage) == 1}
+        return any(m.peer == peer and m.stage in beside for m in self.view.members + self.view.joining)
+
     def _suits(self, ask: AskState) -> bool:
         export = self.export
         return export is not None and self.offered is not None and export[0] == ask.epoch and export[1] >= ask.since
@@ -284,7 +314,7 @@ class Sync:
     def _on_ask_chunk(self, peer: Peer, ask: AskChunk) -> list[Command]:
         view, manifest = self.view, self.offered
         asked_for = self.export == (ask.epoch, ask.step) and self.server.stage == ask.stage
-        if view is None or not any(m.peer == peer for m in view.joining):
+        if view is None or not self._may_have(peer, ask.stage):
             return []
         if manifest is None or not asked_for or ask.chunk >= len(manifest.sizes):
             gone = Chunk(epoch=ask.epoch, step=ask.step, stage=ask.stage, chunk=ask.chunk, gone=True)
@@ -332,6 +362,7 @@ class Sync:
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id == self.task:
             self.task, self.download = "", None
+            self.whole.clear()
             self.retry_at = now + RETRY_BEATS * self.settings.beat_s
             return [Note("state", f"the stage's state could not be built: {failed.reason}")]
         if self.download is not None and failed.id in self.download.checking:
@@ -355,8 +386,18 @@ class Sync:
         chunks = len(download.manifest.sizes)
         if len(download.have) < chunks:
             return self._ask_chunks(now) if download.donors else []
+        self.download = None
+        self.whole.append(chunks)
+        if len(self.whole) < len(self.sources):
+            self.shunned.clear()
+            return self._ask(now)
         self.task, self.task_step, self.retry_at = self._id(), download.step, None
-        return [Do(Import(id=self.task, stage=self.seat[1], step=download.step, chunks=chunks))]
+        stage = self.seat[1]
+        if len(self.sources) == 1:
+            return [Do(Import(id=self.task, stage=stage, step=download.step, chunks=chunks))]
+        below = next(one.below for one in self.view.rebuilt if one.stage == stage) if self.view is not None else 0.5
+        both = self.whole[0], self.whole[1]
+        return [Do(Blend(id=self.task, stage=stage, step=download.step, chunks=both, below=below))]
 
     def _seated(self, done: Done, now: float) -> list[Command]:
         assert self.seat is not None
@@ -369,6 +410,12 @@ class Sync:
     def _id(self) -> str:
         self.serial += 1
         return f"y/{self.serial}"
+
+
+def _sources(view: View, stage: int) -> tuple[int, ...]:
+    """Of which stages' states that stage's is made: of its own, or before the first step without it of its two neighbours'."""
+    made = not view.started and any(one.stage == stage for one in view.rebuilt)
+    return (stage - 1, stage + 1) if made else (stage,)
 
 
 def _me(view: View, name: Peer) -> Member | None:

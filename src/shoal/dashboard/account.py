@@ -77,6 +77,8 @@ def _undone(summary: Summary) -> list[tuple[str, str]]:
     words = (
         f"{summary.undone:,} and trained again: the run went back {times} to a checkpoint, a stage had no replica left"
     )
+    if not summary.undone:
+        words = f"0: {times} a stage had no replica left, and the run went on without going back"
     return [("undone", words)]
 
 

@@ -26,6 +26,7 @@ from shoal.core.messages import (
     Add,
     Apply,
     Backward,
+    Blend,
     CheckChunk,
     Chunk,
     Cut,
@@ -53,6 +54,7 @@ from shoal.core.messages import (
 )
 from shoal.executor import create
 from shoal.executor.base import Executor, boundary
+from shoal.numerics.blend import blend
 from shoal.runtime import checkpoint
 from shoal.runtime.data import Dataset, vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, Copy, check_chunk, join, raw
@@ -220,7 +222,7 @@ class Hands:
                 return self._apply(task)
             case Reset():
                 return self._reset()
-            case Init() | Import():
+            case Init() | Import() | Blend():
                 return self._take_seat(task)
             case Export():
                 return self._export(task)
@@ -329,13 +331,20 @@ class Hands:
 
     # -------------------------------------------------------------------------------------------------------- state
 
-    def _take_seat(self, task: Init | Import) -> Result:
+    def _take_seat(self, task: Init | Import | Blend) -> Result:
         self._seat = None  # two stages may not fit beside each other
         self._reduced.clear()
         self._saved = self._exported = None
         executor = self._make(self._config, task.stage)
         if isinstance(task, Import):
-            executor.load_state(self._imported(task))
+            chunks, self._downloaded = self._downloaded, {}
+            executor.load_state(_downloaded(chunks, range(task.chunks), task.stage, task.step))
+        elif isinstance(task, Blend):
+            chunks, self._downloaded = self._downloaded, {}
+            first, whole = task.chunks[0], sum(task.chunks)
+            below = _downloaded(chunks, range(first), task.stage - 1, task.step)
+            above = _downloaded(chunks, range(first, whole), task.stage + 1, task.step)
+            executor.load_state(blend(executor.state(), below, above, task.below))
         elif task.step:
             if self._store is None:
                 raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
@@ -343,17 +352,6 @@ class Hands:
         executor.zero()
         self._seat = Seat(executor, task.stage, task.step)
         return Result(digest=executor.digest(), length=executor.length)
-
-    def _imported(self, task: Import) -> dict[str, torch.Tensor]:
-        missing = [chunk for chunk in range(task.chunks) if chunk not in self._downloaded]
-        if missing:
-            raise ValueError(f"chunk {missing[0]} of {task.chunks} was not downloaded")
-        chunks = [raw(self._downloaded[chunk]) for chunk in range(task.chunks)]
-        self._downloaded = {}
-        state, note = join(chunks)
-        if note != _note(task.stage, task.step):
-            raise ValueError(f"the downloaded state is of {note}, not of {_note(task.stage, task.step)}")
-        return state
 
     def _copy(self, seat: Seat) -> Copy:
         for copy in (self._saved, self._exported):
@@ -456,6 +454,17 @@ def _outputs(task: Task) -> tuple[str, ...]:
     if isinstance(task, Cut):
         return task.outs
     return (task.out,) if isinstance(task, Fetch | RunForward | RunBackward | Add | ReadChunk) else ()
+
+
+def _downloaded(held: dict[int, torch.Tensor], wanted: range, stage: int, step: int) -> dict[str, torch.Tensor]:
+    """The state of that stage and step from its chunks."""
+    missing = [chunk for chunk in wanted if chunk not in held]
+    if missing:
+        raise ValueError(f"chunk {missing[0] - wanted.start} of {len(wanted)} was not downloaded")
+    state, note = join([raw(held[chunk]) for chunk in wanted])
+    if note != _note(stage, step):
+        raise ValueError(f"the downloaded state is of {note}, not of {_note(stage, step)}")
+    return state
 
 
 def _note(stage: int, step: int) -> dict[str, str]:

@@ -33,6 +33,7 @@ def plan(case: Case) -> list[Planned]:
     end_s = case.scenario.faults_s
     kinds = {
         "pause": drawn.pauses,
+        "absent": drawn.absences,
         "halve": drawn.halves,
         "one_way": drawn.one_ways,
         "slow": drawn.slows,
@@ -64,6 +65,20 @@ def pause(swarm: Swarm, planned: Planned, rng: Random) -> None:
         swarm.until(planned.length_s, node.resume)
 
 
+def absent(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    """Nobody can reach a stage for a while: its replicas all stand still, or all are cut off from the others."""
+    nodes = [node for node in swarm.replicas(rng) if not node.away and not node.stopped]
+    if not nodes:
+        return
+    if rng.random() < 0.5:
+        _part(swarm, planned, rng, tuple(node.name for node in nodes), whole=True)
+        return
+    for node in nodes:
+        node.away = True
+        node.stop()
+        swarm.until(planned.length_s, node.resume)
+
+
 def halve(swarm: Swarm, planned: Planned, rng: Random) -> None:
     """Two halves: the members of the larger one can go on, or neither's can (then both wait)."""
     names = list(swarm.nodes)
@@ -81,11 +96,11 @@ def one_way(swarm: Swarm, planned: Planned, rng: Random) -> None:
         _part(swarm, planned, rng, (node.name,))
 
 
-def _part(swarm: Swarm, planned: Planned, rng: Random, small: tuple[str, ...]) -> None:
+def _part(swarm: Swarm, planned: Planned, rng: Random, small: tuple[str, ...], *, whole: bool = False) -> None:
     rest = [name for name in swarm.nodes if name not in small]
-    if len(small) == 1 and rng.random() < 0.5:  # only some do not hear it: the leader may or may not
+    if len(small) == 1 and not whole and rng.random() < 0.5:  # only some do not hear it: the leader may or may not
         rest = rng.sample(rest, rng.randint(1, len(rest)))
-    kind = rng.choice(("both", "in", "out")) if len(small) == 1 else "both"
+    kind = rng.choice(("both", "in", "out")) if len(small) == 1 and not whole else "both"
     groups = (small, tuple(rest)) if kind != "in" else (tuple(rest), small)
     pairs = swarm.network.part(groups, both=kind == "both")
     nodes = [swarm.nodes[name] for name in small]
@@ -150,6 +165,7 @@ def _anyone(swarm: Swarm, rng: Random) -> Node | None:
 
 APPLY: dict[str, Callable[[Swarm, Planned, Random], None]] = {
     "pause": pause,
+    "absent": absent,
     "halve": halve,
     "one_way": one_way,
     "slow": slow,

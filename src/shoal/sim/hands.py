@@ -26,7 +26,7 @@ After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, wi
 # Seconds of the tasks that do not depend on the model's size; about what small stages take.
 SECONDS: dict[type, float] = {
     m.Fetch: 0.01, m.Cut: 0.01, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
-    m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.RunSave: 0.4, m.RunPublish: 0.2,
+    m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
 }  # fmt: skip
 LONGEST_S = 30.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 BESIDE = (m.Fetch, m.ReadChunk, m.CheckChunk, m.RunSave, m.RunPublish)  # not in the line of computing tasks
@@ -269,6 +269,20 @@ class Hands:
             raise ValueError(f"kept: stage {stage} version {version}; wanted: {task.stage} version {task.step}")
         return self._seat(stage, version, digest)
 
+    def _blend(self, task: m.Blend, inputs: Sequence[Blob]) -> m.Result:
+        """Both neighbours at that version: whoever makes the stage of them gets the same."""
+        made = []
+        for first, count, of in ((0, task.chunks[0], -1), (task.chunks[0], task.chunks[1], 1)):
+            kept = [self._kept.get(chunk) for chunk in range(first, first + count)]
+            copies = {piece[1] for piece in kept if piece is not None}
+            if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
+                raise ValueError(f"the kept chunks do not make one state: {kept}")
+            version, stage, digest = copies.pop()
+            if (stage, version) != (task.stage + of, task.step):
+                raise ValueError(f"kept: stage {stage} version {version}, for stage {task.stage} version {task.step}")
+            made.append(digest)
+        return self._seat(task.stage, task.step, short("blend", task.stage, task.below, *made))
+
     def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
         if self.world.storage.full:
             raise ValueError("no space left on the storage")
@@ -307,5 +321,6 @@ _WORK: dict[type, Callable[[Hands, Any, Sequence[Blob]], m.Result]] = {
     m.Fetch: Hands._fetch, m.RunForward: Hands._forward, m.RunBackward: Hands._backward, m.Cut: Hands._cut,
     m.Add: Hands._add, m.Gather: Hands._gather, m.Apply: Hands._apply, m.Reset: Hands._reset, m.Init: Hands._init,
     m.Export: Hands._export, m.ReadChunk: Hands._read, m.CheckChunk: Hands._check, m.Import: Hands._import,
+    m.Blend: Hands._blend,
     m.RunSave: Hands._save, m.RunPublish: Hands._publish,
 }  # fmt: skip

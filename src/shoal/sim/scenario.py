@@ -36,6 +36,7 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     restarts: int = 0  # killed, and back under a new name
     leaves: int = 0
     losses: int = 0  # all replicas of one stage killed at once
+    absences: int = 0  # all replicas of one stage stopped, or cut off, at once; they come back
     joiners: int = 0
     pauses: int = 0  # stopped for up to 12 s, then continued
     halves: int = 0  # the network parts in two
@@ -97,7 +98,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 Limits = TypeVar("Limits", Messages, Happenings)
 
 _HARSH = Happenings(
-    kills=4, restarts=4, leaves=2, losses=1, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2,
+    kills=4, restarts=4, leaves=2, losses=1, absences=1, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2,
     liars=2,
 )  # fmt: skip
 SCENARIOS = {
@@ -124,7 +125,9 @@ SCENARIOS = {
             save_every=(0, 2),
             faults_s=60.0,
             messages=Messages(drop=0.03, delay=0.02, fail=0.02),
-            happenings=Happenings(losses=3, kills=2, restarts=2, joiners=3, pauses=2, halves=2, full_disks=1, jumps=1),
+            happenings=Happenings(
+                losses=3, absences=2, kills=2, restarts=2, joiners=3, pauses=2, halves=2, full_disks=1, jumps=1
+            ),
         ),
         Scenario(
             name="fleet",
@@ -179,6 +182,8 @@ def draw(scenario: Scenario, seed: int) -> Case:
         silence_s=scenario.silence_s,
         hop_floor_s=rng.choice((0.3, 1.0, 2.0)),
         hold_s=rng.choice((5.0, 30.0)),
+        lost=rng.choice(("checkpoint", "neighbours")),
+        lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
     )
     return Case(
         scenario=scenario,

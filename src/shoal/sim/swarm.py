@@ -411,7 +411,9 @@ class Swarm:
 
     def victim(self, rng: Random) -> Node | None:
         """A living peer that the run can lose, or None."""
-        whole = not self.case.happenings.losses  # where a stage may be lost at once, it may also be lost bit by bit
+        whole = not (
+            self.case.happenings.losses or self.case.happenings.absences
+        )  # where a stage may be lost at once, it may also be lost bit by bit
         candidates = [node for node in self.nodes.values() if not node.away and not node.stopped]
         rng.shuffle(candidates)
         if rng.random() < LEADER:
