@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,9 +22,11 @@ from shoal.core.messages import Cancelled, Output
 from shoal.transport import daemon as daemons
 from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
+from shoal.transport.engine import Engine, Link, Want
 from shoal.transport.identity import Identity, key_id
 from shoal.transport.invite import Authority, read_invite
-from shoal.transport.libp2p import Libp2pTransport
+from shoal.transport.libp2p import Libp2pTransport, Plain
+from shoal.transport.pace import ACK_BYTES, FLOOR_BYTES
 
 INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time())
 
@@ -266,5 +269,92 @@ def test_two_peers_without_a_port_reach_one_another_through_relays() -> None:
         assert got.peer == a.name and bytes(got.blobs[0].data) == data
         for each in (a, b, *relays):
             await each.close()
+
+    run(story)
+
+
+# ------------------------------------------------------------------------------------------- bulk beside control, paced
+
+
+class Pair:
+    """A paced stream over a pair of sockets, each end in an engine of its own."""
+
+    def __init__(self) -> None:
+        self.engines, self.links, self.failed = (
+            (Engine("writes"), Engine("reads")),
+            [],
+            [asyncio.Event(), asyncio.Event()],
+        )
+        loop = asyncio.get_running_loop()
+        for sock, failed in zip(socket.socketpair(), self.failed, strict=True):
+            sock.setblocking(False)
+            self.links.append(Link(sock, lambda _, failed=failed: loop.call_soon_threadsafe(failed.set)))
+        self.writer, self.reader = (Plain(link).paced() for link in self.links)
+
+    def start(self, end: int, steps: Any) -> None:
+        self.links[end].steps = steps
+        self.engines[end].start()
+        self.engines[end].post(lambda: self.engines[end].adopt(self.links[end]))
+
+    def stop(self) -> None:
+        for engine in self.engines:
+            engine.stop()
+        for link in self.links:
+            link.sock.close()
+
+
+def test_paced_bytes_arrive_as_they_were_sent_whatever_their_sizes() -> None:
+    async def story() -> None:
+        pair, done, loop = Pair(), asyncio.Event(), asyncio.get_running_loop()
+        sizes = [1, ACK_BYTES - 1, ACK_BYTES, 5, 3 * FLOOR_BYTES + 7, 0, 12]
+        parts, got = [os.urandom(size) for size in sizes], [bytearray(size) for size in reversed(sizes)]
+
+        def write() -> Any:
+            for part in parts:
+                yield from pair.writer.write(memoryview(part))
+            yield Want.WOKEN
+
+        def read() -> Any:
+            for part in got:
+                yield from pair.reader.read(memoryview(part))
+            loop.call_soon_threadsafe(done.set)
+            yield Want.WOKEN
+
+        pair.start(0, write())
+        pair.start(1, read())
+        await asyncio.wait_for(done.wait(), 60)
+        assert b"".join(got) == b"".join(parts)
+        pair.stop()
+
+    run(story)
+
+
+def test_no_more_than_the_window_is_on_its_way_to_a_reader_that_does_not_read() -> None:
+    async def story() -> None:
+        pair = Pair()
+        pair.links[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * FLOOR_BYTES)
+        pair.start(0, pair.writer.write(memoryview(bytes(16 * FLOOR_BYTES))))
+        there = pair.links[1].sock
+        there.setblocking(True)
+        data = await asyncio.to_thread(there.recv, FLOOR_BYTES, socket.MSG_WAITALL)
+        assert len(data) == FLOOR_BYTES
+        there.settimeout(0.2)  # a bound on how long we look; more would come at once
+        with pytest.raises(TimeoutError):
+            there.recv(1)
+        there.settimeout(60)
+        there.send(b"\6")
+        assert len(await asyncio.to_thread(there.recv, ACK_BYTES, socket.MSG_WAITALL)) == ACK_BYTES
+        pair.stop()
+
+    run(story)
+
+
+def test_a_reader_that_acknowledges_what_was_not_sent_is_hung_up_on() -> None:
+    async def story() -> None:
+        pair = Pair()
+        pair.links[1].sock.send(b"\6")
+        pair.start(0, pair.writer.write(memoryview(bytes(ACK_BYTES))))
+        await asyncio.wait_for(pair.failed[0].wait(), 60)
+        pair.stop()
 
     run(story)

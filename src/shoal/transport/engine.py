@@ -290,6 +290,10 @@ class Channel:
             pass
         raise ConnectionError("closed by the other side")
 
+    def paced(self) -> Channel:
+        """Bulk has a connection of its own: the system shares the line."""
+        return self
+
     def _fill(self) -> Steps:
         while True:
             assert self._link.engine is not None

@@ -23,13 +23,15 @@ from shoal.transport.daemon import Daemon, check_length, framed, multiaddr, pars
 from shoal.transport.engine import QUANTUM_BYTES, Engine, Link, Steps, Want
 from shoal.transport.identity import key_id, key_id_of
 from shoal.transport.invite import Membership
+from shoal.transport.pace import ACK_BYTES, CEILING_BYTES, Window
 from shoal.transport.streams import Opening, StreamTransport
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_NAME = "/shoal/stream/1"
+PROTOCOL_NAME = "/shoal/stream/2"
 MAX_WAYS = 16
 SOCKET_BYTES = 1 << 20  # of one unix socket's buffer, as far as the system allows
+_ACK = memoryview(b"\6")
 
 Address = tuple[str, ...]  # libp2p multiaddrs of one peer, each with its peer id at the end
 
@@ -186,11 +188,63 @@ class Plain:
                 yield Want.AGAIN
 
     def listen(self) -> None:
+        if self.heard(1):
+            raise ConnectionError("the other side speaks out of turn")
+
+    def heard(self, most: int) -> bytes:
+        """What is there, without waiting."""
         try:
-            self._sock.recv(1)  # it has nothing else to say
+            words = self._sock.recv(most)
         except BlockingIOError:
-            return
-        raise ConnectionError("closed by the other side")
+            return b""
+        if not words:
+            raise ConnectionError("closed by the other side")
+        return words
+
+    def paced(self) -> Paced:
+        return Paced(self)
+
+
+class Paced:
+    """One way only: the reader acknowledges, the writer keeps within its window (pace.py)."""
+
+    def __init__(self, plain: Plain) -> None:
+        self._plain = plain
+        self._window = Window()
+        self._unsaid = ACK_BYTES  # to be read before the next acknowledgement
+
+    def read(self, view: memoryview) -> Steps:
+        while view:
+            part, view = view[: self._unsaid], view[self._unsaid :]
+            yield from self._plain.read(part)
+            self._unsaid -= part.nbytes
+            if not self._unsaid:
+                self._unsaid = ACK_BYTES
+                yield from self._plain.write(_ACK)
+
+    def write(self, view: memoryview) -> Steps:
+        turn = 0
+        while view:
+            self.listen()
+            part = view[: self._window.room_bytes()]
+            if not part:
+                yield Want.READ
+                continue
+            view = view[part.nbytes :]
+            self._window.sent(part.nbytes, time.monotonic())  # before it is: what waits for the daemon waits too
+            yield from self._plain.write(part)
+            turn += part.nbytes
+            if turn >= QUANTUM_BYTES:
+                turn = 0
+                yield Want.AGAIN
+
+    def listen(self) -> None:
+        words = self._plain.heard(CEILING_BYTES // ACK_BYTES)
+        if words:
+            self._window.acknowledged(len(words), time.monotonic())
+
+    def paced(self) -> Paced:
+        return self
 
 
 def _reply(stream: Plain) -> Generator[Want | Engine, None, bytearray]:

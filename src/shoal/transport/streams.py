@@ -17,14 +17,13 @@ import errno
 import logging
 import socket
 import struct
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from shoal.core.messages import Message, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits, Lost
+from shoal.transport.box import Box, Kind
 from shoal.transport.engine import Engine, Link, Steps, Want
 from shoal.transport.hello import MAX_HELLO_BYTES, Refusal, check_hello, encode_hello, encode_no
 from shoal.transport.identity import key_id_of
@@ -32,7 +31,6 @@ from shoal.transport.inbox import Inbox
 from shoal.transport.invite import Membership
 from shoal.transport.wire import (
     PREFIX_BYTES,
-    Frame,
     Malformed,
     blobs_of,
     buffers,
@@ -48,7 +46,6 @@ LINGER_S = 1.0  # what `close` leaves for last words
 UNKNOWN = 128  # streams whose other end has not yet said who it is
 QUEUED_CONTROL_BYTES = 4 * MAX_CONTROL_BYTES  # waiting for one peer
 
-Kind = Literal["control", "bulk"]
 _words = struct.Struct(">H")  # before a hello: its length
 _KINDS: tuple[Kind, Kind] = ("control", "bulk")
 
@@ -63,6 +60,9 @@ class Stream(Protocol):
 
     def listen(self) -> None:
         """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
+
+    def paced(self) -> Stream:
+        """For bulk, once both have said hello: the same stream, kept from filling a line that it shares with control."""
 
 
 Opening = Generator["Want | Engine", None, "tuple[Stream, str]"]  # the stream, and the key id its other end has proven
@@ -89,45 +89,6 @@ class Carrier(Protocol):
     async def close(self) -> None: ...
 
 
-class _Box:
-    """What waits for one peer on one kind of stream, and that stream. Filled by the node's thread, emptied by the
-    engine's."""
-
-    def __init__(self, peer: Peer, kind: Kind, limit_bytes: int) -> None:
-        self.peer = peer
-        self.kind: Kind = kind
-        self.link: Link | None = None  # engine's thread only
-        self._frames: deque[Frame] = deque()
-        self._bytes = 0
-        self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-
-    def put(self, frame: Frame) -> bool:
-        """False: too much waits already, the frame vanishes. One frame is always taken."""
-        with self._lock:
-            if self._frames and self._bytes + frame.nbytes > self._limit_bytes:
-                return False
-            self._frames.append(frame)
-            self._bytes += frame.nbytes
-            return True
-
-    def first(self) -> Frame | None:
-        """Stays in the box until `sent`."""
-        with self._lock:
-            return self._frames[0] if self._frames else None
-
-    def sent(self, frame: Frame) -> None:
-        with self._lock:
-            if self._frames and self._frames[0] is frame:  # not when the box was emptied meanwhile
-                self._frames.popleft()
-                self._bytes -= frame.nbytes
-
-    def empty(self) -> None:
-        with self._lock:
-            self._frames.clear()
-            self._bytes = 0
-
-
 class StreamTransport:
     """`name` is that of the carrier's identity."""
 
@@ -140,7 +101,7 @@ class StreamTransport:
         self._bulk_out = Engine("shoal bulk out", yields=True)
         self._bulk_in = Engine("shoal bulk in", yields=True)
         self._inbox = Inbox(on_room=self._resume)
-        self._boxes: dict[tuple[Peer, Kind], _Box] = {}
+        self._boxes: dict[tuple[Peer, Kind], Box] = {}
         self._incoming: dict[tuple[Peer, Kind], Link] = {}  # each kind in its engine's thread only
         self._up: set[Peer] = set()  # node's thread only, as the next two
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -174,7 +135,7 @@ class StreamTransport:
         box = self._boxes.get((peer, kind))
         if box is None:
             limit_bytes = self._limits.queued_bytes if frame.bulk else QUEUED_CONTROL_BYTES
-            box = self._boxes[peer, kind] = _Box(peer, kind, limit_bytes)
+            box = self._boxes[peer, kind] = Box(peer, kind, limit_bytes)
         if box.put(frame):
             self._sender(kind).post(lambda: self._serve(box))
         else:
@@ -213,7 +174,7 @@ class StreamTransport:
 
     # ------------------------------------------------------------------------------------------------------- sending
 
-    def _serve(self, box: _Box) -> None:
+    def _serve(self, box: Box) -> None:
         """There may be something to send: connect, or tell the connection."""
         if box.link is not None:
             self._sender(box.kind).wake(box.link)
@@ -227,7 +188,7 @@ class StreamTransport:
         box.link = link
         self._sender(box.kind).adopt(link)
 
-    def _dial(self, link: Link, box: _Box, way: Any) -> Steps:
+    def _dial(self, link: Link, box: Box, way: Any) -> Steps:
         stream, key = yield from self._carrier.dial(link, way)
         if key != key_id_of(box.peer):
             raise Refusal(f"another peer answers at its address (key {key})")
@@ -237,9 +198,9 @@ class StreamTransport:
             raise Refusal(f"{hello.name} answers at its address: it was restarted")
         link.deadline = None
         self._tell(lambda: self._up.add(box.peer))
-        yield from self._send_frames(stream, box)
+        yield from self._send_frames(stream.paced() if box.kind == "bulk" else stream, box)
 
-    def _send_frames(self, stream: Stream, box: _Box) -> Steps:
+    def _send_frames(self, stream: Stream, box: Box) -> Steps:
         while True:
             frame = box.first()
             if frame is None:
@@ -251,14 +212,14 @@ class StreamTransport:
             box.sent(frame)
             yield Want.AGAIN
 
-    def _broken(self, box: _Box, link: Link, error: Exception) -> None:
+    def _broken(self, box: Box, link: Link, error: Exception) -> None:
         if box.link is link:
             box.link = None
             box.empty()
         established = link.deadline is None
         self._tell(lambda: self._lose(box.peer, error, always=not established))
 
-    def _unlink(self, box: _Box) -> None:
+    def _unlink(self, box: Box) -> None:
         if box.link is not None:
             self._sender(box.kind).drop(box.link)
             box.link = None
@@ -319,6 +280,7 @@ class StreamTransport:
         link.failed = lambda error: self._hung_up(hello.name, hello.kind, link, error)
         if hello.kind == "bulk":
             yield self._bulk_in
+            stream = stream.paced()
         self._hang_up(hello.name, hello.kind)  # the new one replaces the old one
         self._incoming[hello.name, hello.kind] = link
         self._tell(lambda: self._up.add(hello.name))
