@@ -8,16 +8,15 @@ import os
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 import pytest
-from tests.contract.transports import NETS, introduce, started, take
+from tests.contract.transports import NETS, introduce, lost, run, started, take
 
 from shoal.core.messages import Cancelled, Lead, Output
 from shoal.transport import inbox, streams
-from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits, Lost
+from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Authority, read_invite
 from shoal.transport.wire import BlobHead, Head
@@ -59,10 +58,6 @@ def head_of(nbytes: int, shape: tuple[int, ...], dtype: str = "uint8", codec: st
     return raw(msgspec.msgpack.encode(Head(Output(0, 1, 2, 0, 0), (BlobHead(dtype, shape, codec, nbytes),))))
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
-
-
 def test_messages_arrive_once_and_in_order(net: Any) -> None:
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
@@ -72,12 +67,12 @@ def test_messages_arrive_once_and_in_order(net: Any) -> None:
                     a.send(b.name, *bulk(index, bytes([index // 10]) * 1000))
             a.send(b.name, *bulk(999, b"end"))
             a.send(b.name, control(999))
-            got = [await take(b) for _ in range(332)]
+            got = [await take(b, a) for _ in range(332)]
             assert all(isinstance(item, Incoming) and item.peer == a.name for item in got)
             assert [i.message.index for i in got if not i.blobs] == [*range(300), 999]
             assert [i.message.index for i in got if i.blobs] == [*range(0, 300, 10), 999]
             b.send(a.name, control(7))
-            assert (await take(a)).message == control(7)
+            assert (await take(a, b)).message == control(7)
 
     run(story)
 
@@ -93,7 +88,7 @@ def test_large_blobs_arrive_as_they_were_sent(net: Any) -> None:
                 Blob("float32", (), b"abcd"),
             )
             a.send(b.name, Output(0, 1, 2, 0, 0), blobs)
-            got = (await take(b)).blobs
+            got = (await take(b, a)).blobs
             assert [(blob.dtype, blob.shape, blob.codec) for blob in got] == [(s.dtype, s.shape, "raw") for s in blobs]
             assert [hashlib.sha256(blob.data).digest() for blob in got] == [
                 hashlib.sha256(blob.data).digest() for blob in blobs
@@ -109,14 +104,14 @@ def test_control_overtakes_bulk(net: Any, monkeypatch: pytest.MonkeyPatch) -> No
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
             a.send(b.name, control(0))
             a.send(b.name, *bulk(0, b"first"))  # both connections stand
-            assert {type((await take(b)).message) for _ in range(2)} == {Cancelled, Output}
+            assert {type((await take(b, a)).message) for _ in range(2)} == {Cancelled, Output}
             data = bytes(2 * MIB)
             for index in range(32):
                 a.send(b.name, *bulk(index, data))
             a.send(b.name, control(5))
-            seen = [await take(b)]
+            seen = [await take(b, a)]
             while not isinstance(seen[-1].message, Cancelled):
-                seen.append(await take(b))
+                seen.append(await take(b, a))
             assert len(seen) <= 32, "the control message came after all of the bulk"
 
     run(story)
@@ -129,7 +124,7 @@ def test_a_dead_peer_is_lost_and_sending_to_it_never_raises(net: Any) -> None:
             await b.start()
             introduce(a, b)
             a.send(b.name, control(1))
-            await take(b)
+            await take(b, a)
             await b.close()
             assert await lost(a, b.name)
             for index in range(3):
@@ -164,15 +159,15 @@ def test_forgetting_hangs_up_and_the_peer_may_come_again(net: Any) -> None:
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
             b.send(a.name, control(1))
-            await take(a)
+            await take(a, b)
             a.forget(b.name)
             assert await lost(b, a.name)
             a.forget(b.name)  # twice does no harm
             introduce(a, b)
             a.send(b.name, control(2))
-            assert (await take(b)).message == control(2)
+            assert (await take(b, a)).message == control(2)
             b.send(a.name, control(3))
-            assert (await take(a)).message == control(3)
+            assert (await take(a, b)).message == control(3)
 
     run(story)
 
@@ -186,19 +181,19 @@ def test_a_restarted_peer_is_another_peer(net: Any) -> None:
             await b.start()
             introduce(a, b)
             a.send(b.name, control(1))
-            await take(b)
+            await take(b, a)
             port = net.port(b)
             await b.close()
             assert await lost(a, before.name)
             async with started(net.make(after, port=port)) as (b,):
                 b.learn(a.name, a.address)
                 b.send(a.name, control(2))
-                assert await take(a) == Incoming(after.name, control(2))
+                assert await take(a, b) == Incoming(after.name, control(2))
                 a.send(before.name, control(3))  # its address leads to the new one now
                 assert await lost(a, before.name)
                 a.learn(after.name, b.address)
                 a.send(after.name, control(4))
-                assert await take(b) == Incoming(a.name, control(4))
+                assert await take(b, a) == Incoming(a.name, control(4))
 
     run(story)
 
@@ -252,7 +247,7 @@ def test_malformed_data_is_refused_its_sender_named_and_others_go_on(net: Any, w
             await net.inject(rogue, a, what, "bulk")
             assert (await lost(a, rogue.name)).reason
             b.send(a.name, control(1))
-            assert await take(a) == Incoming(b.name, control(1))
+            assert await take(a, b) == Incoming(b.name, control(1))
 
     run(story)
 
@@ -284,8 +279,8 @@ def test_a_slow_reader_gets_everything_in_the_end(net: Any, monkeypatch: pytest.
             for index in range(20):  # control passes meanwhile
                 a.send(b.name, control(index))
                 b.send(a.name, control(index))
-                assert (await take(a)).message == control(index)
-            got = [await take(b) for _ in range(60)]
+                assert (await take(a, b)).message == control(index)
+            got = [await take(b, a) for _ in range(60)]
             assert [item.message.index for item in got if item.blobs] == [*range(40)]
 
     run(story)
@@ -297,8 +292,8 @@ def test_closing_leaves_no_task_and_no_thread(net: Any) -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
             a.send(b.name, control(1))
             a.send(b.name, *bulk(1, bytes(MIB)))
-            await take(b)
-            await take(b)
+            await take(b, a)
+            await take(b, a)
         await a.close()  # twice does no harm
         a.send(b.name, control(2))  # and neither does this
         assert set(threading.enumerate()) <= before
@@ -348,7 +343,7 @@ def test_strangers_and_impostors_are_refused_with_the_reason(secure: Any) -> Non
             async with started(member):  # and those who belong still come in
                 member.learn(a.name, a.address)
                 member.send(a.name, control(1))
-                assert await take(a) == Incoming(member.name, control(1))
+                assert await take(a, member) == Incoming(member.name, control(1))
 
     run(story)
 
@@ -371,7 +366,7 @@ def test_nothing_is_told_to_a_peer_that_is_another_than_asked_for(secure: Any) -
             a.send(expected, control(1))
             assert (await lost(a, expected)).reason
             a.send(b.name, control(2))
-            assert (await take(b)).message == control(2)
+            assert (await take(b, a)).message == control(2)
 
     run(story)
 
@@ -386,10 +381,3 @@ def test_a_port_that_is_taken_is_named(secure: Any) -> None:
             await second.close()
 
     run(story)
-
-
-async def lost(transport: Any, peer: str) -> Lost:
-    """The next Lost; nothing else than Lost of that peer may come before it."""
-    item = await take(transport)
-    assert isinstance(item, Lost) and item.peer == peer, item
-    return item

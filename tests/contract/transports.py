@@ -7,13 +7,14 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 import msgspec
 
 from shoal.core.messages import PROTOCOL
-from shoal.transport.base import Limits
+from shoal.transport.base import Limits, Lost
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
 from shoal.transport.hello import Hello, No
 from shoal.transport.identity import Identity, client_context
@@ -23,6 +24,8 @@ from shoal.transport.memory import Hub, MemoryTransport
 from shoal.transport.shaped import Link, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
 
+ATTEMPTS = 5
+LOOK_S = 0.5  # between two looks whether a sender was told that its peer is lost
 LINK = Link(delay_s=0.005, up_Bps=200e6, down_Bps=200e6)
 
 
@@ -134,7 +137,10 @@ class Libp2pNet(RealNet):
         daemon = Daemon(identity)
         await daemon.start()
         try:
-            await daemon.connect(victim.address[0], 60)
+            try:
+                await daemon.connect(victim.address[0], 60)
+            except OSError as error:
+                raise Vanished(f"a stranger's daemon does not reach {victim.name}: {error}") from None
             p2p = await hivemind("p2p").P2P.replicate(multiaddr(f"/unix{daemon.control}"))
             peer_id = hivemind("p2p").PeerID(parsed_address(victim.address[0])[0])
             _, reader, writer = await p2p.call_binary_stream_handler(peer_id, PROTOCOL_NAME)
@@ -191,9 +197,53 @@ def introduce(*transports: Any) -> None:
                 one.learn(other.name, other.address)
 
 
-async def take(transport: Any) -> Any:
-    """The next thing that arrives; a minute is for machines that are very busy."""
-    return await asyncio.wait_for(transport.receive(), 60)
+class Vanished(AssertionError):
+    """What the contract allows over libp2p, and says: a message is gone, and somebody was told Lost. The story is repeated."""
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Until nothing vanishes on the way, as then all of what it says must hold; pytest's own timeout ends it."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return asyncio.run(story())
+        except Vanished:
+            if attempt == ATTEMPTS:
+                raise
+
+
+async def take(transport: Any, *senders: Any) -> Any:
+    """The next message that arrives, however long that takes on a machine that is busy; pytest's own timeout ends it.
+
+    `senders`: where a Lost of this peer may come instead."""
+    receiving = asyncio.ensure_future(transport.receive())
+    try:
+        while not receiving.done():
+            await asyncio.wait([receiving], timeout=LOOK_S)
+            for sender in () if receiving.done() else senders:
+                _refuse_loss(transport, sender, _told(sender, transport.name))
+    finally:
+        receiving.cancel()
+    item = receiving.result()
+    _refuse_loss(transport, transport, item if isinstance(item, Lost) else None)
+    return item
+
+
+async def lost(transport: Any, peer: str) -> Lost:
+    """The next Lost; nothing else than Lost of that peer may come before it."""
+    item = await transport.receive()
+    assert isinstance(item, Lost) and item.peer == peer, item
+    return item
+
+
+def _told(sender: Any, peer: str) -> Lost | None:
+    waiting = (item for item, _ in list(sender._inbox._lanes[0]))
+    return next((item for item in waiting if isinstance(item, Lost) and item.peer == peer), None)
+
+
+def _refuse_loss(to: Any, told: Any, loss: Lost | None) -> None:
+    if loss is not None:
+        kind = Vanished if isinstance(to, Libp2pTransport) else AssertionError
+        raise kind(f"{to.name}: nothing arrives, as {told.name} was told: {loss}")
 
 
 def _dial(identity: Identity, address: tuple[str, int]) -> ssl.SSLSocket:
