@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import Listening
+from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
 from shoal.transport.dht import Dht
@@ -134,7 +136,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         record = Recorder(header, role.trace, out)
         stack.callback(record.close)
         daemon = _daemon(config, identity, invite, role.port)
-        transport = _transport(config, identity, membership, role.port, daemon)
+        transport = _transport(config, identity, membership, role.port, daemon, record)
         await transport.start()
         stack.push_async_callback(transport.close)
         directory = _directory(config, identity, membership, invite, transport, daemon)
@@ -148,18 +150,29 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
 def _daemon(config: Config, identity: Identity, invite: Invite, port: int) -> Daemon:
     """For libp2p, whoever needs it; it runs only when somebody starts it."""
     network = config.network
-    if network.transport == "tls" and port:  # taken by the transport
+    if network.transport != "libp2p" and port:  # taken by the transport
         port += 1 if port < 65535 else -1
-    hidden = network.transport == "libp2p" and network.discovery == "dht"
+    hidden = network.transport != "tls" and network.discovery == "dht"
     return Daemon(identity, network.host, port, relays=invite.addresses if hidden else ())
 
 
-def _transport(config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon) -> Reachable:
+def _transport(
+    config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon, record: Recorder
+) -> Reachable:
     network = config.network
     limits = Limits(blob_bytes=network.blob_bytes)
     plain: Reachable
     if network.transport == "libp2p":
         plain = Libp2pTransport(identity.name, membership, daemon, limits)
+    elif network.transport == "auto":
+        plain = AutoTransport(
+            identity,
+            membership,
+            daemon,
+            (network.host, port),
+            limits,
+            tell=lambda text: record.note("network", time.monotonic(), text),
+        )
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)
     if not network.delay_s and not network.bandwidth_Bps:
@@ -170,17 +183,25 @@ def _transport(config: Config, identity: Identity, membership: Membership, port:
 def _directory(
     config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable, daemon: Daemon
 ) -> Directory:
-    over_libp2p = config.network.transport == "libp2p"
-    if over_libp2p:
-        own = Record(
-            run=membership.run, peer=identity.name, host=config.network.host, port=0, addresses=transport.address
-        )
-    else:
-        host, port = transport.address
-        own = Record(run=membership.run, peer=identity.name, host=host, port=port)
+    """Its records carry the transport's address: host and port, libp2p's, or both."""
+    host, port, addresses = config.network.host, 0, ()
+    match config.network.transport:
+        case "tls":
+            host, port = transport.address
+        case "libp2p":
+            addresses = transport.address
+        case "auto":
+            (host, port), addresses = transport.address.direct, transport.address.streams
+    own = Record(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
 
     def learn(record: Record) -> None:
-        transport.learn(record.peer, record.addresses if over_libp2p else (record.host, record.port))
+        match config.network.transport:
+            case "tls":
+                transport.learn(record.peer, (record.host, record.port))
+            case "libp2p":
+                transport.learn(record.peer, record.addresses)
+            case "auto":
+                transport.learn(record.peer, Address((record.host, record.port), record.addresses))
 
     if config.network.discovery == "dht":
         return Dht(identity, membership, own, invite.addresses, learn, daemon)

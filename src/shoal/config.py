@@ -102,10 +102,10 @@ class Train(Section, frozen=True):
 class Network(Section, frozen=True):
     """How this peer reaches the others."""
 
-    transport: Literal["tls", "libp2p"] = "tls"  # libp2p for peers that cannot be reached directly
+    transport: Literal["tls", "libp2p", "auto"] = "tls"  # libp2p for peers without an open port; auto = to those only
     discovery: Literal["dht", "gossip"] = "dht"  # dht = Kademlia over libp2p; gossip = peers tell all they know
     host: str = "127.0.0.1"  # address this peer listens on and announces
-    port: int = 0  # 0 = any free port; with transport "tls" and discovery "dht" the next one is used too
+    port: int = 0  # 0 = any free port; the next one is used too, unless all is libp2p, or "tls" with "gossip"
     delay_s: float = 0.0  # modelled link, added to the real one: seconds each way
     bandwidth_Bps: float = 0.0  # modelled uplink and downlink of this peer, bytes per second; 0 = as it is
     blob_bytes: int = 1 << 30  # largest tensor accepted from a peer

@@ -24,7 +24,10 @@ from shoal.transport.wire import BlobHead, Head
 MIB = 1 << 20
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "libp2p" else name for name in NETS])
+DAEMONS = ("libp2p", "auto")  # every test starts some
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in DAEMONS else name for name in NETS])
 def net(request: pytest.FixtureRequest) -> Any:
     return NETS[request.param]()
 

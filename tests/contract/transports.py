@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.core.messages import PROTOCOL
+from shoal.transport.auto import AutoTransport
 from shoal.transport.base import Limits, Lost
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
 from shoal.transport.hello import Hello, No
@@ -154,6 +155,26 @@ class Libp2pNet(RealNet):
             await daemon.close()
 
 
+class AutoNet(TlsNet):
+    """Both at once; rogues and strangers come over TLS."""
+
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        return AutoTransport(
+            identity, self.membership(identity), Daemon(identity), place=("127.0.0.1", port), limits=limits
+        )
+
+    def port(self, transport: Any) -> int:
+        return int(transport.address.direct[1])
+
+    async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
+        hello = self._hello(identity, victim, kind)
+        await asyncio.to_thread(self._inject, identity, victim.address.direct, raw, hello)
+
+    async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:
+        hello = msgspec.structs.replace(self._hello(identity, victim, "control"), **changes)
+        return await asyncio.to_thread(self._knock, identity, victim.address.direct, hello)
+
+
 class ShapedNet:
     """Another network behind a modelled link."""
 
@@ -174,6 +195,7 @@ NETS = {
     "shaped-memory": lambda: ShapedNet(MemoryNet()),
     "shaped-tls": lambda: ShapedNet(TlsNet()),
     "libp2p": Libp2pNet,
+    "auto": AutoNet,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -62,11 +63,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
     started: list[subprocess.Popen[str]] = []
 
-    def start(command: str, *words: str) -> subprocess.Popen[str]:
+    def start(command: str, *words: str, first: str = "") -> subprocess.Popen[str]:
+        """`first`: a directory where Python looks before ours."""
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal.cli.main", command, *words],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            env={**os.environ, "PYTHONPATH": f"{first}{os.pathsep}{SOURCE}" if first else str(SOURCE)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -199,6 +201,33 @@ def test_another_machine_joins_by_invite_and_a_stranger_does_not(start: Start, t
     guest = end(start("join", invite, "run.dir=guest", *NO_MODEL))
     assert "the run is finished" in guest
     end(host)
+    assert_balanced(summary(tmp_path), 4)
+
+
+# The interpreter reads this before anything else: the peer announces a port where nobody listens, as behind a router.
+UNREACHABLE = """
+import sys
+if "shoal.cli.peer" in sys.orig_argv:
+    from shoal.transport.tls import Tls
+    Tls.address = property(lambda self: ("127.0.0.1", 1))
+"""
+
+
+def test_a_machine_that_tls_does_not_reach_takes_part_over_libp2p_and_that_is_said(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "behind").mkdir()
+    (tmp_path / "behind/sitecustomize.py").write_text(UNREACHABLE)
+    mixed = ("network.transport=auto", "network.discovery=dht")
+    host = start("run", "tiny.toml", "--here", "2", *mixed, *NO_MODEL)
+    bootstrap = tmp_path / "runs/tiny/bootstrap.json"
+    wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 2))
+    invite = end(start("invite", "tiny.toml", *mixed)).strip()
+    guest = end(start("join", invite, "run.dir=guest", *NO_MODEL, first=str(tmp_path / "behind")))
+    said = end(host)
+    assert "the run is finished" in guest
+    assert re.search(r"cannot be reached at 127\.0\.0\.1:1 .*: libp2p to it instead of TLS", said)
+    assert "instead of TLS" not in guest, "the others have open ports"
     assert_balanced(summary(tmp_path), 4)
 
 

@@ -27,6 +27,7 @@ _STYLES = {
     "trouble": "red",
     "refused": "red",
     "stall": "yellow",
+    "network": "yellow",
     "recovered": "yellow",
     "joined": "green",
 }

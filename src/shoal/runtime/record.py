@@ -63,8 +63,9 @@ class Recorder:
     def view(self, time_s: float, view: View) -> None:
         self.tell(Agreed(time_s=time_s, view=view))
 
-    def trouble(self, time_s: float, text: str) -> None:
-        self.tell(Told(time_s=time_s, peer=self.peer, kind="trouble", text=text))
+    def note(self, kind: str, time_s: float, text: str) -> None:
+        """Something of the peer's own, from any thread."""
+        self.tell(Told(time_s=time_s, peer=self.peer, kind=kind, text=text))
 
     def tell(self, line: AnyLine) -> None:
         if self._out is not None:
@@ -109,7 +110,7 @@ class Recorder:
         with self._lock:
             self._lines = []
         if file is not None:
-            self.trouble(0.0, f"the trace ends here, training goes on: {why}")
+            self.note("trouble", 0.0, f"the trace ends here, training goes on: {why}")
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:

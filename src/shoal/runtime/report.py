@@ -49,7 +49,7 @@ class Progress(Line, frozen=True):
 
 
 class Told(Line, frozen=True):
-    """A decision worth telling, from the machine, or trouble of the peer's own (kind 'trouble')."""
+    """A decision worth telling, from the machine, or of the peer's own: 'trouble', or 'network' (which way it sends)."""
 
     time_s: float
     peer: Peer

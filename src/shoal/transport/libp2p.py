@@ -59,11 +59,8 @@ class Libp2pTransport(StreamTransport):
 
         We connect at once: a peer without an open port is reached by those that it has called, and by nobody else but
         through relays."""
-        before = self._libp2p.way(peer)
-        if peer != self.name:
-            self._libp2p.learn(peer, address)
-        way = self._libp2p.way(peer)
-        if way is not None and way != before:
+        way = self._libp2p.learn(peer, address) if peer != self.name else None
+        if way is not None:
             self._control.post(lambda: self._control.adopt(self._libp2p.call(way)))
 
 
@@ -75,7 +72,7 @@ class Libp2p:
         self._ways: dict[Peer, Way] = {}
         self._started = False
 
-    async def start(self) -> socket.socket:
+    async def start(self) -> tuple[socket.socket, ...]:
         await self.daemon.start()
         self._started = True
         path = self.daemon.directory / "streams"
@@ -87,7 +84,7 @@ class Libp2p:
         addr = multiaddr(f"/unix{path}").to_bytes()
         handler = pb.StreamHandlerRequest(addr=addr, proto=[PROTOCOL_NAME], balanced=False)
         await self.daemon.ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler), streams.CONNECT_S)
-        return listener
+        return (listener,)
 
     def way(self, peer: Peer) -> Way | None:
         return self._ways.get(peer)
@@ -115,7 +112,9 @@ class Libp2p:
         info = protobuf().StreamInfo.FromString(bytes((yield from _reply(stream))))
         return stream, key_id(public_key(info.peer))
 
-    def learn(self, peer: Peer, address: Address) -> None:
+    def learn(self, peer: Peer, address: Address) -> Way | None:
+        """The way to that peer, when this is news."""
+        before = self._ways.get(peer)
         key = key_id_of(peer)
         ids: dict[bytes, list[bytes]] = {}
         for each in address[:MAX_WAYS]:
@@ -129,6 +128,14 @@ class Libp2p:
             ids.setdefault(peer_id, []).extend([way] if way else [])
         for peer_id, ways in ids.items():  # at most one: the key is the id
             self._ways[peer] = _way(peer_id, ways)
+        way = self._ways.get(peer)
+        return way if way != before else None
+
+    def reached(self, peer: Peer, way: Way) -> None:
+        return
+
+    def failed(self, peer: Peer, way: Way, reason: str) -> bool:
+        return False  # there is no other
 
     def forget(self, peer: Peer) -> None:
         self._ways.pop(peer, None)

@@ -71,10 +71,11 @@ Opening = Generator["Want | Engine", None, "tuple[Stream, str]"]  # the stream, 
 class Carrier(Protocol):
     """What is beneath. A way to a peer is in the carrier's own terms: what `learn` was told of it."""
 
-    async def start(self) -> socket.socket:
-        """A listening socket. ValueError when that cannot be."""
+    async def start(self) -> tuple[socket.socket, ...]:
+        """Listening sockets. ValueError when that cannot be."""
 
-    def way(self, peer: Peer) -> Any | None: ...
+    def way(self, peer: Peer) -> Any | None:
+        """The one to be gone next."""
 
     def socket(self, way: Any) -> socket.socket:
         """For `dial`, which connects it."""
@@ -83,6 +84,12 @@ class Carrier(Protocol):
 
     def answer(self, link: Link) -> Opening:
         """The link's socket was just accepted."""
+
+    def reached(self, peer: Peer, way: Any) -> None:
+        """By that way; in an engine's thread, as the next."""
+
+    def failed(self, peer: Peer, way: Any, reason: str) -> bool:
+        """There is no getting through that way. True: `way` tells another that should be gone at once."""
 
     def forget(self, peer: Peer) -> None: ...
 
@@ -113,11 +120,12 @@ class StreamTransport:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        listener = await self._carrier.start()
+        listeners = await self._carrier.start()
         self._spare = socket.socket()
-        link = Link(listener, lambda error: log.error("%s no longer accepts connections: %s", self.name, error))
-        link.steps = self._accept(link)
-        self._control.post(lambda: self._control.adopt(link))
+        for listener in listeners:
+            link = Link(listener, lambda error: log.error("%s no longer accepts connections: %s", self.name, error))
+            link.steps = self._accept(link)
+            self._control.post(lambda link=link: self._control.adopt(link))  # type: ignore[misc]
         for engine in self._engines():
             engine.start()
 
@@ -182,7 +190,7 @@ class StreamTransport:
         way = self._carrier.way(box.peer)
         if way is None or box.first() is None:
             return
-        link = Link(self._carrier.socket(way), lambda error: self._broken(box, link, error))
+        link = Link(self._carrier.socket(way), lambda error: self._broken(box, link, way, error))
         link.steps = self._dial(link, box, way)
         link.deadline = time.monotonic() + CONNECT_S
         box.link = link
@@ -197,6 +205,7 @@ class StreamTransport:
         if hello.name != box.peer:
             raise Refusal(f"{hello.name} answers at its address: it was restarted")
         link.deadline = None
+        self._carrier.reached(box.peer, way)
         self._tell(lambda: self._up.add(box.peer))
         yield from self._send_frames(stream.paced() if box.kind == "bulk" else stream, box)
 
@@ -212,11 +221,13 @@ class StreamTransport:
             box.sent(frame)
             yield Want.AGAIN
 
-    def _broken(self, box: Box, link: Link, error: Exception) -> None:
+    def _broken(self, box: Box, link: Link, way: Any, error: Exception) -> None:
+        established = link.deadline is None
         if box.link is link:
             box.link = None
+            if not established and self._carrier.failed(box.peer, way, str(error) or type(error).__name__):
+                return self._serve(box)
             box.empty()
-        established = link.deadline is None
         self._tell(lambda: self._lose(box.peer, error, always=not established))
 
     def _unlink(self, box: Box) -> None:

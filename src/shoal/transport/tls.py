@@ -58,7 +58,7 @@ class Tls:
         self._addresses: dict[Peer, Address] = {}
         self._bound: Address | None = None
 
-    async def start(self) -> socket.socket:
+    async def start(self) -> tuple[socket.socket, ...]:
         host, port = self._asked
         family, where = await resolved(host, port)
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -76,7 +76,7 @@ class Tls:
             raise ValueError(f"cannot listen on {host}:{port}: {error}; check network.host and network.port") from None
         listener.setblocking(False)
         self._bound = listener.getsockname()[:2]
-        return listener
+        return (listener,)
 
     def way(self, peer: Peer) -> Address | None:
         return self._addresses.get(peer)
@@ -86,7 +86,11 @@ class Tls:
         return _tuned(socket.socket(family, socket.SOCK_STREAM))
 
     def dial(self, link: Link, way: Address) -> Opening:
-        yield from _connect(link.sock, way)
+        yield from connect(link.sock, way)
+        return (yield from self.greet(link))
+
+    def greet(self, link: Link) -> Opening:
+        """TLS on a connection that this side has made."""
         channel = Channel(link, self._dialling, server_side=False)
         yield from channel.handshake()
         return channel, certificate_key_id(channel.certificate())
@@ -96,6 +100,12 @@ class Tls:
         channel = Channel(link, self._answering, server_side=True)
         yield from channel.handshake()
         return channel, certificate_key_id(channel.certificate())
+
+    def reached(self, peer: Peer, way: Address) -> None:
+        return
+
+    def failed(self, peer: Peer, way: Address, reason: str) -> bool:
+        return False  # there is no other
 
     def forget(self, peer: Peer) -> None:
         self._addresses.pop(peer, None)
@@ -135,7 +145,7 @@ async def resolved(host: str, port: int) -> tuple[int, Address]:
     return found[0][0], (str(found[0][4][0]), port)
 
 
-def _connect(sock: socket.socket, address: Address) -> Steps:
+def connect(sock: socket.socket, address: Address) -> Steps:
     code = sock.connect_ex(address)
     while code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
         yield Want.WRITE

@@ -1,0 +1,144 @@
+"""TLS to whom it reaches, libp2p streams to whom it does not: one run of peers with open ports and peers without.
+
+The carrier under streams.py that has both of the others. Each direction of each pair is decided by whoever sends, who
+goes directly first: a peer behind a router sends over TLS to one with an open port, and is answered over libp2p. That
+costs DIRECT_S once, is told in words, and holds while the stream stands. Whoever has failed is tried directly again when its address
+changes, when libp2p does not reach it either, or at the first new stream after AGAIN_S. That libp2p can reach a peer without an open
+port, through a connection that this one has made, a relay or a punched hole, needs every peer to call every other's daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from shoal.core.messages import Peer
+from shoal.transport import streams, tls
+from shoal.transport.base import Limits
+from shoal.transport.daemon import Daemon, written
+from shoal.transport.engine import Link
+from shoal.transport.identity import Identity
+from shoal.transport.invite import Membership
+from shoal.transport.libp2p import MAX_WAYS, Libp2p, Way
+from shoal.transport.streams import Opening, StreamTransport
+from shoal.transport.tls import Tls
+
+log = logging.getLogger(__name__)
+
+DIRECT_S = 2.0  # for a TCP connection: answered by the other's kernel, and asked for twice within this time
+AGAIN_S = 60.0
+
+
+class Address(msgspec.Struct, frozen=True):
+    direct: tls.Address
+    streams: tuple[str, ...]  # libp2p multiaddrs
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A peer could not be reached directly there."""
+
+    address: tls.Address
+    reason: str
+    until: float  # time.monotonic()
+
+
+class AutoTransport(StreamTransport):
+    """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory. `tell` is
+    called, from any thread, with what people should know."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        daemon: Daemon,
+        place: tls.Address = ("127.0.0.1", 0),
+        limits: Limits = Limits(),
+        tell: Callable[[str], None] = log.warning,
+    ) -> None:
+        self._both = Both(Tls(identity, *place), Libp2p(daemon), tell)
+        super().__init__(identity.name, membership, self._both, limits)
+
+    @property
+    def address(self) -> Address:
+        """Without a port that libp2p listens on there is still the peer's id: who has been called by it needs no more."""
+        daemon = self._both.libp2p.daemon
+        return Address(self._both.tls.address, daemon.addresses[:MAX_WAYS] or (f"/p2p/{written(daemon.peer_id)}",))
+
+    def learn(self, peer: Peer, address: Address) -> None:
+        if peer == self.name:
+            return
+        self._both.tls.learn(peer, address.direct)
+        way = self._both.libp2p.learn(peer, address.streams)
+        if way is not None:
+            self._control.post(lambda: self._control.adopt(self._both.libp2p.call(way)))
+
+
+class Both:
+    """The carrier. The node's thread and two engines read and write its table, each entry by one operation."""
+
+    def __init__(self, direct: Tls, libp2p: Libp2p, tell: Callable[[str], None]) -> None:
+        self.tls, self.libp2p, self._tell = direct, libp2p, tell
+        self._failed: dict[Peer, Failed] = {}
+        self._told: dict[Peer, tls.Address] = {}
+
+    async def start(self) -> tuple[socket.socket, ...]:
+        listening = await self.tls.start()
+        try:
+            return (*listening, *await self.libp2p.start())
+        except BaseException:
+            for each in listening:
+                each.close()
+            raise
+
+    def way(self, peer: Peer) -> tls.Address | Way | None:
+        direct, way, failed = self.tls.way(peer), self.libp2p.way(peer), self._failed.get(peer)
+        shut = failed is not None and failed.address == direct and time.monotonic() < failed.until
+        return way if way is not None and (direct is None or shut) else direct
+
+    def socket(self, way: tls.Address | Way) -> socket.socket:
+        return self.libp2p.socket(way) if isinstance(way, Way) else self.tls.socket(way)
+
+    def dial(self, link: Link, way: tls.Address | Way) -> Opening:
+        if isinstance(way, Way):
+            return (yield from self.libp2p.dial(link, way))
+        link.deadline = time.monotonic() + DIRECT_S
+        yield from tls.connect(link.sock, way)
+        link.deadline = time.monotonic() + streams.CONNECT_S
+        return (yield from self.tls.greet(link))
+
+    def answer(self, link: Link) -> Opening:
+        return (yield from (self.libp2p if link.sock.family == socket.AF_UNIX else self.tls).answer(link))
+
+    def reached(self, peer: Peer, way: tls.Address | Way) -> None:
+        failed = self._failed.get(peer)
+        if not isinstance(way, Way):
+            self._failed.pop(peer, None)
+            if self._told.pop(peer, None) is not None:
+                self._tell(f"{peer} is reached directly again: TLS to it from now on")
+        elif failed is not None and self._told.get(peer) != failed.address:
+            self._told[peer] = failed.address
+            host, port = failed.address
+            self._tell(f"{peer} cannot be reached at {host}:{port} ({failed.reason}): libp2p to it instead of TLS")
+
+    def failed(self, peer: Peer, way: tls.Address | Way, reason: str) -> bool:
+        if isinstance(way, Way):
+            self._failed.pop(peer, None)
+            return False
+        if self.libp2p.way(peer) is None:
+            return False
+        self._failed[peer] = Failed(way, reason, time.monotonic() + AGAIN_S)
+        return True
+
+    def forget(self, peer: Peer) -> None:
+        self.tls.forget(peer)
+        self.libp2p.forget(peer)
+        self._failed.pop(peer, None)
+        self._told.pop(peer, None)
+
+    async def close(self) -> None:
+        await self.tls.close()
+        await self.libp2p.close()
