@@ -33,6 +33,7 @@ from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
 from shoal.transport.dht import Dht
 from shoal.transport.directory import Directory, Gossip, Record
+from shoal.transport.faulty import FAULTS, Faulty
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
@@ -81,7 +82,15 @@ def hands(config: Config, first_step: int = 0) -> Hands:
 
 
 # What each machine of a run decides for itself; everything else must be the same everywhere and travels in the invite.
-_LOCAL = ("run.dir", "network.host", "network.port", "network.delay_s", "network.bandwidth_Bps", "device")
+_LOCAL = (
+    "run.dir",
+    "network.host",
+    "network.port",
+    "network.delay_s",
+    "network.bandwidth_Bps",
+    "network.faults",
+    "device",
+)
 _ADAPTABLE = (
     *_LOCAL,
     "data.path",
@@ -133,7 +142,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
     )
     async with AsyncExitStack() as stack:
         stack.callback(hands.close)
-        record = Recorder(header, role.trace, out)
+        record = Recorder(header, role.trace, out, eager=config.network.faults)
         stack.callback(record.close)
         daemon = _daemon(config, identity, invite, role.port)
         transport = _transport(config, identity, membership, role.port, daemon, record)
@@ -175,6 +184,8 @@ def _transport(
         )
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)
+    if network.faults:
+        plain = Faulty(plain, run_directory(config) / FAULTS, limits)
     if not network.delay_s and not network.bandwidth_Bps:
         return plain
     return Shaped(plain, Link(network.delay_s, network.bandwidth_Bps, network.bandwidth_Bps))

@@ -109,6 +109,7 @@ class Network(Section, frozen=True):
     delay_s: float = 0.0  # modelled link, added to the real one: seconds each way
     bandwidth_Bps: float = 0.0  # modelled uplink and downlink of this peer, bytes per second; 0 = as it is
     blob_bytes: int = 1 << 30  # largest tensor accepted from a peer
+    faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
 
 
 class Device(Section, frozen=True):

@@ -12,7 +12,7 @@ from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.cli.process import Process
 from shoal.cli.rundir import Local, Locals, Seat
-from shoal.cli.schedule import Act, Kind, Rates, choose, drawn, from_trace, read
+from shoal.cli.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
 from shoal.config import Config
 from shoal.sim.preemption import Change, most, some
 from shoal.sim.preemption import read as read_trace
@@ -22,7 +22,9 @@ TRACE = Path(__file__).parents[2] / "configs" / "traces" / "aws-g4dn-spot.csv"
 
 def a_run(*stages: int, elsewhere: int = 0) -> Locals:
     """Peers p0, p1, ... of these stages; p1 leads. `elsewhere`: members of another machine, all at stage 0."""
-    peers = [Local(f"p{n}", Process(100 + n, "then"), stage, leads=n == 1) for n, stage in enumerate(stages)]
+    peers = [
+        Local(f"p{n}", Process(100 + n, "then"), stage, leads=n == 1, peer=f"name{n}") for n, stage in enumerate(stages)
+    ]
     seats = [Seat(peer.label, peer.stage or 0) for peer in peers] + [Seat("", 0)] * elsewhere
     return Locals(launcher=Process(1, "then"), started=True, peers=tuple(peers), members=tuple(seats))
 
@@ -53,7 +55,7 @@ def test_a_replica_on_another_machine_counts() -> None:
     assert chosen(an_act(), a_run(0, 1, elsewhere=2)) == {"p0"}
 
 
-@pytest.mark.parametrize("kind", ["kill", "remove", "stop"])
+@pytest.mark.parametrize("kind", ["kill", "remove", "stop", "cut"])
 def test_a_majority_of_the_members_is_always_left(kind: Kind) -> None:
     run = a_run(0, 0, 0, 0, 0)
     for away in (frozenset(), frozenset({"p0"})):
@@ -88,6 +90,23 @@ def test_a_slow_peer_goes_on_working_so_anyone_may_be_slowed() -> None:
     assert chosen(an_act("slow"), a_run(0, 1)) == {"p0", "p1"}
 
 
+def test_a_cut_off_peer_is_gone_for_the_others_and_a_lagging_one_goes_on() -> None:
+    assert chosen(an_act("cut"), a_run(0, 0, 1, 2, 2)) == {"p0", "p1", "p3", "p4"}
+    assert chosen(an_act("lag"), a_run(0, 1)) == {"p0", "p1"}
+
+
+def test_links_of_a_peer_that_does_not_listen_yet_cannot_be_cut() -> None:
+    run = a_run(0, 0, 0)
+    run = msgspec.structs.replace(run, peers=(*run.peers[:2], msgspec.structs.replace(run.peers[2], peer="")))
+    assert chosen(an_act("cut"), run) == {"p0", "p1"}
+    assert chosen(an_act("kill"), run) == {"p0", "p1", "p2"}
+
+
+def test_the_far_ends_of_a_link_are_named_like_the_near_ones() -> None:
+    assert [peer.label for peer in named("stage 1", a_run(0, 1, 1))] == ["p1", "p2"]
+    assert [peer.label for peer in named("leader", a_run(0, 1, 1))] == ["p1"]
+
+
 # ------------------------------------------------------------------------------------------------------------ when
 
 
@@ -110,6 +129,28 @@ def test_a_trace_is_entered_where_it_has_as_many_nodes_as_the_run() -> None:
     assert acts[1].why == "n0 was taken away after 1 min 40 s"
     with pytest.raises(ValueError, match="never has 5 nodes at once, at most 4"):
         from_trace(changes, peers=5, compress=1.0)
+
+
+def test_a_node_taken_away_can_be_a_peer_cut_off_until_one_comes_again() -> None:
+    joined = [Change(10.0 * n, f"n{n}", True) for n in range(3)]
+    rest = [(100.0, False), (110.0, False), (160.0, True), (200.0, False), (300.0, True), (400.0, True), (500.0, True)]
+    changes = [*joined, *(Change(at_s, "n7", joins) for at_s, joins in rest)]
+    acts = from_trace(changes, peers=3, compress=10.0, cut=True)
+    assert [(act.kind, act.at_s, act.length_s) for act in acts] == [
+        ("cut", 8.0, 6.0),
+        ("cut", 9.0, 19.0),
+        ("cut", 18.0, 20.0),
+        ("add", 48.0, 0.0),
+    ]
+
+
+def test_drawn_cuts_go_in_every_direction_and_change_no_other_kind() -> None:
+    acts = drawn(Rates(kill_every_s=10.0, cut_every_s=10.0, lag_every_s=20.0), 3, 1000.0)
+    assert {act.way for act in acts if act.kind == "cut"} == {"both", "out", "in"}
+    assert {act.length_s for act in acts if act.kind == "lag"} == {20.0}
+    assert tuple(act for act in acts if act.kind == "kill") == drawn(Rates(kill_every_s=10.0), 3, 1000.0)
+    inwards = drawn(Rates(cut_every_s=10.0, cut_way="in"), 3, 1000.0)
+    assert {act.way for act in inwards} == {"in"}
 
 
 @pytest.mark.parametrize("one_of", [1, 2, 4])
@@ -136,6 +177,21 @@ def test_a_schedule_file_is_read_by_time_with_its_units(tmp_path: Path) -> None:
     assert str(stop) == "  1:00.0  stop every peer of stage 1 for 500 ms: acts.toml says so"
 
 
+def test_links_and_moments_are_written_in_a_schedule_file(tmp_path: Path) -> None:
+    path = tmp_path / "acts.toml"
+    path.write_text(
+        '[[act]]\nat = 1\nkind = "cut"\nwho = "p2"\nfrom = "leader"\nway = "out"\nfor = "9 s"\n'
+        '[[act]]\nat = 2\nkind = "lag"\ndelay = "200 ms"\nbandwidth = "8 Mbit/s"\n'
+        '[[act]]\nat = 3\nkind = "kill"\nwho = "stage 1"\non = "optimizer"\n'
+    )
+    cut, lag, kill = read(path)
+    assert (cut.off, cut.way, cut.length_s) == ("leader", "out", 9.0)
+    assert (lag.link.delay_s, lag.link.up_Bps, lag.length_s) == (0.2, 1e6, 20.0)
+    assert str(cut) == "  0:01.0  cut p2 from leader, outwards only for 9.0 s: acts.toml says so"
+    assert "lag anyone from all others by 200 ms and 976.6 KiB/s for 20.0 s" in str(lag)
+    assert str(kill) == "  0:03.0  kill stage 1 when it begins the optimizer step: acts.toml says so"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -145,6 +201,8 @@ def test_a_schedule_file_is_read_by_time_with_its_units(tmp_path: Path) -> None:
         ('[[act]]\nat = "1 parsec"\nkind = "kill"', "parsec"),
         ('[[act]]\nat = -1\nkind = "kill"', "times are 0 or more"),
         ('[[act]]\nat = 1\nkind = "slow"\nby = 1', "`by` is above 1"),
+        ('[[act]]\nkind = "kill"\non = "lunch"', "'lunch' is no moment; there are backward, averaging"),
+        ('[[act]]\nkind = "cut"\nway = "up"', "up"),
         ("[[act", "not a schedule"),
     ],
 )
@@ -180,6 +238,7 @@ def test_a_dry_run_prints_the_schedule_and_needs_no_running_run(
         (["--kill-every", "5", "--slow-by", "1"], "--slow-by 1"),
         (["--trace", "x.csv"], "no run is there"),
         (["--kill-every", "5"], "no run is there"),
+        (["--cut-every", "5"], "kind = 'cut' needs a run that was started with network.faults=true"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(

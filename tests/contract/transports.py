@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from shoal.core.messages import PROTOCOL
 from shoal.transport.auto import AutoTransport
 from shoal.transport.base import Limits, Lost
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
+from shoal.transport.faulty import Faulty
 from shoal.transport.hello import Hello, No
 from shoal.transport.identity import Identity, client_context
 from shoal.transport.invite import Authority, Membership, read_invite
@@ -189,11 +191,26 @@ class ShapedNet:
         return getattr(self.inner, name)
 
 
+class FaultyNet:
+    """Another network whose links nobody has cut or slowed: it must make no difference."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.secure = inner.secure
+
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        return Faulty(self.inner.make(identity, limits, port), Path("/nonexistent/faults.json"), limits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 NETS = {
     "memory": MemoryNet,
     "tls": TlsNet,
     "shaped-memory": lambda: ShapedNet(MemoryNet()),
     "shaped-tls": lambda: ShapedNet(TlsNet()),
+    "faulty-memory": lambda: FaultyNet(MemoryNet()),
     "libp2p": Libp2pNet,
     "auto": AutoNet,
 }

@@ -1,8 +1,10 @@
-"""`shoal chaos RUNDIR`: kills, stops and slows the local peers of a run that is being trained, and says what it did and why.
+"""`shoal chaos RUNDIR`: kills, stops and slows the local peers of a run that is being trained, cuts and slows their links, and says
+what it did and why.
 
 What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (cli/schedule.py). Peers
 are signalled from here, each as the very process that its launcher wrote down (cli/process.py), and nothing else is; the launcher
-starts those that are to come (rundir.Wanted). However it ends, short of SIGKILL, nobody is left stopped.
+starts those that are to come (rundir.Wanted). Links are cut by the peers themselves (transport/faulty.py),
+in a run with network.faults. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
 """
 
 from __future__ import annotations
@@ -23,17 +25,22 @@ import msgspec
 from shoal import config as configuration
 from shoal import units
 from shoal.cli import process, rundir, schedule
+from shoal.cli.moments import MOMENTS, Traces
 from shoal.cli.process import Process
 from shoal.cli.rundir import Local, Locals, Wanted
-from shoal.cli.schedule import Act, Rates
+from shoal.cli.schedule import LINKS, Act, Rates
 from shoal.dashboard import account
 from shoal.runtime.report import replace
 from shoal.sim import preemption
+from shoal.transport.faulty import FAULTS, Fault
 
+KINDS = ("kill", "stop", "slow", "cut", "lag")  # that can be drawn
 LOOK_S = 0.25  # between looks at the run
 RETRY_S = 1.0  # an act that would stop the run for good is put off: the run has to take in the last one first
 PATIENCE_S = 60.0  # then it is given up
 PERIOD_S = 0.2  # of a slowed peer: running for 1/by of it, stopped for the rest; well below a heartbeat
+STRIKE_S = 0.003  # between looks at the traces for a moment to strike at
+STRIKE_PATIENCE_S = 600.0  # such a moment may be a checkpoint, of which there are few
 SUMMARY_S = 120.0  # for the launcher of a finished run to write its account
 
 
@@ -45,15 +52,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compress", type=float, default=60.0, metavar="X", help="the trace runs X times faster (60)")
     parser.add_argument("--one-of", type=int, default=1, metavar="K", help="every K-th node of the trace only")
+    parser.add_argument(
+        "--as", dest="manner", choices=("kill", "cut"), default="kill", help="a node taken away is killed, or cut off"
+    )
     parser.add_argument("--kill-every", metavar="S", help="SIGKILL a peer every S seconds on average; another joins")
     parser.add_argument(
         "--stop-every", metavar="S", help="SIGSTOP a peer every S seconds on average, and SIGCONT it later"
     )
     parser.add_argument("--slow-every", metavar="S", help="slow a peer every S seconds on average")
+    parser.add_argument("--cut-every", metavar="S", help="cut a peer off every S seconds on average (network.faults)")
+    parser.add_argument("--lag-every", metavar="S", help="slow a peer's links every S seconds on average")
     parser.add_argument(
         "--stop-for", default=str(schedule.STOP_S), metavar="S", help="how long a peer stays stopped (8)"
     )
     parser.add_argument("--slow-for", default=str(schedule.SLOW_S), metavar="S", help="how long a peer stays slow (20)")
+    parser.add_argument("--cut-for", default=str(schedule.CUT_S), metavar="S", help="how long it stays cut off (12)")
+    parser.add_argument(
+        "--cut-way",
+        choices=("both", "out", "in", "any"),
+        default="any",
+        help="which direction is cut; any = drawn (any)",
+    )
+    parser.add_argument("--lag-for", default=str(schedule.LAG_S), metavar="S", help="how long links stay slow (20)")
     parser.add_argument(
         "--slow-by", type=float, default=schedule.SLOW_BY, metavar="X", help="how many times slower (10)"
     )
@@ -71,6 +91,7 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\n".join(map(str, acts)))
         return 0
+    _refuse_unwatched(acts, directory)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nobody is left stopped
     chaos = Chaos(directory, Random(f"{args.seed}/who"), lose_stages=args.lose_stages)
     try:
@@ -82,11 +103,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _acts(args: argparse.Namespace, directory: Path) -> tuple[Act, ...]:
     rates = _rates(args)
-    random = (rates.kill_every_s, rates.stop_every_s, rates.slow_every_s) != (None, None, None)
+    random = any(getattr(args, f"{kind}_every") is not None for kind in KINDS)
     ways = [args.schedule is not None, args.trace is not None, random]
     if sum(ways) != 1:
         raise ValueError(
-            "say what to do in one way: --schedule FILE, --trace CSV, or --kill-every, --stop-every, --slow-every S"
+            "say what to do in one way: --schedule FILE, --trace CSV, or --kill-every, --stop-every, --slow-every, "
+            "--cut-every, --lag-every S"
         )
     if args.schedule is not None:
         return schedule.read(args.schedule)
@@ -98,7 +120,17 @@ def _acts(args: argparse.Namespace, directory: Path) -> tuple[Act, ...]:
     if not written.exists():
         raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart")
     peers = configuration.load(written).run.peers
-    return schedule.from_trace(preemption.read(args.trace), peers, args.compress, args.one_of)
+    return schedule.from_trace(preemption.read(args.trace), peers, args.compress, args.one_of, args.manner == "cut")
+
+
+def _refuse_unwatched(acts: tuple[Act, ...], directory: Path) -> None:
+    """A run obeys nobody about its links, and writes no trace at once, unless it was started so."""
+    needed = next((act for act in acts if act.kind in LINKS or act.on), None)
+    written = directory / "config.toml"
+    if needed is None or (written.exists() and configuration.load(written).network.faults):
+        return
+    what = f"on = {needed.on!r}" if needed.on else f"kind = {needed.kind!r}"
+    raise ValueError(f"{what} needs a run that was started with network.faults=true, which {directory} was not")
 
 
 def _rates(args: argparse.Namespace) -> Rates:
@@ -106,13 +138,16 @@ def _rates(args: argparse.Namespace) -> Rates:
         raise ValueError(f"--slow-by {args.slow_by:g}: wanted above 1, such as 10")
     every = {
         f"{kind}_every_s": _positive(f"--{kind}-every", getattr(args, f"{kind}_every"))
-        for kind in ("kill", "stop", "slow")
+        for kind in KINDS
         if getattr(args, f"{kind}_every") is not None
     }
     return Rates(
         **every,
         stop_s=_positive("--stop-for", args.stop_for),
         slow_s=_positive("--slow-for", args.slow_for),
+        cut_s=_positive("--cut-for", args.cut_for),
+        lag_s=_positive("--lag-for", args.lag_for),
+        cut_way=args.cut_way,
         slow_by=args.slow_by,
     )
 
@@ -151,6 +186,10 @@ class Chaos:
         self._wanted = 0
         self._away: set[str] = set()  # killed or stopped by this
         self._held: dict[str, Process] = {}  # stopped now and then, to be continued at the end
+        self._faults: list[Fault] = []  # of links, now
+        self._armed: list[Act] = []  # wait for their moment
+        self._traces = Traces(directory)
+        self._looked_s = float("-inf")
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = count()
 
@@ -161,13 +200,16 @@ class Chaos:
         self._wanted = len(self.locals.peers)
         self._want(0)
         for act in acts:
-            self._at(act.at_s, partial(self._do, act, act.at_s + PATIENCE_S))
-        while not self.over and (self._due or self._held):
+            begin = partial(self._arm, act) if act.on else partial(self._do, act, act.at_s + PATIENCE_S)
+            self._at(act.at_s, begin)
+        while not self.over and (self._due or self._held or self._armed):
             while self._due and self._due[0][0] <= self._now():
                 heapq.heappop(self._due)[2]()
-            self._look()
+            if self._now() - self._looked_s >= LOOK_S:
+                self._look()
+            self._strike()
             rest_s = self._due[0][0] - self._now() if self._due else LOOK_S
-            time.sleep(min(LOOK_S, max(0.0, rest_s)))
+            time.sleep(min(STRIKE_S if self._armed else LOOK_S, max(0.0, rest_s)))
         self._wait_for_peers()
         self._say("the run is over" if self.over else "the schedule is over; the run goes on")
 
@@ -176,6 +218,7 @@ class Chaos:
         for held in self._held.values():
             process.send(held, signal.SIGCONT)
         self._held.clear()
+        (self.directory / FAULTS).unlink(missing_ok=True)
         (self.directory / "wanted.json").unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------------------------------------ acts
@@ -190,8 +233,11 @@ class Chaos:
         run = msgspec.structs.replace(self.locals, peers=free)
         choice = schedule.choose(act, run, frozenset(self._away), self.rng, self.lose_stages)
         if choice.labels:
-            for peer in free:
-                if peer.label in choice.labels:
+            hit = [peer for peer in free if peer.label in choice.labels]
+            if act.kind in LINKS:
+                self._break(act, hit)
+            else:
+                for peer in hit:
                     self._hit(act, peer)
         elif choice.later and self._now() < until_s:
             if self._now() - act.at_s < RETRY_S:
@@ -221,6 +267,37 @@ class Chaos:
         else:
             self._halt(peer.label, self._now() + act.length_s, act.by)
 
+    def _break(self, act: Act, side: list[Local]) -> None:
+        """Cut or slow the links of these, who keep theirs among one another."""
+        others = [peer.peer for peer in schedule.named(act.off, self.locals) if peer.peer] if act.off else []
+        others = [peer for peer in others if peer not in {near.peer for near in side}]
+        if act.off and not others:
+            self._say(f"{act.kind} is left out: nobody else here is {act.off}")
+            return
+        fault = Fault(
+            side=tuple(peer.peer for peer in side),
+            others=tuple(others),
+            way=act.way,
+            link=act.link if act.kind == "lag" else None,
+            until_s=time.monotonic() + act.length_s,
+        )
+        self._faults.append(fault)
+        self._tell_faults()
+        labels = [peer.label for peer in side]
+        if act.kind == "cut":
+            self._away.update(labels)
+        self._say(f"{act.kind} {', '.join(labels)}{act.how()}: {act.why}")
+        self._at(self._now() + act.length_s, partial(self._heal, fault, labels))
+
+    def _heal(self, fault: Fault, labels: list[str]) -> None:
+        self._faults.remove(fault)
+        self._tell_faults()
+        self._away.difference_update(labels)
+        self._say(f"links of {', '.join(labels)} are as before")
+
+    def _tell_faults(self) -> None:
+        replace(self.directory / FAULTS, msgspec.json.encode(self._faults))
+
     def _halt(self, label: str, until_s: float, by: float) -> None:
         """One period of a slow peer: stopped for most of it."""
         if self._now() >= until_s or not process.send(self._held[label], signal.SIGSTOP):
@@ -236,6 +313,37 @@ class Chaos:
         lived = process.send(self._held.pop(label), signal.SIGCONT)
         self._away.discard(label)
         self._say(f"continue {label}" if lived else f"{label} has ended meanwhile")
+
+    # ---------------------------------------------------------------------------------------------------- moments
+
+    def _arm(self, act: Act) -> None:
+        if not self._armed:
+            self._traces.skip()
+        self._armed.append(act)
+        self._say(f"{act.kind}: waiting for {act.who} to begin {MOMENTS[act.on].words}")
+        self._at(self._now() + STRIKE_PATIENCE_S, partial(self._disarm, act))
+
+    def _disarm(self, act: Act) -> None:
+        if act in self._armed:
+            self._armed.remove(act)
+            self._say(f"{act.kind} is left out: {act.who} did not begin {MOMENTS[act.on].words} in time")
+
+    def _strike(self) -> None:
+        """At the first peer that is seen to begin what an act waits for. Should the run have to be spared, at the next."""
+        if not self._armed:
+            return
+        news = self._traces.news(peer.label for peer in self.locals.peers)
+        for act in list(self._armed):
+            meant = [peer.label for peer in schedule.named(act.who, self.locals)]
+            for label in [label for label in meant if MOMENTS[act.on].tag in news[label]]:
+                named = msgspec.structs.replace(act, who=label)
+                choice = schedule.choose(named, self.locals, frozenset(self._away), self.rng, self.lose_stages)
+                if choice.labels:
+                    self._armed.remove(act)
+                    self._do(
+                        msgspec.structs.replace(named, on="", why=f"it began {MOMENTS[act.on].words}; {act.why}"), 0
+                    )
+                    break
 
     # -------------------------------------------------------------------------------------------------------- run
 
@@ -256,6 +364,7 @@ class Chaos:
             self._look()
 
     def _look(self) -> None:
+        self._looked_s = self._now()
         try:
             self.locals = rundir.locals_of(self.directory)
         except ValueError:  # its launcher is gone

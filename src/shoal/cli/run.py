@@ -29,13 +29,14 @@ from shoal.planner import plan as plans
 from shoal.planner.plan import Plan
 from shoal.runtime.account import Step
 from shoal.runtime.report import AnyLine, replace
+from shoal.transport.faulty import FAULTS
 from shoal.transport.invite import Authority
 
 SHOW_S = 0.25
 STATUS_S = 1.0
 FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
 LEAVE_S = 120.0  # for a guest's step to end
-LISTEN_S = 120.0  # for a process to start on a very busy machine
+LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
 INVITE_S = 30 * 86400.0  # local peers' passes: longer than any run on one machine
 HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended processes do not come back
 SPARES = 3  # peers that end by themselves are replaced this many times
@@ -162,6 +163,7 @@ class Run:
         self._number = 0
         self._joining: set[asyncio.Task[None]] = set()
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
+        (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
         self._commits = open(job.directory / "commits.jsonl", "ab", buffering=0)
 
     async def run(self) -> int:
@@ -380,6 +382,7 @@ class Run:
     def _locals(self) -> rundir.Locals:
         """What `shoal chaos` needs to know."""
         standing = self.watch.standing
+        names = {label: peer for peer, label in self.watch.labels.items()}
         launcher = identify(os.getpid())
         assert launcher is not None
         return rundir.Locals(
@@ -392,6 +395,7 @@ class Run:
                     process=child.identity,
                     stage=standing[child.label].stage if child.label in standing else None,
                     leads=child.label in standing and standing[child.label].leading,
+                    peer=names.get(child.label, ""),
                 )
                 for child in self.crew.living
                 if child.identity is not None

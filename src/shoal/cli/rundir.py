@@ -4,6 +4,7 @@
     commits.jsonl  each committed step with its round    status.json  the newest snapshot (`shoal status`)
     loss.png       checkpoints/step-N/                   logs/        each peer's words for people
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
+                                                          faults.json  whose links it has cut or slowed
     config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
 
 For `shoal run`, which writes most of it, `shoal join`, `shoal invite` and `shoal status`.
@@ -41,6 +42,7 @@ class Local(msgspec.Struct, frozen=True):
     process: Process
     stage: int | None = None
     leads: bool = False
+    peer: str = ""  # its name in the run; '' before it listens
 
 
 class Locals(msgspec.Struct, frozen=True):

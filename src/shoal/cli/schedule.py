@@ -1,4 +1,4 @@
-"""What `shoal chaos` does to a run's peers and when: from a file, drawn from a seed, or as a record of spot instances has it.
+"""What `shoal chaos` does to a run's peers and links, and when: from a file, drawn from a seed, or as a record of spot instances has it.
 
 Pure functions. `choose` says who is meant, and keeps a run able to go on: a majority of its members stays, without which it would
 rightly wait for ever, and every stage keeps a replica unless losing it is what was asked for. cli/chaos.py carries it out.
@@ -16,13 +16,23 @@ from typing import Literal
 import msgspec
 
 from shoal import units
+from shoal.cli.moments import MOMENTS
 from shoal.cli.rundir import Local, Locals
 from shoal.sim.preemption import Change, most, some
+from shoal.transport.faulty import Way
+from shoal.transport.shaped import Link
 
-Kind = Literal["kill", "remove", "add", "stop", "slow"]
+Kind = Literal["kill", "remove", "add", "stop", "slow", "cut", "lag"]
+LASTING: tuple[Kind, ...] = ("stop", "slow", "cut", "lag")
+LINKS: tuple[Kind, ...] = ("cut", "lag")  # need a run with network.faults
 STOP_S = 8.0  # twice the silence after which a member is removed, so that a stop is seen
 SLOW_S = 20.0
 SLOW_BY = 10.0
+CUT_S = 12.0  # long enough to be removed, then back
+LAG_S = 20.0
+LAG = Link(
+    delay_s=0.3, up_Bps=1e6
+)  # a bad mobile line: ten times the delay and a tenth of the bandwidth of a usual one
 EXAMPLE = '[[act]] at = "30 s", kind = "kill", who = "stage 1"'
 
 
@@ -30,7 +40,8 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to be done `at_s` after the schedule began.
 
     kill: SIGKILL, and the launcher starts another peer in its place. remove: SIGKILL, and one peer fewer from then on. add: one peer
-    more. stop: SIGSTOP, and SIGCONT after `length_s`. slow: stopped for all but 1/`by` of the time, for `length_s`."""
+    more. stop: SIGSTOP, and SIGCONT after `length_s`. slow: stopped for all but 1/`by` of the time, for `length_s`. cut: nothing passes
+    between it and `off` for `length_s`. lag: what it sends to `off` takes as long as over `link`, for `length_s`."""
 
     at_s: float
     kind: Kind
@@ -38,13 +49,27 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     every: bool = False  # all that `who` names, not one of them
     length_s: float = 0.0
     by: float = SLOW_BY
+    off: str = ""  # the far ends of the links, named as in `who`; "" = all others
+    way: Way = "both"  # seen from `who`
+    link: Link = LAG
+    on: str = ""  # not before such a moment (moments.py) is seen in the trace of one of `who`, and then to that one
     why: str = ""
 
     def __str__(self) -> str:
         whom = "" if self.kind == "add" else f" {'every peer of ' if self.every else ''}{self.who}"
-        lasting = f" for {units.duration(self.length_s)}" if self.kind in ("stop", "slow") else ""
-        by = f" {self.by:g}x" if self.kind == "slow" else ""
-        return f"{clock(self.at_s)}  {self.kind}{whom}{by}{lasting}: {self.why}"
+        on = f" when it begins {MOMENTS[self.on].words}" if self.on else ""
+        return f"{clock(self.at_s)}  {self.kind}{whom}{self.how()}{on}: {self.why}"
+
+    def how(self) -> str:
+        """What the kind leaves open, in words."""
+        words = f" {self.by:g}x" if self.kind == "slow" else ""
+        if self.kind in LINKS:
+            way = {"both": "", "out": ", outwards only", "in": ", inwards only"}[self.way]
+            words = f" from {self.off or 'all others'}{way}"
+        if self.kind == "lag":
+            words += f" by {units.duration(self.link.delay_s)}"
+            words += f" and {units.size(self.link.up_Bps)}/s" if self.link.up_Bps else ""
+        return words + (f" for {units.duration(self.length_s)}" if self.kind in LASTING else "")
 
 
 def clock(at_s: float) -> str:
@@ -55,15 +80,20 @@ def clock(at_s: float) -> str:
 # --------------------------------------------------------------------------------------------------------- from a file
 
 
-class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"length": "for"}):
+class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"length": "for", "off": "from"}):
     """One [[act]] of a schedule file."""
 
-    at: str | float
     kind: Kind
+    at: str | float = 0.0
     who: str = "anyone"
     every: bool = False
     length: str | float | None = None
     by: float = SLOW_BY
+    off: str = ""
+    way: Way = "both"
+    delay: str | float = LAG.delay_s
+    bandwidth: str | float = LAG.up_Bps
+    on: str = ""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,7 +113,12 @@ def read(path: str | Path) -> tuple[Act, ...]:
 
 
 def _act(written: _Written, why: str) -> Act:
-    usual = {"stop": STOP_S, "slow": SLOW_S}.get(written.kind, 0.0)
+    usual = {"stop": STOP_S, "slow": SLOW_S, "cut": CUT_S, "lag": LAG_S}.get(written.kind, 0.0)
+    bandwidth_Bps = written.bandwidth
+    if isinstance(bandwidth_Bps, str):
+        bandwidth_Bps = units.parse(bandwidth_Bps, "_Bps")
+    if written.on and written.on not in MOMENTS:
+        raise ValueError(f"on = {written.on!r} is no moment; there are {', '.join(MOMENTS)}")
     act = Act(
         at_s=_seconds(written.at),
         kind=written.kind,
@@ -91,10 +126,14 @@ def _act(written: _Written, why: str) -> Act:
         every=written.every,
         length_s=usual if written.length is None else _seconds(written.length),
         by=written.by,
+        off=written.off,
+        way=written.way,
+        link=Link(delay_s=_seconds(written.delay), up_Bps=bandwidth_Bps),
+        on=written.on,
         why=why,
     )
-    if act.at_s < 0 or act.length_s < 0 or not act.by > 1:
-        raise ValueError(f"at {written.at}, {act.kind}: times are 0 or more, and `by` is above 1")
+    if min(act.at_s, act.length_s, act.link.delay_s, act.link.up_Bps) < 0 or not act.by > 1:
+        raise ValueError(f"at {written.at}, {act.kind}: times are 0 or more, as are bandwidths, and `by` is above 1")
     return act
 
 
@@ -111,9 +150,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     kill_every_s: float | None = None
     stop_every_s: float | None = None
     slow_every_s: float | None = None
+    cut_every_s: float | None = None
+    lag_every_s: float | None = None
     stop_s: float = STOP_S
     slow_s: float = SLOW_S
+    cut_s: float = CUT_S
+    lag_s: float = LAG_S
     slow_by: float = SLOW_BY
+    cut_way: Way | Literal["any"] = "any"  # drawn anew for each
 
 
 def drawn(rates: Rates, seed: int, for_s: float) -> tuple[Act, ...]:
@@ -122,21 +166,30 @@ def drawn(rates: Rates, seed: int, for_s: float) -> tuple[Act, ...]:
         ("kill", rates.kill_every_s, 0.0),
         ("stop", rates.stop_every_s, rates.stop_s),
         ("slow", rates.slow_every_s, rates.slow_s),
+        ("cut", rates.cut_every_s, rates.cut_s),
+        ("lag", rates.lag_every_s, rates.lag_s),
     )
     acts = []
     for kind, every_s, length_s in kinds:
         rng, at_s = Random(f"{seed}/{kind}"), 0.0
         while every_s is not None and (at_s := at_s + every_s * rng.uniform(0.5, 1.5)) < for_s:
             why = f"drawn from seed {seed}, every {units.duration(every_s)} on average"
-            acts.append(Act(at_s=at_s, kind=kind, length_s=length_s, by=rates.slow_by, why=why))
+            act = Act(at_s=at_s, kind=kind, length_s=length_s, by=rates.slow_by, why=why)
+            if kind == "cut":
+                ways: tuple[Way, ...] = ("both", "out", "in") if rates.cut_way == "any" else (rates.cut_way,)
+                act = msgspec.structs.replace(act, way=rng.choice(ways))
+            acts.append(act)
     return tuple(sorted(acts, key=lambda act: act.at_s))
 
 
 # ------------------------------------------------------------------------------------------------------ from a record
 
 
-def from_trace(changes: Iterable[Change], peers: int, compress: float, one_of: int = 1) -> tuple[Act, ...]:
-    """From the moment on at which the record has as many nodes as the run has peers, `compress` times faster."""
+def from_trace(
+    changes: Iterable[Change], peers: int, compress: float, one_of: int = 1, cut: bool = False
+) -> tuple[Act, ...]:
+    """From the moment on at which the record has as many nodes as the run has peers, `compress` times faster. With `cut` a node
+    that is taken away is a peer cut off, until a node comes again."""
     kept = some(changes, one_of)
     present, entry_s = 0, None
     acts: list[Act] = []
@@ -152,7 +205,23 @@ def from_trace(changes: Iterable[Change], peers: int, compress: float, one_of: i
         raise ValueError(
             f"the trace never has {peers} nodes at once, at most {most(kept)}: try a smaller run.peers or --one-of"
         )
-    return tuple(acts)
+    return _as_cuts(acts) if cut else tuple(acts)
+
+
+def _as_cuts(acts: list[Act]) -> tuple[Act, ...]:
+    """The peer that has been cut off longest comes back with the next node; whoever does not stays cut off to the end."""
+    found: list[Act] = []
+    off: list[int] = []
+    for act in acts:
+        if act.kind == "remove":
+            off.append(len(found))
+            found.append(msgspec.structs.replace(act, kind="cut", length_s=acts[-1].at_s - act.at_s))
+        elif off:
+            first = off.pop(0)
+            found[first] = msgspec.structs.replace(found[first], length_s=act.at_s - found[first].at_s)
+        else:
+            found.append(act)
+    return tuple(found)
 
 
 # ------------------------------------------------------------------------------------------------------------- who
@@ -168,11 +237,11 @@ class Choice(msgspec.Struct, frozen=True):
 
 def choose(act: Act, run: Locals, away: frozenset[str], rng: Random, lose_stages: bool = False) -> Choice:
     """`away`: labels that were killed or stopped and of which the run may not know yet."""
-    here = [peer for peer in run.peers if peer.label not in away]
+    here = [peer for peer in run.peers if peer.label not in away and (peer.peer or act.kind not in LINKS)]
     meant = _meant(act.who, here)
     if not meant:
         return Choice(why_not=f"nobody here is {act.who}", later=act.who in ("anyone", "leader"))
-    if act.kind == "slow":  # it goes on working
+    if act.kind in ("slow", "lag"):  # it goes on working
         return Choice(labels=tuple(peer.label for peer in (meant if act.every else [rng.choice(meant)])))
     if act.every:
         labels = tuple(peer.label for peer in meant)
@@ -185,6 +254,11 @@ def choose(act: Act, run: Locals, away: frozenset[str], rng: Random, lose_stages
         if not why_not:
             return Choice(labels=(peer.label,))
     return Choice(why_not=why_not, later=True)
+
+
+def named(who: str, run: Locals) -> tuple[Local, ...]:
+    """All that `who` names."""
+    return tuple(_meant(who, list(run.peers)))
 
 
 def _meant(who: str, here: list[Local]) -> list[Local]:

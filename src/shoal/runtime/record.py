@@ -31,14 +31,16 @@ class Record(Protocol):
 
 
 class Recorder:
-    """`path` takes the trace (None: no trace is kept), `out` the report's lines (None: nobody listens)."""
+    """`path` takes the trace (None: no trace is kept), `out` the report's lines (None: nobody listens). `eager`: the trace is
+    written at once, for `shoal chaos`, which strikes when it sees something begin there."""
 
-    def __init__(self, header: trace.Header, path: Path | None, out: IO[bytes] | None) -> None:
+    def __init__(self, header: trace.Header, path: Path | None, out: IO[bytes] | None, eager: bool = False) -> None:
         self.peer: Peer = header.peer
         self._file = open(path, "wb", buffering=0) if path is not None else None
         self._opened = self._file  # to be closed even when the trace has ended early
         self._path = path
         self._out = out
+        self._eager = eager
         self._lines: list[bytes] = [trace.line(header)]
         self._nbytes = 0
         self._told: list[bytes] = []
@@ -56,6 +58,8 @@ class Recorder:
                 self._lines.append(text)
             if self._nbytes > BUFFER_BYTES:
                 self._stop(f"the disk does not keep up with {self._path}")
+            if self._eager:
+                self._wake.set()
         for command in commands:
             if isinstance(command, Note):
                 self.tell(Told(time_s=time_s, peer=self.peer, kind=command.kind, text=command.text))

@@ -133,7 +133,7 @@ class Shaped:
         await self._inner.start()
         self._tasks = [asyncio.create_task(self._pull()), asyncio.create_task(self._turn())]
         for task in self._tasks:
-            task.add_done_callback(_tell_mistake)
+            task.add_done_callback(tell_mistake)
 
     def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
         frame = encode(message, blobs, self._limits)  # refuses at once what the inner network would refuse later
@@ -208,7 +208,7 @@ class Shaped:
                     alarm.cancel()
 
 
-def _tell_mistake(task: asyncio.Task[None]) -> None:
+def tell_mistake(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("a shaped network has stopped", exc_info=task.exception())
 
