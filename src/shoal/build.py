@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import IO, Any
@@ -35,7 +36,7 @@ from shoal.transport.dht import Dht
 from shoal.transport.directory import Directory, Gossip, Record
 from shoal.transport.faulty import FAULTS, Faulty
 from shoal.transport.identity import Identity
-from shoal.transport.invite import Invite, Membership
+from shoal.transport.invite import Invite, Membership, signed_by
 from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.shaped import Link, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
@@ -145,7 +146,8 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         record = Recorder(header, role.trace, out, eager=config.network.faults)
         stack.callback(record.close)
         daemon = _daemon(config, identity, invite, role.port)
-        transport = _transport(config, identity, membership, role.port, daemon, record)
+        tell = partial(_tell_network, record)
+        transport = _transport(config, identity, membership, role.port, daemon, tell)
         await transport.start()
         stack.push_async_callback(transport.close)
         directory = _directory(config, identity, membership, invite, transport, daemon)
@@ -153,7 +155,25 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
-        yield Node(machine, hands, transport, directory, record)
+        yield Node(machine, hands, transport, directory, record, partial(signed_by, run=membership.run))
+
+
+@asynccontextmanager
+async def operator(config: Config, invite: Invite) -> AsyncIterator[tuple[Reachable, Directory]]:
+    """The network of somebody who asks and tells peers of a run but takes no part in it."""
+    identity = Identity.new()
+    membership = invite.membership(identity)
+    async with AsyncExitStack() as stack:
+        daemon = _daemon(config, identity, invite, 0)
+        plain = msgspec.structs.replace(config.network, faults=False, delay_s=0.0, bandwidth_Bps=0.0)
+        config = msgspec.structs.replace(config, network=plain)
+        transport = _transport(config, identity, membership, 0, daemon, tell=print)
+        await transport.start()
+        stack.push_async_callback(transport.close)
+        directory = _directory(config, identity, membership, invite, transport, daemon)
+        stack.push_async_callback(directory.close)
+        await directory.start()
+        yield transport, directory
 
 
 def _daemon(config: Config, identity: Identity, invite: Invite, port: int) -> Daemon:
@@ -165,9 +185,14 @@ def _daemon(config: Config, identity: Identity, invite: Invite, port: int) -> Da
     return Daemon(identity, network.host, port, relays=invite.addresses if hidden else ())
 
 
+def _tell_network(record: Recorder, text: str) -> None:
+    record.note("network", time.monotonic(), text)
+
+
 def _transport(
-    config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon, record: Recorder
+    config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon, tell: Callable[[str], None]
 ) -> Reachable:
+    """`tell` hears which way peers are reached, when that is news."""
     network = config.network
     limits = Limits(blob_bytes=network.blob_bytes)
     plain: Reachable
@@ -180,7 +205,7 @@ def _transport(
             daemon,
             (network.host, port),
             limits,
-            tell=lambda text: record.note("network", time.monotonic(), text),
+            tell=tell,
         )
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)

@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from shoal.core.messages import Account, Committed, Member, Share, View
-from shoal.runtime.account import Books, surviving
+from shoal.runtime.account import Books, restarted, surviving
 
 STAGES, MICROBATCHES = 2, 4
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
@@ -199,3 +199,45 @@ def test_a_resumed_run_keeps_what_was_undone_before_and_counts_its_own_epochs_fr
     totals = books.totals()
     assert totals.balanced, totals.reason
     assert (totals.steps, totals.committed, totals.undone, totals.recovered) == (5, 20, 12, 2)
+
+
+# ------------------------------------------------------------------------------------------------------ killed as a whole
+
+
+def test_what_a_restart_throws_away_is_counted_as_undone_and_stands_nowhere_else() -> None:
+    standing = some_books(a_view(0), a_view(1), a_view(2), a_view(3)).steps
+    base = restarted(standing, 1, MICROBATCHES)
+    assert base.account.undone == 2 * MICROBATCHES
+    books = Books(STAGES, MICROBATCHES, first_step=1, before=standing[:1], base=base)
+    books.agree(a_view(2, account=Account(issued=4, committed=4)), 1.0)
+    totals = books.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.steps, totals.committed, totals.undone) == (2, 2 * MICROBATCHES, 2 * MICROBATCHES)
+
+
+def test_a_run_killed_again_and_again_counts_each_undone_step_once() -> None:
+    """Also when nothing was committed between two kills, or the second came before the first restart had written all of its files."""
+    standing = some_books(a_view(0), a_view(1), a_view(2), a_view(3)).steps
+    first = restarted(standing, 1, MICROBATCHES)
+    assert restarted(standing, 1, MICROBATCHES, first) == first, "the commits were still there"
+    assert restarted(standing[:1], 1, MICROBATCHES, first) == first, "nothing came after them"
+    books = Books(STAGES, MICROBATCHES, first_step=1, before=standing[:1], base=first)
+    books.agree(a_view(2, account=Account(issued=4, committed=4, redone=3)), 1.0)
+    second = restarted(books.steps, 1, MICROBATCHES, first)
+    assert (second.account.undone, second.account.redone) == (3 * MICROBATCHES, 3)
+
+
+def test_what_an_undone_history_had_undone_itself_stays_undone() -> None:
+    standing = some_books(*BEFORE, *AFTER).steps  # went back once by itself, to step 1; 8 microbatches
+    base = restarted(standing, 1, MICROBATCHES)
+    assert (base.account.undone, base.recovered) == (8 + 3 * MICROBATCHES, 1)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_its_account() -> None:
+    standing = some_books(a_view(0), a_view(1), a_view(2)).steps
+    books = Books(STAGES, MICROBATCHES, base=restarted(standing, 0, MICROBATCHES))
+    for step in (1, 2, 3):
+        books.agree(a_view(step, account=Account(issued=4 * step, committed=4 * step)), float(step))
+    totals = books.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.committed, totals.undone) == (3 * MICROBATCHES, 2 * MICROBATCHES)

@@ -12,7 +12,20 @@ import pytest
 
 from shoal import trace
 from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train, settings
-from shoal.core.messages import PROTOCOL, Backward, Command, Event, Finish, Gradient, Peer, Pulse, Reduced, View
+from shoal.core.messages import (
+    PROTOCOL,
+    Backward,
+    Command,
+    Event,
+    Finish,
+    Gradient,
+    Member,
+    Override,
+    Peer,
+    Pulse,
+    Reduced,
+    View,
+)
 from shoal.core.peer import PeerMachine
 from shoal.runtime import data
 from shoal.runtime.account import Books
@@ -21,7 +34,7 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import AnyLine
-from shoal.transport.base import Blob
+from shoal.transport.base import Blob, Incoming
 from shoal.transport.directory import Directory, Record
 from shoal.transport.memory import Hub, MemoryTransport
 
@@ -260,3 +273,16 @@ def test_a_machine_with_other_data_than_the_runs_is_refused_by_name(tmp_path: Pa
     text.write_text("other words here, " * 40)
     with pytest.raises(ValueError, match=r"the data here is another than the run's: .* data\.digest = '"):
         build.hands(configuration.load(None, [*words, f"data.digest={digest}"]))
+
+
+def test_nobodys_word_but_the_operators_reaches_the_machine(swarm: Swarm, tmp_path: Path) -> None:
+    node = swarm.nodes[0]
+    view = View(number=1 << 20, step=0, members=(Member(swarm.names[1], 0),), epoch=1)
+    word = Incoming(peer=swarm.names[1], message=Override(view=view, term=1 << 20))
+    before = node.machine.last_now
+    node._on_message(word)  # nobody has told this node whose word counts: none does
+    assert node.machine.last_now is before and node.machine.override is None
+    node._signed = lambda override: override.term == 1 << 20
+    node._on_message(word)
+    assert node.machine.last_now is not before
+    swarm.close()

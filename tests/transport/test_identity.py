@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.messages import Member, View
 from shoal.transport.identity import Identity, key_id, key_id_of, verify
-from shoal.transport.invite import PREFIX, Authority, Invite, read_invite
+from shoal.transport.invite import PREFIX, Authority, Invite, read_invite, signed_by
 
 NOW = 1_000_000.0
 RUN = Authority.new()
@@ -135,3 +136,17 @@ def decoded(text: str) -> bytes:
 
 def encoded(data: bytes) -> str:
     return PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def test_an_override_is_the_word_of_one_runs_authority_and_of_nothing_else() -> None:
+    view = View(number=5, step=2, members=(Member("a", 0),))
+    override = RUN.override(view, 9)
+    assert signed_by(override, RUN.run)
+    other = Authority.new()
+    assert not signed_by(override, other.run) and not signed_by(other.override(view, 9), RUN.run)
+    forged = msgspec.structs.replace(other.override(view, 9), authority=RUN.public)
+    assert not signed_by(forged, RUN.run)
+    assert not signed_by(msgspec.structs.replace(override, term=10), RUN.run)
+    changed = msgspec.structs.replace(view, members=(Member("b", 0),))
+    assert not signed_by(msgspec.structs.replace(override, view=changed), RUN.run)
+    assert not signed_by(msgspec.structs.replace(override, signature=b""), RUN.run)

@@ -27,7 +27,8 @@ COMMANDS = {
     "status": "look at a run",
     "generate": "sample text from a checkpoint",
     "plan": "say how to run a model on given machines, how fast that will be and what limits it",
-    "chaos": "kill, stop and slow the peers of a run, on a schedule, at random or as spot instances go",
+    "chaos": "kill, stop and slow the peers of a run and cut its links, on a schedule, at random or as spot instances go",
+    "recover": "let the survivors of a run go on when most of its peers are gone for good",
     "simulate": "play a scenario in virtual time",
     "replay": "feed a recorded run to the machines again and compare",
 }

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL = 2  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 3  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -220,6 +220,28 @@ class Complaint(Wire, frozen=True):
     reason: Text
     unreachable: bool = False
     stale: bool = False  # about myself: my state is not the stage's, let me download it again
+
+
+class AskStanding(Wire, frozen=True):
+    """Operator to any peer: how do you stand? Answer: Standing."""
+
+
+class Standing(Wire, frozen=True):
+    """My newest agreed view and term, and whom I have heard lately."""
+
+    term: Count
+    view: View
+    heard: tuple[Peer, ...] = ()
+
+
+class Override(Wire, frozen=True):
+    """Operator to survivors, who pass it on: take `view` for agreed under `term` (core/override.py). The driver hands on only what
+    the run's authority has signed."""
+
+    view: View
+    term: Count
+    authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # its public key
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Removed(Wire, frozen=True):
@@ -496,6 +518,7 @@ Message = (
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
     | Round | Part | Sum | Resend | Reduced | RoundFailed
     | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
+    | AskStanding | Standing | Override
 )  # fmt: skip
 
 BULK = (Forward, Backward, Output, Gradient, Part, Sum, Chunk)  # may carry blobs; all others travel as control

@@ -18,6 +18,7 @@ from shoal.core.messages import (
     Asked,
     AskPublish,
     AskSave,
+    AskStanding,
     AskState,
     AskVote,
     Backward,
@@ -28,6 +29,7 @@ from shoal.core.messages import (
     Complaint,
     Done,
     Drop,
+    Entry,
     Event,
     Failed,
     Find,
@@ -40,6 +42,7 @@ from shoal.core.messages import (
     Member,
     Note,
     Offer,
+    Override,
     Part,
     Peer,
     Propose,
@@ -56,6 +59,7 @@ from shoal.core.messages import (
     Saved,
     Send,
     Settings,
+    Standing,
     Sum,
     Unreachable,
     View,
@@ -76,6 +80,7 @@ TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Saved, Publish
 AGREEING = (Lead, Propose, Accept, AskVote, Vote)
 SYNC = (AskState, Offer, AskChunk, Chunk)
 FIND_BEATS = 4  # between look-ups of the directory while no view names me
+PASS_ON_SILENCES = 4  # between two times that an override is told to whoever is in no view of mine
 
 
 class PeerMachine:
@@ -101,6 +106,11 @@ class PeerMachine:
         self.finished = False
         self.dismissing = False
         self.linger_at: float | None = None  # when a finished peer stops waiting for its dismissal
+        self.heard: dict[Peer, float] = {}  # when each of the view last spoke to me
+        self.override: Override | None = None  # the last that took effect here
+        self.pass_on_at: float | None = None  # when to look for peers that have not heard of it
+        self.alone = False  # told of being without a leader
+        self.led_at = float("-inf")  # when I led last
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -122,6 +132,7 @@ class PeerMachine:
             self.pulse_at,
             self.find_at,
             self.linger_at,
+            self.pass_on_at,
         )
         return min((at for at in times if at is not None), default=None)
 
@@ -170,7 +181,7 @@ class PeerMachine:
                 return self.trainer.on_unreachable(event.peer, now)
             case Found():
                 self.known = tuple(peer for peer in event.peers if peer != self.name)
-                return self._ask_in(now)
+                return self._ask_in(now) + self._pass_on(event.peers)
             case Asked():
                 self.leaving = event.reason or "asked to"
         return []
@@ -178,6 +189,8 @@ class PeerMachine:
     def _received(self, event: Received, now: float) -> list[Command]:
         peer, message = event.peer, event.message
         self.register.show_life(peer, now)
+        if peer in self.present:
+            self.heard[peer] = now
         if isinstance(message, AGREEING):
             return self._agreeing(peer, message, now)
         if isinstance(message, SYNC):
@@ -186,6 +199,10 @@ class PeerMachine:
             return self._to_leader(peer, message, now)
         if isinstance(message, Removed):
             return self._on_removed(peer, message, now)
+        if isinstance(message, AskStanding):
+            return self._stand(peer, now)
+        if isinstance(message, Override):
+            return self._on_override(message, now)
         if isinstance(message, Redirect):
             asking = self.find_at is not None and message.leader != self.name
             return [Send(message.leader, Join(holds=self.server.holding))] if asking else []
@@ -235,6 +252,34 @@ class PeerMachine:
         self.removed_from = message.number
         return self._outside_now(f"put out of the run: {message.reason}", now)
 
+    def _stand(self, peer: Peer, now: float) -> list[Command]:
+        """Tell the operator. Whoever was heard within twice the silence may be alive."""
+        if self.view is None:
+            return []
+        heard = tuple(other for other, at in self.heard.items() if now - at <= 2 * self.settings.silence_s)
+        return [Send(peer, Standing(term=self.register.term, view=self.view, heard=heard))]
+
+    def _on_override(self, override: Override, now: float) -> list[Command]:
+        """The operator's word stands for the majority's: as if the first of those named had told me that it is agreed. They then
+        elect a leader as ever. What I hold of an older epoch is void, whichever side I was on."""
+        view, mine = override.view, self.view
+        if mine is None or self.finished or view.epoch <= mine.epoch or view.number <= mine.number or not view.members:
+            return []
+        self.override = override
+        self.pass_on_at = now
+        entry = Entry(term=override.term, view=view, before=())
+        told = Propose(entry=entry, term=override.term, decided=True)
+        commands = self.register.on_message(view.members[0].peer, told, now)
+        answers = [command for command in commands if not isinstance(command, Send)]  # nobody has asked
+        others = [member.peer for member in view.members if member.peer != self.name]
+        return [Note("override", view.reason), *answers, *(Send(peer, override) for peer in others)]
+
+    def _pass_on(self, found: tuple[Peer, ...]) -> list[Command]:
+        """Whoever is in no view of mine may have been given up and live."""
+        if self.override is None or self.outside:
+            return []
+        return [Send(peer, self.override) for peer in found if peer != self.name and peer not in self.present]
+
     def _owner(self, task: str) -> Server | Trainer | Sync:
         return {"t": self.trainer, "s": self.server, "y": self.sync}[task[0]]  # type: ignore[return-value]
 
@@ -250,6 +295,9 @@ class PeerMachine:
         if _due(self.find_at, now):
             self.find_at = now + FIND_BEATS * self.settings.beat_s
             commands += [Find(), *self._ask_in(now)]
+        if _due(self.pass_on_at, now):
+            self.pass_on_at = now + PASS_ON_SILENCES * self.settings.silence_s
+            commands.append(Find())
         if _due(self.linger_at, now):
             commands += self._finish(True, "the run is finished")
         return commands
@@ -262,6 +310,7 @@ class PeerMachine:
             if not self.register.leading or self.finished:
                 self.led = 0
                 break
+            self.led_at = now
             commands += self._lead(now)
             if not self.register.fresh:
                 break
@@ -293,6 +342,7 @@ class PeerMachine:
         """An agreed view takes effect on every part of this peer."""
         before, self.view = self.view, view
         self.present = {member.peer for member in view.members + view.joining}
+        self.heard = {peer: at for peer, at in self.heard.items() if peer in self.present}
         commands: list[Command] = []
         self.trainer.leader = self.server.leader = self.register.leader
         if self.register.leading:
@@ -350,11 +400,21 @@ class PeerMachine:
         if self.view is None or self.outside or self.finished:
             return []
         if not self.register.leading and now - self.register.heard_lead > self.settings.silence_s:
-            return self._doubt(now)
-        commands = self._tell(self._state(), now)
+            return self._tell_alone(now - self.led_at > self.settings.silence_s) + self._doubt(now)
+        commands = self._tell_alone(False) + self._tell(self._state(), now)
         if self.leaving:
             commands += self._tell(Leave(reason=self.leaving), now)
         return commands
+
+    def _tell_alone(self, alone: bool) -> list[Command]:
+        """Say once that this side of the network waits, and once that it does not any more."""
+        if alone == self.alone or not (self.view is not None and self.view.started):
+            return []
+        self.alone = alone
+        if not alone:
+            return [Note("stall", "a leader speaks again: going on")]
+        words = f"no leader for {self.settings.silence_s:g} s: nothing is committed until a majority of the members is in touch"
+        return [Note("stall", words)]
 
     def _lonely(self, now: float) -> bool:
         """No leader speaks to me, and no election has changed that."""
@@ -401,7 +461,7 @@ class PeerMachine:
 
     def _finish(self, ok: bool, reason: str) -> list[Command]:
         self.finished = True
-        self.pulse_at = self.find_at = self.linger_at = None
+        self.pulse_at = self.find_at = self.linger_at = self.pass_on_at = None
         return [Finish(ok=ok, reason=reason)]
 
 

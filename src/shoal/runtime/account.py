@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import msgspec
 
 from shoal.core.messages import Account, Committed, View
+from shoal.core.override import times_gone_back
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -28,6 +29,14 @@ class Step(msgspec.Struct, frozen=True):
     recovered: int = 0  # how often the whole run had gone back to a checkpoint
 
 
+class Base(msgspec.Struct, frozen=True):
+    """What a resumed run begins with: the account of all sessions before, as of the last commit that they told of. Every count but
+    `issued` and `committed`, which follow from the step, only ever grows."""
+
+    account: Account = Account()
+    recovered: int = 0
+
+
 class Totals(msgspec.Struct, frozen=True):
     """In microbatches. `balanced`: each one issued was committed once, at every stage of every step that stands."""
 
@@ -37,21 +46,27 @@ class Totals(msgspec.Struct, frozen=True):
     redone: int
     lost: int
     counted_twice: int
-    undone: int  # committed, then given up by going back to a checkpoint; the samples were issued and committed again
+    undone: int  # committed, then given up by going back to a checkpoint or by a restart; issued and committed again
     recovered: int  # times gone back
     balanced: bool
     reason: str  # what does not balance, in words; '' when all does
 
 
 class Books:
-    """The commits of a run. A resumed run starts at `first_step` with `before`, the commits that its checkpoint holds; the
-    members count from there on, and their epochs begin at 0 again."""
+    """The commits of a run. A resumed run starts at `first_step` with `before`, the commits that its checkpoint holds, and with `base`;
+    the members count from there on, and their epochs begin at 0 again."""
 
-    def __init__(self, stages: int, microbatches: int, first_step: int = 0, before: tuple[Step, ...] = ()) -> None:
+    def __init__(
+        self,
+        stages: int,
+        microbatches: int,
+        first_step: int = 0,
+        before: tuple[Step, ...] = (),
+        base: Base | None = None,
+    ) -> None:
         self.stages, self.microbatches = stages, microbatches
         self.first_step = first_step
-        self.base = before[-1].account if before else Account()
-        self.base_recovered = before[-1].recovered if before else 0
+        self.base = base if base is not None else base_of(before)
         self.view: View | None = None  # the newest
         self.conflicts: set[int] = set()  # steps that were committed in two ways
         self.changes = 0  # grows whenever `steps` is another
@@ -75,7 +90,7 @@ class Books:
             commit=view.last,
             heard_s=now,
             account=self._whole(view.account),
-            recovered=self.base_recovered + view.epoch,
+            recovered=self.base.recovered + times_gone_back(view.epoch),
         )
         self._steps[view.last.step] = step
         self.changes += 1
@@ -112,18 +127,18 @@ class Books:
     @property
     def recovered(self) -> int:
         """How often the whole run has gone back to a checkpoint by itself."""
-        return self.base_recovered + (self.view.epoch if self.view is not None else 0)
+        return self.base.recovered + (times_gone_back(self.view.epoch) if self.view is not None else 0)
 
     def _whole(self, account: Account) -> Account:
         before = self.first_step * self.microbatches
         return Account(
             issued=before + account.issued,
             committed=before + account.committed,
-            redone=self.base.redone + account.redone,
-            counted_twice=self.base.counted_twice + account.counted_twice,
-            killed=self.base.killed + account.killed,
-            joined=self.base.joined + account.joined,
-            undone=self.base.undone + account.undone,
+            redone=self.base.account.redone + account.redone,
+            counted_twice=self.base.account.counted_twice + account.counted_twice,
+            killed=self.base.account.killed + account.killed,
+            joined=self.base.account.joined + account.joined,
+            undone=self.base.account.undone + account.undone,
         )
 
     def totals(self) -> Totals:
@@ -174,6 +189,24 @@ class Books:
             doubled.update(index for index, times in held.items() if times > 1 or index >= self.microbatches)
         once = sum(index not in missing and index not in doubled for index in range(self.microbatches))
         return once, len(missing), len(doubled)
+
+
+def base_of(steps: tuple[Step, ...]) -> Base:
+    """Of a history that stands, in order."""
+    return Base(steps[-1].account, steps[-1].recovered) if steps else Base()
+
+
+def restarted(standing: tuple[Step, ...], first_step: int, microbatches: int, before: Base = Base()) -> Base:
+    """What a run begins with that goes on at `first_step`, with all later commits of its history undone.
+
+    `before`: what the session before began with. Asked again before anything more was committed, the answer is the same: a count
+    is the larger of what its commits say and of what is known already."""
+    found = base_of(standing)
+    void = sum(step.commit.step >= first_step for step in standing) * microbatches
+    account = msgspec.structs.replace(found.account, undone=found.account.undone + void)
+    fields = account.__struct_fields__
+    larger = {field: max(getattr(account, field), getattr(before.account, field)) for field in fields}
+    return Base(Account(**larger), max(found.recovered, before.recovered))
 
 
 def surviving(steps: Iterable[Step]) -> tuple[Step, ...]:

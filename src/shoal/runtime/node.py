@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -26,6 +27,7 @@ from shoal.core.messages import (
     Find,
     Finish,
     Found,
+    Override,
     Received,
     Send,
     Tick,
@@ -48,9 +50,16 @@ class Node:
     """One peer at work. Whoever makes it starts and closes transport, directory and hands."""
 
     def __init__(
-        self, machine: PeerMachine, hands: Hands, transport: Transport, directory: Directory, record: Record
+        self,
+        machine: PeerMachine,
+        hands: Hands,
+        transport: Transport,
+        directory: Directory,
+        record: Record,
+        signed: Callable[[Override], bool] = lambda _: False,
     ) -> None:
-        self.machine, self.hands, self.transport = machine, hands, transport
+        """`signed`: is this the word of the run's authority?"""
+        self.machine, self.hands, self.transport, self._signed = machine, hands, transport, signed
         self.directory, self.record = directory, record
         self.finish: Finish | None = None
         self._view: View | None = None
@@ -141,6 +150,8 @@ class Node:
             await asyncio.sleep(0)  # a flood of messages starves neither deadlines nor results
 
     def _on_message(self, incoming: Incoming) -> None:
+        if isinstance(incoming.message, Override) and not self._signed(incoming.message):
+            return  # nobody's word but the operator's
         fault = self.hands.check(incoming.message, incoming.blobs)
         if not trace.finite(incoming.message):
             if not incoming.blobs:

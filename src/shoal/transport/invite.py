@@ -18,6 +18,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from shoal.core.messages import Override, View
 from shoal.transport.identity import PUBLIC_BYTES, Identity, key_id, load_key, public_bytes, sign, verify
 
 PREFIX = "shoal-"
@@ -107,6 +108,13 @@ class Authority:
         """The key kept in `path`; a new one is made and kept there when there is no such file."""
         return cls(load_key(path))
 
+    def override(self, view: View, term: int) -> Override:
+        """The operator's word that `view` is agreed (core/override.py), which every peer of the run can check."""
+        unsigned = Override(view=view, term=term, authority=self.public)
+        return msgspec.structs.replace(
+            unsigned, signature=sign(self._key, "override", msgspec.msgpack.encode(unsigned))
+        )
+
     def invite(self, addresses: tuple[str, ...], expires: float, title: str = "", config: bytes = b"") -> str:
         """The text of a new invite, good until `expires` (seconds since 1970)."""
         holder = Ed25519PrivateKey.generate()
@@ -119,6 +127,12 @@ class Authority:
         text = PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
         read_invite(text, now=0.0)  # names and addresses that no peer would accept are refused here
         return text
+
+
+def signed_by(override: Override, run: str) -> bool:
+    """Is it the word of that run's authority?"""
+    unsigned = msgspec.msgpack.encode(msgspec.structs.replace(override, signature=b""))
+    return key_id(override.authority) == run and verify(override.authority, "override", unsigned, override.signature)
 
 
 def read_invite(text: str, now: float, run: str = "") -> Invite:

@@ -1,0 +1,177 @@
+"""`shoal recover RUNDIR --gone P ...`: the operator's word that most of a run's peers are gone for good, so that the others go on.
+
+Asks every peer of the run that can be found how it stands, refuses wherever it can see that those given up may live
+(core/override.py), signs the override with the run's key, tells the survivors and waits until they train. Only where
+`authority.key` lies can this be done; what was signed is kept beside it, so that no other side is ever chosen beside the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.cli import process, rundir
+from shoal.config import Config
+from shoal.core.messages import AskStanding, Override, Peer, Standing
+from shoal.core.override import Refusal, decide
+from shoal.runtime.report import replace
+from shoal.transport.base import Incoming
+from shoal.transport.directory import Directory
+from shoal.transport.invite import Authority, read_invite
+from shoal.transport.shaped import Reachable
+
+OVERRIDE = "override.json"  # in the run's directory: the last one that was signed
+ASK_S = 1.0  # between two times of asking
+PASS_S = 3600.0  # the pass of the operator's own connection
+RELOAD_S = 300.0  # for survivors to load the checkpoint and begin
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="the run's directory on the machine that founded it, such as runs/quickstart")
+    parser.add_argument(
+        "--gone", nargs="+", default=[], metavar="P", help="peers that are gone for good: labels such as p3, or names"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=20.0, metavar="S", help="how long to wait for peers to answer (20)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+
+
+def main(args: argparse.Namespace) -> int:
+    from shoal.build import checkpoint_url, operator
+    from shoal.runtime.checkpoint import Store
+
+    directory = Path(args.run)
+    if not (directory / "config.toml").exists() or not (directory / "authority.key").exists():
+        raise ValueError(f"{directory}: needs the config.toml and authority.key of a run that was founded here")
+    if not args.wait > 0:
+        raise ValueError(f"--wait {args.wait:g}: wanted seconds above 0; try 20")
+    config = configuration.load(directory / "config.toml")
+    authority = Authority.load(directory / "authority.key")
+    addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
+    newest, _ = Store(checkpoint_url(config)).newest()
+    saved = newest.step if newest is not None else 0
+    labels = _labels(directory)
+    invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
+
+    async def recover() -> int:
+        async with operator(config, invite) as (transport, peers):
+            desk = Desk(transport, peers)
+            standings = await desk.ask(args.wait)
+            gone = frozenset(_named(word, standings, labels) for word in args.gone)
+            _refuse_running(directory, gone, labels)
+            view, term = decide(standings, gone, saved, _microbatches(config), _before(directory))
+            print(f"{view.reason}; this undoes {view.account.undone} microbatches in all")
+            if args.dry_run:
+                return 0
+            override = authority.override(view, term)
+            replace(directory / OVERRIDE, msgspec.json.encode(override))  # first: two sides are never chosen
+            return 0 if await desk.tell(override) else 1
+
+    return asyncio.run(recover())
+
+
+class Desk:
+    """Asks and tells the peers of a run."""
+
+    def __init__(self, transport: Reachable, directory: Directory) -> None:
+        self.transport, self.directory = transport, directory
+        self.standings: dict[Peer, Standing] = {}
+
+    async def ask(self, wait_s: float) -> dict[Peer, Standing]:
+        """How everybody stands who answers in that time. All of it is waited for: silence is what is asked about."""
+        print(f"asking the peers of the run for {wait_s:g} s", flush=True)
+        listening = asyncio.create_task(self._listen())
+        try:
+            until_s = time.monotonic() + wait_s
+            while time.monotonic() < until_s:
+                await self._ask_all()
+                await asyncio.sleep(ASK_S)
+        finally:
+            listening.cancel()
+        print(f"{len(self.standings)} answer: {', '.join(sorted(peer[:6] for peer in self.standings)) or 'nobody'}")
+        return self.standings
+
+    async def tell(self, override: Override) -> bool:
+        """Until the survivors train again."""
+        members = [member.peer for member in override.view.members]
+        listening = asyncio.create_task(self._listen())
+        try:
+            until_s = time.monotonic() + RELOAD_S
+            while time.monotonic() < until_s:
+                for peer in members:
+                    self.transport.send(peer, override)
+                await self._ask_all()
+                await asyncio.sleep(ASK_S)
+                views = [self.standings[peer].view for peer in members if peer in self.standings]
+                if any(view.epoch >= override.view.epoch and view.started for view in views):
+                    print("they train again")
+                    return True
+                if all(view.epoch >= override.view.epoch for view in views) and sys.stderr.isatty():
+                    print("they have heard, and load the checkpoint", file=sys.stderr)
+        finally:
+            listening.cancel()
+        stages = {member.stage for member in override.view.members}
+        print(
+            f"told, but training has not begun after {RELOAD_S:g} s: {len(stages)} stages have a peer; let others join"
+        )
+        return False
+
+    async def _ask_all(self) -> None:
+        await self.directory.announce()
+        for record in await self.directory.peers():
+            if record.peer != self.transport.name:
+                self.transport.send(record.peer, AskStanding())
+
+    async def _listen(self) -> None:
+        while True:
+            item = await self.transport.receive()
+            if isinstance(item, Incoming) and isinstance(item.message, Standing):
+                self.standings[item.peer] = item.message
+
+
+def _microbatches(config: Config) -> int:
+    return config.train.batch // config.train.microbatch
+
+
+def _before(directory: Path) -> Override | None:
+    path = directory / OVERRIDE
+    return msgspec.json.decode(path.read_bytes(), type=Override) if path.exists() else None
+
+
+def _labels(directory: Path) -> dict[str, Peer]:
+    """The names of this machine's peers by their labels, those that have ended too."""
+    path = directory / "names.json"
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
+
+
+def _named(word: str, standings: dict[Peer, Standing], labels: dict[str, Peer]) -> Peer:
+    """The one peer that is meant by a label, a name or the beginning of one."""
+    if word in labels:
+        return labels[word]
+    known = {member.peer for standing in standings.values() for member in standing.view.members + standing.view.joining}
+    found = sorted(peer for peer in known if peer.startswith(word))
+    if len(found) != 1:
+        raise Refusal(
+            f"--gone {word}: {len(found)} peers of the run are called so; name one of {', '.join(sorted(known))}"
+        )
+    return found[0]
+
+
+def _refuse_running(directory: Path, gone: frozenset[Peer], labels: dict[str, Peer]) -> None:
+    """Local processes are looked at, not only asked."""
+    try:
+        here = rundir.locals_of(directory).peers
+    except ValueError:  # its launcher is gone, and its peers with it
+        return
+    for peer in here:
+        if labels.get(peer.label, peer.peer) in gone and process.lives(peer.process):
+            raise Refusal(
+                f"{peer.label} is said to be gone, but its process {peer.process.pid} is there: kill -9 it first"
+            )
