@@ -187,7 +187,7 @@ class Chaos:
         self._away: set[str] = set()  # killed or stopped by this
         self._held: dict[str, Process] = {}  # stopped now and then, to be continued at the end
         self._faults: list[Fault] = []  # of links, now
-        self._armed: list[Act] = []  # wait for their moment
+        self._armed: list[tuple[Act, float]] = []  # wait for their moment, until then
         self._traces = Traces(directory)
         self._looked_s = float("-inf")
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -319,31 +319,31 @@ class Chaos:
     def _arm(self, act: Act) -> None:
         if not self._armed:
             self._traces.skip()
-        self._armed.append(act)
+        self._armed.append((act, self._now() + STRIKE_PATIENCE_S))
         self._say(f"{act.kind}: waiting for {act.who} to begin {MOMENTS[act.on].words}")
-        self._at(self._now() + STRIKE_PATIENCE_S, partial(self._disarm, act))
-
-    def _disarm(self, act: Act) -> None:
-        if act in self._armed:
-            self._armed.remove(act)
-            self._say(f"{act.kind} is left out: {act.who} did not begin {MOMENTS[act.on].words} in time")
 
     def _strike(self) -> None:
         """At the first peer that is seen to begin what an act waits for. Should the run have to be spared, at the next."""
         if not self._armed:
             return
         news = self._traces.news(peer.label for peer in self.locals.peers)
-        for act in list(self._armed):
-            meant = [peer.label for peer in schedule.named(act.who, self.locals)]
-            for label in [label for label in meant if MOMENTS[act.on].tag in news[label]]:
-                named = msgspec.structs.replace(act, who=label)
-                choice = schedule.choose(named, self.locals, frozenset(self._away), self.rng, self.lose_stages)
-                if choice.labels:
-                    self._armed.remove(act)
-                    self._do(
-                        msgspec.structs.replace(named, on="", why=f"it began {MOMENTS[act.on].words}; {act.why}"), 0
-                    )
-                    break
+        for act, until_s in list(self._armed):
+            if self._strike_with(act, news):
+                self._armed.remove((act, until_s))
+            elif self._now() >= until_s:
+                self._armed.remove((act, until_s))
+                self._say(f"{act.kind} is left out: {act.who} did not begin {MOMENTS[act.on].words} in time")
+
+    def _strike_with(self, act: Act, news: dict[str, bytes]) -> bool:
+        moment = MOMENTS[act.on]
+        for peer in schedule.named(act.who, self.locals):
+            if moment.tag not in news[peer.label]:
+                continue
+            named = msgspec.structs.replace(act, who=peer.label, on="", why=f"it began {moment.words}; {act.why}")
+            if schedule.choose(named, self.locals, frozenset(self._away), self.rng, self.lose_stages).labels:
+                self._do(named, 0)
+                return True
+        return False
 
     # -------------------------------------------------------------------------------------------------------- run
 

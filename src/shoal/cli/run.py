@@ -19,11 +19,13 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.cli import rundir
+from shoal.cli.files import Files
 from shoal.cli.launch import Child, Crew, Spec, Start
 from shoal.cli.process import identify
 from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.dashboard import account, plot
+from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.planner import plan as plans
 from shoal.planner.plan import Plan
@@ -39,6 +41,8 @@ LEAVE_S = 120.0  # for a guest's step to end
 LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
 INVITE_S = 30 * 86400.0  # local peers' passes: longer than any run on one machine
 HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended processes do not come back
+RECOVER_S = 900.0  # the same, when members on other machines could go on: an operator has time for `shoal recover`
+NO_MAJORITY = "a majority of the members has ended, so the others can agree on nothing more"
 SPARES = 3  # peers that end by themselves are replaced this many times
 
 INTERRUPTED = 130
@@ -66,7 +70,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--here", type=int, metavar="N", help="start N peers here; the others of run.peers join by invite"
     )
     parser.add_argument("--plan", metavar="FILE", help="stages, peers and placement from `shoal plan --out FILE`")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest complete checkpoint of runs/NAME, or begin when there is none: the same command every time",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -87,6 +95,9 @@ def main(args: argparse.Namespace) -> int:
         resumed = rundir.resume(config, directory) if args.resume else Resumed()
         if not args.resume:
             rundir.set_aside(directory)
+        elif resumed.first_step >= config.run.steps and (over := _ended(config, directory)) is not None:
+            print(account.text(over))
+            return 0
         job = Job(
             config=config,
             directory=directory,
@@ -97,6 +108,14 @@ def main(args: argparse.Namespace) -> int:
             kill_every_s=kill_every_s,
         )
         return asyncio.run(Run(job).run())
+
+
+def _ended(config: Config, directory: Path) -> Summary | None:
+    """The account of a run that has trained all its steps, if its launcher lived to write it."""
+    path = directory / "summary.json"
+    summary = account.read(path) if path.exists() else None
+    whole = summary is not None and summary.balanced and summary.steps == config.run.steps
+    return summary if whole else None
 
 
 def _planned(plan: Plan, path: str) -> list[str]:
@@ -164,9 +183,11 @@ class Run:
         self._joining: set[asyncio.Task[None]] = set()
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
         (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
-        self._commits = open(job.directory / "commits.jsonl", "ab", buffering=0)
+        self.files = Files(job.directory, lambda words: self.watch.tell("trouble", words, time.monotonic()))
 
     async def run(self) -> int:
+        if self.watch.finished:  # by an earlier session
+            return self._end()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
@@ -182,7 +203,10 @@ class Run:
             finally:
                 self.crew.kill()
             terminal.show(self.watch.snapshot(time.monotonic()))
-        self._commits.close()
+        return self._end()
+
+    def _end(self) -> int:
+        self.files.close()
         self._write_status()
         rundir.gather_traces(self.directory)
         if self.user_error:
@@ -190,11 +214,12 @@ class Run:
         return self._conclude()
 
     async def _part(self) -> None:
-        """Members end by themselves when the run is finished; a guest leaves in good order; everything else is ended."""
+        """Members end by themselves when the run is finished; where others can go on, these leave in good order; everything else is
+        ended: a run that has nobody left is resumed from its checkpoint."""
         if self.watch.finished and not self.interrupted:
             members = self.watch.members()
             await self.crew.wait([child for child in self.crew.living if child.label in members], FAREWELL_S)
-        elif self.authority is None and self.crew.living and not self.user_error:
+        elif (self.authority is None or self.watch.elsewhere()) and self.crew.living and not self.user_error:
             print("leaving at the next step boundary; Ctrl-C again to go at once")
             self.over.clear()
             self.crew.signal(signal.SIGTERM)
@@ -252,11 +277,9 @@ class Run:
             self.hopeless = None
         elif self.hopeless is None or self.hopeless[0] != view.number:
             self.hopeless = view.number, now
-        elif now - self.hopeless[1] >= HOPELESS_S:
-            self._give_up(
-                "a majority of the members has ended, so the others can agree on nothing more; "
-                "`--resume` goes on from the newest checkpoint"
-            )
+            self.watch.tell("trouble", f"{NO_MAJORITY}; see `shoal recover {self.directory}`", now)
+        elif now - self.hopeless[1] >= (RECOVER_S if self.watch.elsewhere() else HOPELESS_S):
+            self._give_up(f"{NO_MAJORITY}; `--resume` goes on from the newest checkpoint")
 
     async def _join(self) -> None:
         """One more peer, in the place of one that is gone."""
@@ -310,7 +333,7 @@ class Run:
     def _hear(self, child: Child, line: AnyLine) -> None:
         step: Step | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
-            self._commits.write(msgspec.json.encode(step) + b"\n")
+            self.files.commit(step)
         if self.watch.finished:
             self.over.set()
 
@@ -362,22 +385,26 @@ class Run:
         written_s = 0.0
         known: tuple[str, ...] = ()
         listed: rundir.Locals | None = None
+        named = 0
         while True:
             now = time.monotonic()
             terminal.show(self.watch.snapshot(now))
             if now - written_s >= STATUS_S:
                 written_s = now
                 self._write_status()
-            if (addresses := self._addresses()) != known:
+                self.files.flush()
+            addresses, peers = self._addresses(), self._locals()
+            if addresses != known and self.files.put("bootstrap.json", msgspec.json.encode(addresses)):
                 known = addresses
-                replace(self.directory / "bootstrap.json", msgspec.json.encode(addresses))
-            if (peers := self._locals()) != listed:
+            if peers != listed and self.files.put("peers.json", msgspec.json.encode(peers)):
                 listed = peers
-                replace(self.directory / "peers.json", msgspec.json.encode(peers))
+            names = {label: peer for peer, label in self.watch.labels.items()}
+            if len(names) != named and self.files.put("names.json", msgspec.json.encode(names)):
+                named = len(names)
             await asyncio.sleep(SHOW_S)
 
     def _write_status(self) -> None:
-        replace(self.directory / "status.json", msgspec.json.encode(self.watch.snapshot(time.monotonic())))
+        self.files.put("status.json", msgspec.json.encode(self.watch.snapshot(time.monotonic())))
 
     def _locals(self) -> rundir.Locals:
         """What `shoal chaos` needs to know."""

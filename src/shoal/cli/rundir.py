@@ -6,6 +6,8 @@
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
                                                           faults.json  whose links it has cut or slowed
     config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
+    names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
+    session.json   what this session began with, when it resumed an earlier one
 
 For `shoal run`, which writes most of it, `shoal join`, `shoal invite` and `shoal status`.
 """
@@ -24,7 +26,7 @@ from shoal import trace
 from shoal.cli.process import Process, lives
 from shoal.cli.watch import Resumed
 from shoal.config import Config
-from shoal.runtime.account import Step, surviving
+from shoal.runtime.account import Base, Step, restarted, surviving
 from shoal.runtime.report import replace
 
 
@@ -119,25 +121,48 @@ def set_aside(directory: Path) -> None:
         number = 1
         while (old := directory.with_name(f"{directory.name}.{number}")).exists():
             number += 1
+        killed = (directory / "commits.jsonl").exists() and not (directory / "summary.json").exists()
         os.rename(directory, old)
         print(f"what was in {directory} is now in {old}")
+        if killed:
+            print(f"that run was killed; to go on with it, name it {directory.name} again and add --resume")
     directory.mkdir(parents=True, exist_ok=True)
 
 
 def resume(config: Config, directory: Path) -> Resumed:
-    """The newest complete checkpoint, and the commits of the steps that it holds."""
+    """The newest complete checkpoint, and the commits of the steps that it holds; from the beginning when there is no checkpoint
+    yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
     from shoal.build import checkpoint_url
     from shoal.runtime.checkpoint import Store
 
+    directory.mkdir(parents=True, exist_ok=True)
     store = Store(checkpoint_url(config))
     training, refused = store.newest()
     for why in refused:
         print(f"passed over {why}")
+    first = training.step if training is not None else 0
+    standing = surviving(_written(directory))
+    kept = tuple(step for step in standing if step.commit.step < first)
+    void = sum(step.commit.step >= first for step in standing)
     if training is None:
-        raise ValueError(f"--resume: there is no complete checkpoint in {store.url}; run without --resume to begin")
-    newest = training.step
-    if newest >= config.run.steps:
-        raise ValueError(f"--resume: all {newest} steps are trained; try run.steps={2 * newest}")
+        print(f"--resume: there is no complete checkpoint in {store.url} yet: training begins at step 0")
+    if void:
+        print(f"{void} steps that were committed after step {first} are undone and trained again")
+    base = restarted(standing, first, config.train.batch // config.train.microbatch, _began_with(directory))
+    resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if training else "")
+    if first >= config.run.steps:
+        print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")
+        return resumed
+    _set_trace_aside(directory, first)
+    # In this order: killed between the two, the next one finds the same again.
+    replace(directory / "session.json", msgspec.json.encode(base))
+    replace(directory / "commits.jsonl", b"".join(msgspec.json.encode(step) + b"\n" for step in kept))
+    (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
+    return resumed
+
+
+def _written(directory: Path) -> list[Step]:
+    """Every commit in commits.jsonl, in the order in which they were heard of."""
     path = directory / "commits.jsonl"
     steps: list[Step] = []
     for text in path.read_bytes().splitlines() if path.exists() else ():
@@ -145,15 +170,25 @@ def resume(config: Config, directory: Path) -> Resumed:
             steps.append(msgspec.json.decode(text, type=Step))
         except msgspec.DecodeError:
             continue  # half a line: the launcher was killed; if a step is missing for it, the account will say so
-    _set_trace_aside(directory, newest)
-    kept = tuple(step for step in surviving(steps) if step.commit.step < newest)
-    replace(path, b"".join(msgspec.json.encode(step) + b"\n" for step in kept))
-    return Resumed(first_step=newest, steps=kept)
+    return steps
+
+
+def _began_with(directory: Path) -> Base:
+    path = directory / "session.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Base)
+    except FileNotFoundError:  # it was the first
+        return Base()
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not what a session begins with: {error}; remove it to go on without") from None
 
 
 def _set_trace_aside(directory: Path, step: int) -> None:
     """Keep the earlier session's trace under the step at which this one begins; its pieces, if its launcher was killed."""
-    earlier = directory / f"trace-before-{step}.jsonl"
+    number, earlier = 1, directory / f"trace-before-{step}.jsonl"
+    while earlier.exists():  # killed again before another checkpoint was written
+        number += 1
+        earlier = directory / f"trace-before-{step}.{number}.jsonl"
     pieces = sorted((directory / "traces").glob("*.jsonl"))
     if pieces:
         trace.merge(pieces, earlier)
@@ -166,6 +201,8 @@ def _set_trace_aside(directory: Path, step: int) -> None:
 def gather_traces(directory: Path) -> None:
     """The peers' traces as one, by time."""
     pieces = sorted((directory / "traces").glob("*.jsonl"))
+    if not pieces and (directory / "trace.jsonl").exists():
+        return
     trace.merge(pieces, directory / "trace.jsonl")
     for piece in pieces:
         piece.unlink()

@@ -14,7 +14,7 @@ from shoal.config import Config
 from shoal.core.messages import Peer
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
-from shoal.runtime.account import Books, Step
+from shoal.runtime.account import Base, Books, Step
 from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Progress, Told
 
 HAPPENINGS = 60  # kept for the view
@@ -23,10 +23,12 @@ _NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+\b")
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """Where a run goes on: a checkpoint's step and the commits before it."""
+    """Where a run goes on: a checkpoint's step, the commits before it, and the account of the sessions before."""
 
     first_step: int = 0
     steps: tuple[Step, ...] = ()
+    base: Base = Base()
+    checkpoint: str = ""  # its path; '' when there was none yet, and the run begins anew
 
 
 class Watch:
@@ -35,12 +37,16 @@ class Watch:
     def __init__(self, config: Config, started_s: float, resumed: Resumed) -> None:
         self.config, self.started_s, self.resumed = config, started_s, resumed
         self.books = Books(
-            config.run.stages, config.train.batch // config.train.microbatch, resumed.first_step, resumed.steps
+            config.run.stages,
+            config.train.batch // config.train.microbatch,
+            resumed.first_step,
+            resumed.steps,
+            resumed.base,
         )
         self.labels: dict[Peer, str] = {}
         self.standing: dict[str, Progress] = {}  # by label, of the peers that live
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
-        self.checkpoint = ""
+        self.checkpoint = resumed.checkpoint
         self.killed = 0
         self._serial = 0
         self.first_step_s: float | None = None  # from the command to the first step of this session
@@ -83,7 +89,9 @@ class Watch:
 
     @property
     def finished(self) -> bool:
-        return self.books.view is not None and self.books.view.finished
+        if self.books.view is None:  # there may be nothing left to do
+            return self.resumed.first_step >= self.config.run.steps
+        return self.books.view.finished
 
     def members(self) -> set[str]:
         """Labels of those in the newest view, whom the leader tells when the run is finished."""
@@ -102,6 +110,11 @@ class Watch:
             return False
         labels = [self.labels.get(peer, "") for peer in view.voters]
         return 2 * sum(not label or label in living for label in labels) <= len(labels)
+
+    def elsewhere(self) -> bool:
+        """Has the newest view members on other machines?"""
+        view = self.books.view
+        return view is not None and any(member.peer not in self.labels for member in view.members)
 
     def expendable(self) -> list[str]:
         """Members without whom their stage still has a member that holds its state, and the others a majority."""
@@ -169,7 +182,7 @@ class Watch:
             counted_twice=totals.counted_twice,
             undone=totals.undone,
             recovered=totals.recovered,
-            killed=self.killed + self.books.base.killed,
+            killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,
             tokens_per_s=self.tokens_per_s(),
             first_step_s=self.first_step_s,

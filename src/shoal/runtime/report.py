@@ -87,5 +87,9 @@ def decode(text: bytes) -> AnyLine | None:
 def replace(path: Path, data: bytes) -> None:
     """Write a small file so that a reader finds the old content or the new one, never half."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(data)
-    os.replace(beside, path)
+    try:
+        beside.write_bytes(data)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,125 @@
+"""A peer that is asked to go (SIGTERM, as a cloud's notice is passed on, or Ctrl-C) hands over at the next step boundary: nothing it did
+is done again. Whoever presses Ctrl-C twice goes at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.e2e.test_run import LONG_S, NO_MODEL, Start, alive, children, end, start, summary, wait_for
+
+from shoal.cli import rundir
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+__all__ = ["start"]  # a fixture
+
+# A step takes seconds, most of them spent in the middle of something: whoever leaves at once would leave work behind.
+LONG_STEPS = ("run.steps=100000", "train.batch=16", *NO_MODEL, "device.emulated_s=0.1")
+
+
+def peers(tmp_path: Path) -> tuple[rundir.Local, ...]:
+    try:
+        found = rundir.locals_of(tmp_path / "runs/tiny")
+    except ValueError:
+        return ()
+    return found.peers if found.started else ()
+
+
+def members(tmp_path: Path) -> set[str]:
+    return {seat.label for seat in rundir.locals_of(tmp_path / "runs/tiny").members}
+
+
+def committed(tmp_path: Path) -> int:
+    path = tmp_path / "runs/tiny/commits.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_peer_told_to_go_leaves_with_nothing_redone(start: Start, tmp_path: Path, leads: bool) -> None:
+    launcher = start("run", "tiny.toml", "run.peers=6", *LONG_STEPS)
+    wait_for(lambda: launcher.poll() is not None or (committed(tmp_path) >= 2 and len(peers(tmp_path)) == 6))
+    peer = next(peer for peer in peers(tmp_path) if peer.leads is leads)
+    os.kill(peer.process.pid, signal.SIGTERM)
+    wait_for(lambda: launcher.poll() is not None or not alive(peer.process.pid))
+    wait_for(lambda: launcher.poll() is not None or peer.label not in members(tmp_path))
+    seen = committed(tmp_path)
+    wait_for(lambda: launcher.poll() is not None or committed(tmp_path) >= seen + 3)
+    launcher.send_signal(signal.SIGINT)
+    output = end(launcher, code=130)
+    found = summary(tmp_path)
+    assert re.search(rf"left +{peer.label}: left: its launcher asks it to", output), output
+    assert (found["redone"], found["lost"], found["counted_twice"], found["killed"]) == (0, 0, 0, 0), output
+
+
+def guests(tmp_path: Path, start: Start) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """A host with three peers and a guest with two, which train together."""
+    host = start("run", "tiny.toml", "run.peers=5", "--here", "3", *LONG_STEPS)
+    bootstrap = tmp_path / "runs/tiny/bootstrap.json"
+    wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 3))
+    invite = end(start("invite", "tiny.toml")).strip()
+    guest = start(
+        "join",
+        invite,
+        "--peers",
+        "2",
+        "run.dir=guest",
+        *(word for word in NO_MODEL if "device" in word),
+        "device.emulated_s=0.1",
+    )
+    wait_for(lambda: host.poll() is not None or committed(tmp_path) >= 2)
+    return host, guest
+
+
+def test_ctrl_c_lets_a_guests_peers_leave_in_order_and_twice_ends_them_at_once(start: Start, tmp_path: Path) -> None:
+    host, guest = guests(tmp_path, start)
+    guest.send_signal(signal.SIGINT)
+    said = end(guest, code=130)
+    assert "leaving at the next step boundary; Ctrl-C again to go at once" in said
+    assert len(re.findall(r"left +p\d: left: its launcher asks it to", said)) == 2, said
+    seen = committed(tmp_path)
+    wait_for(lambda: host.poll() is not None or committed(tmp_path) >= seen + 2)
+
+    invite = end(start("invite", "tiny.toml")).strip()
+    hasty = start("join", invite, "run.dir=hasty", *NO_MODEL)
+    wait_for(lambda: host.poll() is not None or (members(tmp_path) == {"p1", "p2", "p3", ""}))
+    mine = children(hasty.pid)
+    for process in mine:
+        os.kill(process, signal.SIGSTOP)  # it cannot leave in good order, however long anybody waits
+    hasty.send_signal(signal.SIGINT)
+    assert hasty.stdout is not None
+    for line in hasty.stdout:
+        if line.startswith("leaving at the next step boundary"):
+            break
+    hasty.send_signal(signal.SIGINT)
+    end(hasty, code=130)
+    wait_for(lambda: not any(map(alive, mine)))
+
+    seen = committed(tmp_path)
+    wait_for(lambda: host.poll() is not None or committed(tmp_path) >= seen + 2)
+    host.send_signal(signal.SIGINT)
+    output = end(host, code=130)
+    found = summary(tmp_path)
+    assert (found["lost"], found["counted_twice"]) == (0, 0), output
+
+
+def test_ctrl_c_on_the_host_hands_the_run_over_when_others_can_go_on(start: Start, tmp_path: Path) -> None:
+    host = start("run", "tiny.toml", "run.peers=6", "--here", "2", *LONG_STEPS)
+    bootstrap = tmp_path / "runs/tiny/bootstrap.json"
+    wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 2))
+    invite = end(start("invite", "tiny.toml")).strip()
+    guest = start("join", invite, "--peers", "4", "run.dir=guest", *NO_MODEL)
+    wait_for(lambda: host.poll() is not None or committed(tmp_path) >= 2)
+    host.send_signal(signal.SIGINT)
+    output = end(host, code=130)
+    assert len(re.findall(r"left +p\d: left: its launcher asks it to", output)) == 2, output
+    assert summary(tmp_path)["redone"] == 0
+    heard = tmp_path / "guest/tiny/commits.jsonl"
+    seen = len(heard.read_bytes().splitlines())
+    wait_for(lambda: guest.poll() is not None or len(heard.read_bytes().splitlines()) >= seen + 2)
+    guest.send_signal(signal.SIGKILL)
+    guest.communicate(timeout=LONG_S)

@@ -1,0 +1,100 @@
+"""All processes of a run are killed at once, at random moments, and the same command is given again: nothing is skipped, nothing is
+seen twice beyond the newest checkpoint, and what was trained is bit for bit what one process trains that nobody kills."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+from tests import reference
+from tests.e2e.test_run import (
+    LONG_S,
+    Start,
+    alive,
+    assert_balanced,
+    children,
+    end,
+    start,
+    steps_done,
+    summary,
+    wait_for,
+)
+
+from shoal import config as configuration
+from shoal.runtime.account import Step, surviving
+from shoal.runtime.data import open_dataset
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+__all__ = ["start"]  # a fixture
+
+STEPS = 24
+# A schedule that is another at every step, and a checkpoint every third: what is continued wrongly shows in the losses.
+COMMAND = (
+    "tiny.toml",
+    "--resume",
+    f"run.steps={STEPS}",
+    "train.schedule=cosine",
+    "train.warmup=5",
+    "checkpoint.every=3",
+    "network.delay_s=0.05",
+)
+
+
+def committed(tmp_path: Path) -> tuple[Step, ...]:
+    path = tmp_path / "runs/tiny/commits.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return surviving(msgspec.json.decode(line, type=Step) for line in lines)
+
+
+def test_a_run_killed_whole_goes_on_from_its_checkpoint_when_the_same_command_is_given_again(
+    start: Start, tmp_path: Path
+) -> None:
+    rng = Random(11)
+    undone, firsts = 0, []
+    for kill in range(3):
+        seen = len(committed(tmp_path))
+        launcher = start("run", *COMMAND)
+        # The first before any checkpoint. Then at a moment drawn from the next steps and from within a step.
+        wanted = 2 if kill == 0 else seen + rng.randrange(1, 6)
+        wait_for(lambda wanted=wanted, launcher=launcher: launcher.poll() is not None or steps_done(tmp_path) >= wanted)
+        time.sleep(rng.uniform(0, 0.5))
+        peers = children(launcher.pid)
+        for process in (launcher.pid, *peers):
+            with contextlib.suppress(ProcessLookupError):  # the kernel ends peers with their launcher
+                os.kill(process, signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=LONG_S)
+        wait_for(lambda peers=peers: not any(map(alive, peers)))
+        firsts += map(int, re.findall(r"(\d+) steps that were committed after step \d+ are undone", output))
+        assert not (tmp_path / "runs/tiny/summary.json").exists()
+    trained = committed(tmp_path)
+    output = end(start("run", *COMMAND))
+    firsts += map(int, re.findall(r"(\d+) steps that were committed after step \d+ are undone", output))
+    found = summary(tmp_path)
+    undone = 4 * sum(firsts)
+    assert_balanced(found, STEPS)
+    assert found["undone"] == undone >= 4 * 2, "the steps before the first checkpoint at least"
+    assert trained[-1].commit.step < STEPS - 1, "the last kill came in time"
+
+    config = configuration.load(
+        tmp_path / "tiny.toml", [*(word for word in COMMAND[2:]), f"data.path={tmp_path / 'a.txt'}"]
+    )
+    steps = [step.commit for step in committed(tmp_path)]
+    assert [commit.step for commit in steps] == list(range(STEPS))
+    process, alone = reference.follow(config, open_dataset(config), map(reference.as_recorded, steps))
+    assert [one.loss for one in alone] == found["losses"]
+    assert [one.norm for one in alone] == [commit.norm for commit in steps]
+    wanted_state = reference.checkpoint(tmp_path / "runs/tiny", STEPS)
+    assert reference.differing(process.state(), wanted_state) == []
+
+    again = end(start("run", *COMMAND))  # nothing left to do: a supervisor that gives it again does no harm
+    assert f"all {STEPS} steps are trained" in again and summary(tmp_path) == found
+    (tmp_path / "runs/tiny/summary.json").unlink()  # as if the launcher had been killed before it wrote that
+    assert "Every sample counted once." in end(start("run", *COMMAND))
+    assert summary(tmp_path)["losses"] == found["losses"] and summary(tmp_path)["undone"] == undone
