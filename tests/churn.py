@@ -141,7 +141,7 @@ class Ground:
             time.sleep(0.1)
         processes = [f"process {process}" for process in self.processes()]
         ports = [f"a socket that listens on port {port}" for port in {p for p, _ in _listening()} & self._ports]
-        files = [str(path) for path in sorted(self.temporary.rglob("*"))]
+        files = [str(path) for path in sorted(self.temporary.rglob("*")) if not _torchs(path)]
         shared = [f"/dev/shm/{name}" for name in sorted(_names("/dev/shm") - self._shared) if _ours(name)]
         return (*processes, *sorted(ports), *files, *shared)
 
@@ -190,7 +190,7 @@ def churned(directory: Path, seconds: float, every_s: float, calm_s: float = 15.
         step_s=step_s,
         pause_bound_s=10.0 + step_s,
         worst_loss=max(abs(one.commit.loss / loss - 1) for one, loss in zip(steps, losses, strict=True)),
-        leftovers=(*left, *ground.leftovers()),
+        leftovers=tuple(dict.fromkeys((*left, *ground.leftovers()))),
     )
 
 
@@ -255,6 +255,11 @@ def _listening() -> list[tuple[int, str]]:
 
 def _names(directory: str) -> set[str]:
     return {path.name for path in Path(directory).iterdir()} if Path(directory).is_dir() else set()
+
+
+def _torchs(path: Path) -> bool:
+    """The directory of torch's compile cache, one per user, which importing torch makes; nothing is compiled here, so it is empty."""
+    return path.name.startswith("torchinductor_") and path.is_dir() and not any(path.iterdir())
 
 
 def _ours(name: str) -> bool:

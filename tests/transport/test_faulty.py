@@ -109,6 +109,27 @@ def test_what_is_cut_vanishes_in_that_direction_only(tmp_path: Path, way: Way, a
     among(path, story)
 
 
+def test_a_cut_holds_where_only_one_end_knows_of_it(tmp_path: Path) -> None:
+    """The other has not read the file yet, or cannot."""
+    path = tmp_path / FAULTS
+    write(path, fault(others=("b",)))
+
+    async def story(peers: dict[str, Faulty]) -> None:
+        a, b, c = peers["a"], peers["b"], peers["c"]
+        for sender, receiver in ((a, b), (b, a)):
+            sender._path = tmp_path / "none"
+            sender.look()
+            sender.send(receiver.name, control(1))
+            sender.send("c", control(2))
+            assert await next_of(c) == 2
+            c.send(receiver.name, control(3))
+            assert await next_of(receiver) == 3
+            sender._path = path
+            sender.look()
+
+    among(path, story)
+
+
 def test_a_cut_ends_at_its_moment_or_with_its_file(tmp_path: Path) -> None:
     path = tmp_path / FAULTS
     write(path, fault(lasting_s=-1.0))
