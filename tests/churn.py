@@ -150,7 +150,7 @@ def churned(directory: Path, seconds: float, every_s: float, calm_s: float = 15.
     """Disturb a run for `seconds` with a SIGKILL every `every_s`, and compare. `calm_s`: before the first, to know a step's time."""
     ground = Ground(directory)
     kills = int(seconds // every_s)
-    acts = [f'[[act]]\nat = "{calm_s + n * every_s} s"\nkind = "kill"\n' for n in range(kills)]
+    acts = [f'[[act]]\nat = "{calm_s + n * every_s} s"\nkind = "kill"\nwho = "member"\n' for n in range(kills)]
     (directory / "kills.toml").write_text("".join(acts))
     run = ground.start("run", ground.config("disturbed"))
     try:

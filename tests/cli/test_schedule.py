@@ -66,6 +66,13 @@ def test_a_majority_of_the_members_is_always_left(kind: Kind) -> None:
     assert every.later and not every.labels
 
 
+def test_who_moves_to_another_stage_still_votes() -> None:
+    run = a_run(0, 0, 0, 0, 0)
+    run = msgspec.structs.replace(run, members=run.members[:4], voters=tuple(peer.label for peer in run.peers))
+    assert chosen(an_act(), run, away=frozenset({"p4"}), lose_stages=True)
+    assert not chosen(an_act(), run, away=frozenset({"p4", "p3"}), lose_stages=True)
+
+
 def test_even_numbers_need_more_than_half() -> None:
     assert not chosen(an_act(), a_run(0, 0, 0, 0), away=frozenset({"p0"}))
 
@@ -74,6 +81,9 @@ def test_a_joiner_is_nobody_whom_the_run_relies_on() -> None:
     run = a_run(0, 1)
     run = msgspec.structs.replace(run, peers=(*run.peers, Local("p9", Process(9, "now"))))
     assert chosen(an_act(), run) == {"p9"}
+    assert chosen(an_act(who="member"), run) == set(), "each is its stage's last"
+    assert chosen(an_act(who="member"), run, lose_stages=True) == set(), "one of two is no majority"
+    assert chosen(an_act(who="member"), a_run(0, 0, 0)) == {"p0", "p1", "p2"}
 
 
 def test_a_label_a_stage_and_the_leader_can_be_named() -> None:

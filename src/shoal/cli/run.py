@@ -428,4 +428,5 @@ class Run:
                 if child.identity is not None
             ),
             members=tuple(rundir.Seat(label=label, stage=stage) for label, stage in self.watch.seats()),
+            voters=tuple(self.watch.voters()),
         )

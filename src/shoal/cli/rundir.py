@@ -55,6 +55,7 @@ class Locals(msgspec.Struct, frozen=True):
     finished: bool = False
     peers: tuple[Local, ...] = ()
     members: tuple[Seat, ...] = ()
+    voters: tuple[str, ...] = ()  # labels as in `members`: these, and members that move to another stage
 
 
 class Wanted(msgspec.Struct, frozen=True):

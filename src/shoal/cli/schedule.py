@@ -45,7 +45,9 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s: float
     kind: Kind
-    who: str = "anyone"  # a label such as p3, "stage 1", "leader" or "anyone"
+    who: str = (
+        "anyone"  # a label such as p3, "stage 1", "leader", "member" (it trains) or "anyone" (it may still be starting)
+    )
     every: bool = False  # all that `who` names, not one of them
     length_s: float = 0.0
     by: float = SLOW_BY
@@ -238,9 +240,9 @@ class Choice(msgspec.Struct, frozen=True):
 def choose(act: Act, run: Locals, away: frozenset[str], rng: Random, lose_stages: bool = False) -> Choice:
     """`away`: labels that were killed or stopped and of which the run may not know yet."""
     here = [peer for peer in run.peers if peer.label not in away and (peer.peer or act.kind not in LINKS)]
-    meant = _meant(act.who, here)
+    meant = _meant(act.who, here, run)
     if not meant:
-        return Choice(why_not=f"nobody here is {act.who}", later=act.who in ("anyone", "leader"))
+        return Choice(why_not=f"nobody here is {act.who}", later=act.who in ("anyone", "member", "leader"))
     if act.kind in ("slow", "lag"):  # it goes on working
         return Choice(labels=tuple(peer.label for peer in (meant if act.every else [rng.choice(meant)])))
     if act.every:
@@ -258,12 +260,15 @@ def choose(act: Act, run: Locals, away: frozenset[str], rng: Random, lose_stages
 
 def named(who: str, run: Locals) -> tuple[Local, ...]:
     """All that `who` names."""
-    return tuple(_meant(who, list(run.peers)))
+    return tuple(_meant(who, list(run.peers), run))
 
 
-def _meant(who: str, here: list[Local]) -> list[Local]:
+def _meant(who: str, here: list[Local], run: Locals) -> list[Local]:
     if who == "anyone":
         return here
+    if who == "member":
+        seated = {seat.label for seat in run.members}
+        return [peer for peer in here if peer.label in seated]
     if who == "leader":
         return [peer for peer in here if peer.leads]
     if who.startswith("stage "):
@@ -272,10 +277,11 @@ def _meant(who: str, here: list[Local]) -> list[Local]:
 
 
 def _majority(run: Locals, gone: frozenset[str] | set[str]) -> str:
-    left = sum(seat.label not in gone for seat in run.members)
-    if 2 * left > len(run.members):
+    voters = run.voters or tuple(seat.label for seat in run.members)
+    left = sum(label not in gone for label in voters)
+    if 2 * left > len(voters):
         return ""
-    return f"of {len(run.members)} members {left} would be left, and the run can do nothing without a majority"
+    return f"of {len(voters)} members {left} would be left, and the run can do nothing without a majority"
 
 
 def _last(run: Locals, peer: Local, gone: frozenset[str] | set[str]) -> str:

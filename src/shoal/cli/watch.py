@@ -103,12 +103,17 @@ class Watch:
         view = self.books.view
         return [(self.labels.get(m.peer, ""), m.stage) for m in view.members] if view is not None else []
 
+    def voters(self) -> list[str]:
+        """Labels of those whose majority decides."""
+        view = self.books.view
+        return [self.labels.get(peer, "") for peer in view.voters] if view is not None else []
+
     def hopeless(self, living: set[str]) -> bool:
         """So many voters have ended, as far as known here, that those left are no majority and can agree on nothing more."""
         view = self.books.view if self.started and not self.finished else None
         if view is None:
             return False
-        labels = [self.labels.get(peer, "") for peer in view.voters]
+        labels = self.voters()
         return 2 * sum(not label or label in living for label in labels) <= len(labels)
 
     def elsewhere(self) -> bool:
