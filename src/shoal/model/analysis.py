@@ -40,9 +40,8 @@ def count(config: Config) -> Profile:
     except ValueError:
         if config.train.dtype != "float32":
             raise
-        return _count(
-            config, torch.bfloat16, 2
-        )  # torch has kernels of mixed experts for bf16 alone: values are twice as large
+        # torch has kernels of mixed experts for bf16 alone; here values are twice as large.
+        return _count(config, torch.bfloat16, 2)
 
 
 def _count(config: Config, dtype: torch.dtype, larger: int) -> Profile:
@@ -50,17 +49,21 @@ def _count(config: Config, dtype: torch.dtype, larger: int) -> Profile:
     hf = hf_config(config)
     hf._attn_implementation = _attention()
     model = on_meta(hf).to(dtype).eval()
+    fake = FakeTensorMode()
+    _without_values(model, fake)
     parts = Parts(model)
-    counted = [_counted(parts, config, "embedding", range(0), first=True, last=False)]
+    counted = [_counted(parts, fake, config, "embedding", range(0), first=True, last=False)]
     alike: dict[str, Part] = {}
     for index, block in enumerate(parts.blocks):
         # Blocks of the same text (classes and sizes) and kind do the same; most models have one or two sorts.
         kinds = getattr(hf, "layer_types", None)
         sort = f"{block} {kinds[index] if kinds else ''}"
         if sort not in alike:
-            alike[sort] = _counted(parts, config, f"block {index}", range(index, index + 1), first=False, last=False)
+            alike[sort] = _counted(
+                parts, fake, config, f"block {index}", range(index, index + 1), first=False, last=False
+            )
         counted.append(msgspec.structs.replace(alike[sort], name=f"block {index}"))
-    counted.append(_counted(parts, config, "head", range(0), first=False, last=True))
+    counted.append(_counted(parts, fake, config, "head", range(0), first=False, last=True))
     sized = tuple(
         msgspec.structs.replace(
             part, activation_bytes=larger * part.activation_bytes, working_bytes=larger * part.working_bytes
@@ -73,17 +76,17 @@ def _count(config: Config, dtype: torch.dtype, larger: int) -> Profile:
     return Profile(sized, float(boundary), 8.0 * sequences * (tokens + 1), tied, COUNTED)
 
 
-def _counted(parts: Parts, config: Config, name: str, blocks: range, *, first: bool, last: bool) -> Part:
+def _counted(
+    parts: Parts, fake: FakeTensorMode, config: Config, name: str, blocks: range, *, first: bool, last: bool
+) -> Part:
     """One part alone, forward and backward."""
     model = parts.model
     parts.take_out()
     parts.put_back(blocks, first=first, last=last)
     shape = (config.train.microbatch, config.data.sequence)
     values = sum(parameter.numel() for parameter in model.parameters())
-    # Fake tensors, because the families' code looks at values unless it is told that there are none.
     try:
-        # Fake tensors, because the families' code looks at values unless it is told that there are none.
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
+        with _quiet(), fake, torch.device("meta"):
             x = torch.zeros(shape, dtype=torch.int64)
             targets = torch.zeros_like(x).flatten()
             if not first:
@@ -115,6 +118,15 @@ def _counted(parts: Parts, config: Config, name: str, blocks: range, *, first: b
         bytes_kept,
         max(0.0, alive.most - bytes_kept - values * model.dtype.itemsize),
     )
+
+
+def _without_values(model: Any, fake: FakeTensorMode) -> None:
+    """Fake tensors for what the model holds: the families' code looks at values unless it is told that there are none."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is not None:
+                    held[name] = fake.from_tensor(value)
 
 
 def _attention() -> str:
