@@ -121,6 +121,7 @@ class Device(Section, frozen=True):
     emulated_s: float = 0.2  # seconds per microbatch of the emulated executor, which has no model (backward: double)
     emulated_values: int = 2_097_152  # values of an emulated boundary tensor (float32)
     threads: int = 1  # CPU threads for one peer's compute; 0 = PyTorch's own choice
+    probed: str = "device.toml"  # what `shoal probe` wrote on this machine, if it did; told to `shoal probe --run`
 
 
 class Checkpoint(Section, frozen=True):
