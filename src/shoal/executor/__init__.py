@@ -8,6 +8,14 @@ from shoal.executor.base import Executor, check_device
 
 def create(config: Config, stage: int, *, source: str | None = None) -> Executor:
     """The executor of stage `stage`, its weights from the directory `source`, else `model.path`, else the seed."""
+    if config.train.local_steps > 1:
+        from shoal.executor.local import LocalSteps
+
+        return LocalSteps(lambda alone: _plain(alone, stage, source), config)
+    return _plain(config, stage, source)
+
+
+def _plain(config: Config, stage: int, source: str | None) -> Executor:
     if config.device.executor == "emulated":  # imports are here: an emulated peer never loads transformers
         from shoal.executor.emulated import Emulated
 

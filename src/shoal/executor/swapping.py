@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.config import Config
+from shoal.config import Config, microbatches, slices
 from shoal.executor import memory
 from shoal.executor.base import DTYPES, NotFinite, boundary
-from shoal.executor.inputs import check_ends, checked, outcome
+from shoal.executor.inputs import check_ends, checked, cut, joined, outcome
 from shoal.executor.link import Cargo, Link, pinned, runs
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
@@ -69,7 +69,8 @@ class Swapping:
             raise ValueError("device.kind = 'mps' shares its memory with the host; use device.executor=resident")
         self._config, self._device = config, config.device.kind
         self._dtype = DTYPES[config.train.dtype]
-        self._microbatches = config.train.batch // config.train.microbatch
+        self._slice = config.device.sequences or config.train.microbatch
+        self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's
         named = list(stage.named_parameters())
         self._host = Host(named, self._dtype, self._device)
         self._row = row(stage)
@@ -86,24 +87,28 @@ class Swapping:
         self.length = self._master.length
         self.sum, self._pending = (pinned(torch.zeros(self.length), self._device) for _ in range(2))
         self._empty = True  # nothing in `sum`
-        self._kept: deque[Inputs] = deque(maxlen=config.run.queue_limit)
+        self._kept: deque[Inputs] = deque(maxlen=config.run.queue_limit * slices(config))
 
     # ----------------------------------------------------------------------------------------------------- the contract
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run_many([x])[0]
+        return torch.cat(self.run_many(x.split(self._slice)))
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
-        return self.backward_many([x], [grad], [tokens])[0]
+        return joined(self.backward_many(*zip(*cut(self._slice, x, grad, tokens), strict=True)))
 
-    def zero(self) -> None:
+    def zero(self, step: int = 0) -> None:
         self._link.settle()
         self.sum.zero_()
         self._empty = True
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def brought(self) -> Tensor:
         self._link.settle()
-        self._master.apply(reduced, norm, step)
+        return self.sum.clone()
+
+    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+        self._link.settle()
+        self._master.apply(reduced, norm, step, age)
         self._changed()
 
     def state(self) -> dict[str, Tensor]:
@@ -120,7 +125,7 @@ class Swapping:
     # -------------------------------------------------------------------------------------------------- several at once
 
     def run_many(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """`forward` of several microbatches, each group loaded once. NotFinite: one of them is, and none is answered."""
+        """`forward` of several slices of microbatches, each group loaded once. NotFinite: one of them is, and none is answered."""
         whole = self._row.group(0, len(self._row.units))
         inputs = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
         self._link.settle()
@@ -133,7 +138,7 @@ class Swapping:
     def backward_many(
         self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], tokens: Sequence[Tensor | None]
     ) -> list[tuple[Tensor | None, float | None]]:
-        """`backward` of several microbatches, added in their order. On a ValueError none of them is in the sum."""
+        """`backward` of several slices, added in their order. On a ValueError none of them is in the sum."""
         whole = self._row.group(0, len(self._row.units))
         ends = [End(self._input(whole, x), *rest) for x, *rest in zip(xs, grads, tokens, strict=True)]
         for end in ends:
@@ -207,7 +212,7 @@ class Swapping:
             wanted.append(x.requires_grad_())
         with torch.enable_grad():
             y, grad_y, loss = outcome(stage, x, grad, tokens)
-            y = y if loss is None else y / self._microbatches
+            y = y if loss is None else y / self._parts
             found = list(torch.autograd.grad(y, wanted, grad_y, allow_unused=True, materialize_grads=True))
         finite = torch.stack([torch.isfinite(part).all() for part in found]).all()
         grad_x = None if stage.first else self._away(found.pop())
@@ -281,10 +286,11 @@ class Swapping:
         return self._bound((start, stop), parameters, torch.zeros(own, device=self._device), lambda: None)
 
     def _measure(self) -> memory.Live:
-        """What a microbatch of the configured size takes on the device, by running one through these units."""
-        train, data = self._config.train, self._config.data
-        tokens = torch.zeros(train.microbatch, data.sequence + 1, dtype=torch.int64)
-        shape, dtype = boundary(self._config)
+        """What a slice of a microbatch takes on the device, by running one through these units."""
+        data = self._config.data
+        tokens = torch.zeros(self._slice, data.sequence + 1, dtype=torch.int64)
+        (_, *rest), dtype = boundary(self._config)
+        shape = self._slice, *rest
         whole = self._row.group(0, len(self._row.units))
         kinds = [tokens[:, :-1] if whole.first and whole.vocabulary is not None else torch.zeros(shape, dtype=dtype)]
         for unit in range(len(self._row.units)):
