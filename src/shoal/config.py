@@ -124,6 +124,7 @@ class Device(Section, frozen=True):
     kind: Literal["cpu", "cuda", "mps"] = "cpu"
     executor: Literal["resident", "swapping", "emulated"] = "resident"  # swapping: for stages above memory_bytes
     memory_bytes: int = 0  # device memory for the swapping executor, whose layers take turns in it; 0 = no limit
+    host_bytes: int = 0  # host memory that a peer's stage may take; 0 = what is free when it is built
     sequences: int = 0  # of a microbatch on the device at once, one slice after another for each layer; 0 = all
     emulated_s: float = 0.2  # seconds per microbatch of the emulated executor, which has no model (backward: double)
     emulated_values: int = 2_097_152  # values of an emulated boundary tensor (float32)
@@ -272,6 +273,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "device.emulated_s": (0, math.inf),
     "device.emulated_values": (1, 2**40),
     "device.memory_bytes": (0, 2**50),
+    "device.host_bytes": (0, 2**60),
     "device.sequences": (0, 2**20),
     "device.threads": (0, 1024),
     "checkpoint.every": (0, 2**53),
