@@ -130,7 +130,6 @@ def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trai
         (("device.executor=emulated",), "trains nothing"),
         (("model.family=mamba",), "has no pipeline plan"),
         (("one.toml", "two.toml"), "'two.toml' is a second file"),
-        (("--resume",), "there is no complete checkpoint"),
     ],
 )
 def test_what_is_no_machines_own_training_is_refused(
