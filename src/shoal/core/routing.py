@@ -167,10 +167,14 @@ class Routes:
             if peer not in self._at:
                 self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
 
-    def choose(self, stage: Stage, now: float, size: float = FORWARD_SIZE, avoid: str = "") -> tuple[Peer, str] | None:
+    def choose(
+        self, stage: Stage, now: float, size: float = FORWARD_SIZE, avoid: str = "", home: str = ""
+    ) -> tuple[Peer, str] | None:
         """The replica for a hop of that size, charged for it, and why; None while all are busy (see wake), or none is.
 
-        `avoid` is passed over if another replica is ready."""
+        `avoid` is passed over if another replica is ready. `home` is waited for while it is busy, and passed over when banned."""
+        if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
+            return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
         chosen = wiring.choose(now, avoid)
         if chosen is None:

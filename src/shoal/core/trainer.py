@@ -237,7 +237,8 @@ class Trainer:
         elif want.kind is Kind.RECALL:
             self._send(m, want, m.booked[want.stage], now)
         else:
-            chosen = self._routes.choose(want.stage, now, want.kind.size, m.avoid)
+            home = self.name if self._settings.home and m.avoid != self.name else ""
+            chosen = self._routes.choose(want.stage, now, want.kind.size, m.avoid, home)
             if chosen is None:
                 self._park(m, want.stage)
             else:
