@@ -39,6 +39,7 @@ class Run(Section, frozen=True):
     seed: int = 0
     peers: int = 6  # local peers that `shoal run` starts, and how many must have joined before training starts
     stages: int = 3
+    layers: tuple[int, ...] = ()  # blocks of each stage, such as [2, 3, 1]; [] = as even as can be
     steps: int = 200  # optimizer steps
     inflight: int = 4  # microbatches a trainer drives at once
     queue_limit: int = 16  # tasks a peer holds before it pushes back
@@ -268,6 +269,11 @@ def _problems(config: Config) -> Iterator[str]:
             f"run.stage_seconds = {list(run.stage_seconds)} must be above 0, one for each of run.stages = {run.stages}; "
             "try run.stage_seconds=[]"
         )
+    if run.layers and (len(run.layers) != run.stages or min(run.layers) < 1):
+        yield (
+            f"run.layers = {list(run.layers)} must be 1 or more, one for each of run.stages = {run.stages}; "
+            "try run.layers=[]"
+        )
     if run.silence_s < 3 * run.beat_s:
         yield f"run.silence_s = {run.silence_s} is under three beats of run.beat_s = {run.beat_s}; try {8 * run.beat_s}"
     if data.source != "python" and not data.path:
@@ -290,6 +296,11 @@ def _model_problems(config: Config) -> Iterator[str]:
     run, model = config.run, config.model
     if run.stages > model.layers:
         yield f"run.stages = {run.stages} is more than model.layers = {model.layers}; try {model.layers} or fewer"
+    elif run.layers and sum(run.layers) != model.layers and config.device.executor != "emulated":
+        yield (
+            f"run.layers = {list(run.layers)} is {sum(run.layers)} blocks together, but model.layers = {model.layers}; "
+            "they must be as many"
+        )
     if model.hidden_size % model.heads:
         near = _nearest_divisor(model.hidden_size, model.heads)
         yield f"model.heads = {model.heads} does not divide model.hidden_size = {model.hidden_size}; try {near}"

@@ -97,6 +97,11 @@ def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: s
     ("override", "words"),
     [
         ("train.microbatch=5", "train.microbatch = 5 does not divide train.batch = 64; try 4"),
+        ("run.layers=[2, 4]", "run.layers = [2, 4] must be 1 or more, one for each of run.stages = 3; try run.layers=[]"),
+        (
+            "run.layers=[2, 2, 1]",
+            "run.layers = [2, 2, 1] is 5 blocks together, but model.layers = 6; they must be as many",
+        ),
         ("run.stages=9", "run.stages = 9 is more than model.layers = 6; try 6 or fewer"),
         ("run.peers=2", "run.peers = 2 cannot serve run.stages = 3; try 3 peers or more"),
         ("model.heads=5", "model.heads = 5 does not divide model.hidden_size = 128; try 4"),
