@@ -34,6 +34,7 @@ from shoal.core.messages import (
     View,
     Wire,
 )
+from shoal.core.planned import NOWHERE, complete, holder, seated
 from shoal.core.quorum import Register
 from shoal.core.rebalance import move, place
 from shoal.core.saving import Saving
@@ -60,7 +61,9 @@ class Coordinator:
         self.heard: dict[Peer, float] = {}
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
-        self.joins: dict[Peer, Holding | None] = {}  # in the order in which they asked; with what they hold of a stage
+        self.joins: dict[
+            Peer, Join
+        ] = {}  # in the order in which they asked; with their seat, and what they hold of a stage
         self.leaves: dict[Peer, str] = {}
         self.complaints: dict[Peer, list[str]] = {}
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
@@ -166,7 +169,7 @@ class Coordinator:
         match message:
             case Join():
                 if not present:
-                    self.joins[peer] = message.holds
+                    self.joins[peer] = message
             case Pulse() if not present and peer not in self.joins:
                 return [Send(peer, Removed(number=self.view.number, reason="not in the view"))]
             case Pulse():
@@ -288,7 +291,12 @@ class Coordinator:
         if not view.started or not empty:
             return None
         wanted = {Holding(epoch=view.epoch, stage=stage, step=view.step): stage for stage in empty}
-        back = tuple(Member(peer, wanted[held]) for peer, held in self.joins.items() if held in wanted)
+        taken = {member.seat for member in view.members + view.joining}
+        back: tuple[Member, ...] = ()
+        for peer, asked in self.joins.items():
+            if asked.holds in wanted:
+                seat = holder(self.settings, asked.seat, wanted[asked.holds], taken)
+                back, taken = (*back, Member(peer, wanted[asked.holds], seat=seat)), taken | {seat}
         if not back:
             return None
         words = ", ".join(f"{member.peer} comes back with the state of stage {member.stage}" for member in back)
@@ -401,7 +409,7 @@ class Coordinator:
         if chosen is None:
             return None
         mover, stage, why = chosen
-        new = msgspec.structs.replace(mover, stage=stage)
+        new = msgspec.structs.replace(mover, stage=stage, seat=NOWHERE)
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
@@ -422,9 +430,12 @@ class Coordinator:
             return None  # a round that is open lists everyone who hears it
         self.admit_at = now + 0.9 * self.settings.beat_s
         joining, words = list(view.joining), []
-        for peer in self.joins:
-            stage, why = place((*view.members, *joining), self.settings.stages, self._seconds())
-            joining.append(Member(peer=peer, stage=stage))
+        for peer, asked in self.joins.items():
+            there = (*view.members, *joining)
+            taken = {member.seat for member in there}
+            planned = seated(self.settings, asked.seat, taken)
+            stage, why = planned or place(there, self.settings.stages, self._seconds())
+            joining.append(Member(peer=peer, stage=stage, seat=holder(self.settings, asked.seat, stage, taken)))
             words.append(f"{peer} joins stage {stage}: {why}")
         return msgspec.structs.replace(
             view, number=view.number + 1, joining=tuple(joining), reason="; ".join(words)[:2000]
@@ -527,7 +538,8 @@ class Coordinator:
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
-        if not over and not joining and not leavers and last.step - self.moved_at >= MOVE_STEPS:
+        quiet = not over and not joining and not leavers and last.step - self.moved_at >= MOVE_STEPS
+        if quiet and not complete(self.settings, members):  # while everybody is as planned, the plan balances
             chosen = move(members, self.settings.stages, self._seconds())
             if chosen is not None:
                 mover, stage, why = chosen
@@ -749,7 +761,7 @@ class Coordinator:
 
 def _arrived(joiners: tuple[Member, ...]) -> tuple[Member, ...]:
     """As members."""
-    return tuple(Member(peer=member.peer, stage=member.stage) for member in joiners)
+    return tuple(msgspec.structs.replace(member, back=False) for member in joiners)
 
 
 def _counting(account: Account, joiners: tuple[Member, ...], issued: int = 0) -> Account:
@@ -763,8 +775,9 @@ def _names(members: tuple[Member, ...]) -> set[Peer]:
 
 
 def _owners(members: tuple[Member, ...], microbatches: int) -> tuple[int, ...]:
-    """Microbatch i is owned by member i modulo their number."""
-    return tuple(i % len(members) for i in range(microbatches))
+    """Microbatch i is owned by member i modulo their number; members with a seat in the plan come first, by seat."""
+    at = sorted(range(len(members)), key=lambda i: (members[i].seat < 0, members[i].seat, i))
+    return tuple(at[i % len(at)] for i in range(microbatches))
 
 
 def _inherit(view: View, members: tuple[Member, ...]) -> tuple[int, ...]:
