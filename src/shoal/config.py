@@ -53,6 +53,10 @@ class Run(Section, frozen=True):
     stage_seconds: tuple[
         float, ...
     ] = ()  # planned seconds per microbatch of each stage, for placing peers; --plan fills it
+    seats: dict[str, int] = {}  # machines of a plan and the stage of each; --plan fills it
+    routes: tuple[
+        tuple[tuple[int, ...], ...], ...
+    ] = ()  # for each seat and stage: numbers of the seats that serve its microbatches, in turn; --plan fills it
 
 
 class Model(Section, frozen=True):
@@ -109,6 +113,11 @@ class Network(Section, frozen=True):
     port: int = 0  # 0 = any free port; the next one is used too, unless all is libp2p, or "tls" with "gossip"
     delay_s: float = 0.0  # modelled link, added to the real one: seconds each way
     bandwidth_Bps: float = 0.0  # modelled uplink and downlink of this peer, bytes per second; 0 = as it is
+    up_Bps: float = 0.0  # the uplink, where it is another than bandwidth_Bps
+    down_Bps: float = 0.0  # the downlink, likewise
+    links: dict[
+        str, tuple[float, float]
+    ] = {}  # modelled, by the host where others listen: seconds, bytes per second (0 = as it is)
     blob_bytes: int = 1 << 30  # largest tensor accepted from a peer
     faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
 
@@ -120,7 +129,10 @@ class Device(Section, frozen=True):
     executor: Literal["resident", "swapping", "emulated"] = "resident"  # swapping: for stages above memory_bytes
     memory_bytes: int = 0  # device memory for the swapping executor, whose layers take turns in it; 0 = no limit
     emulated_s: float = 0.2  # seconds per microbatch of the emulated executor, which has no model (backward: double)
+    emulated_backward_s: float = 0.0  # the same of a backward; 0 = double
     emulated_values: int = 2_097_152  # values of an emulated boundary tensor (float32)
+    emulated_gradient: int = 256  # values that an emulated stage averages
+    seat: str = ""  # which machine of the run's plan this is: a name of run.seats; "" = placed where it is needed most
     threads: int = 1  # CPU threads for one peer's compute; 0 = PyTorch's own choice
 
 
@@ -202,6 +214,9 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
         stage_seconds=run.stage_seconds,
+        seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
+        seats=tuple(run.seats.values()),
+        routes=run.routes,
     )
 
 
@@ -244,8 +259,12 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "network.port": (0, 65535),
     "network.delay_s": (0, math.inf),
     "network.bandwidth_Bps": (0, math.inf),
+    "network.up_Bps": (0, math.inf),
+    "network.down_Bps": (0, math.inf),
     "device.emulated_s": (0, math.inf),
+    "device.emulated_backward_s": (0, math.inf),
     "device.emulated_values": (1, 2**40),
+    "device.emulated_gradient": (1, 2**40),
     "device.memory_bytes": (0, 2**50),
     "device.threads": (0, 1024),
     "checkpoint.every": (0, 2**53),
@@ -285,6 +304,9 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"train.batch = {train.batch} is too many microbatches of {train.microbatch}; try larger ones"
     if not all(0 <= beta < 1 for beta in train.betas):
         yield f"train.betas = {list(train.betas)} must each be at least 0 and below 1; try [0.9, 0.95]"
+    yield from _plan_problems(config)
+    if config.network.links and config.network.transport != "tls":
+        yield "network.links are by host, which network.transport = 'libp2p' does not know; try network.transport=tls"
     yield from _size_problems(config)
 
 
@@ -309,6 +331,30 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; try {near}"
     if config.data.tokenizer == "bytes" and model.vocab_size < 256:
         yield f"model.vocab_size = {model.vocab_size} does not cover data.tokenizer = 'bytes'; try 256"
+
+
+def _plan_problems(config: Config) -> Iterator[str]:
+    run, seat = config.run, config.device.seat
+    names, stages = list(run.seats), tuple(run.seats.values())
+    if seat and seat not in run.seats:
+        near = difflib.get_close_matches(seat, names, n=1) or names[:6]
+        yield f"device.seat = {seat!r} is no machine of run.seats; try {' or '.join(near) if near else 'device.seat='}"
+    if not run.seats:
+        if run.routes:
+            yield "run.routes without run.seats; try run.routes=[]"
+        return
+    empty = set(range(run.stages)) - set(stages)
+    if empty or not all(0 <= stage < run.stages for stage in stages):
+        yield f"run.seats = {dict(run.seats)} must serve all stages from 0 to {run.stages - 1} and no other"
+    for number, ways in enumerate(run.routes):
+        right = len(ways) == run.stages and all(ways) and len(run.routes) == len(names)
+        if not right or any(
+            not 0 <= at < len(names) or stages[at] != stage for stage, way in enumerate(ways) for at in way
+        ):
+            yield (
+                f"run.routes[{number}] = {[list(way) for way in ways]} must name seats 0 to {len(names) - 1} of each of"
+                f" run.stages = {run.stages} stages, one list for each, and there is one entry for each seat"
+            )
 
 
 def _size_problems(config: Config) -> Iterator[str]:
