@@ -34,6 +34,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     configured(parser, required=False)
     parser.add_argument("--cluster", metavar="FILE", help="TOML: devices and links (docs in planner/cluster.py)")
     parser.add_argument("--stages", type=int, metavar="S", help="price only this number of stages")
+    parser.add_argument(
+        "--wiring", choices=("best", "planned", "stochastic"), default="best", help="fixed routes, or by measured times"
+    )
+    parser.add_argument("--sizes", action="store_true", help="choose train.microbatch too")
     parser.add_argument("--uneven", action="store_true", help="let stages differ in blocks by more than one")
     parser.add_argument("--swap", action="store_true", help="let a stage be larger than its device")
     parser.add_argument("--what-if", metavar="TEXT", help='e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"')
@@ -53,7 +57,10 @@ def main(args: argparse.Namespace) -> int:
     if args.check:
         return _check(plan.load(args.check), problem)
     seed, budget = 0, 400
-    made = strategy.decide(problem, np.random.default_rng(seed), budget, args.stages)
+    if args.sizes:
+        made = strategy.decide_sizes(problem, lambda: np.random.default_rng(seed), budget, args.stages)
+    else:
+        made = strategy.decide(problem, np.random.default_rng(seed), budget, args.stages)
     if args.out:
         plan.save(made, args.out)
     other = None
@@ -101,6 +108,8 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         cluster=machines,
         emulated_s=tree.device.emulated_s if lab else 0.0,
         emulated_bytes=4.0 * tree.device.emulated_values if lab else 0.0,
+        emulated_gradient_bytes=4.0 * tree.device.emulated_gradient,
+        wiring=args.wiring,
         uneven=args.uneven,
         swapping=args.swap,
     )
@@ -264,14 +273,18 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
         f"bottleneck    {told.bottleneck}",
         f"why           {made.reason}",
     ]
+    routes = f"planned: routes for {len(made.routes)} owners" if made.routes else "stochastic: by measured times"
+    lines.append(f"wiring        {routes}")
     lines += [f"next best     {text}" for text in made.runners_up]
     if made.left_out:
         lines.append(f"left out      {', '.join(made.left_out)}")
     seated = sum(len(stage.peers) for stage in made.stages)
-    lines.append(f"to run        run.stages={len(made.stages)} run.peers={seated}")
     even = spans(problem.shape.layers, len(made.stages))
-    if any((stage.first, stage.end) != (span.start, span.stop) for stage, span in zip(made.stages, even, strict=True)):
-        lines.append("              with these blocks per stage; `shoal run` alone would cut evenly")
+    cut = [stage.end - stage.first for stage in made.stages]
+    layers = f" run.layers={cut}" if cut != [len(span) for span in even] else ""
+    lines.append(
+        f"to run        --plan FILE of --out, or by hand run.stages={len(made.stages)} run.peers={seated}{layers}"
+    )
     return "\n".join(lines)
 
 
