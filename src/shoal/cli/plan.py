@@ -5,6 +5,7 @@
     shoal plan my.toml --cluster machines.toml --check plan.json     what is wrong with a plan, if anything
     shoal plan my.toml --cluster machines.toml --what-if "bandwidth=500 Mbit/s, peers=64"
     shoal plan my.toml --cluster machines.toml --sensitivity         what doubling each resource would give
+    shoal plan my.toml --cluster now.toml --replan runs/my --out new.json      is another plan worth changing over to?
     shoal plan --dtfm worldwide --stages 8 evaluations=5000 seed=1   DT-FM's own problem, with its constants
 
 Numbers are predictions from stated or measured speeds and links. planner/ decides; this file reads, calls and prints.
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 
 from shoal import config, units
+from shoal.cli import standing
 from shoal.cli.config import configured
 from shoal.planner import anneal, cluster, cost, dtfm, greedy, plan, search, strategy
 from shoal.planner.profile import Shape, Work, spans
@@ -43,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what-if", metavar="TEXT", help='e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"')
     parser.add_argument("--sensitivity", action="store_true", help="what doubling each resource would give")
     parser.add_argument("--check", metavar="PLAN", help="say what is wrong with this plan instead of making one")
+    parser.add_argument("--replan", metavar="RUN", help="a run's directory: is another plan worth changing over to?")
     parser.add_argument("--out", metavar="PLAN", help="write the plan there, as JSON")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
     parser.add_argument("--dtfm", metavar="NETWORK", help="search DT-FM's own model: an .npz, or worldwide, spot, ...")
@@ -56,6 +59,8 @@ def main(args: argparse.Namespace) -> int:
     problem, name = _problem(args)
     if args.check:
         return _check(plan.load(args.check), problem)
+    if args.replan:
+        return _replan(args, problem)
     seed, budget = 0, 400
     if args.sizes:
         made = strategy.decide_sizes(problem, lambda: np.random.default_rng(seed), budget, args.stages)
@@ -296,6 +301,20 @@ def _compared(made: plan.Plan, other: plan.Plan, text: str) -> str:
         f"              {_seconds(then.step_s)} a step instead of {_seconds(now.step_s)},"
         f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {strategy.stages_text(len(other.stages))}; {then.bottleneck}"
     )
+
+
+def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
+    verdict = standing.verdict(Path(args.replan), problem)
+    print(json.dumps(msgspec.to_builtins(verdict)) if args.json else verdict.reason)
+    if verdict.plan is None:
+        return 0
+    if not args.json:
+        print(_table(verdict.plan))
+    if args.out:
+        plan.save(verdict.plan, args.out)
+    if args.out and not args.json:
+        print(f"to change over: stop the run, then `shoal run CONFIG --plan {args.out} --resume`")
+    return standing.CHANGE_OVER
 
 
 def _check(given: plan.Plan, problem: strategy.Problem) -> int:

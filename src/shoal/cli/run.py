@@ -394,6 +394,8 @@ class Run:
                 for child in self.crew.living
                 if child.identity is not None
             ),
-            members=tuple(rundir.Seat(label=label, stage=stage) for label, stage in self.watch.seats()),
+            members=tuple(
+                rundir.Seat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
+            ),
             voters=tuple(self.watch.voters()),
         )

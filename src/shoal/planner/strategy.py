@@ -210,17 +210,17 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Re
         other = _balanced(problem, cut, rate)
         if all(_lacks(problem, other[s], devices[d]) <= 0 for d, s in enumerate(stage_of) if s >= 0):
             cut = other
-    return _option(problem, cut, tuple(stage_of))
+    return placed(problem, cut, tuple(stage_of))
 
 
-def improved(problem: Problem, option: Option, rng: np.random.Generator, budget: int) -> Option:
+def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: int) -> Option:
     """Devices swapped and moved between stages while the rough step gets shorter."""
     devices = problem.cluster.devices
     alike = len({(d.flops, d.memory_bytes, d.up_Bps, d.down_Bps) for d in devices}) == 1
     if alike and _uniform(problem.cluster):
-        return option  # every swap is the same placement, and `seated` has balanced the counts
+        return best  # every swap is the same placement, and `seated` has balanced the counts
     for _ in range(budget):
-        stage_of = list(option.seats.stage_of)
+        stage_of = list(best.seats.stage_of)
         one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
         if stage_of[one] == stage_of[two]:
             continue
@@ -228,15 +228,16 @@ def improved(problem: Problem, option: Option, rng: np.random.Generator, budget:
             stage_of[one], stage_of[two] = stage_of[two], stage_of[one]
         else:
             stage_of[one] = stage_of[two]  # which may be left out
-        if any(stage_of[d] >= 0 and _lacks(problem, option.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
+        if any(stage_of[d] >= 0 and _lacks(problem, best.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
             continue
-        other = _option(problem, option.cut, tuple(stage_of))
-        if other.rough_s < option.rough_s * (1 - 1e-9):
-            option = other
-    return option
+        other = placed(problem, best.cut, tuple(stage_of))
+        if other.rough_s < best.rough_s * (1 - 1e-9):
+            best = other
+    return best
 
 
-def _option(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
+def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
+    """Those blocks on those devices, roughly priced; -1 is left out."""
     made, devices = problem.profile, problem.cluster.devices
     work = [made.stage(span) for span in cut]
     swaps = tuple(
