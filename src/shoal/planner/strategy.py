@@ -392,6 +392,14 @@ def _told(problem: Problem, option: Option) -> Prediction:
     )
 
 
+def likeness(option: Option) -> str:
+    """Which paper's way of running this is; the four are corners of one space."""
+    if option.stages == 1:
+        return "whole models that swap and average: ATOM" if option.swaps[0] else "plain data parallelism"
+    wired = "planned routes between stages: DT-FM" if option.seats.routes else "stages wired by measured times: SWARM"
+    return wired + (", swapping inside stages as ATOM" if any(option.swaps) else "")
+
+
 def stages_text(count: int) -> str:
     return "1 stage" if count == 1 else f"{count} stages"
 
@@ -400,7 +408,7 @@ def _reason(problem: Problem, played: list[Option], refusals: list[Refusal]) -> 
     best = played[0]
     assert best.step is not None
     near = best_stages(problem)
-    why = f"{stages_text(best.stages)}: the shortest predicted step; fewest bytes are moved near S* = {near:.1f}"
+    why = f"{stages_text(best.stages)} ({likeness(best)}): the shortest predicted step; fewest bytes are moved near S* = {near:.1f}"
     if len(played) > 1 and played[1].step is not None:
         more = played[1].step.step_s / best.step.step_s - 1
         why += f"; with {stages_text(played[1].stages)} it is {more:.0%} longer"
