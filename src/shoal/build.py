@@ -39,7 +39,7 @@ from shoal.transport.faulty import FAULTS, Faulty
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Invite, Membership, signed_by
 from shoal.transport.libp2p import Libp2pTransport
-from shoal.transport.shaped import Link, Reachable, Shaped
+from shoal.transport.shaped import Link, Pair, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
 
 
@@ -101,6 +101,9 @@ _LOCAL = (
     "network.delay_s",
     "network.bandwidth_Bps",
     "network.faults",
+    "network.up_Bps",
+    "network.down_Bps",
+    "network.links",
     "device",
 )
 _ADAPTABLE = (
@@ -231,9 +234,11 @@ def _transport(
         plain = TlsTransport(identity, membership, network.host, port, limits)
     if network.faults:
         plain = Faulty(plain, run_directory(config) / FAULTS, limits)
-    if not network.delay_s and not network.bandwidth_Bps:
+    up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
+    if not network.delay_s and not up_Bps and not down_Bps and not network.links:
         return plain
-    return Shaped(plain, Link(network.delay_s, network.bandwidth_Bps, network.bandwidth_Bps))
+    pairs = {host: Pair(*link) for host, link in network.links.items()}
+    return Shaped(plain, Link(network.delay_s, up_Bps, down_Bps, pairs))
 
 
 def _directory(

@@ -39,6 +39,7 @@ class Run(Section, frozen=True):
     seed: int = 0
     peers: int = 6  # local peers that `shoal run` starts, and how many must have joined before training starts
     stages: int = 3
+    layers: tuple[int, ...] = ()  # blocks of each stage, such as [2, 3, 1]; [] = as even as can be
     steps: int = 200  # optimizer steps
     inflight: int = 4  # microbatches a trainer drives at once
     queue_limit: int = 16  # tasks a peer holds before it pushes back
@@ -52,6 +53,10 @@ class Run(Section, frozen=True):
     stage_seconds: tuple[
         float, ...
     ] = ()  # planned seconds per microbatch of each stage, for placing peers; --plan fills it
+    seats: dict[str, int] = {}  # machines of a plan and the stage of each; --plan fills it
+    routes: tuple[
+        tuple[tuple[int, ...], ...], ...
+    ] = ()  # for each seat and stage: numbers of the seats that serve its microbatches, in turn; --plan fills it
 
 
 class Model(Section, frozen=True):
@@ -114,6 +119,11 @@ class Network(Section, frozen=True):
     port: int = 0  # 0 = any free port; the next one is used too, unless all is libp2p, or "tls" with "gossip"
     delay_s: float = 0.0  # modelled link, added to the real one: seconds each way
     bandwidth_Bps: float = 0.0  # modelled uplink and downlink of this peer, bytes per second; 0 = as it is
+    up_Bps: float = 0.0  # the uplink, where it is another than bandwidth_Bps
+    down_Bps: float = 0.0  # the downlink, likewise
+    links: dict[
+        str, tuple[float, float]
+    ] = {}  # modelled, by the host where others listen: seconds, bytes per second (0 = as it is)
     blob_bytes: int = 1 << 30  # largest tensor accepted from a peer
     faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
 
@@ -127,7 +137,10 @@ class Device(Section, frozen=True):
     host_bytes: int = 0  # host memory that a peer's stage may take; 0 = what is free when it is built
     sequences: int = 0  # of a microbatch on the device at once, one slice after another for each layer; 0 = all
     emulated_s: float = 0.2  # seconds per microbatch of the emulated executor, which has no model (backward: double)
+    emulated_backward_s: float = 0.0  # the same of a backward; 0 = double
     emulated_values: int = 2_097_152  # values of an emulated boundary tensor (float32)
+    emulated_gradient: int = 256  # values that an emulated stage averages
+    seat: str = ""  # which machine of the run's plan this is: a name of run.seats; "" = placed where it is needed most
     threads: int = 1  # CPU threads for one peer's compute; 0 = PyTorch's own choice
     probed: str = "device.toml"  # what `shoal probe` wrote on this machine, if it did; told to `shoal probe --run`
 
@@ -226,6 +239,9 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         lost_wait_s=run.lost_wait_s,
         stage_seconds=run.stage_seconds,
         home=run.stages == 1,
+        seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
+        seats=tuple(run.seats.values()),
+        routes=run.routes,
     )
 
 
@@ -271,8 +287,12 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "network.port": (0, 65535),
     "network.delay_s": (0, math.inf),
     "network.bandwidth_Bps": (0, math.inf),
+    "network.up_Bps": (0, math.inf),
+    "network.down_Bps": (0, math.inf),
     "device.emulated_s": (0, math.inf),
+    "device.emulated_backward_s": (0, math.inf),
     "device.emulated_values": (1, 2**40),
+    "device.emulated_gradient": (1, 2**40),
     "device.memory_bytes": (0, 2**50),
     "device.host_bytes": (0, 2**60),
     "device.sequences": (0, 2**20),
@@ -305,6 +325,11 @@ def _problems(config: Config) -> Iterator[str]:
             f"run.stage_seconds = {list(run.stage_seconds)} must be above 0, one for each of run.stages = {run.stages}; "
             "try run.stage_seconds=[]"
         )
+    if run.layers and (len(run.layers) != run.stages or min(run.layers) < 1):
+        yield (
+            f"run.layers = {list(run.layers)} must be 1 or more, one for each of run.stages = {run.stages}; "
+            "try run.layers=[]"
+        )
     if run.silence_s < 3 * run.beat_s:
         yield f"run.silence_s = {run.silence_s} is under three beats of run.beat_s = {run.beat_s}; try {8 * run.beat_s}"
     if data.source != "python" and not data.path:
@@ -320,6 +345,9 @@ def _problems(config: Config) -> Iterator[str]:
         near = _nearest_divisor(train.microbatch, config.device.sequences)
         yield f"device.sequences = {config.device.sequences} does not divide train.microbatch = {train.microbatch}; try {near}"
     yield from _local_problems(config)
+    yield from _plan_problems(config)
+    if config.network.links and config.network.transport != "tls":
+        yield "network.links are by host, which network.transport = 'libp2p' does not know; try network.transport=tls"
     yield from _size_problems(config)
 
 
@@ -331,6 +359,11 @@ def _model_problems(config: Config) -> Iterator[str]:
     run, model = config.run, config.model
     if run.stages > model.layers:
         yield f"run.stages = {run.stages} is more than model.layers = {model.layers}; try {model.layers} or fewer"
+    elif run.layers and sum(run.layers) != model.layers and config.device.executor != "emulated":
+        yield (
+            f"run.layers = {list(run.layers)} is {sum(run.layers)} blocks together, but model.layers = {model.layers}; "
+            "they must be as many"
+        )
     if model.hidden_size % model.heads:
         near = _nearest_divisor(model.hidden_size, model.heads)
         yield f"model.heads = {model.heads} does not divide model.hidden_size = {model.hidden_size}; try {near}"
@@ -358,6 +391,30 @@ def _local_problems(config: Config) -> Iterator[str]:
         )
         near = train.microbatch * max(1, round(own / train.microbatch))
         yield f"{told} is no multiple of train.microbatch = {train.microbatch}; try train.local_batch={near}"
+
+
+def _plan_problems(config: Config) -> Iterator[str]:
+    run, seat = config.run, config.device.seat
+    names, stages = list(run.seats), tuple(run.seats.values())
+    if seat and seat not in run.seats:
+        near = difflib.get_close_matches(seat, names, n=1) or names[:6]
+        yield f"device.seat = {seat!r} is no machine of run.seats; try {' or '.join(near) if near else 'device.seat='}"
+    if not run.seats:
+        if run.routes:
+            yield "run.routes without run.seats; try run.routes=[]"
+        return
+    empty = set(range(run.stages)) - set(stages)
+    if empty or not all(0 <= stage < run.stages for stage in stages):
+        yield f"run.seats = {dict(run.seats)} must serve all stages from 0 to {run.stages - 1} and no other"
+    for number, ways in enumerate(run.routes):
+        right = len(ways) == run.stages and all(ways) and len(run.routes) == len(names)
+        if not right or any(
+            not 0 <= at < len(names) or stages[at] != stage for stage, way in enumerate(ways) for at in way
+        ):
+            yield (
+                f"run.routes[{number}] = {[list(way) for way in ways]} must name seats 0 to {len(names) - 1} of each of"
+                f" run.stages = {run.stages} stages, one list for each, and there is one entry for each seat"
+            )
 
 
 def _size_problems(config: Config) -> Iterator[str]:
@@ -528,11 +585,16 @@ def comments() -> dict[str, str]:
     return found
 
 
+def quoted(text: str) -> str:
+    """As TOML writes it, also as a key."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return quoted(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`shoal run --plan FILE`: the plan's stages and peers are the run's, and what a run cannot do is refused."""
+"""`shoal run --plan FILE`: what the plan decides is what the run and each of its peers do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from shoal import config as configuration
 from shoal.cli import main as program
-from shoal.cli import run
+from shoal.cli import planned
 from shoal.core.messages import Committed
-from shoal.planner.plan import Plan, Prediction, StagePlan
+from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.plan import save as save_plan
 from shoal.runtime.account import Step
 
@@ -24,7 +24,7 @@ EVEN = Plan(
 
 
 def test_a_plan_gives_the_run_its_stages_peers_and_costs() -> None:
-    config = configuration.load(None, run._planned(EVEN, "plan.json"))
+    config = configuration.load(None, planned.decided(EVEN, "plan.json"))
     assert (config.run.stages, config.run.peers, config.run.stage_seconds) == (2, 3, (0.2, 0.1))
     assert configuration.settings(config).stage_seconds == (0.2, 0.1)
 
@@ -34,37 +34,103 @@ def test_costs_of_another_number_of_stages_are_refused() -> None:
         configuration.load(None, ["run.stages=3", "run.stage_seconds=[0.2, 0.1]"])
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (msgspec.structs.replace(EVEN, layers=8), "model of 8 blocks; model.layers = 6"),
-        (
-            msgspec.structs.replace(EVEN, stages=(StagePlan(0, 1, ("a",)), StagePlan(1, 6, ("b",)))),
-            "plan without --uneven",
-        ),
-        (
-            msgspec.structs.replace(EVEN, stages=(StagePlan(0, 6, ("a",), executor="swapping"),)),
-            "try device.executor=swapping",
-        ),
-    ],
-)
-def test_what_a_run_cannot_do_is_refused_with_what_would_do(
-    plan: Plan, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_plan_of_another_model_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_plan(plan, "plan.json")
+    save_plan(msgspec.structs.replace(EVEN, layers=8), "plan.json")
     Path("run.toml").write_text("[model]\nlayers = 6\n")
     assert program.main(["run", "run.toml", "--plan", "plan.json"]) == 2
-    assert words in capsys.readouterr().err
+    assert "model of 8 blocks; model.layers = 6" in capsys.readouterr().err
     assert not Path("runs").exists(), "nothing was started"
+
+
+def test_uneven_blocks_seats_routes_and_sizes_reach_the_run() -> None:
+    routes = (((0,), (2,)), ((1,), (2,)), ((0, 1), (2,)))
+    stages = (StagePlan(0, 4, ("a", "b")), StagePlan(4, 6, ("c",)))
+    uneven = msgspec.structs.replace(EVEN, stages=stages, routes=routes, microbatch=8, inflight=2)
+    config = configuration.load(None, planned.decided(uneven, "plan.json"))
+    assert config.run.layers == (4, 2)
+    assert (config.run.seats, config.run.routes) == ({"a": 0, "b": 0, "c": 1}, routes)
+    assert (config.train.microbatch, config.run.inflight) == (8, 2)
+
+
+def test_a_stage_that_must_swap_gets_an_executor_that_does() -> None:
+    stages = (StagePlan(0, 4, ("a", "b"), executor="swapping"), StagePlan(4, 6, ("c",)))
+    plan = msgspec.structs.replace(EVEN, stages=stages)
+    config = configuration.load(None, planned.decided(plan, "plan.json"))
+    assert [planned.of_seat(config, plan, n, None).device.executor for n in range(3)] == [
+        "swapping",
+        "swapping",
+        "resident",
+    ]
+    assert [planned.of_seat(config, plan, n, None).device.seat for n in range(4)] == ["a", "b", "c", ""]
+
+
+CLUSTER = """
+[link]
+delay_s = "10 ms"
+bandwidth_Bps = "100 Mbit/s"
+[[device]]
+name = "c"
+flops = "1 TFLOP/s"
+up_Bps = "80 Mbit/s"
+[[device]]
+name = "a"
+count = 1
+flops = "2 TFLOP/s"
+[[device]]
+name = "b"
+flops = "1 TFLOP/s"
+[[links]]
+from = "a"
+to = "c"
+one_way = true
+bandwidth_Bps = "8 Mbit/s"
+delay_s = "90 ms"
+"""
+
+
+def test_a_rehearsal_gives_each_peer_its_machines_lines_seconds_and_sizes(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    peers = (PeerPlan("a", 0.01, 0.03), PeerPlan("b", 0.02, 0.06), PeerPlan("c", 0.1, 0.3))
+    stages = (
+        StagePlan(0, 3, ("a", "b"), microbatch_s=0.1, gradient_bytes=4000.0),
+        StagePlan(3, 6, ("c",), microbatch_s=0.3, gradient_bytes=8000.0),
+    )
+    plan = msgspec.structs.replace(EVEN, stages=stages, peers=peers, boundary_bytes=400.0)
+    lab = ["device.executor=emulated", "device.emulated_s=0"]
+    config = configuration.load(None, [*lab, *planned.decided(plan, "plan.json")])
+    cluster = planned.read_cluster(str(tmp_path / "cluster.toml"), plan, config)
+    a, _, c = (planned.of_seat(config, plan, n, cluster) for n in range(3))
+    assert (a.device.emulated_s, a.device.emulated_backward_s) == (0.01, 0.03)
+    assert (c.device.emulated_values, c.device.emulated_gradient) == (100, 2000)
+    assert a.network.links == {planned.host(1): (0.01, 12.5e6), planned.host(2): (0.09, 1e6)}
+    assert c.network.links[planned.host(0)] == (0.01, 12.5e6), "one way only"
+    assert (c.network.up_Bps, a.network.up_Bps) == (10e6, 0.0)
+    assert len({peer.network.host for peer in (a, c)}) == 2
+
+
+def test_a_cluster_without_a_planned_machine_or_without_a_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(CLUSTER)
+    Path("run.toml").write_text("")
+    other = msgspec.structs.replace(EVEN, stages=(StagePlan(0, 6, ("z",)),))
+    save_plan(other, "plan.json")
+    assert program.main(["run", "run.toml", "--plan", "plan.json", "--cluster", "cluster.toml"]) == 2
+    assert "does not have z, which the plan names" in capsys.readouterr().err
+    assert program.main(["run", "run.toml", "--cluster", "cluster.toml"]) == 2
+    assert "name the plan too" in capsys.readouterr().err
 
 
 def test_the_end_of_a_run_says_what_was_predicted_and_what_was_measured() -> None:
     commits = [Step(0, Committed(n, n, 1.0, 2.0, (), ()), heard_s=10.0 + 2.5 * n) for n in range(5)]
-    assert run._against(EVEN, tuple(commits)) == (
+    assert planned.against(EVEN, tuple(commits)) == (
         "the plan predicted 2.00 s a step; measured 2.50 s (+25%), median of 4"
     )
-    assert run._against(EVEN, tuple(commits[:1])) == ""
+    assert planned.against(EVEN, tuple(commits[:1])) == ""
 
 
 @pytest.mark.slow

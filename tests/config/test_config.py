@@ -97,6 +97,11 @@ def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: s
     ("override", "words"),
     [
         ("train.microbatch=5", "train.microbatch = 5 does not divide train.batch = 64; try 4"),
+        ("run.layers=[2, 4]", "run.layers = [2, 4] must be 1 or more, one for each of run.stages = 3; try run.layers=[]"),
+        (
+            "run.layers=[2, 2, 1]",
+            "run.layers = [2, 2, 1] is 5 blocks together, but model.layers = 6; they must be as many",
+        ),
         ("run.stages=9", "run.stages = 9 is more than model.layers = 6; try 6 or fewer"),
         ("run.peers=2", "run.peers = 2 cannot serve run.stages = 3; try 3 peers or more"),
         ("model.heads=5", "model.heads = 5 does not divide model.hidden_size = 128; try 4"),
@@ -168,3 +173,37 @@ def test_every_choice_is_accepted() -> None:
     for field in msgspec.structs.fields(Train):
         for choice in get_args(field.type) if isinstance(field.default, str) else ():
             config.load(None, [f"train.{field.name}={choice}"])
+
+
+SEATED = ("run.stages=2", "run.peers=3", "run.seats={a = 0, b = 1, c = 1}")
+
+
+def test_a_plans_seats_and_routes_reach_the_machines() -> None:
+    made = config.load(None, [*SEATED, "run.routes=[[[0], [1, 2]], [[0], [1]], [[0], [2]]]", "device.seat=c"])
+    settings = config.settings(made)
+    assert (settings.seat, settings.seats) == (2, (0, 1, 1))
+    assert settings.routes == (((0,), (1, 2)), ((0,), (1,)), ((0,), (2,)))
+    assert config.settings(config.load(None, SEATED)).seat == -1
+    assert config.from_tree(tomllib.loads(config.text(made))) == made
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("device.seat=d", "device.seat = 'd' is no machine of run.seats; try "),
+        ("run.seats={a = 0, b = 2}", "must serve all stages from 0 to 1 and no other"),
+        ("run.routes=[[[0], [0]], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], [0]] must name seats 0 to 2"),
+        ("run.routes=[[[0], [1]]]", "there is one entry for each seat"),
+        ("run.routes=[[[0], []], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], []]"),
+        ("run.routes=[[[0], [7]], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], [7]]"),
+    ],
+)
+def test_a_plan_that_does_not_fit_its_run_is_refused(override: str, words: str) -> None:
+    assert words in refusal(*SEATED, override)
+
+
+def test_routes_without_seats_and_links_by_host_over_libp2p_are_refused() -> None:
+    assert "run.routes without run.seats" in refusal("run.routes=[[[0]]]")
+    links = 'network.links={"127.0.0.2" = [0.1, 1e6]}'
+    assert "try network.transport=tls" in refusal(links, "network.transport=libp2p")
+    assert config.load(None, [links]).network.links == {"127.0.0.2": (0.1, 1e6)}

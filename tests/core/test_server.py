@@ -294,12 +294,33 @@ def test_a_microbatch_that_does_not_exist_is_ignored() -> None:
     assert play.commands == [Drop(blobs)]
 
 
-def test_a_request_of_a_view_not_seen_yet_is_put_off() -> None:
+def test_a_request_of_a_view_not_seen_yet_waits_for_it() -> None:
     play = Play()
     play.backward(0, 1, view=2)
+    assert play.commands == []
+    play.view(a_view(2))
+    assert play.task(RunBackward).index == 0
 
+
+def test_early_requests_beyond_the_limit_are_put_off() -> None:
+    play = Play()
+    for index in (0, 1):
+        play.backward(index, 1, view=2)
+        assert play.commands == []
+    play.backward(2, 1, view=2)
     ((peer, busy, _),) = play.sends(Busy)
     assert peer == OWNER and busy.backward and 0 < busy.wait_s < 0.5
+
+
+def test_early_requests_are_let_go_with_the_seat_or_when_they_turn_out_wrong() -> None:
+    play = Play()
+    held = play.backward(0, 1, view=2)
+    play.take(play.server.unseat())
+    assert Drop(held) in play.commands
+    play = Play()
+    stranger = play.backward(0, 1, peer=OTHER, view=2)  # does not own it
+    play.view(a_view(2))
+    assert Drop(stranger) in play.commands and play.tasks() == []
 
 
 @pytest.mark.parametrize("why", ["busy", "refused", "failed", "cancelled"])
@@ -307,7 +328,10 @@ def test_an_attempt_that_was_declined_is_never_taken(why: str) -> None:
     play = Play()
     match why:
         case "busy":
+            for _ in range(SETTINGS.queue_limit):  # no room is left for what comes early
+                play.backward(2, 1, peer=OTHER, view=2)
             play.backward(0, 5, view=2)
+            assert len(play.sends(Busy)) == 1
             play.view(a_view(2))
         case "refused":
             play.hear(OWNER, Backward(0, 0, 0, 1, 5, 1), 2, "not finite")
@@ -732,11 +756,10 @@ def test_a_commit_of_what_i_hold_is_applied_and_opens_the_next_step() -> None:
     assert (task.step, task.round, task.norm, task.save) == (0, 1, 2.0, True)
     assert set(kept) <= set(play.dropped()) and play.server.books == () and not play.server.ready
     play.backward(0, 1, step=1, view=2)
-    assert len(play.sends(Busy)) == 1
+    assert play.commands == [], "it waits until the version is there"
     play.done(task, digest="d1")
 
     assert (play.server.step, play.server.digest, play.server.ready, play.server.changed) == (1, "d1", True, True)
-    play.backward(0, 2, step=1, view=2)
     assert play.task(RunBackward).step == 1
 
 

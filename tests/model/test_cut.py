@@ -28,6 +28,18 @@ def test_more_stages_than_blocks_are_refused_with_what_would_do() -> None:
         spans(6, 7)
 
 
+def test_a_cut_by_hand_is_taken_as_it_stands() -> None:
+    assert spans(6, 3, (2, 3, 1)) == (range(2), range(2, 5), range(5, 6))
+
+
+@pytest.mark.parametrize("layers", [(2, 3), (2, 3, 2), (6, 0, 0), (1, 1, 1, 3)])
+def test_a_cut_that_is_not_the_model_is_refused_with_what_would_do(layers: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"6 blocks in run\.stages = 3; it must be 3 numbers of 1 or more that add up to 6"
+    ):
+        spans(6, 3, layers)
+
+
 def test_draws_depend_on_seed_and_name_only_and_leave_the_global_generator_alone() -> None:
     def draw(seed: int, name: str) -> torch.Tensor:
         with seeded(seed, name):

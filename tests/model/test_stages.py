@@ -29,10 +29,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def a_config(family: str = "llama", *, cut: int = 1, seed: int = 3, **fields: Any) -> Config:
+def a_config(family: str = "llama", *, cut: int | tuple[int, ...] = 1, seed: int = 3, **fields: Any) -> Config:
     model = {"hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 48, "vocab_size": 64}
     model = {"family": family, "extra": FAMILIES.get(family, {})} | model | fields
-    return Config(run=Run(stages=cut, seed=seed), model=Model(**model), data=Data(sequence=12))
+    layers = cut if isinstance(cut, tuple) else ()
+    run = Run(stages=len(layers) if isinstance(cut, tuple) else cut, layers=layers, seed=seed)
+    return Config(run=run, model=Model(**model), data=Data(sequence=12))
 
 
 def some_tokens() -> Tensor:
@@ -68,11 +70,14 @@ def test_stages_built_at_once_in_threads_of_one_process_have_the_weights_of_thos
     assert [name for one in at_once for name in alone if not torch.equal(alone[name], one[name])] == []
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, (3, 1), (2, 1, 1)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cut_model_has_the_weights_logits_and_gradients_of_the_whole_bit_for_bit(family: str, cut: int) -> None:
+def test_a_cut_model_has_the_weights_logits_and_gradients_of_the_whole_bit_for_bit(
+    family: str, cut: int | tuple[int, ...]
+) -> None:
     logits, parameters, gradients = the_whole(family)
-    parts = [stages.build(a_config(family, cut=cut), stage) for stage in range(cut)]
+    config = a_config(family, cut=cut)
+    parts = [stages.build(config, stage) for stage in range(config.run.stages)]
     xs, ys = [], []
     x = inputs(some_tokens())
     for part in parts:

@@ -116,6 +116,24 @@ def test_a_slow_link_between_two_is_a_limit_even_when_their_lines_are_wide() -> 
     assert told(seats((0, 1)), cluster).step_s > 3 * wide.step_s
 
 
+def test_links_of_pairs_are_filled_side_by_side_and_hold_nobody_else_up() -> None:
+    """As in transport/shaped.py: 8 MB take 0.32 s off the uplink, 8 s over the narrow pair, and 0.32 s more to the next peer."""
+    cluster = lines(3, bandwidth_Bps=25e6, delay_s=0.0)
+    cluster.bandwidth_Bps[0, 1] = 1e6
+    sent = step._Lines(cluster)
+    assert sent.leave(0, 1, 8e6, 0.0) == pytest.approx(8.0)
+    assert sent.leave(0, 2, 8e6, 0.0) == pytest.approx(0.64)
+    assert sent.leave(0, 1, 8e6, 0.0) == pytest.approx(16.0)
+
+
+def test_averaging_over_narrow_pairs_takes_one_pairs_time_and_not_their_sum() -> None:
+    """Measured so (benchmarks/averaging.py): parts and sums go to all others at once."""
+    cluster = lines(6, bandwidth_Bps=1e9, delay_s=0.0)
+    cluster.bandwidth_Bps[:] = 1e6
+    found = told(seats((0,) * 6, gradient_bytes=(6e6,), boundary_bytes=0.0), cluster)
+    assert found.averaging_s == pytest.approx(2 * 1.0, rel=0.01)
+
+
 def test_many_replicas_are_averaged_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     given = seats((0,) * 6, gradient_bytes=(60e6,))
     played = told(given, lines(6))

@@ -120,6 +120,44 @@ def test_uneven_blocks_follow_the_speed_of_the_devices() -> None:
     assert blocks["p0"] > 2 * blocks["p1"]
 
 
+def sides(bandwidth_Bps: float) -> Cluster:
+    """Four machines on each of two sides with narrow links between them, two of each side in every other pair."""
+    near = machines(8, bandwidth_Bps=1e9, flops=1e12)
+    side = np.array([0, 0, 1, 1, 0, 0, 1, 1])
+    across = side[:, None] != side[None, :]
+    return Cluster(near.devices, np.where(across, 0.08, 0.002), np.where(across, bandwidth_Bps, 1e12))
+
+
+def test_plain_data_parallelism_comes_out_for_small_models_and_many_tokens() -> None:
+    made = decided(problem(work=msgspec.structs.replace(WORK, microbatches=2048)))
+    assert "1 stage (plain data parallelism)" in made.reason
+
+
+def test_atom_comes_out_where_the_host_holds_what_the_device_does_not_and_lines_are_poor() -> None:
+    """Few peers, a huge batch, 100 Mbit/s: above the crossover of moved bytes, and no stage of the model fits a device."""
+    poor = machines(2, bandwidth_Bps=12.5e6, memory_bytes=6e9, host_memory_bytes=64e9)
+    made = decided(problem(poor, swapping=True, work=msgspec.structs.replace(WORK, microbatches=4096)))
+    assert "1 stage (whole models that swap and average: ATOM)" in made.reason
+    assert [stage.executor for stage in made.stages] == ["swapping"]
+
+
+def test_swarm_comes_out_where_all_lines_are_full_and_dtfm_where_compute_or_far_links_decide() -> None:
+    """On full lines it does not matter who is asked; where machines could be idle, fixed routes keep them all at work."""
+    few = msgspec.structs.replace(WORK, microbatches=64, sequences=1)
+    full = decided(problem(machines(8, flops=1e12), work=few), 2, budget=0)
+    assert "stages wired by measured times: SWARM" in full.reason and not full.routes
+    for cluster in (machines(8, bandwidth_Bps=1e9, flops=1e12), sides(2e7)):
+        made = decided(problem(cluster, work=few), 2, budget=0)
+        assert "planned routes between stages: DT-FM" in made.reason and made.routes
+
+
+def test_large_models_on_small_machines_swap_inside_stages() -> None:
+    """Atom's general design: few stages, each swapping if it must. No host holds the whole model here."""
+    small = machines(4, bandwidth_Bps=25e6, memory_bytes=2.85e9, host_memory_bytes=4e9)
+    made = decided(problem(small, swapping=True))
+    assert 1 < len(made.stages) <= 4 and "swapping inside stages as ATOM" in made.reason
+
+
 def test_sensitivities_are_sorted_and_name_what_helps() -> None:
     given = problem(machines(4, bandwidth_Bps=1e6))  # narrow lines
     found = strategy.sensitivities(given, lambda: np.random.default_rng(0), budget=20)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.shaped import Line
+from shoal.transport.shaped import Line, Link, Pair, Uplink
 
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 
@@ -104,3 +104,52 @@ def test_without_a_bandwidth_there_is_only_delay() -> None:
     line = Line(0.0, delay_s=0.5)
     line.push("x", "p", 10**9, bulk=True, now=1.0)
     assert line.deadline == 1.5
+
+
+# ------------------------------------------------------------------------------------------------------- links of pairs
+
+
+def an_uplink(up_Bps: float = 1000.0, **pairs: Pair) -> Uplink:
+    uplink = Uplink(Link(delay_s=0.5, up_Bps=up_Bps, pairs=pairs))
+    uplink.hosts = {host.upper(): host for host in pairs}
+    return uplink
+
+
+def left(uplink: Uplink) -> dict[object, float]:
+    got: dict[object, float] = {}
+    while (deadline := uplink.deadline) is not None:
+        got |= dict.fromkeys(uplink.take(deadline), deadline)
+    return got
+
+
+def test_links_of_pairs_are_filled_side_by_side_behind_a_wide_uplink() -> None:
+    """1,000 bytes a second leave; each link takes 100. One after the other they would take 10 s each."""
+    uplink = an_uplink(a=Pair(0.0, 100.0), b=Pair(2.0, 100.0))
+    uplink.push("one", "A", 1000, bulk=True, now=0.0)
+    uplink.push("two", "B", 1000, bulk=True, now=0.0)
+    assert left(uplink) == {"one": pytest.approx(10.0), "two": pytest.approx(1.0 + 10.0 + 2.0)}
+
+
+def test_a_narrow_uplink_is_the_limit_of_all_pairs_together() -> None:
+    uplink = an_uplink(50.0, a=Pair(0.0, 100.0), b=Pair(0.0, 100.0))
+    uplink.push("one", "A", 1000, bulk=True, now=0.0)
+    uplink.push("two", "B", 1000, bulk=True, now=0.0)
+    assert left(uplink) == {"one": pytest.approx(20.0), "two": pytest.approx(40.0)}
+
+
+def test_messages_of_one_pair_follow_one_another_and_others_are_not_held() -> None:
+    uplink = an_uplink(a=Pair(0.0, 100.0))
+    uplink.push("one", "A", 500, bulk=True, now=0.0)
+    uplink.push("two", "A", 500, bulk=True, now=0.0)
+    uplink.push("other", "stranger", 100, bulk=True, now=0.0)
+    assert uplink.waiting_bytes("A") == 1000
+    assert left(uplink) == {"one": pytest.approx(5.0), "two": pytest.approx(10.0), "other": pytest.approx(1.1 + 0.5)}
+
+
+def test_what_is_forgotten_leaves_the_link_of_its_pair_too() -> None:
+    uplink = an_uplink(a=Pair(0.0, 100.0), b=Pair(0.0, 100.0))
+    uplink.push("gone", "A", 1000, bulk=True, now=0.0)
+    uplink.push("kept", "B", 1000, bulk=True, now=0.0)
+    assert uplink.take(1.5) == []
+    uplink.drop("A", now=1.5)
+    assert list(left(uplink)) == ["kept"]

@@ -5,6 +5,7 @@
     shoal plan my.toml --cluster machines.toml --check plan.json     what is wrong with a plan, if anything
     shoal plan my.toml --cluster machines.toml --what-if "bandwidth=500 Mbit/s, peers=64"
     shoal plan my.toml --cluster machines.toml --sensitivity         what doubling each resource would give
+    shoal plan my.toml --cluster now.toml --replan runs/my --out new.json      is another plan worth changing over to?
     shoal plan --dtfm worldwide --stages 8 evaluations=5000 seed=1   DT-FM's own problem, with its constants
 
 Numbers are predictions from stated or measured speeds and links. planner/ decides; this file reads, calls and prints.
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 
 from shoal import config, units
+from shoal.cli import standing
 from shoal.cli.config import configured
 from shoal.planner import anneal, cluster, cost, dtfm, greedy, plan, search, strategy
 from shoal.planner.profile import Shape, Work, spans
@@ -34,11 +36,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     configured(parser, required=False)
     parser.add_argument("--cluster", metavar="FILE", help="TOML: devices and links (docs in planner/cluster.py)")
     parser.add_argument("--stages", type=int, metavar="S", help="price only this number of stages")
+    parser.add_argument(
+        "--wiring", choices=("best", "planned", "stochastic"), default="best", help="fixed routes, or by measured times"
+    )
+    parser.add_argument("--sizes", action="store_true", help="choose train.microbatch too")
     parser.add_argument("--uneven", action="store_true", help="let stages differ in blocks by more than one")
     parser.add_argument("--swap", action="store_true", help="let a stage be larger than its device")
     parser.add_argument("--what-if", metavar="TEXT", help='e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"')
     parser.add_argument("--sensitivity", action="store_true", help="what doubling each resource would give")
     parser.add_argument("--check", metavar="PLAN", help="say what is wrong with this plan instead of making one")
+    parser.add_argument("--replan", metavar="RUN", help="a run's directory: is another plan worth changing over to?")
     parser.add_argument("--out", metavar="PLAN", help="write the plan there, as JSON")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
     parser.add_argument("--dtfm", metavar="NETWORK", help="search DT-FM's own model: an .npz, or worldwide, spot, ...")
@@ -52,8 +59,13 @@ def main(args: argparse.Namespace) -> int:
     problem, name = _problem(args)
     if args.check:
         return _check(plan.load(args.check), problem)
+    if args.replan:
+        return _replan(args, problem)
     seed, budget = 0, 400
-    made = strategy.decide(problem, np.random.default_rng(seed), budget, args.stages)
+    if args.sizes:
+        made = strategy.decide_sizes(problem, lambda: np.random.default_rng(seed), budget, args.stages)
+    else:
+        made = strategy.decide(problem, np.random.default_rng(seed), budget, args.stages)
     if args.out:
         plan.save(made, args.out)
     other = None
@@ -101,6 +113,8 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         cluster=machines,
         emulated_s=tree.device.emulated_s if lab else 0.0,
         emulated_bytes=4.0 * tree.device.emulated_values if lab else 0.0,
+        emulated_gradient_bytes=4.0 * tree.device.emulated_gradient,
+        wiring=args.wiring,
         uneven=args.uneven,
         swapping=args.swap,
     )
@@ -264,14 +278,18 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
         f"bottleneck    {told.bottleneck}",
         f"why           {made.reason}",
     ]
+    routes = f"planned: routes for {len(made.routes)} owners" if made.routes else "stochastic: by measured times"
+    lines.append(f"wiring        {routes}")
     lines += [f"next best     {text}" for text in made.runners_up]
     if made.left_out:
         lines.append(f"left out      {', '.join(made.left_out)}")
     seated = sum(len(stage.peers) for stage in made.stages)
-    lines.append(f"to run        run.stages={len(made.stages)} run.peers={seated}")
     even = spans(problem.shape.layers, len(made.stages))
-    if any((stage.first, stage.end) != (span.start, span.stop) for stage, span in zip(made.stages, even, strict=True)):
-        lines.append("              with these blocks per stage; `shoal run` alone would cut evenly")
+    cut = [stage.end - stage.first for stage in made.stages]
+    layers = f" run.layers={cut}" if cut != [len(span) for span in even] else ""
+    lines.append(
+        f"to run        --plan FILE of --out, or by hand run.stages={len(made.stages)} run.peers={seated}{layers}"
+    )
     return "\n".join(lines)
 
 
@@ -283,6 +301,20 @@ def _compared(made: plan.Plan, other: plan.Plan, text: str) -> str:
         f"              {_seconds(then.step_s)} a step instead of {_seconds(now.step_s)},"
         f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {strategy.stages_text(len(other.stages))}; {then.bottleneck}"
     )
+
+
+def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
+    verdict = standing.verdict(Path(args.replan), problem)
+    print(json.dumps(msgspec.to_builtins(verdict)) if args.json else verdict.reason)
+    if verdict.plan is None:
+        return 0
+    if not args.json:
+        print(_table(verdict.plan))
+    if args.out:
+        plan.save(verdict.plan, args.out)
+    if args.out and not args.json:
+        print(f"to change over: stop the run, then `shoal run CONFIG --plan {args.out} --resume`")
+    return standing.CHANGE_OVER
 
 
 def _check(given: plan.Plan, problem: strategy.Problem) -> int:

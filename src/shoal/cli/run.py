@@ -11,14 +11,13 @@ import asyncio
 import os
 import signal
 import time
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli import rundir
+from shoal.cli import planned, rundir
 from shoal.cli.files import Files
 from shoal.cli.launch import Child, Crew, Spec, Start
 from shoal.cli.process import identify
@@ -28,6 +27,7 @@ from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.planner import plan as plans
+from shoal.planner.cluster import Cluster
 from shoal.planner.plan import Plan
 from shoal.runtime.account import Step
 from shoal.runtime.report import AnyLine, replace
@@ -58,6 +58,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float
     resumed: Resumed = Resumed()
     plan: Plan | None = None
+    cluster: Cluster | None = None  # whose lines the peers get
     kill_every_s: float | None = None
     invite: str = ""  # to somebody else's run; '' to found one
 
@@ -69,7 +70,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--here", type=int, metavar="N", help="start N peers here; the others of run.peers join by invite"
     )
-    parser.add_argument("--plan", metavar="FILE", help="stages, peers and placement from `shoal plan --out FILE`")
+    parser.add_argument("--plan", metavar="FILE", help="stages, blocks, seats and routes from `shoal plan --out FILE`")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="with --plan: give each local peer its machine's lines, modelled"
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -80,10 +84,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     plan = plans.load(args.plan) if args.plan else None
-    planned = _planned(plan, args.plan) if plan is not None else []
-    config = configuration.load(args.config, [*args.settings, *planned])
     if plan is not None:
-        _refuse_other_cuts(plan, config, args.plan)
+        config = planned.load(args.config, args.settings, plan, args.plan)
+    else:
+        config = configuration.load(args.config, args.settings)
+    if args.cluster and plan is None:
+        raise ValueError("--cluster says what the peers of a plan are; name the plan too, with --plan FILE")
+    cluster = planned.read_cluster(args.cluster, plan, config) if args.cluster and plan is not None else None
     kill_every_s, peers = args.kill_every, config.run.peers
     if kill_every_s is not None and not kill_every_s > 0:
         raise ValueError(f"--kill-every {kill_every_s}: seconds between kills must be above 0; try 20")
@@ -105,6 +112,7 @@ def main(args: argparse.Namespace) -> int:
             started_s=started_s,
             resumed=resumed,
             plan=plan,
+            cluster=cluster,
             kill_every_s=kill_every_s,
         )
         return asyncio.run(Run(job).run())
@@ -116,52 +124,6 @@ def _ended(config: Config, directory: Path) -> Summary | None:
     summary = account.read(path) if path.exists() else None
     whole = summary is not None and summary.balanced and summary.steps == config.run.steps
     return summary if whole else None
-
-
-def _planned(plan: Plan, path: str) -> list[str]:
-    """What a plan decides, as settings: how many stages and peers, and what each stage is expected to cost."""
-    if not plan.stages:
-        raise ValueError(
-            f"{path}: the plan has no stages; make one with `shoal plan CONFIG --cluster FILE --out {path}`"
-        )
-    seconds = [stage.microbatch_s for stage in plan.stages]
-    known = seconds if min(seconds) > 0 else []
-    peers = sum(len(stage.peers) for stage in plan.stages)
-    return [f"run.stages={len(plan.stages)}", f"run.peers={peers}", f"run.stage_seconds={known}"]
-
-
-def _refuse_other_cuts(plan: Plan, config: Config, path: str) -> None:
-    """A run cuts evenly and keeps every stage resident or not by `device.executor`: a plan must say the same."""
-    from shoal.model.cut import spans  # torch: only who has a plan waits for it
-
-    if config.device.executor == "emulated":
-        return  # has no blocks
-    if not config.model.path and plan.layers != config.model.layers:
-        raise ValueError(
-            f"{path} is for a model of {plan.layers} blocks; model.layers = {config.model.layers}; plan anew"
-        )
-    cuts = [(stage.first, stage.end) for stage in plan.stages]
-    even = [(span.start, span.stop) for span in spans(plan.layers, len(plan.stages))]
-    if cuts != even:
-        raise ValueError(f"{path} cuts the blocks {cuts}, but a run cuts them {even}; plan without --uneven")
-    swapped = [number for number, stage in enumerate(plan.stages) if stage.executor != config.device.executor]
-    if swapped:
-        wanted = plan.stages[swapped[0]].executor
-        raise ValueError(
-            f"{path} wants a {wanted} executor for stage {swapped[0]}, but device.executor = "
-            f"{config.device.executor!r}; try device.executor={wanted}"
-        )
-
-
-def _against(plan: Plan, steps: tuple[Step, ...]) -> str:
-    """Predicted against measured seconds per step: the median time between commits."""
-    heard = [step.heard_s for step in steps]
-    apart = sorted(later - earlier for earlier, later in pairwise(heard))
-    if plan.predicted is None or not apart:
-        return ""
-    predicted_s, measured_s = plan.predicted.step_s, apart[len(apart) // 2]
-    off = measured_s / predicted_s - 1
-    return f"the plan predicted {predicted_s:.2f} s a step; measured {measured_s:.2f} s ({off:+.0%}), median of {len(apart)}"
 
 
 class Run:
@@ -184,6 +146,8 @@ class Run:
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
         (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
         self.files = Files(job.directory, lambda words: self.watch.tell("trouble", words, time.monotonic()))
+        if job.plan is not None:
+            plans.save(job.plan, planned.plan_file(job.directory))
 
     async def run(self) -> int:
         if self.watch.finished:  # by an earlier session
@@ -240,7 +204,7 @@ class Run:
             plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
             print(plot.curve(summary.losses))
         print(account.text(summary))
-        if self.job.plan is not None and (text := _against(self.job.plan, self.watch.books.steps)):
+        if self.job.plan is not None and (text := planned.against(self.job.plan, self.watch.books.steps)):
             print(text)
         print(f"all of it is in {self.directory}")
         if self.interrupted:
@@ -287,9 +251,12 @@ class Run:
 
     async def _spawn(self, found: bool) -> Child:
         self._number += 1
+        config = self.config
+        if self.job.plan is not None:
+            config = planned.of_seat(config, self.job.plan, self._number - 1, self.job.cluster)
         return await self.crew.start(
             Spec(
-                config=configuration.to_tree(self.config),
+                config=configuration.to_tree(config),
                 directory=str(self.directory),
                 label=f"p{self._number}",
                 found=found,
@@ -427,6 +394,8 @@ class Run:
                 for child in self.crew.living
                 if child.identity is not None
             ),
-            members=tuple(rundir.Seat(label=label, stage=stage) for label, stage in self.watch.seats()),
+            members=tuple(
+                rundir.Seat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
+            ),
             voters=tuple(self.watch.voters()),
         )

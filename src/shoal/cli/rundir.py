@@ -31,10 +31,12 @@ from shoal.runtime.report import replace
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """A member of the newest view; `label` is '' when it is another machine's."""
+    """A member of the newest view; `label` is '' when it is another machine's. `name`: of its seat in the run's plan, or
+    else its label, or else the beginning of its peer's name."""
 
     label: str
     stage: int
+    name: str = ""
 
 
 class Local(msgspec.Struct, frozen=True):

@@ -98,10 +98,16 @@ class Watch:
         view = self.books.view
         return {self.labels.get(m.peer, "") for m in view.members + view.joining} if view is not None else set()
 
-    def seats(self) -> list[tuple[str, int]]:
-        """The members of the newest view: label ('' of another machine's peer) and stage."""
-        view = self.books.view
-        return [(self.labels.get(m.peer, ""), m.stage) for m in view.members] if view is not None else []
+    def seats(self) -> list[tuple[str, int, str]]:
+        """The members of the newest view: label ('' of another machine's peer), stage, and the name of its seat in the run's
+        plan, or else its label, or else the beginning of its peer's name."""
+        view, names = self.books.view, list(self.config.run.seats)
+        found = []
+        for member in view.members if view is not None else ():
+            label = self.labels.get(member.peer, "")
+            name = names[member.seat] if 0 <= member.seat < len(names) else label or member.peer[:8]
+            found.append((label, member.stage, name))
+        return found
 
     def voters(self) -> list[str]:
         """Labels of those whose majority decides."""

@@ -34,6 +34,7 @@ from shoal.core.messages import (
     View,
     Wire,
 )
+from shoal.core.planned import NOWHERE, complete, holder, seated
 from shoal.core.quorum import Register
 from shoal.core.rebalance import Fleet, Move, measure, place, rebalance
 from shoal.core.saving import Saving
@@ -60,7 +61,9 @@ class Coordinator:
         self.heard: dict[Peer, float] = {}
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
-        self.joins: dict[Peer, Holding | None] = {}  # in the order in which they asked; with what they hold of a stage
+        self.joins: dict[
+            Peer, Join
+        ] = {}  # in the order in which they asked; with their seat, and what they hold of a stage
         self.leaves: dict[Peer, str] = {}
         self.complaints: dict[Peer, list[str]] = {}
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
@@ -171,7 +174,7 @@ class Coordinator:
         match message:
             case Join():
                 if not present:
-                    self.joins[peer] = message.holds
+                    self.joins[peer] = message
             case Pulse() if not present and peer not in self.joins:
                 return [Send(peer, Removed(number=self.view.number, reason="not in the view"))]
             case Pulse():
@@ -300,7 +303,12 @@ class Coordinator:
         if not view.started or not empty:
             return None
         wanted = {Holding(epoch=view.epoch, stage=stage, step=view.step): stage for stage in empty}
-        back = tuple(Member(peer, wanted[held]) for peer, held in self.joins.items() if held in wanted)
+        taken = {member.seat for member in view.members + view.joining}
+        back: tuple[Member, ...] = ()
+        for peer, asked in self.joins.items():
+            if asked.holds in wanted:
+                seat = holder(self.settings, asked.seat, wanted[asked.holds], taken)
+                back, taken = (*back, Member(peer, wanted[asked.holds], seat=seat)), taken | {seat}
         if not back:
             return None
         words = ", ".join(f"{member.peer} comes back with the state of stage {member.stage}" for member in back)
@@ -415,7 +423,10 @@ class Coordinator:
         to = {move.peer: move.stage for move in moves}
 
         def moved(members: tuple[Member, ...]) -> tuple[Member, ...]:
-            return tuple(msgspec.structs.replace(one, stage=to.get(one.peer, one.stage)) for one in members)
+            return tuple(
+                msgspec.structs.replace(one, stage=to[one.peer], seat=NOWHERE) if one.peer in to else one
+                for one in members
+            )
 
         return msgspec.structs.replace(
             view,
@@ -437,10 +448,13 @@ class Coordinator:
             return None  # a round that is open lists everyone who hears it
         self.admit_at = now + 0.9 * self.settings.beat_s
         joining, words = list(view.joining), []
-        for peer in self.joins:
-            seconds, speeds = self._measured(view.members)
-            stage, why = place((*view.members, *joining), self.settings.stages, seconds, speeds)
-            joining.append(Member(peer=peer, stage=stage))
+        seconds, speeds = self._measured(view.members)
+        for peer, asked in self.joins.items():
+            there = (*view.members, *joining)
+            taken = {member.seat for member in there}
+            planned = seated(self.settings, asked.seat, taken)
+            stage, why = planned or place(there, self.settings.stages, seconds, speeds)
+            joining.append(Member(peer=peer, stage=stage, seat=holder(self.settings, asked.seat, stage, taken)))
             words.append(f"{peer} joins stage {stage}: {why}")
         return msgspec.structs.replace(
             view, number=view.number + 1, joining=tuple(joining), reason="; ".join(words)[:2000]
@@ -543,7 +557,8 @@ class Coordinator:
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
-        moves = () if over else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
+        quiet = over or complete(self.settings, members)  # while everybody is as planned, the plan balances
+        moves = () if quiet else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
         members, joining = _moving(members, joining, moves)
         words += [move.reason for move in moves]
         account = _counting(view.account, new, issued=0 if over else self.settings.microbatches)
@@ -796,7 +811,7 @@ def _moving(
 
 def _arrived(joiners: tuple[Member, ...]) -> tuple[Member, ...]:
     """As members."""
-    return tuple(Member(peer=member.peer, stage=member.stage) for member in joiners)
+    return tuple(msgspec.structs.replace(member, back=False) for member in joiners)
 
 
 def _counting(account: Account, joiners: tuple[Member, ...], issued: int = 0) -> Account:
@@ -810,8 +825,9 @@ def _names(members: tuple[Member, ...]) -> set[Peer]:
 
 
 def _owners(members: tuple[Member, ...], microbatches: int) -> tuple[int, ...]:
-    """Microbatch i is owned by member i modulo their number."""
-    return tuple(i % len(members) for i in range(microbatches))
+    """Microbatch i is owned by member i modulo their number; members with a seat in the plan come first, by seat."""
+    at = sorted(range(len(members)), key=lambda i: (members[i].seat < 0, members[i].seat, i))
+    return tuple(at[i % len(at)] for i in range(microbatches))
 
 
 def _inherit(view: View, members: tuple[Member, ...]) -> tuple[int, ...]:

@@ -12,13 +12,14 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL = 4  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 5  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
 Stage = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+Seat = Annotated[int, msgspec.Meta(ge=-1, lt=2**20)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Digest = Annotated[str, msgspec.Meta(max_length=128)]
 
@@ -43,11 +44,13 @@ class Command(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Member(Value, frozen=True):
-    """`back`, of a joiner: it has been a member before (it moves, or lost its state), so it votes and is not counted again."""
+    """`back`, of a joiner: it has been a member before (it moves, or lost its state), so it votes and is not counted again.
+    `seat`: its number in the run's plan; -1 of a peer that the plan does not know."""
 
     peer: Peer
     stage: Stage
     back: bool = False
+    seat: Seat = -1
 
 
 class Share(Value, frozen=True):
@@ -201,6 +204,7 @@ class Join(Wire, frozen=True):
     """To any member: let me take part. Repeated until a view names the sender. `holds`: what I still hold since I was put out."""
 
     holds: Holding | None = None
+    seat: Seat = -1  # in the run's plan
 
 
 class Redirect(Wire, frozen=True):
@@ -859,3 +863,6 @@ class Settings(msgspec.Struct, frozen=True):
     home: bool = (
         False  # owners run what they can themselves: with one stage nothing but tokens could be gained elsewhere
     )
+    seat: int = -1  # of this peer in the plan
+    seats: tuple[int, ...] = ()  # stage of each planned seat
+    routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn

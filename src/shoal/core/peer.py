@@ -66,6 +66,7 @@ from shoal.core.messages import (
     Vote,
     Wire,
 )
+from shoal.core.planned import seated
 from shoal.core.quorum import Register
 from shoal.core.server import Server
 from shoal.core.sync import Sync
@@ -157,7 +158,9 @@ class PeerMachine:
             if not self.founding:
                 return []
             first = self.settings.first_step
-            view = View(number=1, step=first, members=(Member(peer=self.name, stage=0),), saved=first)
+            stage, _ = seated(self.settings, self.settings.seat, set()) or (0, "")
+            me = Member(peer=self.name, stage=stage, seat=self.settings.seat)
+            view = View(number=1, step=first, members=(me,), saved=first)
             return self.register.found(view, now)
         gap = now - last
         if gap > 3 * self.settings.beat_s:
@@ -205,7 +208,7 @@ class PeerMachine:
             return self._on_override(message, now)
         if isinstance(message, Redirect):
             asking = self.find_at is not None and message.leader != self.name
-            return [Send(message.leader, Join(holds=self.server.holding))] if asking else []
+            return [Send(message.leader, self._join)] if asking else []
         drop = _drop(event.blobs)
         if isinstance(message, FROM_LEADER):
             if peer != self.register.leader:
@@ -386,7 +389,11 @@ class PeerMachine:
             return []
         leader = self.register.leader
         peers = dict.fromkeys((*((leader,) if leader else ()), *self.known))
-        return [Send(peer, Join(holds=self.server.holding)) for peer in peers if peer != self.name]
+        return [Send(peer, self._join) for peer in peers if peer != self.name]
+
+    @property
+    def _join(self) -> Join:
+        return Join(holds=self.server.holding, seat=self.settings.seat)
 
     def _lost(self, now: float) -> bool:
         """In a view, but no leader has been heard for long: the run may have gone on without me."""

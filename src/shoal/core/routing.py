@@ -26,6 +26,9 @@ COLD_S = 1.0  # guess where neither the plan nor a measurement says better: SWAR
 LEAST_S = 1e-4  # no hop is free: a zero would let one peer take everything
 PATIENCE = 4.0  # a hop is slow after this many times its usual wall time
 FAR = 4.0  # a peer's own average, fed with its timeouts, lengthens its deadline to at most this many times its stage's
+CAUGHT_UP = (
+    2.0  # a planned peer that let a hop run out is taken again when it is within this many times its stage's usual
+)
 LEAST_WAIT_S = 0.02  # after Busy: even a server that says 0 is not asked again in the same instant
 MOST_WAIT_S = 30.0  # after Busy: no peer can send itself into retirement
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
@@ -66,6 +69,7 @@ class Replica(msgspec.Struct, eq=False):
     busy_until: float = 0.0
     banned_until: float = 0.0
     level: int = 0  # of the ban; 0: in good standing
+    lagging: bool = False  # it let a request run out, and has not been as quick as its stage since
     trial: bool = False  # a request was sent to it while banned or on probation
     queue_s: float = 0.0  # what it last said of its queue, fading with every answer
     asked_at: float | None = None  # the oldest request since its last answer
@@ -129,6 +133,10 @@ class Wiring:
         replica = entry[3]
         return replica, "probation after a ban" if replica.level else "least virtual time"
 
+    def take(self, replica: Replica) -> None:
+        """As planned, out of turn: whoever was passed over is not owed the time."""
+        self._clock = max(self._clock, replica.virtual)
+
     def wake(self) -> float | None:
         """When the next busy replica can be asked again."""
         while self._busy and self._busy[0][2].serial != self._busy[0][1]:
@@ -142,8 +150,13 @@ class Wiring:
                 _, serial, replica = heappop(heap)
                 if replica.serial == serial:
                     self.place(replica, now)
-        while self._ready and self._ready[0][3].serial != self._ready[0][2]:
+        while self._ready:
+            virtual, _, serial, replica = self._ready[0]
+            if replica.serial == serial and virtual >= max(replica.virtual, self._clock):
+                return
             heappop(self._ready)
+            if replica.serial == serial:  # charged, or passed over, while planned peers were taken
+                self.place(replica, now)
 
 
 class Routes:
@@ -168,24 +181,55 @@ class Routes:
                 self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
 
     def choose(
-        self, stage: Stage, now: float, size: float = FORWARD_SIZE, avoid: str = "", home: str = ""
+        self,
+        stage: Stage,
+        now: float,
+        size: float = FORWARD_SIZE,
+        avoid: str = "",
+        *,
+        home: str = "",
+        planned: str = "",
     ) -> tuple[Peer, str] | None:
         """The replica for a hop of that size, charged for it, and why; None while all are busy (see wake), or none is.
 
-        `avoid` is passed over if another replica is ready. `home` is waited for while it is busy, and passed over when banned."""
+        `home` is waited for while it is busy, and passed over when banned; `planned` is taken if it is in good standing; `avoid` is
+        passed over if another replica is ready."""
         if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
             return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
+        why = self._passed_over(stage, planned, now, avoid) if planned else ""
+        if planned and not why:
+            replica = self._at[planned][1]
+            wiring.take(replica)
+            replica.virtual += size * wiring.estimate(replica)
+            return planned, "as planned"
         chosen = wiring.choose(now, avoid)
         if chosen is None:
             return None
         replica, reason = chosen
+        reason = f"{why}; {reason}" if why else reason
         replica.virtual += size * wiring.estimate(replica)
         if replica.level:  # one request per ban, until one is answered
             replica.trial = True
             replica.banned_until = max(replica.banned_until, now + self._ban_s(replica))
         wiring.place(replica, now)
         return replica.peer, reason
+
+    def _passed_over(self, stage: Stage, planned: Peer, now: float, avoid: str) -> str:
+        """Why the planned peer does not get this hop; '' when it does."""
+        at, replica = self._at.get(planned, (-1, None))
+        if replica is None or at != stage:
+            return f"it does not serve stage {stage}"
+        if planned == avoid:
+            return "it was slow or failed with this hop"
+        if replica.level:
+            return "it failed and is on probation"
+        if replica.busy_until > now:
+            return f"its queue is full for {replica.busy_until - now:.1f} s"
+        if replica.lagging:
+            usual_s, typical_s = self._wirings[stage].estimate(replica), self._wirings[stage].typical
+            return f"it takes {usual_s:.2f} s a hop, its stage {typical_s:.2f} s"
+        return ""
 
     def wake(self, stage: Stage) -> float | None:
         """When to call choose again after it returned None; None: only a new view helps."""
@@ -213,6 +257,8 @@ class Routes:
         stage, replica = self._at[peer]
         replica.latency.add(seconds / size)
         self._wirings[stage].latency.add(seconds / size)
+        if replica.lagging:
+            replica.lagging = self._wirings[stage].estimate(replica) > CAUGHT_UP * self._wirings[stage].typical
         replica.queue_s /= 2
         if replica.trial:
             replica.trial, replica.level, replica.banned_until = False, 0, 0.0
@@ -224,6 +270,7 @@ class Routes:
             return
         replica = self._at[peer][1]
         replica.latency.add(seconds / size)
+        replica.lagging = True
         if replica.trial:
             self.failed(peer, now)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import count
 
+from shoal.core.early import Early
 from shoal.core.hops import Hops
 from shoal.core.listening import Listening
 from shoal.core.messages import (
@@ -59,6 +60,7 @@ class Server:
         self._hops = Hops(name, settings, self._serial, self._seat)
         self._rounds = Rounds(name, settings, self._serial, self._seat)
         self._listening = Listening(name, settings, self._serial, self._seat)
+        self._early = Early(self._seat, settings.queue_limit)
         self._shards = Shards(self._serial)
         self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
         self._retell_at: float | None = None
@@ -142,7 +144,7 @@ class Server:
         seat = self._seat
         held = Holding(epoch=seat.epoch, stage=seat.stage, step=seat.step)
         self._kept = (held, seat.length, seat.digest) if keep and seat.ready else None
-        commands = self._forget(empty_sum=True) if seat.seated else []
+        commands = self._early.forget() + (self._forget(empty_sum=True) if seat.seated else [])
         seat.seated, seat.digest, seat.unfit, seat.applying = False, "", "", None
         self.stale, self._retell_at, self.changed = "", None, True
         self._shards.kept = None
@@ -183,6 +185,8 @@ class Server:
     def _continue(self, now: float) -> list[Command]:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
         commands = self._try_round(now) + self._listening.go_on()
+        for held in self._early.ripe():
+            commands += self._hops.on_hop(held.peer, held.message, held.blobs, held.fault)
         return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
 
     def _check(self, now: float) -> list[Command]:
@@ -238,6 +242,8 @@ class Server:
     ) -> list[Command]:
         names = tuple(blob.id for blob in blobs)
         match message:
+            case Forward() | Backward() if self._early.keep(peer, message, names, fault):
+                return []
             case Forward() | Backward():
                 return self._hops.on_hop(peer, message, names, fault) + self._hops.start(self._rounds.cutting)
             case Sum() if message.heard:

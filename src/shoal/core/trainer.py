@@ -38,6 +38,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.microbatch import Hop, Kind, Microbatch, Owned, Place, TrainerLoad, Want, new_microbatch, plan
+from shoal.core.planned import Planned
 from shoal.core.reports import Reports
 from shoal.core.routing import Chance, Routes
 from shoal.core.timers import Timers
@@ -59,6 +60,7 @@ class Trainer:
         self._settings = settings
         self._out: list[Command] = []
         self._routes = Routes(settings, rng)
+        self._planned = Planned(name, settings)
         self._reports = Reports(self._routes, self._out)
         self._timers = Timers()
         self._view = _NOTHING
@@ -87,6 +89,7 @@ class Trainer:
         members = view.members if view.started and not view.finished else ()
         self._stage_of = {member.peer: member.stage for member in members}
         self._routes.on_view(members, now)
+        self._out += [Note("route", text) for text in self._planned.on_view(members)]
         mine = {i: None for i, at in enumerate(view.owners) if members and members[at].peer == self.name}
         first = False
         if (old.epoch, old.step, old.started) != (view.epoch, view.step, view.started):
@@ -238,11 +241,14 @@ class Trainer:
             self._send(m, want, m.booked[want.stage], now)
         else:
             home = self.name if self._settings.home and m.avoid != self.name else ""
-            chosen = self._routes.choose(want.stage, now, want.kind.size, m.avoid, home)
+            planned = self._planned.peer(want.stage, m.index)
+            chosen = self._routes.choose(want.stage, now, want.kind.size, m.avoid, home=home, planned=planned)
             if chosen is None:
                 self._park(m, want.stage)
-            else:
-                self._send(m, want, chosen[0], now)
+                return
+            if planned and chosen[0] != planned:
+                self._reports.note_once("route", "plan", planned, f"{planned} is passed over: {chosen[1]}")
+            self._send(m, want, chosen[0], now)
 
     def _fetch(self, m: Microbatch, now: float) -> None:
         self._serial += 1

@@ -1,6 +1,6 @@
 """Takes a fixed time per microbatch and computes nothing: many peers on one machine, timed as if each had its own device.
 
-Tensors have the size of the configured boundary. Sum, parameter and optimizer state are small but real, so that losing or
+Tensors have the configured sizes. Sum, parameter and optimizer state are real, so that losing or
 doubling a microbatch shows: each backward adds one share of the batch, and a step moves the parameter by what was added.
 """
 
@@ -16,8 +16,6 @@ from torch import Tensor
 from shoal.config import Config, microbatches
 from shoal.executor.base import NotFinite, boundary, copy_state_, digest_of
 
-LENGTH = 256  # values of its gradient: a round has something to cut into chunks and costs nothing
-
 
 class Emulated:
     """See base.Executor. `sleep` is replaced in tests."""
@@ -25,23 +23,24 @@ class Emulated:
     def __init__(self, config: Config, stage: int, sleep: Callable[[float], None] = time.sleep) -> None:
         self._first = stage == 0
         self._last = stage == config.run.stages - 1
-        self._seconds = config.device.emulated_s
+        self._forward_s = config.device.emulated_s
+        self._backward_s = config.device.emulated_backward_s or 2 * config.device.emulated_s
         self._share = 1.0 / microbatches(config.train)
         self._sleep = sleep
         # One tensor for every answer, never written to: time goes to the modelled work, not to clearing memory.
         self._boundary = torch.zeros(boundary(config).shape, dtype=torch.float32)
-        self.length = LENGTH
-        self.sum = torch.zeros(LENGTH)
-        self._parameter, self._exp_avg, self._exp_avg_sq = (torch.zeros(LENGTH) for _ in range(3))
+        self.length = config.device.emulated_gradient
+        self.sum = torch.zeros(self.length)
+        self._parameter, self._exp_avg, self._exp_avg_sq = (torch.zeros(self.length) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        self._sleep(self._seconds)
+        self._sleep(self._forward_s)
         return self._boundary
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         if (tokens if self._last else grad) is None:
             raise ValueError("the last stage runs back from tokens, every other one from a gradient")
-        self._sleep(2 * self._seconds)
+        self._sleep(self._backward_s)
         self.sum += self._share
         return None if self._first else self._boundary, 1.0 if self._last else None
 

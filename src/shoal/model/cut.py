@@ -36,8 +36,14 @@ class Stage(Protocol):
         ...
 
 
-def spans(blocks: int, stages: int) -> tuple[range, ...]:
-    """Blocks of each stage: as even as can be; the ends, which also hold embedding and head, get an extra block last."""
+def spans(blocks: int, stages: int, layers: tuple[int, ...] = ()) -> tuple[range, ...]:
+    """Blocks of each stage: as `layers` says, one number for each; else as even as can be, and the ends, which also hold
+    embedding and head, get an extra block last."""
+    if layers and (len(layers) != stages or sum(layers) != blocks or min(layers) < 1):
+        raise ValueError(
+            f"run.layers = {list(layers)} for a model of {blocks} blocks in run.stages = {stages};"
+            f" it must be {stages} numbers of 1 or more that add up to {blocks}, or []"
+        )
     if not 1 <= stages <= blocks:
         raise ValueError(
             f"run.stages = {stages}, but the model has {blocks} blocks and each stage needs at least one;"
@@ -47,8 +53,8 @@ def spans(blocks: int, stages: int) -> tuple[range, ...]:
     from_the_middle = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
     longer = set(from_the_middle[:extra])
     starts = [0]
-    for stage in range(stages):
-        starts.append(starts[-1] + base + (stage in longer))
+    for size in layers or [base + (stage in longer) for stage in range(stages)]:
+        starts.append(starts[-1] + size)
     return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 

@@ -97,7 +97,7 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     stages = config.run.stages
     model, parts = _hollow(config)
     first, last = stage == 0, stage == stages - 1
-    parts.put_back(spans(len(parts.blocks), stages)[stage], first=first, last=last)
+    parts.put_back(spans(len(parts.blocks), stages, config.run.layers)[stage], first=first, last=last)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
     return HuggingFaceStage(model.eval().to(device), first=first, last=last)
 
@@ -161,7 +161,7 @@ def _hollow(config: Config) -> tuple[Any, Parts]:
     """The model with all its parts taken out, found to hand hidden states through unchanged."""
     hf = hf_config(config)
     _refuse_tied(config, hf)
-    spans(hf.num_hidden_layers, config.run.stages)
+    spans(hf.num_hidden_layers, config.run.stages, config.run.layers)
     model = on_meta(hf)
     kept = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if kept:

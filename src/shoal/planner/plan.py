@@ -1,7 +1,8 @@
 """The Plan: who serves which stage, why, and what that is predicted to give; its file, and what is wrong with a bad one.
 
 Made by strategy.py or written by hand, read by `shoal plan --check` and by whoever starts a run. Predicted numbers carry their
-basis in words; a plan is JSON, and only `stages` (with peers and blocks) and `layers` decide anything.
+basis in words; a plan is JSON. What decides: `layers` and `stages` (with blocks, peers and executor), `routes` (none: stochastic
+wiring), `microbatch` and `inflight` (0: as the configuration says). A plan's seats are its peers in the order of its stages.
 """
 
 from __future__ import annotations
@@ -24,6 +25,20 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     executor: str = "resident"  # or swapping: some of its devices cannot hold it
     memory_bytes: float = 0.0  # predicted, on each device
     microbatch_s: float = 0.0  # predicted compute of one microbatch on its slowest device, forward and backward
+    gradient_bytes: float = 0.0  # that its replicas average
+
+
+class PeerPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one machine is predicted to do in a step."""
+
+    name: str
+    forward_s: float  # one microbatch; the last stage runs no forward of its own
+    backward_s: float
+    compute_busy: float = 0.0  # share of the time in which microbatches are on their way
+    up_busy: float = 0.0
+    down_busy: float = 0.0
+    sent_bytes: float = 0.0  # per step
+    memory_bytes: float = 0.0
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +62,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
     predicted: Prediction | None = None
     runners_up: tuple[str, ...] = ()  # in words
+    peers: tuple[PeerPlan, ...] = ()  # by seat
+    routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
+    microbatch: int = 0  # sequences
+    inflight: int = 0  # microbatches that an owner drives at once
+    boundary_bytes: float = 0.0  # of one microbatch between two stages
+
+    @property
+    def seats(self) -> dict[str, int]:
+        """Machines by seat, and the stage of each."""
+        return {peer: number for number, stage in enumerate(self.stages) for peer in stage.peers}
 
 
 def save(plan: Plan, path: str | Path) -> None:
@@ -64,7 +89,7 @@ def validate(plan: Plan, profile: Profile, cluster: Cluster, value_bytes: int) -
     """Everything that is wrong with the plan for that model on those machines, in words; empty when it can run."""
     if plan.layers != profile.blocks:
         return [f"the plan is for a model of {plan.layers} blocks, this one has {profile.blocks}; plan anew"]
-    problems = _cuts(plan) + _seats(plan, cluster)
+    problems = _cuts(plan) + _seats(plan, cluster) + _routes(plan)
     if problems:
         return problems
     device_of = {device.name: device for device in cluster.devices}
@@ -126,6 +151,27 @@ def _seats(plan: Plan, cluster: Cluster) -> list[str]:
     forgotten = [name for name in known if name not in stage_of and name not in plan.left_out]
     if forgotten:
         problems.append(f"{_few(forgotten)} serve nothing; give them a stage or list them under left_out")
+    return problems
+
+
+def _routes(plan: Plan) -> list[str]:
+    stages, names = list(plan.seats.values()), list(plan.seats)
+    if not plan.routes:
+        return []
+    if len(plan.routes) != len(stages):
+        return [
+            f"there are routes for {len(plan.routes)} seats, and {len(stages)} seats; give one entry for each, or none"
+        ]
+    problems = []
+    for owner, ways in enumerate(plan.routes):
+        if len(ways) != len(plan.stages) or not all(ways):
+            problems.append(f"{names[owner]}'s microbatches need a seat at each of {len(plan.stages)} stages")
+        for stage, turns in enumerate(ways):
+            wrong = [seat for seat in turns if not 0 <= seat < len(stages) or stages[seat] != stage]
+            if wrong:
+                problems.append(
+                    f"{names[owner]}'s microbatches go to seat {wrong[0]} at stage {stage}, which it does not serve"
+                )
     return problems
 
 

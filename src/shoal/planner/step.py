@@ -1,9 +1,10 @@
 """Predicts one optimizer step of this program as it is built, by playing it: which stage each device serves is given.
 
 The cost model in cost.py is the paper's; this is what decides. Hops go through the microbatch's owner; each owner
-drives `inflight` microbatches and picks replicas with core/routing.py itself, so the wiring that is predicted is the
-one that runs; a replica computes one hop at a time, backwards first; uplinks and downlinks pass one message after the
-other, as in transport/shaped.py; a stage's replicas average by a butterfly of one chunk each (core/averaging.py); and
+drives `inflight` microbatches and picks replicas with core/routing.py itself, by the plan's routes where there are any, so
+the wiring that is predicted is the one that runs; a replica computes one hop at a time, backwards first; uplinks and
+downlinks pass one message after the other and links of several pairs are filled side by side, as in
+transport/shaped.py; a stage's replicas average by a butterfly of one chunk each (core/averaging.py); and
 agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses on the wire.
 
 Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 
 from shoal.core.messages import Member, Settings
+from shoal.core.planned import Planned
 from shoal.core.routing import BACKWARD_SIZE, FORWARD_SIZE, Routes
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost import Floats
@@ -27,6 +29,7 @@ from shoal.planner.cost import Floats
 LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
 ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
 PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
+Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
 BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
 
 
@@ -41,6 +44,7 @@ class Seats(msgspec.Struct, frozen=True):
     tokens_bytes: float
     microbatches: int
     inflight: int
+    routes: Routing = ()  # empty: stochastic wiring
 
     @property
     def stages(self) -> int:
@@ -49,6 +53,11 @@ class Seats(msgspec.Struct, frozen=True):
     @property
     def members(self) -> list[int]:
         return [device for device, stage in enumerate(self.stage_of) if stage >= 0]
+
+    @property
+    def seated(self) -> list[int]:
+        """Members in the order of a plan's seats: by stage."""
+        return sorted(self.members, key=lambda device: (self.stage_of[device], device))
 
     def replicas(self, stage: int) -> list[int]:
         return [device for device, own in enumerate(self.stage_of) if own == stage]
@@ -86,7 +95,7 @@ def rough_s(seats: Seats, cluster: Cluster) -> float:
     owner's microbatches make one after the other, whichever is longest; then averaging and agreeing."""
     work_s = []
     for stage in range(seats.stages):
-        work_s.append(seats.microbatches / sum(1 / _hop_s(seats, device) for device in seats.replicas(stage)))
+        work_s.append(seats.microbatches / sum(1 / hop_s(seats, device) for device in seats.replicas(stage)))
     longest_s = max(max(work_s), _lines_s(seats, cluster), _trips_s(seats, cluster))
     return (
         longest_s
@@ -128,12 +137,14 @@ class _Lines:
         if source == target:
             return now
         up, pair = self._up[source], self._pair[source][target]
-        start = max(now, self._up_free[source], self._pair_free.get((source, target), 0.0))
-        self._up_free[source] = start + nbytes / up
-        self._pair_free[source, target] = start + nbytes / pair
+        start = max(now, self._up_free[source])
+        self._up_free[source] = left = start + nbytes / up
+        # The pair's link takes bytes as they leave the uplink, and holds nobody else up.
+        through = max(max(start, self._pair_free.get((source, target), 0.0)) + nbytes / pair, left)
+        self._pair_free[source, target] = through
         self.up_used[source] += nbytes / (pair if up == math.inf else up)
         self.sent[source] += nbytes
-        return float(start + nbytes / min(up, pair) + self._delay[source][target])
+        return float(through + self._delay[source][target])
 
     def arrive(self, target: int, nbytes: float, now: float) -> float:
         """When it has passed the target's line; a message alone and no faster than the line is not held."""
@@ -150,10 +161,18 @@ class _Play:
     def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator) -> None:
         self._seats = seats
         self._rng = rng
-        self._members = seats.members
+        self._members = seats.seated
+        self._settings = Settings(
+            stages=seats.stages,
+            microbatches=seats.microbatches,
+            steps=1,
+            seats=tuple(seats.stage_of[device] for device in self._members),
+            routes=self._seat_routes(),
+        )
         self.lines = _Lines(cluster)
         self.computed = np.zeros(len(cluster.devices))
         self._routes: dict[int, Routes] = {}
+        self._planned: dict[int, Planned] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = count()
         self._queue: dict[int, list[tuple[bool, int, int, int, int]]] = {device: [] for device in self._members}
@@ -165,11 +184,15 @@ class _Play:
     def run(self, microbatches: int, start: float) -> float:
         """All microbatches once; when the last is booked."""
         if not self._routes:
-            settings = Settings(stages=self._seats.stages, microbatches=microbatches, steps=1)
-            members = tuple(Member(str(device), self._seats.stage_of[device]) for device in self._members)
+            members = tuple(
+                Member(str(device), self._seats.stage_of[device], seat=seat)
+                for seat, device in enumerate(self._members)
+            )
             for device in self._members:
-                self._routes[device] = Routes(settings, self._rng)
+                self._routes[device] = Routes(self._settings, self._rng)
                 self._routes[device].on_view(members, start)
+                self._planned[device] = Planned(str(device), self._settings)
+                self._planned[device].on_view(members)
         owned = [(self._members[index % len(self._members)], index) for index in range(microbatches)]
         self._waiting = {device: [index for owner, index in owned if owner == device] for device in self._members}
         self._left = microbatches
@@ -181,6 +204,16 @@ class _Play:
             now, _, act = heappop(self._events)
             act(now)
         return now
+
+    def _seat_routes(self) -> Routing:
+        """By seats instead of devices."""
+        seat_of = {device: seat for seat, device in enumerate(self._members)}
+        if not self._seats.routes:
+            return ()
+        return tuple(
+            tuple(tuple(seat_of[device] for device in turns) for turns in self._seats.routes[owner])
+            for owner in self._members
+        )
 
     def _at(self, when: float, act: Callable[[float], None]) -> None:
         heappush(self._events, (when, next(self._serial), act))
@@ -199,7 +232,8 @@ class _Play:
         backward = turn >= last
         stage = 2 * last - turn if backward else turn
         size = BACKWARD_SIZE if backward else FORWARD_SIZE
-        chosen = self._routes[owner].choose(stage, now, size)
+        planned = self._planned[owner].peer(stage, index)
+        chosen = self._routes[owner].choose(stage, now, size, planned=planned)
         assert chosen is not None, "nobody is ever busy or banned here"
         peer = int(chosen[0])
         nbytes = self._asked_bytes(stage, backward)
@@ -354,7 +388,7 @@ def _trips_s(seats: Seats, cluster: Cluster) -> float:
     moved_s = (sum(asked) + sum(answered)) * max(line_s, pair_s)
     delays_s = 2 * (2 * seats.stages - 1) * float(np.mean(cluster.delay_s[at]))
     compute_s = sum(
-        float(np.mean([_hop_s(seats, device) for device in seats.replicas(stage)])) for stage in range(seats.stages)
+        float(np.mean([hop_s(seats, device) for device in seats.replicas(stage)])) for stage in range(seats.stages)
     )
     trips = math.ceil(math.ceil(seats.microbatches / len(members)) / seats.inflight)
     return trips * (compute_s + delays_s + moved_s * (1 - 1 / len(members)))
@@ -370,7 +404,7 @@ def _agreeing(delay_s: Floats) -> float:
     return float(4 * farthest + 2 * typical)
 
 
-def _hop_s(seats: Seats, device: int) -> float:
+def hop_s(seats: Seats, device: int) -> float:
     """Compute of one microbatch at a device; the last stage runs no forward of its own."""
     last = seats.stage_of[device] == seats.stages - 1
     return max(seats.backward_s[device] + (0.0 if last else seats.forward_s[device]), 1e-12)

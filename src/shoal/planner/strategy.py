@@ -11,20 +11,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from shoal.planner import memory
+from shoal.planner import memory, wiring
 from shoal.planner.cluster import Cluster, Device
-from shoal.planner.plan import Plan, Prediction, StagePlan
+from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.profile import BACKWARD, FORWARD, Profile, Shape, Work, profile, spans
 from shoal.planner.step import Seats, Step, predict, rough_s
 
+SIZES = (0.25, 0.5, 1, 2, 4)  # of the configured microbatch
 PLAYED = 4  # numbers of stages whose step is played, the best by the rough formula
 GAPS = 3  # of line width, and of speed: as many smaller fleets are tried
 EVERY = 12  # up to so many blocks or devices every number of stages is looked at
 GRADIENT_BYTES = 4  # sums travel as fp32
+WIRED_PEERS = 256  # more are wired stochastically: a table of routes would be as long as the run is wide
+WIRED = 1  # options, the best ones, whose step is also played with planned wiring
+PLANNED_GAIN = (
+    1.03  # planned wiring must be so many times as fast: the stochastic one adapts to what the plan does not know
+)
+Wiring = Literal["best", "planned", "stochastic"]
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +43,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     emulated_s: float = 0.0  # a forward takes this long at every stage, whatever the model: for labs
     emulated_bytes: float = 0.0  # of a boundary tensor then
+    emulated_gradient_bytes: float = 1024.0  # that every stage averages then
+    wiring: Wiring = "best"
     uneven: bool = False  # stages may differ in their number of blocks by more than one
     swapping: bool = False  # a stage may be larger than its device
 
@@ -88,9 +98,56 @@ def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages
     if not options:
         raise ValueError(min(refusals, key=lambda refusal: refusal.lacks_bytes).text)
     ranked = sorted(options, key=lambda option: (option.rough_s, option.stages))[:PLAYED]
-    played = [msgspec.structs.replace(o, step=predict(o.seats, problem.cluster, rng)) for o in ranked]
-    played.sort(key=lambda option: (option.step.step_s if option.step else math.inf, option.stages))
+    played = [_played(problem, option, rng) for option in ranked]
+    played.sort(key=_step_s)
+    played[:WIRED] = [_wired(problem, option, rng) for option in played[:WIRED]]
+    played.sort(key=_step_s)
     return _plan(problem, played, refusals)
+
+
+def decide_sizes(
+    problem: Problem, rng: Callable[[], np.random.Generator], budget: int = 400, stages: int | None = None
+) -> Plan:
+    """The same with the size of microbatches free: the configured one, and halves and doubles of it that divide the step.
+
+    A device's FLOP/s are taken to be the same at every size; where small ones are slower, a probe at that size would say so."""
+    work, found = problem.work, []
+    sequences = work.microbatches * work.sequences
+    for size in sorted({round(work.sequences * factor) for factor in SIZES}):
+        if size < 1 or sequences % size:
+            continue
+        changed = msgspec.structs.replace(work, sequences=size, microbatches=sequences // size)
+        try:
+            found.append(decide(msgspec.structs.replace(problem, work=changed), rng(), budget, stages))
+        except ValueError as error:  # such as: too large a microbatch for the memory
+            refused = error
+    if not found:
+        raise refused
+    best = min(found, key=lambda plan: plan.predicted.step_s if plan.predicted else math.inf)
+    others = [
+        f"microbatches of {plan.microbatch}: {plan.predicted.step_s:.3g} s a step, {stages_text(len(plan.stages))}"
+        for plan in found
+        if plan is not best and plan.predicted is not None
+    ]
+    return msgspec.structs.replace(best, runners_up=(*best.runners_up, *others))
+
+
+def _played(problem: Problem, option: Option, rng: np.random.Generator) -> Option:
+    return msgspec.structs.replace(option, step=predict(option.seats, problem.cluster, rng))
+
+
+def _step_s(option: Option) -> tuple[float, int]:
+    return option.step.step_s if option.step else math.inf, option.stages
+
+
+def _wired(problem: Problem, option: Option, rng: np.random.Generator) -> Option:
+    """With planned wiring, where that is asked for or pays."""
+    if problem.wiring == "stochastic" or len(option.seats.members) > WIRED_PEERS:
+        return option
+    seats = msgspec.structs.replace(option.seats, routes=wiring.planned(option.seats, problem.cluster))
+    other = _played(problem, msgspec.structs.replace(option, seats=seats), rng)
+    pays = _step_s(other)[0] * PLANNED_GAIN < _step_s(option)[0]
+    return other if pays or problem.wiring == "planned" else option
 
 
 def candidates(problem: Problem) -> list[int]:
@@ -153,17 +210,17 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Re
         other = _balanced(problem, cut, rate)
         if all(_lacks(problem, other[s], devices[d]) <= 0 for d, s in enumerate(stage_of) if s >= 0):
             cut = other
-    return _option(problem, cut, tuple(stage_of))
+    return placed(problem, cut, tuple(stage_of))
 
 
-def improved(problem: Problem, option: Option, rng: np.random.Generator, budget: int) -> Option:
+def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: int) -> Option:
     """Devices swapped and moved between stages while the rough step gets shorter."""
     devices = problem.cluster.devices
     alike = len({(d.flops, d.memory_bytes, d.up_Bps, d.down_Bps) for d in devices}) == 1
     if alike and _uniform(problem.cluster):
-        return option  # every swap is the same placement, and `seated` has balanced the counts
+        return best  # every swap is the same placement, and `seated` has balanced the counts
     for _ in range(budget):
-        stage_of = list(option.seats.stage_of)
+        stage_of = list(best.seats.stage_of)
         one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
         if stage_of[one] == stage_of[two]:
             continue
@@ -171,15 +228,16 @@ def improved(problem: Problem, option: Option, rng: np.random.Generator, budget:
             stage_of[one], stage_of[two] = stage_of[two], stage_of[one]
         else:
             stage_of[one] = stage_of[two]  # which may be left out
-        if any(stage_of[d] >= 0 and _lacks(problem, option.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
+        if any(stage_of[d] >= 0 and _lacks(problem, best.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
             continue
-        other = _option(problem, option.cut, tuple(stage_of))
-        if other.rough_s < option.rough_s * (1 - 1e-9):
-            option = other
-    return option
+        other = placed(problem, best.cut, tuple(stage_of))
+        if other.rough_s < best.rough_s * (1 - 1e-9):
+            best = other
+    return best
 
 
-def _option(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
+def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
+    """Those blocks on those devices, roughly priced; -1 is left out."""
     made, devices = problem.profile, problem.cluster.devices
     work = [made.stage(span) for span in cut]
     swaps = tuple(
@@ -205,7 +263,9 @@ def _option(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...])
         stage_of,
         tuple(seconds(d, FORWARD) for d in every),
         tuple(seconds(d, BACKWARD) for d in every),
-        tuple(stage.parameters * GRADIENT_BYTES for stage in work) if not problem.emulated_s else (1024.0,) * len(cut),
+        tuple(stage.parameters * GRADIENT_BYTES for stage in work)
+        if not problem.emulated_s
+        else (problem.emulated_gradient_bytes,) * len(cut),
         made.boundary_bytes,
         made.tokens_bytes,
         problem.work.microbatches,
@@ -264,7 +324,8 @@ def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pl
         slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
         names = tuple(devices[d].name for d in group)
         kind = "swapping" if best.swaps[number] else "resident"
-        stages.append(StagePlan(span.start, span.stop, names, kind, need.device_bytes, slowest_s))
+        gradient_bytes = seats.gradient_bytes[number]
+        stages.append(StagePlan(span.start, span.stop, names, kind, need.device_bytes, slowest_s, gradient_bytes))
     left_out = tuple(devices[d].name for d, stage in enumerate(seats.stage_of) if stage < 0)
     runners_up = tuple(
         f"{stages_text(option.stages)}: {option.step.step_s:.3g} s a step ({option.step.bottleneck})"
@@ -278,6 +339,39 @@ def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pl
         _reason(problem, played, refusals),
         _told(problem, best),
         runners_up,
+        _peers(problem, best, tuple(stage.memory_bytes for stage in stages)),
+        _seat_routes(seats),
+        problem.work.sequences,
+        problem.work.inflight,
+        made.boundary_bytes,
+    )
+
+
+def _peers(problem: Problem, option: Option, memory_bytes: tuple[float, ...]) -> tuple[PeerPlan, ...]:
+    """By seat."""
+    seats, step = option.seats, option.step
+    assert step is not None, "only played options are told"
+    return tuple(
+        PeerPlan(
+            problem.cluster.devices[device].name,
+            seats.forward_s[device],
+            seats.backward_s[device],
+            step.compute_busy[device],
+            step.up_busy[device],
+            step.down_busy[device],
+            step.sent_bytes[device],
+            memory_bytes[seats.stage_of[device]],
+        )
+        for device in seats.seated
+    )
+
+
+def _seat_routes(seats: Seats) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    seat_of = {device: seat for seat, device in enumerate(seats.seated)}
+    if not seats.routes:
+        return ()
+    return tuple(
+        tuple(tuple(seat_of[device] for device in turns) for turns in seats.routes[owner]) for owner in seats.seated
     )
 
 
@@ -298,6 +392,14 @@ def _told(problem: Problem, option: Option) -> Prediction:
     )
 
 
+def likeness(option: Option) -> str:
+    """Which paper's way of running this is; the four are corners of one space."""
+    if option.stages == 1:
+        return "whole models that swap and average: ATOM" if option.swaps[0] else "plain data parallelism"
+    wired = "planned routes between stages: DT-FM" if option.seats.routes else "stages wired by measured times: SWARM"
+    return wired + (", swapping inside stages as ATOM" if any(option.swaps) else "")
+
+
 def stages_text(count: int) -> str:
     return "1 stage" if count == 1 else f"{count} stages"
 
@@ -306,10 +408,12 @@ def _reason(problem: Problem, played: list[Option], refusals: list[Refusal]) -> 
     best = played[0]
     assert best.step is not None
     near = best_stages(problem)
-    why = f"{stages_text(best.stages)}: the shortest predicted step; fewest bytes are moved near S* = {near:.1f}"
+    why = f"{stages_text(best.stages)} ({likeness(best)}): the shortest predicted step; fewest bytes are moved near S* = {near:.1f}"
     if len(played) > 1 and played[1].step is not None:
         more = played[1].step.step_s / best.step.step_s - 1
         why += f"; with {stages_text(played[1].stages)} it is {more:.0%} longer"
+    if best.seats.routes:
+        why += "; planned wiring: fixed routes are quicker than those chosen by measured times"
     idle = best.seats.stage_of.count(-1)
     if idle:
         why += f"; {idle} devices are left out, as they would hold the others up or cannot hold a stage"

@@ -76,8 +76,10 @@ class Watch:
             key = (pulse.epoch, pulse.step, pulse.stage, booking.index)
             other = self._bookers.get(key, peer)
             if other != peer and self.trusting and self.newest is not None:
-                members = self.newest.members  # who was put out and came back to another stage has no old books
-                if all(m.Member(one, pulse.stage) in members for one in (peer, other)):
+                members = [
+                    (member.peer, member.stage) for member in self.newest.members
+                ]  # who was put out and came back to another stage has no old books
+                if all((one, pulse.stage) in members for one in (peer, other)):
                     self.report(
                         peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}"
                     )

@@ -85,7 +85,7 @@ class Tracer:
             header = trace.Header(
                 protocol=m.PROTOCOL,
                 peer=peer,
-                settings=self._case.settings,
+                settings=self._case.settings_of(int(peer[1:].partition(".")[0])),
                 seed=self._case.stream(peer),
                 found=peer == "p0.0",
             )

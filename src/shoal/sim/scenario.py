@@ -53,6 +53,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str = "chaos"
     peers: tuple[int, int] = (6, 14)
     many: bool = True  # any number of peers is as likely; else small swarms are drawn more often (log-uniform)
+    planned: bool = False  # the peers of the beginning have seats in a plan, drawn at random
     stages: tuple[int, int] = (1, 4)
     steps: tuple[int, int] = (4, 8)
     microbatches: tuple[int, int] = (4, 16)
@@ -89,6 +90,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def rng(self, purpose: str) -> Random:
         """A stream of its own for each purpose, so that one more draw in one place moves nothing elsewhere."""
         return Random(self.stream(purpose))
+
+    def settings_of(self, key: int) -> Settings:
+        """Of the peer with that number: its own seat, if it has one. A restarted process asks for the seat it had."""
+        seat = key if key < len(self.settings.seats) else -1
+        return msgspec.structs.replace(self.settings, seat=seat)
 
     def stream(self, purpose: str) -> str:
         """What seeds that stream; a peer's name is the purpose of its machine's."""
@@ -140,6 +146,12 @@ SCENARIOS = {
             happenings=msgspec.structs.replace(_HARSH, kills=6, restarts=6, joiners=6),
         ),
         Scenario(
+            name="planned",
+            planned=True,
+            messages=Messages(drop=0.05, delay=0.02, stranger=0.02, fail=0.02),
+            happenings=_HARSH,
+        ),
+        Scenario(
             name="large",
             peers=(24, 40),
             stages=(3, 6),
@@ -185,6 +197,8 @@ def draw(scenario: Scenario, seed: int) -> Case:
         lost=rng.choice(("checkpoint", "neighbours")),
         lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
     )
+    if scenario.planned:
+        settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
     return Case(
         scenario=scenario,
         seed=seed,
@@ -197,6 +211,15 @@ def draw(scenario: Scenario, seed: int) -> Case:
         messages=_some(scenario.messages, rng, whole=False),
         happenings=_some(scenario.happenings, rng, whole=True),
     )
+
+
+def _with_plan(settings: Settings, peers: int, rng: Random) -> Settings:
+    """Every stage has a seat; each owner's microbatches take one to three seats of a stage in turn."""
+    seats = [*range(settings.stages), *(rng.randrange(settings.stages) for _ in range(peers - settings.stages))]
+    rng.shuffle(seats)
+    at = [[seat for seat, own in enumerate(seats) if own == stage] for stage in range(settings.stages)]
+    routes = tuple(tuple(tuple(rng.choices(group, k=rng.randint(1, 3))) for group in at) for _ in range(peers))
+    return msgspec.structs.replace(settings, seats=tuple(seats), routes=routes)
 
 
 def _some(limits: Limits, rng: Random, whole: bool) -> Limits:

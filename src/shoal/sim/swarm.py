@@ -54,7 +54,7 @@ class Node:
         self.name = f"p{key}.{incarnation}"
         self.serial = swarm.booted
         self.found = found
-        self.machine = PeerMachine(self.name, case.settings, case.rng(self.name), found)
+        self.machine = PeerMachine(self.name, case.settings_of(key), case.rng(self.name), found)
         self.hands = Hands(swarm.world, self._later, self._clock)
         self.hands.forward_s = case.forward_s
         self.hands.rounds, self.hands.states = case.rounds, case.states

@@ -4,7 +4,9 @@ For runs that pretend to be spread over the world, and for benchmarks. `Line` de
 calls and times, no clock); `Shaped` waits for those times. Everything is reckoned in the line's own time: when this process
 wakes late, what it handed over is late, but the line was busy meanwhile and the next message does not start any later.
 
-The uplink holds each message until its last byte has left, plus the delay. The downlink takes bytes while they arrive: a
+The uplink holds each message until its last byte has left, plus the delay. A link of one pair, where one is given, takes bytes
+as they leave the uplink: links to several peers are filled side by side as far as the uplink is wider than they are, and a
+narrow one holds nobody else up. The downlink takes bytes while they arrive: a
 message that comes alone and no faster than the line is not held at all; two at once share it. Bulk messages pass one after
 the other; a control message goes first, as its packets would, and pushes the bulk in transmission back by its own time. The
 real network beneath adds what it costs.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -27,12 +30,20 @@ from shoal.transport.wire import encode, size
 log = logging.getLogger(__name__)
 
 
+class Pair(msgspec.Struct, frozen=True):
+    """The way to one other peer, beyond this one's uplink. 0: as it is."""
+
+    delay_s: float = 0.0
+    bandwidth_Bps: float = 0.0
+
+
 class Link(msgspec.Struct, frozen=True):
-    """A peer's way to the others. 0: as it is. The delay is added to what this peer sends."""
+    """A peer's way to the others. 0: as it is. The delay is added to what this peer sends, except to the hosts of `pairs`."""
 
     delay_s: float = 0.0
     up_Bps: float = 0.0
     down_Bps: float = 0.0
+    pairs: Mapping[str, Pair] = {}  # by the host at which the other listens
 
 
 class Reachable(Transport, Protocol):
@@ -47,12 +58,13 @@ class Reachable(Transport, Protocol):
 class _Passing:
     """A message on the line. `leaves`: when its last byte is through."""
 
-    __slots__ = ("item", "leaves", "nbytes", "peer", "seconds")
+    __slots__ = ("bulk", "item", "leaves", "nbytes", "peer", "seconds")
 
-    def __init__(self, item: Any, peer: Peer, nbytes: int, seconds: float, leaves: float) -> None:
+    def __init__(self, item: Any, peer: Peer, nbytes: int, bulk: bool, seconds: float, leaves: float) -> None:
         self.item = item
         self.peer = peer
         self.nbytes = nbytes
+        self.bulk = bulk
         self.seconds = seconds
         self.leaves = leaves
 
@@ -68,21 +80,26 @@ class Line:
         self._bulk: deque[_Passing] = deque()
         self._free = [float("-inf"), float("-inf")]  # when the last control and the last bulk message are through
 
-    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float) -> None:
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, since: float | None = None) -> None:
+        """Its last byte is here `now`; its first was `since`, where that is known."""
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
-        came = now - seconds if self._cut_through else now
+        came = since if since is not None else now - seconds if self._cut_through else now
         if not bulk:
-            leaves = max(self._free[0], came) + seconds
+            leaves = max(max(self._free[0], came) + seconds, now)
             self._delay_bulk(seconds, now)
         else:
-            leaves = max(self._free[0], self._free[1], came) + seconds
+            leaves = max(max(self._free[0], self._free[1], came) + seconds, now)
         self._free[bulk] = leaves
-        (self._bulk if bulk else self._control).append(_Passing(item, peer, nbytes, seconds, leaves))
+        (self._bulk if bulk else self._control).append(_Passing(item, peer, nbytes, bulk, seconds, leaves))
 
     def take(self, now: float) -> list[Any]:
         """What has arrived by `now`: control first, each in order."""
+        return [passing.item for passing in self.passed(now)]
+
+    def passed(self, now: float) -> list[_Passing]:
+        """The same, with when each was through."""
         return [
-            lane.popleft().item
+            lane.popleft()
             for lane in (self._control, self._bulk)
             for _ in range(sum(passing.leaves + self._delay_s <= now for passing in lane))
         ]
@@ -116,12 +133,50 @@ class Line:
             self._free[1] += seconds
 
 
+class Uplink:
+    """What a peer sends: its uplink, and behind it the links of pairs that have one of their own."""
+
+    def __init__(self, link: Link) -> None:
+        self.pairs = link.pairs
+        self.hosts: dict[Peer, str] = {}  # as far as known; a peer that has called before it was heard of has none yet
+        self._first = Line(link.up_Bps, 0.0 if link.pairs else link.delay_s)
+        self._behind = {host: Line(pair.bandwidth_Bps, pair.delay_s) for host, pair in link.pairs.items()}
+        self._others = Line(0.0, link.delay_s)
+
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float) -> None:
+        self._first.push(item, peer, nbytes, bulk, now)
+
+    def take(self, now: float) -> list[Any]:
+        """What has arrived by `now`."""
+        if not self.pairs:
+            return self._first.take(now)
+        for done in self._first.passed(now):
+            line = self._behind.get(self.hosts.get(done.peer, ""), self._others)
+            line.push(done.item, done.peer, done.nbytes, done.bulk, done.leaves, since=done.leaves - done.seconds)
+        return [item for line in self._lines[1:] for item in line.take(now)]
+
+    @property
+    def deadline(self) -> float | None:
+        return min((line.deadline for line in self._lines if line.deadline is not None), default=None)
+
+    def waiting_bytes(self, peer: Peer) -> int:
+        return sum(line.waiting_bytes(peer) for line in self._lines)
+
+    def drop(self, peer: Peer, now: float) -> None:
+        for line in self._lines:
+            line.drop(peer, now)
+
+    @property
+    def _lines(self) -> list[Line]:
+        return [self._first, *self._behind.values(), self._others]
+
+
 class Shaped:
     def __init__(self, inner: Reachable, link: Link, limits: Limits = Limits()) -> None:
         self.name = inner.name
         self._inner = inner
         self._limits = limits
-        self._up = Line(link.up_Bps, link.delay_s)
+        self._up = Uplink(link)
         self._down = Line(link.down_Bps, cut_through=True)
         self._inbox = Inbox(on_room=lambda: self._room.set())
         self._room = asyncio.Event()
@@ -170,6 +225,8 @@ class Shaped:
         return self._inner.address
 
     def learn(self, peer: Peer, address: Any) -> None:
+        if self._up.pairs:
+            self._up.hosts[peer] = address[0]
         self._inner.learn(peer, address)
 
     # ------------------------------------------------------------------------------------------------------- private

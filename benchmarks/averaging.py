@@ -1,0 +1,139 @@
+"""Which data-parallel cost is right: peers served one after another (DT-FM's formula) or side by side (its own test bed)?
+
+Six replicas of one stage average on the real runtime over modelled links, and the seconds from the first part that is cut to the
+last sum that is gathered are set beside both formulas and beside what the planner plays (planner/step.py). t(d, e, c) is delay plus
+size over bandwidth of a pair, c the gradient, n the replicas:
+
+    one after another   max over d of  sum over e of  2 t(d, e, c / n)        DT-FM, section 2
+    side by side        max over d and e of           2 t(d, e, c / n)
+
+    python benchmarks/averaging.py [--steps 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from predict import CONFIG, LINES, SHAPE, WORK, environment, link, machine
+from report import report
+from shoal import trace
+from shoal.core.messages import Cut, Do, Done, Gather
+from shoal.planner import cluster, plan, step, strategy
+from shoal.planner.cost import transfer_s
+
+PEERS = 6
+FAST = 100.0  # GFLOP/s: hops take next to nothing, so that everybody averages at once
+
+
+def machines(line_mbit: float) -> str:
+    return LINES + "".join(machine(f"m{n}", FAST, line_mbit, line_mbit) for n in range(PEERS))
+
+
+def pairs(seed: int) -> str:
+    """Each pair's delay and share of a long way drawn at random, as between regions of the world."""
+    rng = np.random.default_rng(seed)
+    text = machines(100)
+    for one in range(PEERS):
+        for other in range(one):
+            delay_ms, mbit = rng.uniform(5, 120), np.exp(rng.uniform(np.log(0.5), np.log(4.0)))
+            text += link(f"m{one}", f"m{other}", round(delay_ms, 1), round(mbit, 3))
+    return text
+
+
+CASES = {
+    "own lines of 5 Mbit/s, wide pairs": machines(5),
+    "pairs of 1 Mbit/s, own lines of 100": machines(100)
+    + "".join(link(f"m{a}", f"m{b}", 40, 1) for a in range(PEERS) for b in range(a)),
+    "pairs of 0.5 to 4 Mbit/s, 5 to 120 ms": pairs(0),
+    "the same from another seed": pairs(1),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    args = parser.parse_args()
+    told, worst = {}, 0.0
+    for name, text in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            measured_s, (serial_s, parallel_s, played_s) = measured(Path(folder), text, args.steps)
+        told[name] = {
+            "measured_s": round(measured_s, 3),
+            "one_after_another_s": round(serial_s, 3),
+            "side_by_side_s": round(parallel_s, 3),
+            "played_s": round(played_s, 3),
+        }
+        worst = max(worst, abs(measured_s / played_s - 1))
+        print(
+            f"{name:<40} measured {measured_s:6.2f} s; one after another {serial_s:6.2f}, side by side {parallel_s:6.2f},"
+            f" played {played_s:6.2f} ({measured_s / played_s - 1:+.1%})",
+            flush=True,
+        )
+    report("averaging", worst, "largest difference of measured from played averaging time", 0.1, {"cases": told})
+
+
+def measured(there: Path, text: str, steps: int) -> tuple[float, tuple[float, float, float]]:
+    (there / "cluster.toml").write_text(text)
+    (there / "run.toml").write_text(CONFIG.format(steps=steps))
+    known = cluster.read(there / "cluster.toml")
+    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=known)
+    seats = strategy.placed(problem, (range(SHAPE.layers),), (0,) * PEERS).seats
+    names, gradient_bytes = tuple(device.name for device in known.devices), seats.gradient_bytes[0]
+    stage = plan.StagePlan(0, SHAPE.layers, names, microbatch_s=seats.backward_s[0], gradient_bytes=gradient_bytes)
+    peers = tuple(plan.PeerPlan(name, seats.forward_s[n], seats.backward_s[n]) for n, name in enumerate(names))
+    made = plan.Plan(SHAPE.layers, (stage,), peers=peers, boundary_bytes=seats.boundary_bytes)
+    plan.save(made, there / "plan.json")
+    command = [
+        sys.executable,
+        "-m",
+        "shoal.cli.main",
+        "run",
+        "run.toml",
+        "--plan",
+        "plan.json",
+        "--cluster",
+        "cluster.toml",
+    ]
+    done = subprocess.run(command, cwd=there, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    spans = averagings(there / "runs" / "predict" / "trace.jsonl")
+    return sorted(spans)[len(spans) // 2], formulas(known, gradient_bytes, seats)
+
+
+def averagings(path: Path) -> list[float]:
+    """Of every step but the first: from the first Cut asked for to the last Gather that is done."""
+    begun: dict[int, float] = {}
+    over: dict[int, float] = {}
+    doing: dict[tuple[str, str], int] = {}
+    for record in trace.read(path):
+        if isinstance(record, trace.Header):
+            continue
+        for command in record.commands:
+            if isinstance(command, Do) and isinstance(command.task, Cut):
+                begun[command.task.step] = min(begun.get(command.task.step, record.time_s), record.time_s)
+            if isinstance(command, Do) and isinstance(command.task, Gather):
+                doing[record.peer, command.task.id] = command.task.step
+        at = doing.get((record.peer, record.event.id)) if isinstance(record.event, Done) else None
+        if at is not None:
+            over[at] = max(over.get(at, record.time_s), record.time_s)
+    return [over[at] - begun[at] for at in sorted(over)[1:]]
+
+
+def formulas(known: cluster.Cluster, gradient_bytes: float, seats: step.Seats) -> tuple[float, float, float]:
+    lines = [min(device.up_Bps, device.down_Bps) for device in known.devices]
+    width = np.minimum(known.bandwidth_Bps, np.minimum.outer(lines, lines))
+    turn_s = 2 * transfer_s(known.delay_s, width, gradient_bytes / PEERS)
+    np.fill_diagonal(turn_s, 0.0)
+    played_s = step.predict(seats, known, np.random.default_rng(0)).averaging_s
+    return float(turn_s.sum(axis=1).max()), float(turn_s.max()), played_s
+
+
+if __name__ == "__main__":
+    main()
