@@ -110,6 +110,9 @@ class Network(Section, frozen=True):
     bandwidth_Bps: float = 0.0  # modelled uplink and downlink of this peer, bytes per second; 0 = as it is
     blob_bytes: int = 1 << 30  # largest tensor accepted from a peer
     faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
+    activations: Literal["none", "bf16", "int8", "int4"] = "none"  # how boundary tensors travel; none = as they are
+    gradients: Literal["none", "bf16", "int8"] = "none"  # and their gradients
+    averaging: Literal["none", "bf16", "int8"] = "none"  # and a stage's gradient among its replicas, errors fed back
 
 
 class Device(Section, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from shoal import trace
-from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train, settings
+from shoal.config import Checkpoint, Config, Data, Device, Model, Network, Run, Train, settings
 from shoal.core.messages import (
     PROTOCOL,
     Backward,
@@ -164,6 +164,22 @@ def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path)
     # Of one step at most: input, output and gradient of every microbatch at every stage, and a round's parts.
     a_step = 4 * TINY.run.stages * 3 + 8
     assert max(node.hands.held() for node in swarm.nodes) <= a_step
+
+
+def test_replicas_that_encode_everything_keep_equal_parameters(tmp_path: Path) -> None:
+    network = Network(activations="int8", gradients="int8", averaging="int8")
+    swarm = Swarm(msgspec.structs.replace(TINY, network=network), tmp_path)
+    for _ in range(TINY.run.peers):
+        swarm.add()
+    finishes = asyncio.run(swarm.run())
+    swarm.close()
+    assert all(finish.ok for finish in finishes)
+    assert swarm.books().totals().balanced, swarm.books().totals().reason
+    digests: dict[tuple[int, int], set[str]] = {}
+    for node in swarm.nodes:
+        server = node.machine.server
+        digests.setdefault((server.stage, server.step), set()).add(server.digest)
+    assert all(len(found) == 1 for found in digests.values())
 
 
 def test_what_was_recorded_replays_without_a_difference(swarm: Swarm, tmp_path: Path) -> None:

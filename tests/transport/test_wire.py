@@ -73,7 +73,11 @@ def test_lengths_beyond_the_limit_are_refused_from_the_first_four_bytes() -> Non
     ("blob", "reason"),
     [
         (["uint8", [1001], "raw", 1001], "1001 bytes; allowed are 1000"),
-        (["uint8", [2**40, 2**40], "raw", 0], "for shape"),
+        (["uint8", [2**40, 2**40], "raw", 0], "when decoded; allowed are 1000"),
+        (["float32", [251], "int8/1/64", 267], "1004 bytes when decoded; allowed are 1000"),
+        (["float32", [100], "int8/1/64", 100], "takes 108"),
+        (["float32", [100], "int8/7/64", 108], "version 7"),
+        (["int64", [100], "int8/1/64", 108], "of int64 values"),
         (["uint8", [2**41], "raw", 0], "not a message"),
         (["uint8", [-1], "raw", 1], "not a message"),
         (["float32", [3], "raw", 3], "for shape"),

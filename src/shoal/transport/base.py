@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from shoal import codec
 from shoal.core.messages import Message, Peer
 
 MAX_CONTROL_BYTES = 4 << 20  # a View of 1,000 peers and 100,000 microbatches fits
@@ -18,17 +19,17 @@ MAX_BLOBS = 4
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """A tensor on its way: raw little-endian bytes in row-major order, and what they mean.
+    """A tensor on its way: its bytes, and what they mean.
 
-    `dtype` is one of transport.base.DTYPES; `codec` names how `data` encodes the values ("raw" until codecs are used)."""
+    `dtype` is one of DTYPES; `codec` (shoal/codec.py) says how `data` encodes the values: raw is little-endian, row-major."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
-    codec: str = "raw"
+    codec: str = codec.RAW
 
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
+DTYPES = codec.WIDTHS
 
 
 class Incoming(msgspec.Struct, frozen=True):

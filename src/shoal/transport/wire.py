@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from shoal import codec
 from shoal.core.messages import BULK, Message
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
@@ -129,7 +130,13 @@ def _check(message: Message, heads: tuple[BlobHead, ...], limits: Limits) -> Non
             raise Malformed(f"{kind} with a blob of type '{head.dtype}'; known are {', '.join(DTYPES)}")
         if head.nbytes > limits.blob_bytes:
             raise Malformed(f"{kind} with a blob of {head.nbytes} bytes; allowed are {limits.blob_bytes}")
-        if head.codec != "raw":
-            raise Malformed(f"{kind} with a blob in codec '{head.codec}'; known is raw")
-        if head.nbytes != math.prod(head.shape) * DTYPES[head.dtype]:
-            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes for shape {head.shape} of {head.dtype}")
+        whole = math.prod(head.shape) * DTYPES[head.dtype]  # what it takes once decoded
+        if whole > limits.blob_bytes:
+            raise Malformed(f"{kind} with a blob of {whole} bytes when decoded; allowed are {limits.blob_bytes}")
+        try:
+            nbytes = codec.nbytes(head.codec, head.shape, head.dtype)
+        except ValueError as error:
+            raise Malformed(f"{kind} with a blob that cannot be decoded: {error}") from None
+        if head.nbytes != nbytes:
+            said = f"shape {head.shape} of {head.dtype} in codec {head.codec}"
+            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes for {said}, which takes {nbytes}")
