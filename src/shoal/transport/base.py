@@ -36,6 +36,7 @@ class Incoming(msgspec.Struct, frozen=True):
     peer: Peer
     message: Message
     blobs: tuple[Blob, ...] = ()
+    nbytes: int = 0  # that it took on the line
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -63,8 +64,10 @@ class Transport(Protocol):
     async def start(self) -> None:
         """Bind and listen. ValueError when the port is taken (names it)."""
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
-        """Queue for sending and return at once; never raises for a dead peer."""
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
+        """Queue for sending and return at once; never raises for a dead peer.
+
+        Returns the bytes that it takes on the line, 0 when it goes nowhere: the peer is not known, too much waits for it."""
 
     async def receive(self) -> Incoming | Lost:
         """The next thing that happened. A peer that sends malformed or oversized data is dropped and reported as Lost."""

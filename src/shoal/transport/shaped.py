@@ -135,15 +135,16 @@ class Shaped:
         for task in self._tasks:
             task.add_done_callback(tell_mistake)
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)  # refuses at once what the inner network would refuse later
         if self._closed:
-            return
+            return 0
         waiting_bytes = self._up.waiting_bytes(peer) if frame.bulk else 0
         if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
-            return
+            return 0
         self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now())
         self._news.set()
+        return frame.nbytes
 
     async def receive(self) -> Incoming | Lost:
         return await self._inbox.take()

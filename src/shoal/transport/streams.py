@@ -129,25 +129,26 @@ class StreamTransport:
         for engine in self._engines():
             engine.start()
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)
         if self._closed:
-            return
+            return 0
         if peer == self.name:
             self._inbox.put(Incoming(peer, message, blobs), frame.nbytes)
-            return
+            return 0
         if self._carrier.way(peer) is None:
             self._inbox.put(Lost(peer, "its address is not known"))
-            return
+            return 0
         kind: Kind = "bulk" if frame.bulk else "control"
         box = self._boxes.get((peer, kind))
         if box is None:
             limit_bytes = self._limits.queued_bytes if frame.bulk else QUEUED_CONTROL_BYTES
             box = self._boxes[peer, kind] = Box(peer, kind, limit_bytes)
-        if box.put(frame):
-            self._sender(kind).post(lambda: self._serve(box))
-        else:
+        if not box.put(frame):
             log.warning("too much waits for %s: %s to it is dropped", peer, type(message).__name__)
+            return 0
+        self._sender(kind).post(lambda: self._serve(box))
+        return frame.nbytes
 
     async def receive(self) -> Incoming | Lost:
         item = await self._inbox.take()
@@ -311,8 +312,8 @@ class StreamTransport:
             memory = buffers(head)
             for part in memory:
                 yield from stream.read(part)
-            nbytes = data.nbytes + sum(part.nbytes for part in memory)
-            self._inbox.put(Incoming(peer, head.message, blobs_of(head, memory)), nbytes)
+            nbytes = PREFIX_BYTES + data.nbytes + sum(part.nbytes for part in memory)
+            self._inbox.put(Incoming(peer, head.message, blobs_of(head, memory), nbytes), nbytes)
 
     def _hung_up(self, peer: Peer, kind: Kind, link: Link, error: Exception) -> None:
         if self._incoming.get((peer, kind)) is link:
