@@ -1,9 +1,9 @@
 """One record of what happened, for real runs and simulations alike: who was told what when, and what it decided.
 
 A trace is a file of JSON lines. A Header introduces each peer with all that its machine was made from; every Record after it is
-one call of that machine: the time handed in, the event, the commands that came back; a Carried says what it had sent. So a trace can be replayed: the same
-machines fed with the same events must give the same commands. A process killed while writing leaves half a last line, which
-readers pass over. Writing without making anybody wait is runtime/record.py's business.
+one call of that machine: the time handed in, the event, the commands that came back; a Carried says what it had sent by then.
+So a trace can be replayed: the same machines fed with the same events must give the same commands. A process killed while writing
+leaves half a last line, which readers pass over. Writing without making anybody wait is runtime/record.py's business.
 """
 
 from __future__ import annotations
