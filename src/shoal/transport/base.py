@@ -1,8 +1,9 @@
 """The contract of every network: at most once, ordered per peer, may vanish silently; sizes bounded; authenticated.
 
 Timeouts, retries, bans and heartbeats are core's business, so a transport never waits for an answer and `send` never raises
-for a dead peer. One contract test (tests/contract) runs over every implementation. Control messages (no blobs) and bulk
-messages (with blobs) are ordered among themselves but control never waits behind bulk.
+for a dead peer. One contract test (tests/contract) runs over every implementation. Control messages (no blobs) are ordered
+among themselves, and so is each rank of bulk messages (with blobs; core.messages.rank). Nothing waits behind a lower rank,
+and control behind no bulk: what is larger than a fragment is sent in fragments.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ calls and times, no clock); `Shaped` waits for those times. Everything is reckon
 wakes late, what it handed over is late, but the line was busy meanwhile and the next message does not start any later.
 
 The uplink holds each message until its last byte has left, plus the delay. The downlink takes bytes while they arrive: a
-message that comes alone and no faster than the line is not held at all; two at once share it. Bulk messages pass one after
-the other; a control message goes first, as its packets would, and pushes the bulk in transmission back by its own time. The
-real network beneath adds what it costs.
+message that comes alone and no faster than the line is not held at all; two at once share it. Bulk messages of one rank pass
+one after the other; a control message, or bulk of a higher rank, goes first, as its packets would, and pushes what is in
+transmission back by its own time. The real network beneath adds what it costs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.core.messages import Message, Peer
+from shoal.core.messages import RANKS, Message, Peer, rank
 from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
 from shoal.transport.inbox import Inbox
 from shoal.transport.wire import encode, size
@@ -64,56 +64,62 @@ class Line:
         self._bandwidth_Bps = bandwidth_Bps
         self._delay_s = delay_s
         self._cut_through = cut_through
-        self._control: deque[_Passing] = deque()
-        self._bulk: deque[_Passing] = deque()
-        self._free = [float("-inf"), float("-inf")]  # when the last control and the last bulk message are through
+        self._lanes: list[deque[_Passing]] = [deque() for _ in range(1 + RANKS)]  # control, then bulk by rank
+        self._free = [float("-inf")] * (1 + RANKS)  # when the last message of each lane is through
 
-    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float) -> None:
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
         came = now - seconds if self._cut_through else now
-        if not bulk:
-            leaves = max(self._free[0], came) + seconds
-            self._delay_bulk(seconds, now)
-        else:
-            leaves = max(self._free[0], self._free[1], came) + seconds
-        self._free[bulk] = leaves
-        (self._bulk if bulk else self._control).append(_Passing(item, peer, nbytes, seconds, leaves))
+        lane = 1 + rank if bulk else 0
+        leaves = max(*self._free[: lane + 1], came) + seconds
+        self._free[lane] = leaves
+        self._lanes[lane].append(_Passing(item, peer, nbytes, seconds, leaves))
+        self._delay(lane + 1, seconds, now)
 
     def take(self, now: float) -> list[Any]:
-        """What has arrived by `now`: control first, each in order."""
+        """What has arrived by `now`: control first, then by rank, each in order."""
         return [
             lane.popleft().item
-            for lane in (self._control, self._bulk)
+            for lane in self._lanes
             for _ in range(sum(passing.leaves + self._delay_s <= now for passing in lane))
         ]
 
     @property
     def deadline(self) -> float | None:
-        return min((lane[0].leaves + self._delay_s for lane in (self._control, self._bulk) if lane), default=None)
+        return min((lane[0].leaves + self._delay_s for lane in self._lanes if lane), default=None)
 
     def waiting_bytes(self, peer: Peer) -> int:
-        return sum(passing.nbytes for passing in self._bulk if passing.peer == peer)
+        """Of bulk."""
+        return sum(passing.nbytes for lane in self._lanes[1:] for passing in lane if passing.peer == peer)
 
     def drop(self, peer: Peer, now: float) -> None:
         """Forget that peer's messages; those behind them move up, but not those that are through already."""
-        self._control = deque(passing for passing in self._control if passing.peer != peer)
-        kept: deque[_Passing] = deque()
+        self._lanes[0] = deque(passing for passing in self._lanes[0] if passing.peer != peer)
+        waiting = [(passing.leaves, lane, passing) for lane in range(1, 1 + RANKS) for passing in self._lanes[lane]]
+        waiting.sort(key=lambda each: each[:2])
+        self._lanes[1:] = [deque() for _ in range(RANKS)]
         gained = 0.0
-        for passing in self._bulk:
+        for leaves, lane, passing in waiting:
             if passing.peer == peer:
-                gained += max(0.0, min(passing.seconds, passing.leaves - now))
+                # What is left of it, where others that go first may have had the line for a while since it began.
+                ahead = ((until, other) for until, higher, other in waiting if higher < lane and now < until <= leaves)
+                first = sum(min(other.seconds, until - now) for until, other in ahead)
+                gained += max(0.0, min(passing.seconds, leaves - now - first))
             else:
                 passing.leaves -= gained
-                kept.append(passing)
-        self._bulk = kept
-        self._free[1] -= gained
+                self._lanes[lane].append(passing)
+        for lane in range(1, 1 + RANKS):
+            if self._free[lane] > now:
+                self._free[lane] = max([now, *(passing.leaves for passing in self._lanes[lane])])
 
-    def _delay_bulk(self, seconds: float, now: float) -> None:
-        for passing in self._bulk:
-            if passing.leaves > now:
-                passing.leaves += seconds
-        if self._free[1] > now:
-            self._free[1] += seconds
+    def _delay(self, lane: int, seconds: float, now: float) -> None:
+        """Push back by so much what is still passing in this and the lower lanes."""
+        for lower in range(lane, 1 + RANKS):
+            for passing in self._lanes[lower]:
+                if passing.leaves > now:
+                    passing.leaves += seconds
+            if self._free[lower] > now:
+                self._free[lower] += seconds
 
 
 class Shaped:
@@ -142,7 +148,7 @@ class Shaped:
         waiting_bytes = self._up.waiting_bytes(peer) if frame.bulk else 0
         if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
             return 0
-        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now())
+        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now(), frame.rank)
         self._news.set()
         return frame.nbytes
 
@@ -185,7 +191,7 @@ class Shaped:
             nbytes = size(item.message, item.blobs)
             if item.blobs and self._down.waiting_bytes(item.peer) > self._limits.queued_bytes:
                 continue  # more than the modelled line can take: vanishes, as at the sender
-            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now())
+            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now(), rank(item.message))
             self._news.set()
             while self._inbox.full(bulk=True) or self._inbox.full(bulk=False):
                 self._room.clear()
