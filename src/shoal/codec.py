@@ -28,12 +28,37 @@ FLOATS = ("float32", "bfloat16")  # what codecs encode: a code of float16 could 
 # What a run may choose; bytes per value with the block sizes that compress.py writes.
 BYTES_PER_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024, "int4": 34 / 64}
 
+# fp32 bytes per second that one core encodes and decodes (benchmarks/codecs.py, AVX-512 EPYC): what a plan reckons with.
+SPEEDS_Bps = {"none": (math.inf, math.inf), "bf16": (22e9, 26e9), "int8": (3.5e9, 8.8e9), "int4": (1.2e9, 1.6e9)}
+
 _MOST = {"int8": 2**20, "topk": 2**31 - 1, "powersgd": 4096}  # largest parameter; smallest is 1
 
 
 class Spec(msgspec.Struct, frozen=True):
     name: str
     parameter: int = 0
+
+
+class Travel(msgspec.Struct, frozen=True):
+    """How the tensors of a run travel: names as in the configuration; `narrow` times fewer values by boundary layers."""
+
+    activations: str = "none"
+    gradients: str = "none"
+    averaging: str = "none"
+    narrow: int = 1
+
+
+def bytes_per_value(how: str, value_bytes: float) -> float:
+    """`value_bytes` is what a value takes that is not encoded."""
+    return value_bytes if how == "none" else BYTES_PER_VALUE[how]
+
+
+def encode_s(how: str, values: float) -> float:
+    return 4 * values / SPEEDS_Bps[how][0]
+
+
+def decode_s(how: str, values: float) -> float:
+    return 4 * values / SPEEDS_Bps[how][1]
 
 
 def parse(text: str) -> Spec:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal import config, units
+from shoal import codec, config, units
 from shoal.cli.config import configured
 from shoal.planner import anneal, cluster, cost, dtfm, greedy, plan, search, strategy
 from shoal.planner.profile import Shape, Work, spans
@@ -103,6 +103,7 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         emulated_bytes=4.0 * tree.device.emulated_values if lab else 0.0,
         uneven=args.uneven,
         swapping=args.swap,
+        travel=travel(tree),
     )
     return problem, tree.run.name
 
@@ -116,6 +117,14 @@ def _work(tree: config.Config) -> Work:
         value_bytes=4 if train.dtype == "float32" else 2,
         inflight=tree.run.inflight,
     )
+
+
+def travel(tree: config.Config) -> codec.Travel:
+    """How its tensors travel; boundary layers make those of a model that computes narrower, not an emulated one's."""
+    kind = tree.model.boundary
+    narrow = 1 if kind == "none" or tree.device.executor == "emulated" else int(kind[-2])
+    network = tree.network
+    return codec.Travel(network.activations, network.gradients, network.averaging, narrow)
 
 
 def shape(tree: config.Config) -> Shape:
