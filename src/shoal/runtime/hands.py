@@ -126,6 +126,8 @@ class Hands:
         self._seat: Seat | None = None
         self._reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
         self._averaging = coding.Averaging(config)
+        on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
+        self._decodes_on = "cuda" if on_gpu else "cpu"  # the code crosses the bus, not the values
         self._saved: Copy | None = None  # for RunSave
         self._exported: Copy | None = None  # for ReadChunk
         self._downloaded: dict[int, torch.Tensor] = {}
@@ -222,9 +224,11 @@ class Hands:
             case Fetch():
                 return self._give(task.out, self._fetch(task))
             case RunForward():
-                return self._give(task.out, self._forward(task, take(task.x)), self._config.network.activations)
+                y = self._forward(task, take(task.x, self._decodes_on))
+                return self._give(task.out, y, self._config.network.activations)
             case RunBackward():
-                return self._backward(task, take(task.x), take(task.grad) if task.grad else None)
+                grad = take(task.grad, self._decodes_on) if task.grad else None
+                return self._backward(task, take(task.x, self._decodes_on), grad)
             case Cut():
                 return self._cut(task)
             case Add():
@@ -246,13 +250,13 @@ class Hands:
             case RunSave() | RunPublish():
                 return self._write(task)
 
-    def _taker(self, held: dict[str, Held]) -> Callable[[str], torch.Tensor]:
-        def take(name: str) -> torch.Tensor:
+    def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
+        def take(name: str, device: str = "cpu") -> torch.Tensor:
             with self._lock:
                 value = held[name] if name in held else self._blobs.get(name)
             if value is None:
                 raise ValueError(f"blob {name} is not held here")
-            return coding.plain(value)
+            return coding.plain(value, device)
 
         return take
 
