@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.core.messages import Backward, Chunk, Gradient, Message, Part, Sum
+from shoal.core.messages import Backward, Chunk, Forward, Gradient, Message, Output, Part, Sum
 
 Size = tuple[str, int]  # of a blob: its dtype and the bytes that travel
 TOKENS = "int64"
@@ -82,4 +82,6 @@ def _kind(message: Message, place: int, dtype: str) -> str:
             return "gradients"
         case Backward():
             return "gradients" if place else "activations"  # the stage's input comes first
-    return "gradients" if getattr(message, "gradient", False) else "activations"
+        case Forward() | Output():
+            return "activations"
+    return "control"

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL = 4  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 5  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -581,11 +581,11 @@ def rank(message: Message) -> int:
     match message:
         case Backward() | Gradient():
             return 0
+        case Forward() | Output():
+            return 1
         case Part() | Sum():
             return 2
-        case Chunk():
-            return 3
-    return 0 if getattr(message, "gradient", False) else 1
+    return 3
 
 
 # ------------------------------------------------------------------------------------------------------------ events
