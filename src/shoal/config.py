@@ -46,7 +46,9 @@ class Run(Section, frozen=True):
     beat_s: float = 0.5  # seconds between heartbeats
     silence_s: float = 4.0  # a peer silent for this long is removed
     hop_floor_s: float = 2.0  # no hop is called slow before this
-    hold_s: float = 30.0  # finished steps wait at most this long in all for a joiner that applies what it missed
+    hold_s: float = (
+        30.0  # longest wait for a peer that builds the state all went back to, or for sums that a joiner lacks
+    )
     # A stage has lost its last replica: all go back to the newest checkpoint, or it is made from its neighbours, or the run waits
     lost: Literal["checkpoint", "neighbours", "wait"] = "checkpoint"
     lost_wait_s: float = 5.0  # before that, a replica that was only cut off may come back with the state

@@ -793,9 +793,9 @@ def a_joiner() -> Play:
     return Play(view=a_view(members=WITHOUT_ME, joining=JOINING))
 
 
-def a_commit_of_others(number: int = 2, step: int = 1, **changes: object) -> View:
+def a_commit_of_others(number: int = 2, step: int = 1, *, listed: bool = True, **changes: object) -> View:
     groups = ((Share(OWNER, (0, 1, 2, 3)),), (Share(MATE, (0, 1)), Share(THIRD, (2, 3))))
-    last = Committed(step - 1, 9, 2.0, 1.0, ("g0", "g1"), groups)
+    last = Committed(step - 1, 9, 2.0, 1.0, ("g0", "g1"), groups, listeners=(ME,) if listed else ())
     return a_view(number, members=WITHOUT_ME, joining=JOINING, step=step, last=last, **changes)
 
 
@@ -846,6 +846,12 @@ def test_a_joiner_that_does_not_hear_a_commit_downloads_again() -> None:
     play.tick(SETTINGS.hold_s)
     assert not play.server.ready and play.server.stale == "", "its sync sees to itself"
     assert play.server.since == 1
+
+
+def test_a_joiner_that_was_not_known_to_listen_does_not_wait_for_what_nobody_sends() -> None:
+    play = a_joiner()
+    play.view(a_commit_of_others(listed=False))
+    assert not play.server.ready and play.server.since == 1
 
 
 def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:

@@ -11,6 +11,7 @@ import math
 
 import msgspec
 
+from shoal.core.averaging import fenced
 from shoal.core.ledger import Ledger, counted_twice
 from shoal.core.messages import (
     Account,
@@ -42,7 +43,8 @@ from shoal.core.saving import Saving
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
-NEAR = 2  # steps that a joiner still has to apply when the others begin to wait for it
+NEAR = 2  # steps that a joiner still has to apply when the others begin to wait for it,
+NEAR_BEATS = 8  # and how long they do in all
 MOVES_KEPT = 256  # of those decided: old ones bar nobody any more
 COMPLAINTS = 3
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
@@ -124,7 +126,7 @@ class Coordinator:
             self.complete_at, self.served_at, self.disagreements = None, None, 0
             if view.last is not None and view.last.save:
                 self.saving.begin(view)
-        if fresh_step or self.round is None or not self._holds(self.round):
+        if fresh_step or self.round is None or fenced(self.round, view) is not None:
             self.round, self.reduced, self.round_sent = None, {}, {}
         for gone in [peer for peer in self.ledger.books if peer not in members]:
             self.ledger.forget(gone)
@@ -526,6 +528,7 @@ class Coordinator:
             digests=tuple(digests),
             groups=self.round.groups,
             save=save,
+            listeners=tuple(peer for group in self.round.listeners for peer in group),
         )
         return self._next(view, last, over, now)
 
@@ -621,12 +624,16 @@ class Coordinator:
         ready = tuple(member for member in view.joining if self._ready(member, view))
         near = [member.peer for member in view.joining if member not in ready and self._near(member, view)]
         waited = now - self.complete_at
-        if any(self.held.get(peer, 0.0) + waited < self.settings.hold_s for peer in near):
+        if any(self.held.get(peer, 0.0) + waited < NEAR_BEATS * self.settings.beat_s for peer in near):
             return []
         for peer in near:
             self.held[peer] = self.held.get(peer, 0.0) + waited
         listeners = tuple(
-            tuple(member.peer for member in view.joining if member.stage == stage and member not in ready)
+            tuple(
+                member.peer
+                for member in view.joining
+                if member.stage == stage and member not in ready and self._knows(member.peer)
+            )
             for stage in range(self.settings.stages)
         )
         self.rounds += 1
@@ -650,10 +657,6 @@ class Coordinator:
         if failed.culprit and failed.culprit in self.present:
             self._complain(peer, failed.culprit, failed.reason, gentle=True)
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
-
-    def _holds(self, round_: Round) -> bool:
-        """Everyone of the round is still in the view."""
-        return all(share.peer in self.present for group in round_.groups for share in group)
 
     def _in_round(self, message: Reduced | RoundFailed) -> bool:
         current = self.round
@@ -733,13 +736,18 @@ class Coordinator:
             and (pulse.step, pulse.epoch, pulse.stage) == (view.step, view.epoch, member.stage)
         )
 
+    def _knows(self, joiner: Peer) -> bool:
+        """That joiner has told that it holds the view which made it one: before, it hears nothing that is meant for it."""
+        pulse = self.pulses.get(joiner)
+        return pulse is not None and pulse.number >= self.since.get(joiner, 0)
+
     def _near(self, member: Member, view: View) -> bool:
         """That joiner holds its stage and applies what was committed meanwhile: worth waiting for, not for a download."""
         pulse = self.pulses.get(member.peer)
         return (
             pulse is not None
             and bool(pulse.digest)
-            and pulse.number >= self.since.get(member.peer, 0)
+            and self._knows(member.peer)
             and (pulse.epoch, pulse.stage) == (view.epoch, member.stage)
             and view.step - pulse.step <= NEAR
         )

@@ -78,6 +78,8 @@ class Listening:
         last = view.last
         if last is not None and last.step == view.step - 1 and last.step >= self.since:
             self._commits.setdefault(last.step, (last, now))
+            if self._name not in last.listeners:  # I was not known to listen when its round began
+                commands += self._give_up(last.step + 1)
         missed = [step for step in range(self.since, view.step) if step not in self._commits]
         if missed:  # a newer view says nothing of the steps before its last
             commands += self._give_up(max(missed) + 1)

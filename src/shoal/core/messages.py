@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL = 5  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 6  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -97,6 +97,7 @@ class Committed(Value, frozen=True):
     digests: tuple[Digest, ...]  # of each stage's reduced gradient
     groups: tuple[tuple[Share, ...], ...]  # one per stage
     save: bool = False  # write a checkpoint of the parameters after this step
+    listeners: tuple[Peer, ...] = ()  # joiners that the sums were sent to; no other can apply them
 
 
 class View(Value, frozen=True):
@@ -871,7 +872,9 @@ class Settings(msgspec.Struct, frozen=True):
     beat_s: float = 0.5
     silence_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
     hop_floor_s: float = 2.0  # no hop is called slow before this
-    hold_s: float = 30.0  # finished steps wait at most this long in all for a joiner that applies what it missed
+    hold_s: float = (
+        30.0  # longest wait for a peer that builds the state all went back to, or for sums that a joiner lacks
+    )
     lost: str = "checkpoint"  # what to do when a stage has lost its last replica: checkpoint | neighbours | wait
     lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
     ban_s: float = 10.0  # first ban of a failing peer; doubles up to 8 times this
