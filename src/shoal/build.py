@@ -158,7 +158,9 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
-        yield Node(machine, hands, transport, directory, record, partial(signed_by, run=membership.run))
+        node = Node(machine, hands, transport, directory, record, partial(signed_by, run=membership.run))
+        node.meter.facts = _facts(config)
+        yield node
 
 
 @asynccontextmanager
@@ -177,6 +179,13 @@ async def operator(config: Config, invite: Invite) -> AsyncIterator[tuple[Reacha
         stack.push_async_callback(directory.close)
         await directory.start()
         yield transport, directory
+
+
+def _facts(config: Config) -> str:
+    try:
+        return Path(config.device.probed).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # nobody has probed this machine: whoever asks is told nothing, and says so
+        return ""
 
 
 def _daemon(config: Config, identity: Identity, invite: Invite, port: int) -> Daemon:

@@ -134,6 +134,7 @@ class Device(Section, frozen=True):
     emulated_gradient: int = 256  # values that an emulated stage averages
     seat: str = ""  # which machine of the run's plan this is: a name of run.seats; "" = placed where it is needed most
     threads: int = 1  # CPU threads for one peer's compute; 0 = PyTorch's own choice
+    probed: str = "device.toml"  # what `shoal probe` wrote on this machine, if it did; told to `shoal probe --run`
 
 
 class Checkpoint(Section, frozen=True):

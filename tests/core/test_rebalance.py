@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.messages import Member
-from shoal.core.rebalance import move, place
+from shoal.core.rebalance import MOVE_S, REST_MOVES, Fleet, Move, measure, place, rebalance
 
 
 def test_a_joiner_goes_to_the_stage_with_the_fewest_replicas() -> None:
@@ -26,65 +29,194 @@ def test_a_stage_with_twice_the_work_gets_twice_the_replicas() -> None:
     assert sum(m.stage == 0 for m in members) == 6
 
 
-def test_a_peer_moves_from_the_thickest_to_the_thinnest_stage_when_it_pays() -> None:
-    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate((0, 0, 0, 0, 1, 1, 2)))
-    chosen = move(members, stages=3)
-    assert chosen is not None
-    who, stage, why = chosen
-    assert (who, stage) == (Member("p3", 0), 2), "the newest of the stage that can best spare one"
-    assert "move p3 0->2" in why and "gain 2.00x" in why
+# ------------------------------------------------------------------------------------------------------- several moves
 
 
-def test_a_small_gain_moves_nobody() -> None:
-    """Five peers on three stages: whichever has one replica, noise of 20 % each way makes it look thinner or not."""
-    for lone in range(3):
-        members = tuple(Member(f"p{s}{n}", s) for s in range(3) for n in range(1 if s == lone else 2))
-        for noise in ((1.2, 1.0, 0.83), (0.83, 1.2, 1.0), (1.0, 0.83, 1.2), (1.2, 1.2, 0.83)):
-            assert move(members, stages=3, seconds=noise) is None
-        twice = tuple(2.0 if s == lone else 1.0 for s in range(3))
-        assert move(members, stages=3, seconds=twice) is not None
+def a_fleet(*counts: int, **known: Any) -> Fleet:
+    """`counts[s]` members at stage s, newest last: peers p0, p1, ..."""
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return Fleet(members=tuple(Member(f"p{i}", s) for i, s in enumerate(stages)), stages=len(counts), **known)
 
 
-def test_in_large_groups_one_peer_too_many_still_moves() -> None:
-    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate([0] * 22 + [1] * 20))
-    chosen = move(members, stages=2)
-    assert chosen is not None and "gain 1.05x" in chosen[2]
+def ways(moves: tuple[Move, ...]) -> list[tuple[int, int]]:
+    return [(one.source, one.stage) for one in moves]
 
 
-def test_two_stages_that_are_equally_thin_do_not_block_each_other() -> None:
-    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate((0, 0, 0, 1, 1, 1, 2, 3)))
-    chosen = move(members, stages=4)
-    assert chosen is not None
-    assert (chosen[0].stage, chosen[1]) == (0, 2) and "gain 2.00x" in chosen[2]
+def after(fleet: Fleet, moves: tuple[Move, ...], now: float) -> Fleet:
+    """The movers have arrived; `now` is the next time that somebody asks."""
+    gone = {one.peer for one in moves}
+    members = tuple(one for one in fleet.members if one.peer not in gone)
+    members += tuple(Member(one.peer, one.stage) for one in moves)
+    return msgspec.structs.replace(fleet, members=members, recent=(*fleet.recent, *moves), now=now)
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5))
-def test_moves_come_to_an_end_and_empty_no_stage(stages: list[int], seconds: list[float]) -> None:
-    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate(stages))
-    served, moves = {member.stage for member in members}, 0
-    while (chosen := move(members, stages=5, seconds=tuple(seconds))) is not None:
-        who, stage, _ = chosen
-        rest = tuple(member for member in members if member != who)
-        members = (*rest, Member(who.peer, stage))
-        served, before = {member.stage for member in members}, served
-        assert served >= before
-        moves += 1
-        assert moves <= len(stages), "peers wander"
+def test_every_thin_stage_gets_a_peer_at_once() -> None:
+    moves = rebalance(a_fleet(4, 4, 1, 1, 4, 2))
+    assert sorted(one.stage for one in moves) == [2, 3, 5]
+    assert sorted(one.source for one in moves) == [0, 1, 4]
+    assert "gain 2.00x, cost 60 s of" in moves[0].reason and moves[0].reason.startswith(f"move {moves[0].peer} ")
 
 
-def test_the_last_replica_of_a_stage_never_moves() -> None:
-    assert move((Member("a", 0), Member("b", 1)), stages=2, seconds=(1.0, 100.0)) is None
+def test_an_even_pipeline_stays() -> None:
+    assert rebalance(a_fleet(3, 3, 2, 3)) == ()
+    assert rebalance(a_fleet(1, 1, 1)) == ()
 
 
-def test_moving_there_and_back_is_never_worth_it_twice() -> None:
-    members = tuple(Member(f"p{i}", stage) for i, stage in enumerate((0, 0, 0, 1)))
-    chosen = move(members, stages=2)
-    assert chosen is not None
-    who, stage, _ = chosen
-    after = tuple(Member(m.peer, stage) if m == who else m for m in members)
-    assert move(after, stages=2) is None
+def test_a_stage_is_helped_before_its_only_replica_dies() -> None:
+    """Nothing gains now: stage 2 stays the bottleneck. But stage 0 has two to spare, and stage 1 none."""
+    moves = rebalance(a_fleet(4, 1, 1))
+    assert ways(moves) == [(0, 1)]
+    assert ways(rebalance(a_fleet(3, 1, 1, 1, 2, 2, 2))) == [(0, 1)]
 
 
-def test_an_empty_stage_is_served_first() -> None:
-    chosen = move((Member("a", 0), Member("b", 0), Member("c", 1)), stages=3)
-    assert chosen is not None and chosen[1] == 2
+def test_the_last_replica_stays_even_for_an_empty_stage() -> None:
+    assert rebalance(a_fleet(1, 1, 0)) == ()
+    assert ways(rebalance(a_fleet(1, 2, 0))) == [(1, 2)]
+
+
+def test_a_mover_that_downloads_serves_nobody_and_leaves_no_last_replica_behind() -> None:
+    """Stage 0 has one that serves and two that download: nobody may go, however thick it looks."""
+    loading = (Member("x", 0), Member("y", 0))
+    assert rebalance(a_fleet(1, 1, 0, loading=loading)) == ()
+
+
+def test_who_downloads_counts_at_its_stage() -> None:
+    assert rebalance(a_fleet(3, 1)) != ()
+    assert rebalance(a_fleet(3, 1, loading=(Member("x", 1),))) == ()
+
+
+def test_a_stage_serves_no_more_downloads_than_it_has_replicas() -> None:
+    assert len(rebalance(a_fleet(9, 9, 1))) == 1
+    assert len(rebalance(a_fleet(9, 9, 2))) == 2
+    assert rebalance(a_fleet(9, 9, 1, loading=(Member("x", 2),))) == ()
+
+
+def test_at_most_a_quarter_moves_at_once() -> None:
+    fleet = a_fleet(9, 9, 9, 9, 1, 1, 1, 1)
+    moves = rebalance(fleet)
+    assert len(moves) == 4
+    fleet = a_fleet(4, 4, 1, 1)
+    assert len(rebalance(fleet)) == 2
+    movers = tuple(Move(f"x{i}", 0, 1, 0.0, "") for i in range(2))
+    busy = msgspec.structs.replace(fleet, recent=movers, loading=tuple(Member(one.peer, 1) for one in movers))
+    assert rebalance(busy) == ()
+
+
+def test_a_pair_of_stages_sees_one_move_per_interval() -> None:
+    fleet = a_fleet(9, 3)
+    moves = rebalance(fleet)
+    assert ways(moves) == [(0, 1)]
+    assert rebalance(after(fleet, moves, now=MOVE_S - 1)) == ()
+    assert ways(rebalance(after(fleet, moves, now=MOVE_S + 1))) == [(0, 1)]
+
+
+def test_nobody_goes_back_before_it_has_rested() -> None:
+    fleet = a_fleet(4, 1, 2)
+    moves = rebalance(fleet)
+    assert ways(moves) == [(0, 1)]
+    there = after(fleet, moves, now=2 * MOVE_S)
+    turned = msgspec.structs.replace(there, seconds=(9.0, 1.0, 1.0))  # now it is stage 0 that needs somebody
+    assert (1, 0) not in ways(rebalance(turned)) and all(one.peer != moves[0].peer for one in rebalance(turned))
+    later = msgspec.structs.replace(turned, now=2.1 * REST_MOVES * MOVE_S)
+    assert (1, 0) in ways(rebalance(later))
+
+
+def test_rests_end_at_different_times() -> None:
+    fleet = a_fleet(8, 8, 2, 2)
+    moves = rebalance(fleet)
+    assert len(moves) == 4
+    there = after(fleet, moves, now=0.0)
+
+    def tired(now: float) -> int:
+        turned = msgspec.structs.replace(there, members=tuple(Member(m.peer, 0) for m in there.members), now=now)
+        return len({m.peer for m in moves} - {m.peer for m in turned.members if _may_go(turned, m.peer)})
+
+    counts = [tired(REST_MOVES * MOVE_S * share) for share in (0.99, 1.2, 1.4, 1.6, 1.8, 2.01)]
+    assert counts[0] == 4 and counts[-1] == 0 and len(set(counts)) > 2
+
+
+def _may_go(fleet: Fleet, peer: str) -> bool:
+    """Would it go if it were its stage's newest, and fast?"""
+    others = tuple(one for one in fleet.members if one.peer != peer)
+    asked = msgspec.structs.replace(
+        fleet, members=(*others, Member(peer, 0), Member("q", 1), Member("r", 2), Member("s", 3))
+    )
+    return any(one.peer == peer for one in rebalance(asked))
+
+
+def test_an_empty_stage_waits_for_no_interval() -> None:
+    fleet = a_fleet(4, 2)
+    moves = rebalance(fleet)
+    there = after(fleet, moves, now=1.0)
+    lost = msgspec.structs.replace(there, members=tuple(one for one in there.members if one.stage == 0))
+    assert ways(rebalance(lost)) == [(0, 1)]
+    assert "nobody serves it now" in rebalance(lost)[0].reason
+
+
+def test_a_move_must_pay_in_what_is_left_of_the_run() -> None:
+    assert rebalance(a_fleet(4, 1, left_s=2.1 * MOVE_S)) != ()
+    assert rebalance(a_fleet(4, 1, left_s=1.9 * MOVE_S)) == ()
+    assert rebalance(a_fleet(9, 1, left_s=1.5 * MOVE_S, seconds=(3.0, 1.0))) != (), "it does more where it goes"
+
+
+def test_speeds_count_not_heads() -> None:
+    """Two fast ones outweigh four slow ones."""
+    speeds = {"p0": 4.0, "p1": 4.0, "p2": 1.0, "p3": 1.0, "p4": 1.0, "p5": 1.0}
+    assert rebalance(a_fleet(2, 4)) != () or rebalance(a_fleet(4, 2)) != ()
+    assert rebalance(a_fleet(2, 4, speeds=speeds)) == (), "one of two fast ones is half of the stage"
+    speeds["p1"] = 2.5
+    fleet = a_fleet(3, 2, speeds={"p0": 4.0, "p1": 1.0, "p2": 1.0})
+    (one,) = rebalance(fleet)
+    assert (one.peer, one.stage) == ("p2", 1), "a slow one is enough; of two the newest"
+
+
+def test_a_joiner_goes_where_the_speeds_are_least() -> None:
+    members = (Member("a", 0), Member("b", 1), Member("c", 1))
+    assert place(members, 2)[0] == 0
+    assert place(members, 2, speeds={"a": 4.0})[0] == 1
+
+
+def test_in_the_middle_of_a_step_only_the_bottleneck_is_helped() -> None:
+    assert ways(rebalance(a_fleet(6, 1, 6, 6, passed=0.5)))[0][1] == 1
+    assert rebalance(a_fleet(4, 1, 1, passed=0.5)) == (), "it would gain nothing before somebody dies"
+    assert rebalance(a_fleet(4, 1, 1)) != ()
+
+
+def test_rates_tell_peers_within_a_stage_and_stages_from_each_other() -> None:
+    members = a_fleet(2, 2).members
+    rates = {"p0": 2.0, "p1": 2.0, "p2": 1.0, "p3": 1.0}
+    assert measure(members, rates, 2) == ((0.5, 1.0), dict.fromkeys(rates, 1.0))
+    seconds, speeds = measure(members, rates, 2, planned=(1.0, 1.0))
+    assert seconds[0] == seconds[1] and speeds["p0"] == 2 * speeds["p2"], "with a plan it is the peers that differ"
+    power = [sum(speeds[m.peer] / seconds[s] for m in members if m.stage == s) for s in range(2)]
+    assert power == [4.0, 2.0], "in microbatches per second, whoever is credited"
+    assert measure(members, {}, 2, planned=(1.0, 3.0)) == ((1.0, 3.0), {})
+    slow = measure(members, {"p0": 1.0, "p1": 1.0, "p2": 1.0, "p3": 1e-9}, 2)[1]
+    assert min(slow.values()) > 0
+
+
+counts_st = st.lists(st.integers(0, 9), min_size=2, max_size=6).filter(any)
+
+
+@settings(max_examples=40, deadline=None)
+@given(counts_st, st.data())
+def test_moves_keep_every_bound_and_end(counts: list[int], data: st.DataObject) -> None:
+    stages = len(counts)
+    one_speed = st.floats(0.2, 5.0)
+    fleet = a_fleet(*counts)
+    speeds = {one.peer: data.draw(one_speed) for one in fleet.members} if data.draw(st.booleans()) else {}
+    seconds = tuple(data.draw(st.floats(0.5, 2.0)) for _ in range(stages)) if data.draw(st.booleans()) else ()
+    fleet = msgspec.structs.replace(fleet, speeds=speeds, seconds=seconds)
+    members, total = len(fleet.members), 0
+    for turn in range(10 * members + 10):
+        moves = rebalance(fleet)
+        if not moves and turn and fleet.now > 20 * REST_MOVES * MOVE_S:
+            break
+        total += len(moves)
+        assert len(set(ways(moves))) == len(moves), "one per pair of stages"
+        assert len({one.peer for one in moves}) == len(moves)
+        assert len(moves) <= max(1, members // 4)
+        served = {one.stage for one in fleet.members}
+        fleet = after(fleet, moves, now=fleet.now + 1.5 * MOVE_S)
+        assert {one.stage for one in fleet.members} >= served, "a stage is emptied"
+    assert total <= 3 * members, "peers wander"

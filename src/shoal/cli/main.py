@@ -26,6 +26,7 @@ COMMANDS = {
     "join": "take part in a run by its invite",
     "status": "look at a run",
     "generate": "sample text from a checkpoint",
+    "probe": "measure this machine, or the links between the peers of a run, for `shoal plan`",
     "plan": "say how to run a model on given machines, how fast that will be and what limits it",
     "chaos": "kill, stop and slow the peers of a run and cut its links, on a schedule, at random or as spot instances go",
     "recover": "let the survivors of a run go on when most of its peers are gone for good",

@@ -36,14 +36,14 @@ from shoal.core.messages import (
 )
 from shoal.core.planned import NOWHERE, complete, holder, seated
 from shoal.core.quorum import Register
-from shoal.core.rebalance import move, place
+from shoal.core.rebalance import Fleet, Move, measure, place, rebalance
 from shoal.core.saving import Saving
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
 NEAR = 2  # steps that a joiner still has to apply when the others begin to wait for it
-MOVE_STEPS = 4  # at most one move in so many steps: what it changed must be measured before the next
+MOVES_KEPT = 256  # of those decided: old ones bar nobody any more
 COMPLAINTS = 3
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
 
@@ -87,7 +87,9 @@ class Coordinator:
         self.dirty = True  # something happened that the rules look at
         self.lost_at: float | None = None  # since when a stage has nobody
         self.norms: tuple[float, ...] = ()  # squared, of each stage's last gradient
-        self.moved_at = float("-inf")  # step of the last move
+        self.recent: tuple[Move, ...] = ()  # moves decided before
+        self.step_at: float | None = None  # when this step began, as far as I saw it
+        self.step_s = math.inf  # how long the one before took
         self.scan = True  # this time
         self.check_at = float("-inf")  # when silence and replicas are looked at again
         self.admit_at = float("-inf")  # newcomers wait until then
@@ -115,6 +117,9 @@ class Coordinator:
         fresh_step = before is None or (before.step, before.epoch) != (view.step, view.epoch)
         if fresh_step:
             self.ledger = Ledger(self.settings.stages, self.settings.microbatches)
+            if before is not None and before.started and self.step_at is not None:
+                self.step_s = now - self.step_at
+            self.step_at = now if view.started else None
             self.complaints.clear()
             self.complete_at, self.served_at, self.disagreements = None, None, 0
             if view.last is not None and view.last.save:
@@ -222,7 +227,8 @@ class Coordinator:
         return commands + self._average(view, now) + self.saving.tick(view, now)
 
     def _remove(self, view: View, now: float) -> View | None:
-        """Put out the silent, the guilty and the ones with a wrong state; their work goes to the others."""
+        """Put out the silent, the guilty and the ones with a wrong state; their work goes to the others. Where that leaves a stage
+        too thin, others move there at once: the end of the step may be far."""
         if not (self.scan or self.guilty or self.stale):
             return None
         gone: dict[Peer, str] = {}
@@ -245,8 +251,14 @@ class Coordinator:
         members = tuple(member for member in view.members if member.peer not in left)
         joining = tuple(member for member in view.joining if member.peer not in left)
         joining += tuple(msgspec.structs.replace(member, back=True) for member in again)
-        redone = sum(len(self.ledger.books.get(peer, ())) for peer in left)
         killed = sum(peer in gone for peer in view.voters)
+        if gone and view.started and len({member.stage for member in members}) == self.settings.stages:
+            booked = self.ledger.booked / (self.settings.stages * self.settings.microbatches)
+            moves = self._moves(members, joining, now, left_s=self._left_s(view.step), passed=booked)
+            members, joining = _moving(members, joining, moves)
+            words += [move.reason for move in moves]
+            left |= {move.peer for move in moves}
+        redone = sum(len(self.ledger.books.get(peer, ())) for peer in left)
         account = msgspec.structs.replace(
             view.account, redone=view.account.redone + redone, killed=view.account.killed + killed
         )
@@ -405,17 +417,23 @@ class Coordinator:
             return None
         if {member.stage for member in everyone} == set(range(self.settings.stages)):
             return None
-        chosen = move(everyone, self.settings.stages, self._seconds())
-        if chosen is None:
+        moves = self._moves(everyone, (), now)
+        if not moves:
             return None
-        mover, stage, why = chosen
-        new = msgspec.structs.replace(mover, stage=stage, seat=NOWHERE)
+        to = {move.peer: move.stage for move in moves}
+
+        def moved(members: tuple[Member, ...]) -> tuple[Member, ...]:
+            return tuple(
+                msgspec.structs.replace(one, stage=to[one.peer], seat=NOWHERE) if one.peer in to else one
+                for one in members
+            )
+
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
-            members=tuple(new if member is mover else member for member in view.members),
-            joining=tuple(new if member is mover else member for member in view.joining),
-            reason=why,
+            members=moved(view.members),
+            joining=moved(view.joining),
+            reason="; ".join(move.reason for move in moves)[:2000],
         )
 
     def _empty(self, view: View) -> list[int]:
@@ -431,10 +449,11 @@ class Coordinator:
         self.admit_at = now + 0.9 * self.settings.beat_s
         joining, words = list(view.joining), []
         for peer, asked in self.joins.items():
+            seconds, speeds = self._measured(view.members)
             there = (*view.members, *joining)
             taken = {member.seat for member in there}
             planned = seated(self.settings, asked.seat, taken)
-            stage, why = planned or place(there, self.settings.stages, self._seconds())
+            stage, why = planned or place(there, self.settings.stages, seconds, speeds)
             joining.append(Member(peer=peer, stage=stage, seat=holder(self.settings, asked.seat, stage, taken)))
             words.append(f"{peer} joins stage {stage}: {why}")
         return msgspec.structs.replace(
@@ -508,7 +527,7 @@ class Coordinator:
             groups=self.round.groups,
             save=save,
         )
-        return self._next(view, last, over)
+        return self._next(view, last, over, now)
 
     def _disagree(self, stage: int, peers: tuple[Peer, ...]) -> None:
         """Replicas of one stage hold different sums: average again; at the second time the minority starts afresh."""
@@ -522,7 +541,7 @@ class Coordinator:
             self.stale.update(dict.fromkeys(minority, f"its sums differ from its stage {stage}'s others"))
         self.round, self.reduced = None, {}
 
-    def _next(self, view: View, last: Committed, over: bool) -> View:
+    def _next(self, view: View, last: Committed, over: bool, now: float) -> View:
         """The view that begins the step after `last`: leavers go, joiners that took part become members."""
         assert self.round is not None
         took_part = {share.peer for group in self.round.groups for share in group}
@@ -538,15 +557,10 @@ class Coordinator:
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
-        quiet = not over and not joining and not leavers and last.step - self.moved_at >= MOVE_STEPS
-        if quiet and not complete(self.settings, members):  # while everybody is as planned, the plan balances
-            chosen = move(members, self.settings.stages, self._seconds())
-            if chosen is not None:
-                mover, stage, why = chosen
-                self.moved_at = last.step
-                members = tuple(member for member in members if member is not mover)
-                joining = (Member(peer=mover.peer, stage=stage, back=True),)
-                words.append(why)
+        as_planned = complete(self.settings, members)  # while everybody is, the plan balances
+        moves = () if over or as_planned else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
+        members, joining = _moving(members, joining, moves)
+        words += [move.reason for move in moves]
         account = _counting(view.account, new, issued=0 if over else self.settings.microbatches)
         account = msgspec.structs.replace(
             account,
@@ -730,17 +744,44 @@ class Coordinator:
             and view.step - pulse.step <= NEAR
         )
 
-    def _seconds(self) -> tuple[float, ...]:
-        """Seconds per microbatch at each stage: measured where the members' rates say, else as planned."""
-        assert self.view is not None
-        rates: list[list[float]] = [[] for _ in range(self.settings.stages)]
-        for member in self.view.members:
+    def _measured(self, members: tuple[Member, ...]) -> tuple[tuple[float, ...], dict[Peer, float]]:
+        """Seconds per microbatch at each stage and the peers' relative speeds: from the members' rates, else as planned."""
+        rates: dict[Peer, float] = {}
+        for member in members:
             pulse = self.pulses.get(member.peer)
-            if pulse is not None and 0 < pulse.rate < math.inf and pulse.stage == member.stage:
-                rates[member.stage].append(pulse.rate)
-        if all(rates):
-            return tuple(len(group) / sum(group) for group in rates)
-        return self.settings.stage_seconds
+            if pulse is not None and pulse.stage == member.stage:
+                rates[member.peer] = pulse.rate
+        return measure(members, rates, self.settings.stages, self.settings.stage_seconds)
+
+    def _moves(
+        self,
+        members: tuple[Member, ...],
+        loading: tuple[Member, ...],
+        now: float,
+        left_s: float = math.inf,
+        passed: float = 0.0,
+    ) -> tuple[Move, ...]:
+        """Who should go to another stage now."""
+        seconds, speeds = self._measured(members)
+        moves = rebalance(
+            Fleet(
+                members=members,
+                stages=self.settings.stages,
+                seconds=seconds,
+                speeds=speeds,
+                loading=loading,
+                recent=self.recent,
+                now=now,
+                left_s=left_s,
+                passed=passed,
+            )
+        )
+        self.recent = (*self.recent, *moves)[-MOVES_KEPT:]
+        return moves
+
+    def _left_s(self, step: int) -> float:
+        """Seconds until the run's end, from that step on, as long as steps take what the last one took."""
+        return (self.settings.steps - step) * self.step_s
 
     def _dismiss(self, view: View, now: float) -> list[Command]:
         """A finished run: tell the others once all know, or after a while."""
@@ -757,6 +798,15 @@ class Coordinator:
     def dismissed(self) -> bool:
         """Everybody has been told that the run is over."""
         return self.farewell_at == float("-inf")
+
+
+def _moving(
+    members: tuple[Member, ...], joining: tuple[Member, ...], moves: tuple[Move, ...]
+) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    """Members and joiners once those have gone to download the state of their new stage."""
+    going = {move.peer for move in moves}
+    stay = tuple(member for member in members if member.peer not in going)
+    return stay, joining + tuple(Member(peer=move.peer, stage=move.stage, back=True) for move in moves)
 
 
 def _arrived(joiners: tuple[Member, ...]) -> tuple[Member, ...]:

@@ -517,15 +517,63 @@ class Published(Wire, frozen=True):
     failed: Text = ""
 
 
+# ----------------------------------------------------------------------------------------------- measuring the links
+
+
+class Ping(Wire, frozen=True):
+    """To any peer, whose driver answers Pong with a blob of `answer_bytes`. With a blob: its bytes are the load, and no more."""
+
+    id: Count
+    answer_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**26)] = 0
+    facts: bool = False  # tell what your machine is, too
+
+
+class Pong(Wire, frozen=True):
+    """Blob 0: as many bytes as were asked for, if any."""
+
+    id: Count
+    facts: Annotated[str, msgspec.Meta(max_length=4000)] = ""  # the peer's device.toml
+
+
+class Measure(Wire, frozen=True):
+    """Measure your links to these peers, all at once, with at most `most_bytes` each way per transfer. Answer: Measured for each."""
+
+    id: Count
+    peers: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)]
+    most_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**26)]
+
+
+class Measured(Wire, frozen=True):
+    """What the sender found on its way to `peer`. A `reason` says why there are no figures."""
+
+    id: Count
+    peer: Peer
+    delay_s: float = 0.0  # half of the shortest round trip
+    loaded_s: float = 0.0  # half of the median round trip while bytes were on their way
+    bandwidth_Bps: float = 0.0
+    reason: Text = ""
+
+
 Message = (
     Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Removed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
     | Round | Part | Sum | Resend | Reduced | RoundFailed
     | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
     | AskStanding | Standing | Override
+    | Ping | Pong | Measure | Measured
 )  # fmt: skip
 
-BULK = (Forward, Backward, Output, Gradient, Part, Sum, Chunk)  # may carry blobs; all others travel as control
+BULK = (
+    Forward,
+    Backward,
+    Output,
+    Gradient,
+    Part,
+    Sum,
+    Chunk,
+    Ping,
+    Pong,
+)  # may carry blobs; all others travel as control
 
 
 # ------------------------------------------------------------------------------------------------------------ events

@@ -104,7 +104,7 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
 
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> Any:
     """The uncut Hugging Face model with the same weights: what stages are compared with, and what one machine trains."""
-    model = _on_meta(hf_config(config))
+    model = on_meta(hf_config(config))
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
     return model.eval().to(device)
 
@@ -153,7 +153,7 @@ def _hollow(config: Config) -> tuple[Any, Parts]:
     hf = hf_config(config)
     _refuse_tied(config, hf)
     spans(hf.num_hidden_layers, config.run.stages, config.run.layers)
-    model = _on_meta(hf)
+    model = on_meta(hf)
     kept = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if kept:
         raise ValueError(
@@ -167,7 +167,7 @@ def _hollow(config: Config) -> tuple[Any, Parts]:
     return model, parts
 
 
-def _on_meta(hf: Any) -> Any:
+def on_meta(hf: Any) -> Any:
     described = model_class(hf)
     try:
         with torch.device("meta"):

@@ -13,7 +13,8 @@ and unlimited for a device's own lines.
     count = 4
     flops = "35 TFLOP/s"                   sustained, in the run's dtype
     memory_bytes = "24 GB"
-    up_Bps = "100 Mbit/s"                  optional, as are down_Bps, host_memory_bytes, host_Bps, price_per_h, region
+    up_Bps = "100 Mbit/s"                  optional, as are down_Bps, host_memory_bytes, host_Bps, disk_Bps, price_per_h,
+                                           losses_per_h, region
 
     [[links]]                              some pairs, by names of devices or regions; both ways unless one_way = true
     from = "ohio"
@@ -21,7 +22,9 @@ and unlimited for a device's own lines.
     delay_s = "80 ms"
     bandwidth_Bps = "50 Mbit/s"
 
-Instead of [link], `matrices = "measured.npz"` beside the file (delay_ms, bandwidth_gbps, N x N, row sends to column).
+Instead of [link], `matrices = "measured.npz"` beside the file (delay_ms, bandwidth_gbps, N x N, row sends to column), or two
+CSV files, `matrices = ["delay_ms.csv", "bandwidth_gbps.csv"]`: numbers alone. `devices = ["a/device.toml", ...]` takes in what
+`shoal probe` wrote on other machines. [link] may be left out when links name every pair.
 """
 
 from __future__ import annotations
@@ -54,8 +57,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     host_Bps: float = 25e9  # between the two, one way: PCIe 4
     up_Bps: float = 0.0
     down_Bps: float = 0.0
+    disk_Bps: float = 0.0  # the slower of writing and reading
     price_per_h: float = 0.0
+    losses_per_h: float = 0.0  # how often it is taken away: 0.1 is once in ten hours
     region: str = ""
+    basis: str = "stated"  # where its figures are from; `shoal probe` writes that they were measured
 
 
 class Cluster(msgspec.Struct, frozen=True, eq=False):
@@ -174,28 +180,32 @@ def read(path: str | Path) -> Cluster:
         raise ValueError(
             f"{path}: matrices say nothing of devices; name them in a TOML file with matrices = {str(path)!r}"
         )
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+    tree = _toml(path)
     try:
         return from_tree(tree, path.parent)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
 def from_tree(tree: Mapping[str, Any], folder: Path = Path()) -> Cluster:
-    _refuse_unknown(tree, {"device", "link", "links", "matrices"}, "the file")
-    tables = tree.get("device")
-    if not isinstance(tables, list) or not tables:
-        raise ValueError("no [[device]]; write one for each machine, or one with count for several alike")
+    _refuse_unknown(tree, {"device", "devices", "link", "links", "matrices"}, "the file")
+    tables = tree.get("device", []) if isinstance(tree.get("device", []), list) else []
     devices = tuple(device for i, table in enumerate(tables) for device in _devices(table, f"device {i + 1}"))
+    devices += tuple(_elsewhere(folder / str(name)) for name in tree.get("devices", []))
+    if not devices:
+        raise ValueError("no [[device]]; write one for each machine, or one with count for several alike")
     count = len(devices)
     if "matrices" in tree:
         if "link" in tree:
             raise ValueError("both matrices and [link]; the matrices already say what every pair has")
-        name = str(tree["matrices"])
-        delay_s, bandwidth_Bps, regions = read_matrices(network(name) if network(name).is_file() else folder / name)
+        delay_s, bandwidth_Bps, regions = _matrices(tree["matrices"], folder)
         if len(regions) == count:
             devices = tuple(
                 msgspec.structs.replace(device, region=device.region or region)
@@ -203,13 +213,48 @@ def from_tree(tree: Mapping[str, Any], folder: Path = Path()) -> Cluster:
             )
     else:
         link = _table(tree.get("link", {}), {"delay_s": float, "bandwidth_Bps": float}, "link")
-        if "bandwidth_Bps" not in link:
+        if "bandwidth_Bps" not in link and count > 1 and ("link" in tree or "links" not in tree):
             raise ValueError('[link] lacks bandwidth_Bps; say what a pair has, such as bandwidth_Bps = "200 Mbit/s"')
         delay_s = np.full((count, count), link.get("delay_s", 0.0))
-        bandwidth_Bps = np.full((count, count), link["bandwidth_Bps"])
+        bandwidth_Bps = np.full((count, count), link.get("bandwidth_Bps", 0.0))  # 0: links must name the pair
     for i, table in enumerate(tree.get("links", [])):
         _apply_link(table, f"links {i + 1}", devices, delay_s, bandwidth_Bps)
     return from_matrices(devices, delay_s, bandwidth_Bps, "matrices" if "matrices" in tree else "link")
+
+
+def device_of(table: object, where: str) -> Device:
+    """One machine's table, as in device.toml."""
+    found = _devices(table, where)
+    if len(found) != 1:
+        raise ValueError(f"{where}.count = {len(found)}; one machine is one device")
+    return found[0]
+
+
+def _elsewhere(path: Path) -> Device:
+    tables = _toml(path).get("device")
+    if not isinstance(tables, list) or len(tables) != 1:
+        raise ValueError(f"{path} must hold one [[device]], as `shoal probe` writes it")
+    return device_of(tables[0], str(path))
+
+
+def _matrices(named: object, folder: Path) -> tuple[Floats, Floats, tuple[str, ...]]:
+    if isinstance(named, list):
+        if len(named) != 2:
+            raise ValueError(f"matrices = {named}; two CSV files: delays in ms, then bandwidths in Gbit/s")
+        delay_ms, bandwidth_gbps = (_csv(folder / str(name)) for name in named)
+        if delay_ms.shape != bandwidth_gbps.shape or len(delay_ms) != delay_ms.shape[1]:
+            raise ValueError(f"matrices of {delay_ms.shape} and {bandwidth_gbps.shape}; both must be N x N")
+        return delay_ms / 1e3, bandwidth_gbps * 1e9 / 8, ()
+    name = str(named)
+    return read_matrices(network(name) if network(name).is_file() else folder / name)
+
+
+def _csv(path: Path) -> Floats:
+    try:
+        found = np.loadtxt(path, delimiter=",", ndmin=2)
+    except ValueError as error:
+        raise ValueError(f"{path} is no matrix of numbers: {error}") from None
+    return np.asarray(found, dtype=np.float64)
 
 
 def _devices(table: object, where: str) -> list[Device]:

@@ -1,8 +1,8 @@
 """What a model asks of whoever runs it, block by block: parameters, FLOPs, boundary and activation bytes.
 
-By arithmetic on the model's shape; nothing is built. Conventions as in executor/resident.py: a backward recomputes the stage,
-so it costs three forwards; attention is the full L x L square; parameters,
-two moments and the step's sum are fp32. Seconds come from a device's sustained FLOP/s, so they are estimates.
+Either counted (model/analysis.py) or, here, by arithmetic on a plain decoder's shape; nothing is built. Conventions as in
+executor/resident.py: a backward recomputes the stage, so it costs three forwards; attention is the full L x L square;
+parameters, two moments and the step's sum are fp32. Seconds come from a device's sustained FLOP/s (`shoal probe`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class Part(msgspec.Struct, frozen=True):
     parameters: float
     flops: float  # of one forward, per microbatch
     activation_bytes: float  # kept for its backward, per microbatch
+    working_bytes: float = 0.0  # beyond that, at the worst moment
+
+
+COUNTED = "FLOPs and bytes counted on the meta device"
+FORMULA = "FLOPs and bytes by formula for a plain decoder"
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -63,6 +68,7 @@ class Profile(msgspec.Struct, frozen=True):
     boundary_bytes: float  # between stages, per microbatch
     tokens_bytes: float  # what the first and the last stage are sent of a microbatch
     tied: bool = False  # the head's matrix is the embedding's: one copy at each end
+    basis: str = FORMULA
 
     @property
     def blocks(self) -> int:
@@ -88,7 +94,7 @@ class Profile(msgspec.Struct, frozen=True):
         return StageProfile(
             parameters,
             sum(part.flops for part in held),
-            sum(part.activation_bytes for part in held),
+            sum(part.activation_bytes for part in held) + max((part.working_bytes for part in held), default=0.0),
             max((part.parameters for part in held), default=0.0),
         )
 

@@ -73,7 +73,9 @@ def exhaustive(model: Model) -> Found:
     """Every placement once; the groups' order does not matter. For about ten devices at most."""
     best = Best(model)
     every = placements(tuple(range(model.devices)), model.size)
-    while chunk := [groups for groups, _ in zip(every, range(BATCH), strict=False)]:
+    while chunk := [
+        groups for _, groups in zip(range(BATCH), every, strict=False)
+    ]:  # range first, or zip would drop one
         drawn = np.array(chunk, dtype=np.intp)
         for groups, total_s in zip(drawn, model.totals_s(drawn), strict=True):
             best.see(groups, float(total_s))

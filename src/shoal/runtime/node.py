@@ -36,6 +36,7 @@ from shoal.core.messages import (
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.hands import Hands
+from shoal.runtime.measure import Meter
 from shoal.runtime.record import Record
 from shoal.runtime.report import Progress
 from shoal.transport.base import Blob, Incoming, Transport
@@ -61,6 +62,7 @@ class Node:
         """`signed`: is this the word of the run's authority?"""
         self.machine, self.hands, self.transport, self._signed = machine, hands, transport, signed
         self.directory, self.record = directory, record
+        self.meter = Meter(transport)
         self.finish: Finish | None = None
         self._view: View | None = None
         self._serial = 0
@@ -81,6 +83,7 @@ class Node:
                 self._look_up(),
                 self._announce(),
                 self._report(),
+                self.meter.serve(),
             )
             tasks = [group.create_task(work) for work in works]
             self.handle(Tick())
@@ -143,7 +146,8 @@ class Node:
         while True:
             incoming = await self.transport.receive()
             if isinstance(incoming, Incoming):
-                self._on_message(incoming)
+                if not self.meter.takes(incoming):
+                    self._on_message(incoming)
             else:
                 self.handle(Unreachable(peer=incoming.peer))
                 self._find.set()  # its address may not be known here yet

@@ -1,0 +1,52 @@
+"""Counting on the meta device: equal to arithmetic where that is known, and possible for families it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal import config
+from shoal.cli.plan import _work, shape
+from shoal.model import analysis
+from shoal.model.cut import spans
+from shoal.model.stages import build
+from shoal.planner.profile import COUNTED, profile
+
+SMALL = ("model.hidden_size=32", "model.layers=3", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=48")
+WORK = ("model.vocab_size=256", "data.sequence=16", "train.batch=4", "train.microbatch=2")
+
+
+def test_a_plain_decoder_counts_what_its_formula_says() -> None:
+    tree = config.load(None, [*SMALL, *WORK])
+    counted, formula = analysis.count(tree), profile(shape(tree), _work(tree))
+    assert counted.basis == COUNTED != formula.basis
+    assert [part.name for part in counted.parts] == [part.name for part in formula.parts]
+    assert [part.flops for part in counted.parts] == [part.flops for part in formula.parts]
+    assert counted.parameters == formula.parameters
+    assert (counted.boundary_bytes, counted.tokens_bytes) == (formula.boundary_bytes, formula.tokens_bytes)
+    kept, guessed = counted.parts[1].activation_bytes, formula.parts[1].activation_bytes
+    assert 0.5 < kept / guessed < 2
+
+
+def test_parameters_are_those_of_the_stages_that_a_run_builds() -> None:
+    tree = config.load(None, [*SMALL, *WORK, "run.stages=2"])
+    counted = analysis.count(tree)
+    for stage, span in enumerate(spans(3, 2)):
+        held = sum(value.numel() for _, value in build(tree, stage).named_parameters())
+        assert counted.stage(span).parameters == held
+
+
+def test_more_tokens_are_more_flops_and_bytes_and_attention_grows_with_their_square() -> None:
+    one, two = (analysis.count(config.load(None, [*SMALL, *WORK, f"data.sequence={length}"])) for length in (16, 32))
+    assert two.parts[-1].flops == 2 * one.parts[-1].flops
+    assert 2 * one.parts[1].flops < two.parts[1].flops < 4 * one.parts[1].flops
+    assert two.parts[1].activation_bytes == pytest.approx(2 * one.parts[1].activation_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "gpt_neox", "phi3", "olmo2"]
+)
+def test_other_families_are_counted_without_being_built(family: str) -> None:
+    made = analysis.count(config.load(None, [f"model.family={family}", "model.layers=2"]))
+    assert len(made.parts) == 4
+    assert all(part.flops > 0 and part.activation_bytes > 0 for part in made.parts[1:])

@@ -1,0 +1,126 @@
+"""Measuring links: over modelled lines the figures are the lines' own, and a visitor learns those of pairs it is no part of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from shoal.core.messages import Leave, Measure, Measured, Ping
+from shoal.runtime import measure
+from shoal.runtime.measure import Meter, pairings, survey
+from shoal.transport.base import Incoming
+from shoal.transport.memory import Hub, MemoryTransport
+from shoal.transport.shaped import Link, Shaped
+
+
+@asynccontextmanager
+async def meters(*links: Link) -> AsyncIterator[list[Meter]]:
+    """One meter per link, each behind it; all in one process over the network in memory."""
+    hub = Hub()
+    transports: list[Any] = []
+    for number, link in enumerate(links):
+        plain = MemoryTransport(hub, f"p{number}")
+        transports.append(Shaped(plain, link) if link != Link() else plain)  # type: ignore[arg-type]
+    made = [Meter(transport) for transport in transports]
+
+    async def receive(meter: Meter, transport: Any) -> None:
+        while True:
+            incoming = await transport.receive()
+            if isinstance(incoming, Incoming):
+                meter.takes(incoming)
+
+    for transport in transports:
+        await transport.start()
+    tasks = [asyncio.create_task(receive(m, t)) for m, t in zip(made, transports, strict=True)]
+    tasks += [asyncio.create_task(meter.serve()) for meter in made]
+    try:
+        yield made
+    finally:
+        for task in tasks:
+            task.cancel()
+        for transport in transports:
+            await transport.close()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_every_pair_is_met_once_and_nobody_twice_in_a_round() -> None:
+    for count in range(2, 9):
+        peers = [f"p{i}" for i in range(count)]
+        rounds = pairings(peers)
+        met = [frozenset(pair) for pairs in rounds for pair in pairs]
+        assert len(met) == len(set(met)) == count * (count - 1) // 2
+        for pairs in rounds:
+            busy = [peer for pair in pairs for peer in pair]
+            assert len(busy) == len(set(busy))
+
+
+def test_a_modelled_line_is_measured_never_quicker_than_it_is() -> None:
+    async def story() -> None:
+        async with meters(Link(0.02, 4e6, 4e6), Link(0.02, 1e6, 1e6)) as (fast, slow):
+            there, back = await asyncio.gather(fast.link("p1", 1 << 20), slow.link("p0", 1 << 20))
+            for found in (there, back):
+                assert not found.reason
+                assert found.delay_s >= 0.02  # a busy machine adds to it, nothing takes away
+                assert (
+                    0 < found.bandwidth_Bps <= 2e6
+                )  # the slow line, either way; a late ping on a busy machine makes it look quicker
+
+    run(story)
+
+
+def test_a_visitor_learns_of_all_pairs_and_what_each_peers_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ANSWER_S", 60.0)
+
+    async def story() -> None:
+        async with meters(Link(), Link(0.0, 1e6, 1e6), Link(0.0, 1e6, 1e6), Link()) as found:
+            found[1].facts = "one"
+            told: list[str] = []
+            result = await survey(found[0], ["p1", "p2", "p3"], 1 << 18, told.append)
+            assert result.peers == ["p1", "p2", "p3"] and result.facts["p1"] == "one"
+            assert sorted(result.links) == [(f"p{a}", f"p{b}") for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
+            assert not any(link.reason for link in result.links.values())
+            assert result.links["p1", "p2"].bandwidth_Bps <= 2e6
+            assert result.up_Bps["p1"] <= 2e6 and result.down_Bps["p2"] <= 2e6
+            assert told and "round 1 of 3" in told[0]
+
+    run(story)
+
+
+def test_a_peer_that_is_silent_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ANSWER_S", 0.2)
+
+    async def story() -> None:
+        async with meters(Link(), Link()) as (visitor, other):
+            assert (await other.link("p9", 1000)).reason.startswith("no answer")
+            told: list[str] = []
+            result = await survey(visitor, ["p9"], 1000, told.append)
+            assert result.peers == [] and any("left out" in text for text in told)
+
+    run(story)
+
+
+def test_what_is_not_about_measuring_is_left_to_the_machine_and_a_full_queue_is_told() -> None:
+    async def story() -> None:
+        hub = Hub()
+        transport, asker = MemoryTransport(hub, "a"), MemoryTransport(hub, "b")
+        await transport.start()
+        await asker.start()
+        meter = Meter(transport)
+        assert not meter.takes(Incoming("b", Leave()))
+        assert meter.takes(Incoming("b", Ping(1)))
+        for number in range(measure.WAITING + 1):
+            assert meter.takes(Incoming("b", Measure(number, ("c",), 1000)))
+        answers = [await asker.receive() for _ in range(2)]
+        refused = [answer.message for answer in answers if isinstance(answer, Incoming)][1]
+        assert isinstance(refused, Measured) and refused.id == measure.WAITING and "already" in refused.reason
+        await transport.close()
+        await asker.close()
+
+    run(story)
