@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal import trace
-from shoal.config import Config
+from shoal.config import Config, local_batch, microbatches
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.model import stages
 from shoal.numerics.optimizer import learning_rate
@@ -53,7 +53,8 @@ class OneProcess:
         assert config.train.dtype == "float32" and config.device.kind == "cpu"
         torch.set_num_threads(max(1, config.device.threads))
         self.config, self.dataset = config, dataset
-        self.microbatches = config.train.batch // config.train.microbatch
+        self.microbatches = microbatches(config.train)
+        self.parts = self.microbatches  # whose mean losses one optimizer step takes
         self.model = stages.whole(config)
         self.parameters: Tensors = dict(self.model.named_parameters())
         self.names = [
@@ -115,7 +116,7 @@ class OneProcess:
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         values = list(self.parameters.values())
-        grads = torch.autograd.grad(loss / self.microbatches, values, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(loss / self.parts, values, allow_unused=True, materialize_grads=True)
         return float(loss.detach()), dict(zip(self.parameters, grads, strict=True))
 
     def _sum(self, found: Sequence[Tensors], names: Sequence[str], shares: Shares) -> Tensor:
@@ -133,6 +134,73 @@ class OneProcess:
         parts = flat.split([self.parameters[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
             self.parameters[name].grad = part.view_as(self.parameters[name])
+
+
+class ApartAndBack(OneProcess):
+    """The same with train.local_steps: every share of a round trained by itself, one after the other, then the outer step."""
+
+    def __init__(self, config: Config, dataset: Dataset) -> None:
+        super().__init__(config, dataset)
+        assert config.run.stages == 1
+        self.parts = local_batch(config) // config.train.microbatch
+        values = [value for names in self.names for value in (self.parameters[name] for name in names)]
+        self.outer = [value.detach().clone().requires_grad_() for value in values]
+        self.sgd = torch.optim.SGD(
+            self.outer, lr=config.train.outer_rate, momentum=config.train.outer_momentum, nesterov=True
+        )
+
+    def train(self, order: Order) -> Trained:
+        (names,), (shares,) = self.names, order
+        start = torch.cat([value.detach().reshape(-1) for value in self.outer])
+        losses: dict[int, float] = {}
+        way: Tensor | None = None
+        for share in shares:
+            self._alone(names, share, losses)
+            here = torch.cat([self.parameters[name].detach().reshape(-1) for name in names])
+            part = (start - here) * (len(share) / self.microbatches)
+            way = part if way is None else way + part
+            self._back(names)
+        assert way is not None
+        for value, part in zip(self.outer, way.split([value.numel() for value in self.outer]), strict=True):
+            value.grad = part.view_as(value)
+        self.sgd.step()
+        self._back(names)
+        self.step += 1
+        loss = sum(losses[index] for index in sorted(losses)) / self.microbatches
+        return Trained(self.step - 1, loss, math.sqrt(_squares(way)), (self.digest(0),))
+
+    def _alone(self, names: Sequence[str], share: Sequence[int], losses: dict[int, float]) -> None:
+        train, run, apart = self.config.train, self.config.run, self.config.train.local_steps
+        optimizer = type(self.optimizer)(self.optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group.update(betas=train.betas, eps=train.epsilon, fused=True)
+        for number, first in enumerate(range(0, len(share), self.parts)):
+            found = []
+            for index in share[first : first + self.parts]:
+                loss, grads = self._gradients(index)
+                losses[index] = loss
+                found.append(grads)
+            flat = self._sum(found, names, (tuple(range(len(found))),))
+            if len(found) < self.parts:
+                flat *= self.parts / len(found)
+            norm = math.sqrt(_squares(flat))
+            self._hand_out(names, flat * (min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0))
+            step = self.step * apart + min(number, apart - 1)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(train, run.steps * apart, step)
+            optimizer.step()
+
+    def _back(self, names: Sequence[str]) -> None:
+        with torch.no_grad():
+            for name, value in zip(names, self.outer, strict=True):
+                self.parameters[name].copy_(value)
+
+    def state(self) -> Tensors:
+        (names,) = self.names
+        momenta = [self.sgd.state[value]["momentum_buffer"] for value in self.outer]
+        return {f"model/{name}": self.parameters[name].detach() for name in names} | {
+            f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)
+        }
 
 
 def _squares(flat: Tensor) -> float:
@@ -166,7 +234,7 @@ def shuffled(microbatches: int, stages: int, seed: int) -> Iterator[Order]:
 
 def follow(config: Config, dataset: Dataset, orders: Iterable[Order]) -> tuple[OneProcess, list[Trained]]:
     """Train `config.run.steps` steps, adding in the orders given."""
-    process = OneProcess(config, dataset)
+    process = (OneProcess if config.train.local_steps == 1 else ApartAndBack)(config, dataset)
     return process, [process.train(order) for order, _ in zip(orders, range(config.run.steps), strict=False)]
 
 

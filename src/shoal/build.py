@@ -18,11 +18,12 @@ from typing import IO, Any
 
 import msgspec
 
-from shoal import trace
+from shoal import executor, trace
 from shoal.config import Config, from_tree, overridden, settings, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
 from shoal.model import stages
+from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoint import Store, refuse_foreign
 from shoal.runtime.data import Dataset, open_dataset
 from shoal.runtime.hands import Hands
@@ -66,12 +67,22 @@ def data(config: Config) -> Dataset:
 def hands(config: Config, first_step: int = 0) -> Hands:
     """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
 
-    ValueError: the model cannot be cut as asked, the data is not there, or the checkpoint of `first_step` is foreign."""
-    store = Store(checkpoint_url(config))
+    ValueError: the model cannot be cut as asked or has no room here, the data is not there, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return Hands(config, None, store)
+        return Hands(config, None, Store(checkpoint_url(config)))
+    return Hands(config, *_data_and_store(config, first_step))
+
+
+def trainer_alone(config: Config, first_step: int = 0) -> Alone:
+    """The whole model on this machine. ValueErrors as for `hands`."""
+    return Alone(config, *_data_and_store(config, first_step), first_step)
+
+
+def _data_and_store(config: Config, first_step: int) -> tuple[Dataset, Store]:
+    """What a model is trained on and where it is saved, after all that can be refused before its weights are there."""
     stages.check(config)
-    dataset = data(config)
+    executor.check(config)
+    dataset, store = data(config), Store(checkpoint_url(config))
     if config.data.digest not in ("", dataset.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
@@ -79,7 +90,7 @@ def hands(config: Config, first_step: int = 0) -> Hands:
         )
     if first_step:
         refuse_foreign(store.open(first_step), config, dataset.digest)
-    return Hands(config, dataset, store)
+    return dataset, store
 
 
 # What each machine of a run decides for itself; everything else must be the same everywhere and travels in the invite.

@@ -89,7 +89,7 @@ class Data(Section, frozen=True):
 
 
 class Train(Section, frozen=True):
-    """What one optimizer step is. Nothing here depends on how many peers there are."""
+    """What one optimizer step is. With local_steps = H one step of the run is H of them, and schedule and warmup count those."""
 
     batch: int = 64  # sequences per optimizer step, over the whole run
     microbatch: int = 4  # sequences per microbatch; divides batch
@@ -102,6 +102,12 @@ class Train(Section, frozen=True):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: int = 20  # steps
     final_ratio: float = 0.1  # learning rate at the end over its peak
+    local_steps: int = (
+        1  # optimizer steps that every peer makes alone between two averagings (DiLoCo); needs run.stages = 1
+    )
+    local_batch: int = 0  # sequences per local step of one peer; 0 = train.batch / run.peers
+    outer_rate: float = 0.7  # of the outer Nesterov step, which local steps lead to
+    outer_momentum: float = 0.9
 
 
 class Network(Section, frozen=True):
@@ -128,6 +134,8 @@ class Device(Section, frozen=True):
     kind: Literal["cpu", "cuda", "mps"] = "cpu"
     executor: Literal["resident", "swapping", "emulated"] = "resident"  # swapping: for stages above memory_bytes
     memory_bytes: int = 0  # device memory for the swapping executor, whose layers take turns in it; 0 = no limit
+    host_bytes: int = 0  # host memory that a peer's stage may take; 0 = what is free when it is built
+    sequences: int = 0  # of a microbatch on the device at once, one slice after another for each layer; 0 = all
     emulated_s: float = 0.2  # seconds per microbatch of the emulated executor, which has no model (backward: double)
     emulated_backward_s: float = 0.0  # the same of a backward; 0 = double
     emulated_values: int = 2_097_152  # values of an emulated boundary tensor (float32)
@@ -195,12 +203,27 @@ def to_tree(config: Config) -> dict[str, Any]:
     return tree
 
 
+def microbatches(train: Train) -> int:
+    """Of one step of the run: with local steps, of all that lead to one averaging."""
+    return train.batch * train.local_steps // train.microbatch
+
+
+def local_batch(config: Config) -> int:
+    """Sequences per local step of one peer."""
+    return config.train.local_batch or config.train.batch // config.run.peers
+
+
+def slices(config: Config) -> int:
+    """Parts of a microbatch that are on the device one after another."""
+    return config.train.microbatch // (config.device.sequences or config.train.microbatch)
+
+
 def settings(config: Config, first_step: int = 0) -> Settings:
     """What the machines need to know."""
     run, train = config.run, config.train
     return Settings(
         stages=run.stages,
-        microbatches=train.batch // train.microbatch,
+        microbatches=microbatches(train),
         steps=run.steps,
         first_step=first_step,
         peers=run.peers,
@@ -215,6 +238,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
         stage_seconds=run.stage_seconds,
+        home=run.stages == 1,
         seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
         seats=tuple(run.seats.values()),
         routes=run.routes,
@@ -257,6 +281,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "train.clip": (0, math.inf),
     "train.warmup": (0, 2**53),
     "train.final_ratio": (0, 1),
+    "train.local_steps": (1, 2**20),
+    "train.local_batch": (0, 2**24),
+    "train.outer_momentum": (0, 1),
     "network.port": (0, 65535),
     "network.delay_s": (0, math.inf),
     "network.bandwidth_Bps": (0, math.inf),
@@ -267,11 +294,20 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "device.emulated_values": (1, 2**40),
     "device.emulated_gradient": (1, 2**40),
     "device.memory_bytes": (0, 2**50),
+    "device.host_bytes": (0, 2**60),
+    "device.sequences": (0, 2**20),
     "device.threads": (0, 1024),
     "checkpoint.every": (0, 2**53),
     "checkpoint.keep": (1, 2**20),
 }
-_POSITIVE = ("run.beat_s", "run.silence_s", "run.hop_floor_s", "train.learning_rate", "train.epsilon")
+_POSITIVE = (
+    "run.beat_s",
+    "run.silence_s",
+    "run.hop_floor_s",
+    "train.learning_rate",
+    "train.epsilon",
+    "train.outer_rate",
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -301,10 +337,14 @@ def _problems(config: Config) -> Iterator[str]:
     if train.batch % train.microbatch:
         near = _nearest_divisor(train.batch, train.microbatch)
         yield f"train.microbatch = {train.microbatch} does not divide train.batch = {train.batch}; try {near}"
-    elif train.batch // train.microbatch >= 2**20:
+    elif microbatches(train) >= 2**20:
         yield f"train.batch = {train.batch} is too many microbatches of {train.microbatch}; try larger ones"
     if not all(0 <= beta < 1 for beta in train.betas):
         yield f"train.betas = {list(train.betas)} must each be at least 0 and below 1; try [0.9, 0.95]"
+    if config.device.sequences and train.microbatch % config.device.sequences:
+        near = _nearest_divisor(train.microbatch, config.device.sequences)
+        yield f"device.sequences = {config.device.sequences} does not divide train.microbatch = {train.microbatch}; try {near}"
+    yield from _local_problems(config)
     yield from _plan_problems(config)
     if config.network.links and config.network.transport != "tls":
         yield "network.links are by host, which network.transport = 'libp2p' does not know; try network.transport=tls"
@@ -332,6 +372,25 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; try {near}"
     if config.data.tokenizer == "bytes" and model.vocab_size < 256:
         yield f"model.vocab_size = {model.vocab_size} does not cover data.tokenizer = 'bytes'; try 256"
+
+
+def _local_problems(config: Config) -> Iterator[str]:
+    run, train = config.run, config.train
+    if train.local_steps == 1:
+        return
+    if run.stages > 1:  # a local step needs the whole model's gradient, which no peer of a pipeline has
+        yield f"train.local_steps = {train.local_steps} needs the whole model on every peer; try run.stages=1"
+    if config.device.executor == "emulated":
+        yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"
+    own = local_batch(config)
+    if not own or own % train.microbatch:
+        told = (
+            f"train.local_batch = {own}"
+            if train.local_batch
+            else f"train.batch / run.peers = {train.batch / run.peers:g}"
+        )
+        near = train.microbatch * max(1, round(own / train.microbatch))
+        yield f"{told} is no multiple of train.microbatch = {train.microbatch}; try train.local_batch={near}"
 
 
 def _plan_problems(config: Config) -> Iterator[str]:

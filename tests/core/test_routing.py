@@ -57,6 +57,19 @@ def test_a_stage_without_replicas_has_no_choice_and_nothing_to_wait_for() -> Non
     assert routes.wake(1) is None
 
 
+def test_an_owner_that_serves_the_stage_gets_its_own_and_is_waited_for_while_busy() -> None:
+    routes = some_routes("a", "b")
+    for _ in range(5):
+        assert routes.choose(0, 0.0, home="b") == ("b", "its owner serves that stage")
+    assert routes.choose(1, 0.0, home="b") is None  # nobody serves that one
+    routes.busy("b", 1.0, 1.0, 0.0)
+    assert routes.choose(0, 0.0, home="b") is None
+    wake = routes.wake(0)
+    assert wake is not None and routes.choose(0, wake, home="b") is not None
+    routes.failed("b", 5.0)
+    assert routes.choose(0, 5.0, home="b") == ("a", "least virtual time")
+
+
 def test_the_avoided_peer_is_chosen_only_if_it_is_alone() -> None:
     routes = some_routes("a", "b")
     assert [chosen(routes, 0.0, avoid="a") for _ in range(10)] == ["b"] * 10

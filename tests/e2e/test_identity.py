@@ -28,6 +28,7 @@ from shoal.runtime.data import Dataset, open_dataset
 ROOT = Path(__file__).parents[2]
 STAGES, REPLICAS = 3, 2
 STEPS = 50
+SWAPPING_BYTES = 110_000  # half of what the whole model of these tests takes: its layers take turns
 # Real kills come on top of whatever else makes this machine slow: a run takes as long as it takes.
 RUN_S = 1500.0
 
@@ -102,21 +103,10 @@ def assert_within_rounding(left: Left, process: reference.OneProcess) -> None:
 # --------------------------------------------------------------------------------------------------- in one process
 
 
-@pytest.fixture
-def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Left:
-    """What six peers leave that have talked over the network in memory."""
-    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(3000)))
-    monkeypatch.chdir(tmp_path)
-    changed = msgspec.structs.replace
-    config = changed(
-        TINY,
-        run=changed(TINY.run, stages=STAGES, peers=STAGES * REPLICAS, steps=4),
-        model=changed(TINY.model, layers=4, extra={"attention_bias": True}),
-        train=changed(TINY.train, batch=16),
-        checkpoint=changed(TINY.checkpoint, every=0, last=True),
-    )
+def trained_in_memory(directory: Path, config: Config) -> Left:
+    """What peers leave that have talked over the network in memory."""
     configuration.validate(config)
-    swarm = Swarm(config, tmp_path)
+    swarm = Swarm(config, directory)
     for _ in range(config.run.peers):
         swarm.add()
     finishes = asyncio.run(swarm.run())
@@ -124,9 +114,49 @@ def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Left:
     assert all(finish.ok for finish in finishes)
     books = swarm.books()
     assert books.totals().balanced, books.totals().reason
-    (tmp_path / "commits.jsonl").write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in books.steps))
-    trace.merge(sorted(tmp_path.glob("[0-9]*.jsonl")), tmp_path / "trace.jsonl")
-    return Left(directory=tmp_path, config=config, dataset=swarm.dataset)
+    (directory / "commits.jsonl").write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in books.steps))
+    trace.merge(sorted(directory.glob("[0-9]*.jsonl")), directory / "trace.jsonl")
+    return Left(directory=directory, config=config, dataset=swarm.dataset)
+
+
+def a_config(stages: int, peers: int, steps: int = 4, **train: Any) -> Config:
+    changed = msgspec.structs.replace
+    return changed(
+        TINY,
+        run=changed(TINY.run, stages=stages, peers=peers, steps=steps),
+        model=changed(TINY.model, layers=4, extra={"attention_bias": True}, tied_embeddings=stages == 1),
+        train=changed(TINY.train, batch=16, **train),
+        checkpoint=changed(TINY.checkpoint, every=0, last=True),
+    )
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(3000)))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Left:
+    return trained_in_memory(tmp_path, a_config(STAGES, STAGES * REPLICAS))
+
+
+@pytest.mark.parametrize("executor", ["resident", "swapping"])
+def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(tmp_path: Path, executor: str) -> None:
+    config = a_config(1, 4, steps=2)
+    device = msgspec.structs.replace(config.device, executor=executor, memory_bytes=SWAPPING_BYTES)
+    left = trained_in_memory(tmp_path, msgspec.structs.replace(config, device=device))
+    commits = reference.commits(left.directory)
+    assert_same_bits(left, commits)
+    for commit in commits:  # nobody computed for another
+        (group,) = commit.groups
+        owned = {frozenset(range(place, 8, 4)) for place in range(4)}
+        assert {frozenset(share.indices) for share in group} == owned
+
+
+def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_share_alone(tmp_path: Path) -> None:
+    left = trained_in_memory(tmp_path, a_config(1, 4, steps=2, local_steps=3, local_batch=4))
+    assert_same_bits(left, reference.commits(left.directory))
 
 
 def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in_memory: Left) -> None:
@@ -172,7 +202,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Left:
 
 def assert_every_sample_once(left: Left) -> None:
     """Counted here from the groups of each commit, then compared with what the run says of itself."""
-    microbatches = left.config.train.batch // left.config.train.microbatch
+    microbatches = configuration.microbatches(left.config.train)
     for commit in reference.commits(left.directory):
         for group in commit.groups:
             assert sorted(index for share in group for index in share.indices) == list(range(microbatches))

@@ -7,6 +7,7 @@ import random
 import re
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ def swapping(config: Config, memory_bytes: int, stage: int = 0) -> Swapping:
 
 
 def limited(config: Config, memory_bytes: int) -> Config:
-    tree = {name: getattr(config, name) for name in Config.__struct_fields__}
-    return Config(**(tree | {"device": Device(executor="swapping", memory_bytes=memory_bytes)}))
+    device = Device(executor="swapping", memory_bytes=memory_bytes, sequences=config.device.sequences)
+    return msgspec.structs.replace(config, device=device)
 
 
 def limits(config: Config, stage: int = 0) -> list[int]:
@@ -133,6 +134,40 @@ def test_a_pass_loads_each_group_at_most_twice_and_the_last_once_however_many_mi
             first = one.loads
             one.backward_many(xs, [None] * count, ends)
             assert one.loads - first <= 2 * one.plan.count - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slices_of_a_microbatch_pass_through_each_group_before_the_next_is_loaded(dtype: str) -> None:
+    config = a_config(2, dtype)
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, batch=16, microbatch=8))
+    tokens, unsliced = torch.cat(BATCH), [resident(config, stage) for stage in range(2)]
+    config = msgspec.structs.replace(config, device=Device(sequences=2))
+    least = [limits(config, stage)[2] for stage in range(2)]
+    swapped, plain = (
+        [swapping(config, least[stage], stage) for stage in range(2)],
+        [resident(config, s) for s in range(2)],
+    )
+    found = []
+    for first, last in (unsliced, plain, swapped):
+        x = first.forward(inputs(tokens))
+        grad, loss = last.backward(x, None, tokens)
+        first.backward(inputs(tokens), grad, None)
+        found.append((x, grad, loss, first.sum, last.sum))
+    for ours, theirs, whole in zip(found[2], found[1], found[0], strict=True):
+        if isinstance(ours, Tensor):
+            assert torch.equal(ours, theirs)
+            assert torch.allclose(ours, whole, rtol=0.05, atol=1e-2 if dtype == "bfloat16" else 1e-6)
+        else:
+            assert ours == theirs == pytest.approx(whole, rel=1e-3)
+    assert all(one.loads <= 2 * one.plan.count - 1 for one in swapped)
+    assert all(one.plan.count > 1 for one in swapped)
+    for one in (*plain, *swapped):
+        before = one.sum.clone()
+        with pytest.raises(ValueError, match=r"finite|gradient"):
+            last_x = found[0][0].clone()
+            last_x[-1] = math.inf  # in the last slice
+            one.backward(inputs(tokens) if one in (plain[0], swapped[0]) else last_x, last_x, tokens)
+        assert torch.equal(one.sum, before)
 
 
 def test_a_forward_pass_leaves_what_the_backward_pass_needs() -> None:

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from shoal.config import Train
-from shoal.numerics.optimizer import adamw, clip_factor, decays, learning_rate, step_
+from shoal.numerics.optimizer import (
+    NORM_VALUES,
+    adamw,
+    clip_factor,
+    decays,
+    learning_rate,
+    nesterov_,
+    norm_sq,
+    step_,
+)
 
 TRAIN = Train(learning_rate=0.01, warmup=4, final_ratio=0.1)
 
@@ -80,3 +89,21 @@ def test_a_step_depends_on_moments_and_number_alone() -> None:
     step_(first, 0.01, 3)
     step_(second, 0.01, 3)
     assert torch.equal(one, other)
+
+
+def test_the_norm_is_summed_in_double_precision() -> None:
+    values = torch.full((3 * NORM_VALUES + 5,), 0.1)
+    assert norm_sq(values) == pytest.approx(len(values) * float(values[0]) ** 2, rel=1e-14)
+    assert norm_sq(torch.empty(0)) == 0.0
+
+
+def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum() -> None:
+    drawn = torch.Generator().manual_seed(1)
+    value = nn.Parameter(torch.randn(50, generator=drawn))
+    ours, momentum = value.detach().clone(), torch.zeros(50)
+    optimizer = torch.optim.SGD([value], lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(4):
+        value.grad = torch.randn(50, generator=drawn)
+        nesterov_(ours, momentum, value.grad, 0.7, 0.9)
+        optimizer.step()
+    assert torch.allclose(ours, value.detach(), rtol=1e-6, atol=1e-6)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from shoal import trace
-from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train, settings
+from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train, microbatches, settings
 from shoal.core.messages import (
     PROTOCOL,
     Backward,
@@ -117,7 +117,7 @@ class Swarm:
             record.close()
 
     def books(self) -> Books:
-        books = Books(self.config.run.stages, self.config.train.batch // self.config.train.microbatch)
+        books = Books(self.config.run.stages, microbatches(self.config.train))
         for record in self.records:
             for view in record.views:
                 books.agree(view, time.monotonic())

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "run": "train: start local peers from a config and watch them",
+    "train": "train the whole model on this machine alone, also one larger than its device",
     "config": "print the whole effective configuration, with comments",
     "init": "write a config to copy from",
     "invite": "make a signed, expiring invite to a run",

@@ -17,7 +17,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.cli import process, rundir
-from shoal.config import Config
+from shoal.config import Config, microbatches
 from shoal.core.messages import AskStanding, Override, Peer, Standing
 from shoal.core.override import Refusal, decide
 from shoal.runtime.report import replace
@@ -137,7 +137,7 @@ class Desk:
 
 
 def _microbatches(config: Config) -> int:
-    return config.train.batch // config.train.microbatch
+    return microbatches(config.train)
 
 
 def _before(directory: Path) -> Override | None:

@@ -25,7 +25,7 @@ import msgspec
 from shoal import trace
 from shoal.cli.process import Process, lives
 from shoal.cli.watch import Resumed
-from shoal.config import Config
+from shoal.config import Config, microbatches
 from shoal.runtime.account import Base, Step, restarted, surviving
 from shoal.runtime.report import replace
 
@@ -151,7 +151,7 @@ def resume(config: Config, directory: Path) -> Resumed:
         print(f"--resume: there is no complete checkpoint in {store.url} yet: training begins at step 0")
     if void:
         print(f"{void} steps that were committed after step {first} are undone and trained again")
-    base = restarted(standing, first, config.train.batch // config.train.microbatch, _began_with(directory))
+    base = restarted(standing, first, microbatches(config.train), _began_with(directory))
     resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if training else "")
     if first >= config.run.steps:
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")

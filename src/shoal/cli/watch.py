@@ -10,7 +10,7 @@ from collections import Counter, deque
 
 import msgspec
 
-from shoal.config import Config
+from shoal.config import Config, microbatches
 from shoal.core.messages import Peer
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
@@ -38,7 +38,7 @@ class Watch:
         self.config, self.started_s, self.resumed = config, started_s, resumed
         self.books = Books(
             config.run.stages,
-            config.train.batch // config.train.microbatch,
+            microbatches(config.train),
             resumed.first_step,
             resumed.steps,
             resumed.base,
@@ -152,7 +152,7 @@ class Watch:
         if len(steps) < 2:
             return 0.0
         seconds = steps[-1].heard_s - steps[0].heard_s
-        tokens = (len(steps) - 1) * self.config.train.batch * self.config.data.sequence
+        tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
         return tokens / seconds if seconds > 0 else 0.0
 
     def snapshot(self, now: float) -> Snapshot:

@@ -448,8 +448,8 @@ class Coordinator:
             return None  # a round that is open lists everyone who hears it
         self.admit_at = now + 0.9 * self.settings.beat_s
         joining, words = list(view.joining), []
+        seconds, speeds = self._measured(view.members)
         for peer, asked in self.joins.items():
-            seconds, speeds = self._measured(view.members)
             there = (*view.members, *joining)
             taken = {member.seat for member in there}
             planned = seated(self.settings, asked.seat, taken)
@@ -557,8 +557,8 @@ class Coordinator:
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
-        as_planned = complete(self.settings, members)  # while everybody is, the plan balances
-        moves = () if over or as_planned else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
+        quiet = over or complete(self.settings, members)  # while everybody is as planned, the plan balances
+        moves = () if quiet else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
         members, joining = _moving(members, joining, moves)
         words += [move.reason for move in moves]
         account = _counting(view.account, new, issued=0 if over else self.settings.microbatches)

@@ -860,6 +860,9 @@ class Settings(msgspec.Struct, frozen=True):
     lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
     ban_s: float = 10.0  # first ban of a failing peer; doubles up to 8 times this
     stage_seconds: tuple[float, ...] = ()  # planned seconds per microbatch, for placement before anything is measured
+    home: bool = (
+        False  # owners run what they can themselves: with one stage nothing but tokens could be gained elsewhere
+    )
     seat: int = -1  # of this peer in the plan
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn

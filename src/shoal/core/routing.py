@@ -181,11 +181,21 @@ class Routes:
                 self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
 
     def choose(
-        self, stage: Stage, now: float, size: float = FORWARD_SIZE, avoid: str = "", planned: str = ""
+        self,
+        stage: Stage,
+        now: float,
+        size: float = FORWARD_SIZE,
+        avoid: str = "",
+        *,
+        home: str = "",
+        planned: str = "",
     ) -> tuple[Peer, str] | None:
         """The replica for a hop of that size, charged for it, and why; None while all are busy (see wake), or none is.
 
-        `planned` is taken if it is in good standing; `avoid` is passed over if another replica is ready."""
+        `home` is waited for while it is busy, and passed over when banned; `planned` is taken if it is in good standing; `avoid` is
+        passed over if another replica is ready."""
+        if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
+            return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
         why = self._passed_over(stage, planned, now, avoid) if planned else ""
         if planned and not why:

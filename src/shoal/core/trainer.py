@@ -240,8 +240,9 @@ class Trainer:
         elif want.kind is Kind.RECALL:
             self._send(m, want, m.booked[want.stage], now)
         else:
+            home = self.name if self._settings.home and m.avoid != self.name else ""
             planned = self._planned.peer(want.stage, m.index)
-            chosen = self._routes.choose(want.stage, now, want.kind.size, m.avoid, planned)
+            chosen = self._routes.choose(want.stage, now, want.kind.size, m.avoid, home=home, planned=planned)
             if chosen is None:
                 self._park(m, want.stage)
                 return

@@ -24,7 +24,9 @@ class NotFinite(ValueError):
 
 
 class Executor(Protocol):
-    """One stage on one device. Tensors may come from any device; those returned are on the executor's own."""
+    """One stage on one device. Tensors may come from any device; those returned are on the executor's own.
+
+    A microbatch may be cut into slices of `device.sequences` sequences, which run one after another: less is on the device."""
 
     length: int  # values in `sum`
     sum: Tensor  # (length,) fp32: gradients of this step so far, parameters in order
@@ -41,12 +43,18 @@ class Executor(Protocol):
         NotFinite included, `sum` is as it was."""
         ...
 
-    def zero(self) -> None:
-        """Empty the sum."""
+    def zero(self, step: int = 0) -> None:
+        """Empty the sum: what is added from now on belongs to version `step`."""
         ...
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        """One optimizer step from a stage's reduced gradient (length,) fp32; `norm` is the whole model's."""
+    def brought(self) -> Tensor:
+        """What this replica brings into a round, (length,) fp32 in the CPU's memory: a copy of the sum."""
+        ...
+
+    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+        """One optimizer step from a stage's reduced gradient (length,) fp32; `norm` is the whole model's.
+
+        `age`: steps since the moments were empty, where those are not all `step` before this one."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -69,7 +77,7 @@ class Boundary(NamedTuple):
 
 
 def boundary(config: Config) -> Boundary:
-    """Shape and type of the tensors between stages, forwards and backwards."""
+    """Shape and type of the tensors between stages, forwards and backwards, of whole microbatches."""
     if config.device.executor == "emulated":
         return Boundary((config.device.emulated_values,), torch.float32)
     return Boundary((config.train.microbatch, config.data.sequence, hidden_size(config)), DTYPES[config.train.dtype])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from shoal.config import Config
+from shoal.config import Config, microbatches
 from shoal.executor.base import NotFinite, boundary, copy_state_, digest_of
 
 
@@ -25,7 +25,7 @@ class Emulated:
         self._last = stage == config.run.stages - 1
         self._forward_s = config.device.emulated_s
         self._backward_s = config.device.emulated_backward_s or 2 * config.device.emulated_s
-        self._share = 1.0 / (config.train.batch // config.train.microbatch)
+        self._share = 1.0 / microbatches(config.train)
         self._sleep = sleep
         # One tensor for every answer, never written to: time goes to the modelled work, not to clearing memory.
         self._boundary = torch.zeros(boundary(config).shape, dtype=torch.float32)
@@ -44,10 +44,13 @@ class Emulated:
         self.sum += self._share
         return None if self._first else self._boundary, 1.0 if self._last else None
 
-    def zero(self) -> None:
+    def zero(self, step: int = 0) -> None:
         self.sum.zero_()
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def brought(self) -> Tensor:
+        return self.sum.clone()
+
+    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         if tuple(reduced.shape) != (self.length,):
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)}, not ({self.length},)")
         if not math.isfinite(norm):

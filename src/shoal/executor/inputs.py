@@ -1,7 +1,11 @@
-"""What an executor accepts for a stage, and what it differentiates there. For every executor that runs a cut.Stage."""
+"""What an executor accepts for a stage, how it is sliced, and what is differentiated. For every executor that runs a cut.Stage."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from shoal.model.cut import Stage
@@ -38,6 +42,28 @@ def check_ends(stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | No
     known(stage, tokens)
     if x.shape[:2] != (tokens.shape[0], tokens.shape[1] - 1):
         raise ValueError(f"input {tuple(x.shape)} does not fit tokens {tuple(tokens.shape)}")
+
+
+End = tuple[Tensor, Tensor | None, Tensor | None]  # a stage's input, the gradient of its output, the tokens
+
+
+def cut(sequences: int, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> list[End]:
+    """What one microbatch's way back starts from, in slices of so many sequences."""
+    xs = x.split(sequences)
+    grads = [None] * len(xs) if grad is None else grad.split(sequences)
+    parts = [None] * len(xs) if tokens is None else tokens.split(sequences)
+    if not len(xs) == len(grads) == len(parts):
+        raise ValueError(
+            f"an input of {len(x)} sequences, with {'tokens' if grad is None else 'a gradient'} of another number"
+        )
+    return [(part.detach(), *rest) for part, *rest in zip(xs, grads, parts, strict=True)]
+
+
+def joined(slices: Sequence[tuple[Tensor | None, float | None]]) -> tuple[Tensor | None, float | None]:
+    """What came of a microbatch's slices, as of the whole: the gradient of its input, its mean loss."""
+    grads = [grad for grad, _ in slices if grad is not None]
+    losses = [loss for _, loss in slices if loss is not None]
+    return torch.cat(grads) if grads else None, math.fsum(losses) / len(losses) if losses else None
 
 
 def outcome(

@@ -30,13 +30,13 @@ class Master:
         parts = torch.split(flat, [value.numel() for value in self.parameters])
         return [part.view(value.shape) for part, value in zip(parts, self.parameters, strict=True)]
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
         clipped = reduced.to(self.parameters[0].device) * clip_factor(norm, self._train.clip)
         for value, part in zip(self.parameters, self.views(clipped), strict=True):
             value.grad = part
-        step_(self._optimizer, learning_rate(self._train, self._steps, step), step)
+        step_(self._optimizer, learning_rate(self._train, self._steps, step), step if age is None else age)
         for value in self.parameters:
             value.grad = None  # it would keep `clipped` alive until the next step
 

@@ -110,11 +110,20 @@ def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
         made = _plan(sizes, spans, measured, fixed_bytes)
         if not limit or made.device_bytes <= limit:
             return made
-    made = _plan(sizes, finest, measured, fixed_bytes)
+    return _kept(_plan(sizes, finest, measured, fixed_bytes), limit)
+
+
+def refuse(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> None:
+    """ValueError: no `plan` fits. Only the largest groups that any of them needs are measured."""
+    *_, finest = _partitions(sizes)
+    _kept(_plan(sizes, finest, live, fixed_bytes), limit)
+
+
+def _kept(made: Plan, limit: int) -> Plan:
     if limit and made.device_bytes > limit:
         raise ValueError(
-            f"device.memory_bytes = {limit} is too little for this stage's largest unit;"
-            f" try device.memory_bytes={made.device_bytes} or more, a smaller train.microbatch, or more stages"
+            f"device.memory_bytes = {limit} is too little for this stage's largest unit; try device.memory_bytes="
+            f"{made.device_bytes} or more, fewer device.sequences at once, or a smaller train.microbatch"
         )
     return made
 

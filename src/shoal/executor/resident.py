@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shoal.config import Config
+from shoal.config import Config, microbatches, slices
 from shoal.executor.base import DTYPES, NotFinite
-from shoal.executor.inputs import check_ends, checked, outcome
+from shoal.executor.inputs import check_ends, checked, cut, joined, outcome
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
 
@@ -23,7 +23,8 @@ class Resident:
 
     def __init__(self, stage: Stage, config: Config) -> None:
         self._stage = stage
-        self._microbatches = config.train.batch // config.train.microbatch
+        self._slice = config.device.sequences or config.train.microbatch
+        self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's
         self._dtype = DTYPES[config.train.dtype]
         names, self._computing = zip(*stage.named_parameters(), strict=True)
         self._device = self._computing[0].device
@@ -39,7 +40,7 @@ class Resident:
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            y = self._stage.forward(self._input(x))
+            y = torch.cat([self._stage.forward(part) for part in self._input(x).split(self._slice)])
         if not torch.isfinite(y).all():
             raise NotFinite("the stage's output is not finite")
         return y
@@ -47,13 +48,23 @@ class Resident:
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         x = self._input(x)
         check_ends(self._stage, x, grad, tokens)
-        tokens = None if tokens is None else tokens.to(self._device)
+        ends = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
+        before = self.sum.clone() if len(ends) > 1 else None  # a later slice may be refused
+        try:
+            found = [self._slice_back(*end) for end in ends]
+        except ValueError:
+            if before is not None:
+                self.sum.copy_(before)
+            raise
+        return joined(found)
+
+    def _slice_back(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         wanted = list(self._computing)
         if not self._stage.first:
             wanted.append(x.requires_grad_())
         with torch.enable_grad():
-            y, grad_y, loss = outcome(self._stage, x, None if grad is None else grad.to(self._device), tokens)
-            y = y if loss is None else y / self._microbatches
+            y, grad_y, loss = outcome(self._stage, x, grad, tokens)
+            y = y if loss is None else y / self._parts
             found = list(torch.autograd.grad(y, wanted, grad_y, allow_unused=True, materialize_grads=True))
         if not torch.stack([torch.isfinite(part).all() for part in found]).all():
             raise NotFinite("the stage's gradient is not finite")
@@ -61,11 +72,14 @@ class Resident:
         torch._foreach_add_(self._sums, [part.float() for part in found])
         return grad_x, None if loss is None else float(loss)
 
-    def zero(self) -> None:
+    def zero(self, step: int = 0) -> None:
         self.sum.zero_()
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        self._master.apply(reduced, norm, step)
+    def brought(self) -> Tensor:
+        return self.sum.to("cpu", copy=True)
+
+    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+        self._master.apply(reduced, norm, step, age)
         self._refresh()
 
     def state(self) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ Paper: ATOM (arXiv 2403.10504). Claim: a model that fits the memory of a host tr
 the next group of layers hides behind the work of several microbatches on this one. Here: the order is layer-major
 (`run_many`, `backward_many`: group outside, microbatches inside), the last group stays between forward and backward, so a
 pass takes 2M-1 loads of M groups. What we changed: sums of gradients travel with their group and come back once per pass;
-groups are chosen by memory measured on one microbatch (memory.py); any stage of a pipeline can swap, not just a whole model.
+groups are chosen by memory measured on one slice (groups.py, memory.py); any stage of a pipeline can swap, not just a whole model.
 
 Nothing is computed otherwise than by the resident executor: on a CPU both give the same bits. There the "device" is memory of
 its own, with real copies into it, so that order and bound are those of a GPU. The optimizer steps on the host.
@@ -13,49 +13,20 @@ its own, with real copies into it, so that order and bound are those of a GPU. T
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.config import Config
+from shoal.config import Config, slices
 from shoal.executor import memory
-from shoal.executor.base import DTYPES, NotFinite, boundary
-from shoal.executor.inputs import check_ends, checked, outcome
+from shoal.executor.base import NotFinite
+from shoal.executor.groups import End, Group, Runner
+from shoal.executor.inputs import check_ends, checked, cut, joined
 from shoal.executor.link import Cargo, Link, pinned, runs
 from shoal.executor.master import Master
-from shoal.model.cut import Stage
-from shoal.model.units import row
-
-
-class Group(NamedTuple):
-    """Units that are on the device together, and where their parameters and sums lie there."""
-
-    start: int
-    stop: int
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
-    sums: tuple[Tensor | None, ...]  # none: an earlier group uses the parameter too, and adds both gradients
-    ready: Callable[[], None]  # called before something is added to the sums
-
-
-class End(NamedTuple):
-    """What a microbatch's way back through a group starts from."""
-
-    x: Tensor  # input of the group
-    grad: Tensor | None  # of its output
-    tokens: Tensor | None
-
-
-class Back(NamedTuple):
-    """What came of it, on the host."""
-
-    grad: Tensor | None  # of the group's input
-    loss: Tensor | None
-    finite: Tensor
-
+from shoal.model.cut import Stage, inputs
 
 Inputs = list[Tensor]  # of each group, for one microbatch, on the host; the stage's own input first
 
@@ -65,45 +36,44 @@ class Swapping:
     each backward: a refused microbatch must leave it as it was, and may be found out when some groups have been added."""
 
     def __init__(self, stage: Stage, config: Config) -> None:
-        if config.device.kind == "mps":
-            raise ValueError("device.kind = 'mps' shares its memory with the host; use device.executor=resident")
-        self._config, self._device = config, config.device.kind
-        self._dtype = DTYPES[config.train.dtype]
-        self._microbatches = config.train.batch // config.train.microbatch
         named = list(stage.named_parameters())
-        self._host = Host(named, self._dtype, self._device)
-        self._row = row(stage)
-        fixed_bytes = self._row.buffers_to(self._device)
+        self._runner = runner = Runner(stage, config)
+        self._row, self._device = runner.row, runner.device
+        self._slice = config.device.sequences or config.train.microbatch
+        self._host = Host(named, runner.dtype, self._device)
         for _, parameter in named:
             parameter.data = torch.empty(0)  # the groups' own will take its place
-        self._sizes = memory.Sizes(self._row.units, self._host.counts, self._dtype.itemsize)
-        self.plan = memory.plan(self._sizes, self._measure(), limit=config.device.memory_bytes, fixed_bytes=fixed_bytes)
+        self.plan = runner.plan()
         spans = [(group.start, group.stop) for group in self.plan.groups]
-        cargo = [self._host.cargo(self._names(*span), self._sizes.own(*span)) for span in spans]
+        cargo = [self._host.cargo(runner.names(*span), runner.sizes.own(*span)) for span in spans]
         self._link = Link(self._host.computing, cargo, self._device)
         self._groups = [self._placed(index, *span) for index, span in enumerate(spans)]
         self._master = Master(tuple(self._host.counts), self._host.parameters, config)
         self.length = self._master.length
         self.sum, self._pending = (pinned(torch.zeros(self.length), self._device) for _ in range(2))
         self._empty = True  # nothing in `sum`
-        self._kept: deque[Inputs] = deque(maxlen=config.run.queue_limit)
+        self._kept: deque[Inputs] = deque(maxlen=config.run.queue_limit * slices(config))
 
     # ----------------------------------------------------------------------------------------------------- the contract
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run_many([x])[0]
+        return torch.cat(self.run_many(x.split(self._slice)))
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
-        return self.backward_many([x], [grad], [tokens])[0]
+        return joined(self.backward_many(*zip(*cut(self._slice, x, grad, tokens), strict=True)))
 
-    def zero(self) -> None:
+    def zero(self, step: int = 0) -> None:
         self._link.settle()
         self.sum.zero_()
         self._empty = True
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def brought(self) -> Tensor:
         self._link.settle()
-        self._master.apply(reduced, norm, step)
+        return self.sum.clone()
+
+    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+        self._link.settle()
+        self._master.apply(reduced, norm, step, age)
         self._changed()
 
     def state(self) -> dict[str, Tensor]:
@@ -120,33 +90,33 @@ class Swapping:
     # -------------------------------------------------------------------------------------------------- several at once
 
     def run_many(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """`forward` of several microbatches, each group loaded once. NotFinite: one of them is, and none is answered."""
+        """`forward` of several slices of microbatches, each group loaded once. NotFinite: one of them is, and none is answered."""
         whole = self._row.group(0, len(self._row.units))
-        inputs = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
+        kept = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
         self._link.settle()
-        ys = [its.pop() for its in inputs]
+        ys = [its.pop() for its in kept]
         if not all(torch.isfinite(y).all() for y in ys):
             raise NotFinite("the stage's output is not finite")
-        self._kept.extend(inputs)
+        self._kept.extend(kept)
         return ys
 
     def backward_many(
         self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], tokens: Sequence[Tensor | None]
     ) -> list[tuple[Tensor | None, float | None]]:
-        """`backward` of several microbatches, added in their order. On a ValueError none of them is in the sum."""
+        """`backward` of several slices, added in their order. On a ValueError none of them is in the sum."""
         whole = self._row.group(0, len(self._row.units))
         ends = [End(self._input(whole, x), *rest) for x, *rest in zip(xs, grads, tokens, strict=True)]
         for end in ends:
             check_ends(whole, *end)
-        inputs = self._passed([end.x for end in ends])
+        passed = self._passed([end.x for end in ends])
         shared: list[dict[str, Tensor]] = [{} for _ in ends]
         losses: list[Tensor | None] = []
         finite: list[Tensor] = []
         for index in reversed(range(len(self._groups))):
             group, stage = self._enter(index, index - 1)
             self._link.open(index, None if self._empty else self.sum)
-            for place, (end, its) in enumerate(zip(ends, inputs, strict=True)):
-                back = self._back(stage, group, end._replace(x=its[index]), shared[place])
+            for place, (end, its) in enumerate(zip(ends, passed, strict=True)):
+                back = self._runner.back(stage, group, end._replace(x=its[index]), shared[place])
                 ends[place] = End(end.x, back.grad, None)
                 losses.append(back.loss)  # those of the last group come first
                 finite.append(back.finite)
@@ -156,6 +126,14 @@ class Swapping:
             raise NotFinite("the stage's gradient is not finite")
         self.sum, self._pending, self._empty = self._pending, self.sum, False
         return [(end.grad, None if loss is None else float(loss)) for end, loss in zip(ends, losses, strict=False)]
+
+    def batch_back(self, batch: Sequence[Tensor]) -> list[float]:
+        """Microbatches (B, L+1) of tokens through a model of one stage and back, added in their order. Their mean losses."""
+        ends = [end for tokens in batch for end in cut(self._slice, inputs(tokens), None, tokens)]
+        found = self.backward_many(*zip(*ends, strict=True))
+        each = len(found) // len(batch)
+        losses = [joined(found[at : at + each])[1] for at in range(0, len(found), each)]
+        return [loss for loss in losses if loss is not None]
 
     @property
     def loads(self) -> int:
@@ -177,20 +155,20 @@ class Swapping:
         return [next(again) if its is None else its for its in kept]
 
     def _take(self, x: Tensor) -> Inputs | None:
-        for place, inputs in enumerate(self._kept):
-            if inputs[0].shape == x.shape and torch.equal(inputs[0], x):
+        for place, its in enumerate(self._kept):
+            if its[0].shape == x.shape and torch.equal(its[0], x):
                 del self._kept[place]
-                return inputs
+                return its
         return None
 
     def _forwards(self, xs: Sequence[Tensor], groups: int) -> list[Inputs]:
         """Each microbatch's input, and what the first `groups` groups make of it one after another."""
-        found = [[self._away(x)] for x in xs]
+        found = [[self._runner.away(x)] for x in xs]
         for index in range(groups):
             _, stage = self._enter(index, index + 1)
-            for inputs in found:
+            for its in found:
                 with torch.no_grad():
-                    inputs.append(self._away(stage.forward(self._toward(inputs[-1]))))
+                    its.append(self._runner.away(stage.forward(self._runner.toward(its[-1]))))
         return found
 
     def _enter(self, index: int, following: int) -> tuple[Group, Stage]:
@@ -198,43 +176,11 @@ class Swapping:
         group = self._groups[index]
         return group, self._row.group(group.start, group.stop)
 
-    def _back(self, stage: Stage, group: Group, end: End, shared: dict[str, Tensor]) -> Back:
-        """One microbatch through one group and back, its gradients added to the slab."""
-        x, grad, tokens = (None if value is None else self._toward(value) for value in end)
-        assert x is not None
-        wanted: list[Tensor] = list(group.parameters)
-        if not stage.first:
-            wanted.append(x.requires_grad_())
-        with torch.enable_grad():
-            y, grad_y, loss = outcome(stage, x, grad, tokens)
-            y = y if loss is None else y / self._microbatches
-            found = list(torch.autograd.grad(y, wanted, grad_y, allow_unused=True, materialize_grads=True))
-        finite = torch.stack([torch.isfinite(part).all() for part in found]).all()
-        grad_x = None if stage.first else self._away(found.pop())
-        group.ready()
-        for name, part, into in zip(group.names, found, group.sums, strict=True):
-            whole = part + self._toward(shared.pop(name)) if name in shared else part
-            if into is None:
-                shared[name] = self._away(whole)  # for the group still to come that uses it too
-            else:
-                into.add_(whole)
-        return Back(grad_x, None if loss is None else self._away(loss), self._away(finite))
-
     # ------------------------------------------------------------------------------------------------- there and back
 
     def _input(self, whole: Stage, x: Tensor) -> Tensor:
         x = checked(whole, x).detach()
-        return x.to("cpu", self._dtype) if x.is_floating_point() else x.to("cpu")
-
-    def _toward(self, value: Tensor) -> Tensor:
-        """A copy on the device."""
-        return value.detach().to(self._device, non_blocking=True, copy=True)
-
-    def _away(self, value: Tensor) -> Tensor:
-        """A copy on the host. On a CUDA device it is there after `settle`; what runs later on the device may use it at once."""
-        with memory.host():
-            there = torch.empty(value.shape, dtype=value.dtype, pin_memory=self._device == "cuda")
-            return there.copy_(value.detach(), non_blocking=True)
+        return x.to("cpu", self._runner.dtype) if x.is_floating_point() else x.to("cpu")
 
     def _changed(self) -> None:
         self._host.refresh()
@@ -243,67 +189,14 @@ class Swapping:
 
     # ------------------------------------------------------------------------------------------------------- when made
 
-    def _names(self, start: int, stop: int) -> tuple[str, ...]:
-        """Parameters of these units, each once, in the order of the host's."""
-        used = {name for unit in self._row.units[start:stop] for name in unit}
-        return tuple(name for name in self._host.counts if name in used)
-
     def _placed(self, index: int, start: int, stop: int) -> Group:
         """A group with its parameters in its slot and its sums in the slab, for good."""
-        slot, names = self._link.slots[index % 2], self._names(start, stop)
+        slot, names = self._link.slots[index % 2], self._runner.names(start, stop)
         starts = accumulate((self._host.padded(name) for name in names), initial=0)
         parameters = {
             name: nn.Parameter(self._host.shaped(slot, at, name)) for name, at in zip(names, starts, strict=False)
         }
-        return self._bound((start, stop), parameters, self._link.slab, self._link.sums_ready)
-
-    def _bound(
-        self, span: tuple[int, int], parameters: dict[str, nn.Parameter], slab: Tensor, ready: Callable[[], None]
-    ) -> Group:
-        own = [name for name in parameters if name in self._sizes.own(*span)]
-        starts = accumulate((self._host.counts[name] for name in own), initial=0)
-        sums = {name: self._host.shaped(slab, at, name) for name, at in zip(own, starts, strict=False)}
-        for unit in range(*span):
-            for name in self._row.units[unit]:
-                self._row.bind(unit, name, parameters[name])
-        in_order = tuple(sums.get(name) for name in parameters)
-        return Group(*span, tuple(parameters), tuple(parameters.values()), in_order, ready)
-
-    def _trial(self, start: int, stop: int) -> Group:
-        """A group in memory of its own, all zeros: to see what running it takes."""
-        names = self._names(start, stop)
-        shapes = {name: self._host.shapes[name] for name in names}
-        parameters = {
-            name: nn.Parameter(torch.zeros(shape, dtype=self._dtype, device=self._device))
-            for name, shape in shapes.items()
-        }
-        own = sum(self._host.counts[name] for name in self._sizes.own(start, stop))
-        return self._bound((start, stop), parameters, torch.zeros(own, device=self._device), lambda: None)
-
-    def _measure(self) -> memory.Live:
-        """What a microbatch of the configured size takes on the device, by running one through these units."""
-        train, data = self._config.train, self._config.data
-        tokens = torch.zeros(train.microbatch, data.sequence + 1, dtype=torch.int64)
-        shape, dtype = boundary(self._config)
-        whole = self._row.group(0, len(self._row.units))
-        kinds = [tokens[:, :-1] if whole.first and whole.vocabulary is not None else torch.zeros(shape, dtype=dtype)]
-        for unit in range(len(self._row.units)):
-            self._trial(unit, unit + 1)
-            with torch.no_grad():
-                kinds.append(self._row.group(unit, unit + 1).forward(self._toward(kinds[-1])).to("cpu"))
-
-        def live(start: int, stop: int) -> int:
-            group, stage = self._trial(start, stop), self._row.group(start, stop)
-            later = {name for unit in self._row.units[stop:] for name in unit}
-            halves = {
-                name: torch.zeros(self._host.shapes[name], dtype=self._dtype) for name in group.names if name in later
-            }
-            end = End(kinds[start], None if stage.last else kinds[stop], tokens if stage.last else None)
-            with memory.Watch(self._device) as watch:
-                self._back(stage, group, end, halves)
-            return watch.peak
-
-        return live
+        return self._runner.bound((start, stop), parameters, self._link.slab, self._link.sums_ready)
 
 
 class Host:

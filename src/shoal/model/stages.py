@@ -102,6 +102,15 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     return HuggingFaceStage(model.eval().to(device), first=first, last=last)
 
 
+def hollow(config: Config, stage: int) -> HuggingFaceStage:
+    """`build` without values: parameters stay on the meta device. For who asks what a stage needs before there is one."""
+    model, parts = _hollow(config)
+    materialise(model, seed=config.run.seed, source=None)  # what is outside the blocks: tables of positions
+    first, last = stage == 0, stage == config.run.stages - 1
+    parts.put_back(spans(len(parts.blocks), config.run.stages)[stage], first=first, last=last)
+    return HuggingFaceStage(model.eval(), first=first, last=last)
+
+
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> Any:
     """The uncut Hugging Face model with the same weights: what stages are compared with, and what one machine trains."""
     model = on_meta(hf_config(config))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from shoal.model.cut import Stage
@@ -140,6 +141,6 @@ def _buffers_to(device: str, modules: list[nn.Module]) -> int:
     nbytes = 0
     for owner in owners.values():
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            setattr(owner, name, buffer.to(device))
+            setattr(owner, name, torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
             nbytes += buffer.nbytes
     return nbytes

@@ -27,7 +27,8 @@ def materialise(model: Any, *, seed: int, source: str | None) -> None:
             if buffer.is_floating_point():
                 buffer.fill_(torch.nan)  # so that one which the family forgets to compute is noticed below
         _initialise(model, model, "", seed, buffers_only=source is not None)
-        model.tie_weights()  # to_empty has given tied weights memory of their own
+        if next(model.parameters(), None) is not None:  # not all of its parts are taken out
+            model.tie_weights()  # to_empty has given tied weights memory of their own
         if source is not None:
             load(model, source)
     for name, value in model.named_buffers():

@@ -380,6 +380,7 @@ def refuse_foreign(training: Training, config: Config, data: str) -> None:
     ]
     pairs += [
         ("train.batch", theirs.train.batch, config.train.batch),  # the cursor is counted in it
+        ("train.local_steps", theirs.train.local_steps, config.train.local_steps),
         ("data.sequence", theirs.data.sequence, config.data.sequence),
         ("run.seed", theirs.run.seed, config.run.seed),
         ("data (SHA-256 of the samples)", training.data[:16], data[:16]),
@@ -439,8 +440,8 @@ def _training(step: int, shards: list[Record], about: About, files: dict[str, Fi
         format=FORMAT,
         run=config.run.name,
         step=step,
-        cursor=step * train.batch,
-        samples=step * train.batch,
+        cursor=step * train.batch * train.local_steps,
+        samples=step * train.batch * train.local_steps,
         seed=config.run.seed,
         stages=len(shards),
         schedule=_schedule(train, step, config.run.steps),
@@ -452,7 +453,8 @@ def _training(step: int, shards: list[Record], about: About, files: dict[str, Fi
 
 
 def _schedule(train: Train, step: int, steps: int) -> Schedule:
-    return Schedule(train.schedule, step, steps, train.warmup, train.learning_rate, train.final_ratio)
+    local = train.local_steps
+    return Schedule(train.schedule, step * local, steps * local, train.warmup, train.learning_rate, train.final_ratio)
 
 
 def _inside(name: str) -> bool:

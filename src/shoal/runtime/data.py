@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shoal.config import Config, Data, Train
+from shoal.config import Config, Data, Train, microbatches
 
 Tokens = npt.NDArray[np.int64]
 Documents = Callable[[int], Iterator[bytes]]  # documents from that number on
@@ -79,7 +79,7 @@ class Dataset:
     def microbatch(self, step: int, index: int) -> torch.Tensor:
         """Tokens (B, L + 1), int64: inputs and, shifted by one, targets."""
         size = self._train.microbatch
-        first = (step * (self._train.batch // size) + index) * size
+        first = (step * microbatches(self._train) + index) * size
         return torch.from_numpy(np.stack([self.sample(first + b) for b in range(size)]))
 
 

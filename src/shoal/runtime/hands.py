@@ -55,6 +55,7 @@ from shoal.core.messages import (
 from shoal.executor import create
 from shoal.executor.base import Executor, boundary
 from shoal.numerics.blend import blend
+from shoal.numerics.optimizer import norm_sq
 from shoal.runtime import checkpoint
 from shoal.runtime.data import Dataset, vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, Copy, check_chunk, join, raw
@@ -64,7 +65,6 @@ log = logging.getLogger(__name__)
 
 REASON_LENGTH = 1000  # of a failure, in letters; core's Text holds 2000
 ROUNDS_KEPT = 2  # a commit may name the round before the one that is running
-NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces: 16 MiB instead of four times the gradient
 
 Answer = Callable[[Done | Failed], None]
 Make = Callable[[Config, int], Executor]
@@ -290,7 +290,7 @@ class Hands:
         bounds = task.bounds
         if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
-        whole = executor.sum.to("cpu", copy=True)
+        whole = executor.brought()
         nbytes = sum(
             self._give(name, whole[start:end]).nbytes
             for name, start, end in zip(task.outs, bounds, bounds[1:], strict=False)
@@ -316,7 +316,7 @@ class Hands:
         if reduced is None:
             raise ValueError(f"no reduced gradient of step {task.step}, round {task.round} is here")
         executor.apply(reduced, task.norm, task.step)
-        executor.zero()
+        executor.zero(task.step + 1)
         self._reduced.clear()
         seat.step = task.step + 1
         if task.save:
@@ -325,7 +325,7 @@ class Hands:
 
     def _reset(self) -> Result:
         if self._seat is not None:
-            self._seat.executor.zero()
+            self._seat.executor.zero(self._seat.step)
         self._reduced.clear()
         return Result()
 
@@ -349,7 +349,7 @@ class Hands:
             if self._store is None:
                 raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
             executor.load_state(self._store.load(task.step, executor.state()))
-        executor.zero()
+        executor.zero(task.step)
         self._seat = Seat(executor, task.stage, task.step)
         return Result(digest=executor.digest(), length=executor.length)
 
@@ -488,11 +488,6 @@ def added(parts: list[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total += part
     return total
-
-
-def norm_sq(reduced: torch.Tensor) -> float:
-    """Sum of squares in fp64 of a flat tensor."""
-    return math.fsum(float(piece.double().square().sum()) for piece in reduced.split(NORM_VALUES))
 
 
 def finite(tensor: torch.Tensor) -> bool:

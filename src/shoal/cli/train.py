@@ -1,0 +1,177 @@
+"""`shoal train`: the whole model on this machine alone, without any network, also a model larger than its device.
+
+    shoal train model=DIR device.memory="8 GiB" data.source=text data.path=texts run.name=mine
+
+It writes what `shoal run` writes (runs/NAME/: commits, summary, loss curve, checkpoints), and `--resume` goes on from the newest
+checkpoint of either. Two words are short for more: `model=DIR` is model.path=DIR, and `device.memory=SIZE` is
+device.memory_bytes=SIZE with device.executor=swapping, which keeps all layers on the device if they fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.cli import rundir
+from shoal.cli.main import INTERRUPTED
+from shoal.cli.watch import Resumed, Watch
+from shoal.config import Config
+from shoal.dashboard import account, plot
+from shoal.dashboard.terminal import Terminal
+from shoal.runtime.report import Agreed, replace
+
+if TYPE_CHECKING:
+    from shoal.runtime.alone import Alone
+
+SHOW_S = 1.0  # between two looks at how far a step is
+ALONE = ("run.stages=1", "run.peers=1")
+FAILED = 1
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG | a.b=c", help="a TOML file, and settings that replace its own"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
+
+
+def main(args: argparse.Namespace) -> int:
+    started_s = time.monotonic()
+    config = configured(args.words)
+    directory = rundir.place(config)
+    with rundir.claimed(directory):
+        resumed = rundir.resume(config, directory) if args.resume else Resumed()
+        from shoal.build import trainer_alone  # imports torch
+
+        print("reading the model and the data", flush=True)
+        alone = trainer_alone(config, resumed.first_step)  # before what an earlier run left is set aside: it may refuse
+        if not args.resume:
+            rundir.set_aside(directory)
+        return Training(config, directory, Watch(config, started_s, resumed), alone).run()
+
+
+def configured(words: list[str]) -> Config:
+    """ValueError: not one machine's to train."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ValueError(f"{files[1]!r} is a second file; settings are written section.field=value")
+    settings = [_long(word) for word in words if "=" in word]
+    if any(word.startswith("device.memory=") for word in words) and not any(
+        "device.executor" in word for word in words
+    ):
+        settings.append("device.executor=swapping")
+    config = configuration.load(files[0] if files else None, [*settings, *ALONE])
+    if config.device.executor == "emulated":
+        raise ValueError("device.executor = 'emulated' trains nothing; try device.executor=resident")
+    if config.train.local_steps > 1:
+        raise ValueError(
+            f"train.local_steps = {config.train.local_steps} lies between two averagings, and here is nobody to average with;"
+            " try train.local_steps=1"
+        )
+    return config
+
+
+def _long(word: str) -> str:
+    name, _, value = word.partition("=")
+    return {"model": "model.path", "device.memory": "device.memory_bytes"}.get(name, name) + f"={value}"
+
+
+class Training:
+    """One call of the command."""
+
+    def __init__(self, config: Config, directory: Path, watch: Watch, alone: Alone) -> None:
+        self.config, self.directory, self.watch, self.alone = config, directory, watch, alone
+        self.stopped = False
+        self._shown_s = 0.0
+
+    def run(self) -> int:
+        from shoal.runtime.alone import Broken
+
+        replace(self.directory / "config.toml", configuration.text(self.config).encode())
+        early = ""
+        with (
+            Terminal() as terminal,
+            _asked_to_stop(self),
+            open(self.directory / "commits.jsonl", "ab", buffering=0) as file,
+        ):
+            try:
+                while self.alone.done < self.config.run.steps and not self.stopped:
+                    self._step(terminal, file)
+                if self.stopped:
+                    early = "it was asked to stop"
+                    self._save(terminal)
+            except (Broken, ValueError, OSError) as error:
+                early = f"{error}; {self._left()}"
+            terminal.show(self.watch.snapshot(time.monotonic()))
+        return self._conclude(early)
+
+    def _step(self, terminal: Terminal, file: IO[bytes]) -> None:
+        def told(done: int, count: int) -> None:
+            now = time.monotonic()
+            if now - self._shown_s >= SHOW_S:
+                self._shown_s = now
+                state = f"step {self.alone.done + 1}: {done} of {count} microbatches"
+                terminal.show(msgspec.structs.replace(self.watch.snapshot(now), state=state))
+
+        view = self.alone.step(told)
+        step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
+        assert step is not None
+        file.write(msgspec.json.encode(step) + b"\n")
+        terminal.show(self.watch.snapshot(time.monotonic()))
+        if self.alone.due():
+            self._save(terminal)
+
+    def _save(self, terminal: Terminal) -> None:
+        if self.alone.saved == self.alone.done:
+            return
+        begun_s = time.monotonic()
+        terminal.show(msgspec.structs.replace(self.watch.snapshot(begun_s), state="writing a checkpoint"))
+        self.watch.checkpoint = self.alone.save()
+        now = time.monotonic()
+        self.watch.tell(
+            "checkpoint", f"step {self.alone.done} saved at {self.watch.checkpoint} in {now - begun_s:.1f} s", now
+        )
+
+    def _left(self) -> str:
+        if self.alone.saved is None:
+            return "no checkpoint was written yet"
+        return f"the checkpoint of step {self.alone.saved} is whole, and --resume goes on from it"
+
+    def _conclude(self, early: str) -> int:
+        summary = self.watch.summary(time.monotonic(), early)
+        replace(self.directory / "summary.json", account.encode(summary))
+        if summary.losses:
+            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
+            print(plot.curve(summary.losses))
+        print(account.text(summary))
+        print(f"all of it is in {self.directory}")
+        if not early:
+            return 0
+        return INTERRUPTED if self.stopped else FAILED
+
+
+@contextmanager
+def _asked_to_stop(training: Training) -> Iterator[None]:
+    """The first signal ends training after the step under way, with a checkpoint; the second one at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if training.stopped:
+            raise KeyboardInterrupt
+        training.stopped = True
+        print("ending after this step, with a checkpoint; once more to end at once", flush=True)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

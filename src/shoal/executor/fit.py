@@ -1,0 +1,124 @@
+"""Whether a stage fits this machine, found before its weights are there: on the device, and in the host's memory.
+
+For `executor.check`, asked before training begins, and for `create`, asked again before memory is taken. Every refusal says
+what is needed, what there is and what would fit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.executor.groups import Runner
+from shoal.model import stages
+from shoal.model.cut import Stage, spans
+from shoal.units import size
+
+ROUND_BYTES = 8  # per parameter while a round runs: what this replica brings, what came of it
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def check(config: Config) -> None:
+    """ValueError: one of the run's stages has no room here. A peer may be given any of them."""
+    count = config.run.stages
+    blocks = _blocks(config)
+    middle = sorted(range(1, count - 1), key=lambda stage: -len(blocks[stage]))[:1]
+    for stage in dict.fromkeys([0, *middle, count - 1]):
+        check_stage(config, stage)
+
+
+def check_stage(config: Config, stage: int) -> None:
+    """ValueError: that stage has no room here."""
+    made = check_host(config, stage)
+    values, where = _values(made), _where(config, stage)
+    limit = config.device.memory_bytes
+    if config.device.executor == "swapping":
+        runner = Runner(made, config)  # refuses a family that is not made of units
+        try:
+            if limit:
+                runner.refuse()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    elif limit and (needed := values * resident_bytes(config)) > limit:
+        raise ValueError(
+            f"{where}: device.memory_bytes = {size(limit)}, but with device.executor = 'resident' its {values:,} parameters"
+            f" take {size(needed)} before anything is computed; try device.executor=swapping, or more stages"
+        )
+
+
+def _blocks(config: Config) -> tuple[range, ...]:
+    from shoal.model.families import hf_config
+
+    return spans(hf_config(config).num_hidden_layers, config.run.stages)
+
+
+def resident_bytes(config: Config) -> int:
+    """Per parameter: fp32 parameter, two moments and the sum; with bfloat16 the copy that computes too."""
+    return 16 + (0 if config.train.dtype == "float32" else 2)
+
+
+def host_bytes(config: Config) -> int:
+    """Per parameter, on the host, besides what a round takes."""
+    copies = 0 if config.train.dtype == "float32" else 2
+    apart = 8 if config.train.local_steps > 1 else 0  # where a round began, and the outer momentum
+    if config.device.executor == "swapping":
+        return 20 + copies + apart
+    return apart + (16 + copies if config.device.kind == "cpu" else 0)
+
+
+def _values(stage: Stage) -> int:
+    return sum(value.numel() for _, value in stage.named_parameters())
+
+
+def _where(config: Config, stage: int) -> str:
+    return f"stage {stage} of {config.run.stages}" if config.run.stages > 1 else "the model"
+
+
+def check_host(config: Config, stage: int) -> Stage:
+    """That stage, without values, found to fit the host's memory that is free now. ValueError: it does not."""
+    made = stages.hollow(config, stage)
+    values, where = _values(made), _where(config, stage)
+    each = host_bytes(config) + (ROUND_BYTES if config.run.peers > 1 else 0)
+    needed, free = values * each, config.device.host_bytes or free_bytes()
+    if free is None or needed <= free:
+        return made
+    told = "device.host_bytes allows" if config.device.host_bytes else "this machine has free"
+    enough = config.run.stages * math.ceil(needed / free)
+    blocks = sum(map(len, _blocks(config)))
+    raise ValueError(
+        f"{where} takes {size(needed)} of host memory ({each} bytes for each of {values:,} parameters), {told} {size(free)};"
+        f" about {free // each:,} parameters would fit" + (f"; try run.stages={enough}" if enough <= blocks else "")
+    )
+
+
+def free_bytes() -> int | None:
+    """Host memory that could be taken now; None where nobody says."""
+    found = [value for value in (_meminfo(), _cgroup()) if value is not None]
+    if found:
+        return min(found)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup() -> int | None:
+    """Of a container with a limit of its own. Pages that only cache files are given back when they are needed."""
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # no cgroup of version 2, or "max"
+        return None
+    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return max(0, limit - used + cached)

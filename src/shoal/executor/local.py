@@ -1,0 +1,126 @@
+"""Local steps: a peer trains the whole model alone for a while, and what is averaged is how far each has come.
+
+Paper: DiLoCo (arXiv 2311.08105). Claim: workers that take H AdamW steps apart and average the way they went, which an outer SGD
+with Nesterov momentum takes as its gradient, train as well as workers that average every step and talk H times less.
+`_step_alone` is its inner optimizer, `brought` its outer gradient, `apply` its outer step.
+
+What we changed: a worker's way is weighted by the microbatches that it booked, so that uneven peers, a death and a joiner leave
+an average in which every sample counts once; and the moments of AdamW begin anew in every round. So a round is a function of
+the outer state and of what each replica booked in which order: the ledger repeats it bit for bit, what a fenced peer did
+leaves no trace, and a joiner or a resumed run needs the outer state alone, which is all that `state` holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.config import Config, local_batch, microbatches
+from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of
+from shoal.numerics.optimizer import nesterov_, norm_sq
+
+MODEL, MOMENTS, OUTER = "model/", ("exp_avg/", "exp_avg_sq/"), "momentum/"
+
+
+class LocalSteps:
+    """See base.Executor. `make` builds the executor of the local model, which computes and steps."""
+
+    def __init__(self, make: Callable[[Config], Executor], config: Config) -> None:
+        run, train = config.run, config.train
+        alone = msgspec.structs.replace(train, batch=local_batch(config), local_batch=0, local_steps=1)
+        run = msgspec.structs.replace(run, steps=run.steps * train.local_steps)
+        self._inner = make(msgspec.structs.replace(config, run=run, train=alone))
+        self._train = train
+        self._of_round, self._of_step = microbatches(train), microbatches(alone)
+        self.length = self._inner.length
+        inner = self._inner.state()
+        self._shapes = {name.removeprefix(MODEL): inner[name].shape for name in inner if name.startswith(MODEL)}
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        self._start = _flat(self._inner)  # parameters that the round began with
+        self._momentum = torch.zeros(self.length)
+        self._version = 0
+        self._booked = self._waiting = self._taken = 0  # microbatches; those not stepped yet; steps. All of this round
+
+    @property
+    def sum(self) -> Tensor:
+        """Gradients that wait for the next local step."""
+        return self._inner.sum
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._inner.forward(x)
+
+    def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
+        answer = self._inner.backward(x, grad, tokens)
+        self._booked, self._waiting = self._booked + 1, self._waiting + 1
+        if self._waiting == self._of_step:
+            self._step_alone()
+        return answer
+
+    def zero(self, step: int = 0) -> None:
+        """Back to where the round began."""
+        if self._booked:
+            self._begin(step)
+        self._version = step
+
+    def brought(self) -> Tensor:
+        """From here to where the round began, weighted by the share of the round that was booked here."""
+        if self._waiting:
+            self._step_alone()  # a last step of fewer microbatches
+        return (self._start - _flat(self._inner)) * (self._booked / self._of_round)
+
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+        """The outer step. `norm` clips nothing: each local step was clipped by its own."""
+        if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
+            raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
+        if not math.isfinite(norm):
+            raise NotFinite(f"norm = {norm}")
+        nesterov_(self._start, self._momentum, reduced.to("cpu"), self._train.outer_rate, self._train.outer_momentum)
+        self._begin(step + 1)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters as the round began with them (`model/NAME`) and the outer momentum (`momentum/NAME`)."""
+        return {
+            prefix + name: part.view(shape)
+            for prefix, flat in ((MODEL, self._start), (OUTER, self._momentum))
+            for (name, shape), part in zip(self._shapes.items(), flat.split(self._sizes), strict=True)
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        copy_state_(self.state(), state)
+        self._begin(self._version)
+
+    def digest(self) -> str:
+        return digest_of([self._start])
+
+    def _step_alone(self) -> None:
+        """AdamW on the mean gradient of what waits, as step `taken` of the round; the schedule goes on over all rounds."""
+        gradient = self._inner.brought()
+        if self._waiting < self._of_step:
+            gradient *= self._of_step / self._waiting
+        whole_norm = math.sqrt(norm_sq(gradient))
+        if not math.isfinite(whole_norm):
+            raise NotFinite("the sum of a local step's gradients is not finite")
+        expected = self._train.local_steps
+        step = self._version * expected + min(self._taken, expected - 1)
+        self._inner.apply(gradient, whole_norm, step, self._taken)
+        self._inner.zero()
+        self._waiting, self._taken = 0, self._taken + 1
+
+    def _begin(self, version: int) -> None:
+        """The local model as the round begins: the outer parameters, no moments, nothing booked."""
+        state = self._inner.state()
+        for name, value in state.items():
+            if name.startswith(MOMENTS):
+                value.zero_()
+        self._inner.load_state(state | {name: value for name, value in self.state().items() if name in state})
+        self._inner.zero()
+        self._version, self._booked, self._waiting, self._taken = version, 0, 0, 0
+
+
+def _flat(executor: Executor) -> Tensor:
+    """Its parameters, (length,) fp32 in the CPU's memory: a copy."""
+    return torch.cat([value.reshape(-1).cpu() for name, value in executor.state().items() if name.startswith(MODEL)])

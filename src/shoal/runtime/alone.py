@@ -1,0 +1,109 @@
+"""One machine that trains the whole model by itself: no peers, no network, nothing to agree on. For `shoal train`.
+
+A step is that of a run: the same samples, schedule and checkpoints, the gradients of all microbatches added in order, clipped
+by their norm, applied. A run of one peer that books them in order has the same bits. Where layers take turns on the device,
+as many microbatches as a peer may hold pass through each group before the next one is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal.config import Config, microbatches
+from shoal.core.messages import Account, Committed, Member, Share, View
+from shoal.executor import create
+from shoal.executor.base import Executor
+from shoal.executor.swapping import Swapping
+from shoal.model.cut import inputs
+from shoal.numerics.optimizer import norm_sq
+from shoal.runtime import checkpoint
+from shoal.runtime.checkpoint import Store
+from shoal.runtime.data import Dataset
+from shoal.runtime.state import raw
+
+ME = "local"
+
+Told = Callable[[int, int], None]  # microbatches done, of so many: called after each pass
+
+
+class Broken(Exception):
+    """The device, or memory, failed in the middle of a step. What was saved before is whole."""
+
+
+class Alone:
+    """The model on this machine. ValueError: it does not fit, or the checkpoint of `first_step` is of another model."""
+
+    def __init__(self, config: Config, dataset: Dataset, store: Store, first_step: int = 0) -> None:
+        self._config, self._dataset, self._store = config, dataset, store
+        self._count = microbatches(config.train)
+        self.executor: Executor = create(config, 0)
+        if first_step:
+            self.executor.load_state(store.load(first_step, self.executor.state()))
+        self.executor.zero(first_step)
+        self._first = self.done = first_step  # steps
+        self.saved = first_step or None  # the step of the newest checkpoint
+
+    def step(self, told: Told = lambda done, count: None) -> View:
+        """Train one step. Returns what a run would have agreed on. Broken: nothing of the step is in the parameters."""
+        try:
+            losses = self._losses(told)
+            reduced = self.executor.brought()
+            norm = math.sqrt(norm_sq(reduced))
+            if not math.isfinite(norm):
+                raise ValueError(f"the gradient of step {self.done} is not finite; try a lower train.learning_rate")
+            self.executor.apply(reduced, norm, self.done)
+            self.executor.zero(self.done + 1)
+        except (RuntimeError, MemoryError) as error:  # what torch raises when a device or its memory fails
+            raise Broken(f"step {self.done} failed: {error}") from error
+        self.done += 1
+        return self._agreed(sum(losses) / len(losses), norm, hashlib.sha256(raw(reduced)).hexdigest())
+
+    def save(self) -> str:
+        """Write a checkpoint of the newest step and delete the oldest. Returns its path. OSError: the storage's."""
+        record = self._store.write_shard(self.done, 0, 1, self.executor.state())
+        about = checkpoint.about(self._config, self._dataset.digest, self._dataset.describe)
+        path = self._store.publish(self.done, [record], about)
+        self._store.prune(self._config.checkpoint.keep, self._config.run.name)
+        self.saved = self.done
+        return path
+
+    def due(self) -> bool:
+        """Whether a checkpoint is to be written after the newest step."""
+        every, last = self._config.checkpoint.every, self._config.checkpoint.last
+        ended = self.done >= self._config.run.steps
+        return (ended and last) or (every > 0 and self.done % every == 0)
+
+    def _losses(self, told: Told) -> list[float]:
+        """Of every microbatch, its gradient added."""
+        found: list[float] = []
+        for first in range(0, self._count, self._config.run.queue_limit):
+            several = range(first, min(first + self._config.run.queue_limit, self._count))
+            found += self._back([self._dataset.microbatch(self.done, index) for index in several])
+            told(len(found), self._count)
+        return found
+
+    def _back(self, batch: list[Tensor]) -> list[float]:
+        if isinstance(self.executor, Swapping):
+            return self.executor.batch_back(batch)
+        losses = [self.executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
+        return [loss for loss in losses if loss is not None]
+
+    def _agreed(self, loss: float, norm: float, digest: str) -> View:
+        share = Share(ME, tuple(range(self._count)))
+        committed = Committed(
+            step=self.done - 1, round=0, norm=norm, loss=loss, digests=(digest,), groups=((share,),), save=self.due()
+        )
+        trained = (self.done - self._first) * self._count  # since this process began, as a run's members count
+        return View(
+            number=self.done + 1,
+            step=self.done,
+            members=(Member(ME, 0),),
+            started=True,
+            finished=self.done >= self._config.run.steps,
+            last=committed,
+            account=Account(issued=trained, committed=trained),
+        )

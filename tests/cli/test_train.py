@@ -1,0 +1,155 @@
+"""`shoal train`: one machine's training is a run's, goes on after any end, and refuses what cannot work before it begins."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import reference
+
+from shoal.cli import main, train
+from shoal.executor import fit
+from shoal.executor.swapping import Swapping
+from shoal.runtime.data import open_dataset
+
+SMALL = (
+    "run.name=one",
+    "run.steps=4",
+    "model.hidden_size=16",
+    "model.layers=3",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.intermediate_size=24",
+    "model.tied_embeddings=true",
+    "data.source=text",
+    "data.path=a.txt",
+    "data.sequence=8",
+    "train.batch=8",
+    "train.microbatch=2",
+    "train.warmup=0",
+    "checkpoint.every=2",
+    "run.queue_limit=3",  # a step takes two passes, of three microbatches and of one
+)
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(3000)))
+    monkeypatch.chdir(tmp_path)
+
+
+def trained(*words: str) -> int:
+    return main.main(["train", *SMALL, *words])
+
+
+def summary() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("runs/one/summary.json").read_bytes())
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert trained(*words) == main.USER_ERROR
+    assert not list(Path("runs").glob("one*/checkpoints"))
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("device.memory=110 kB",)], ids=["resident", "swapping"])
+def test_it_leaves_what_a_run_leaves_and_has_the_bits_of_plain_pytorch(words: tuple[str, ...]) -> None:
+    assert trained(*words) == 0
+    found = summary()
+    assert found["balanced"] and (found["steps"], found["issued"], found["committed"]) == (4, 16, 16)
+    config = train.configured([*SMALL, *words])
+    order = repeat(reference.one_after_the_other(4, 1))
+    process, steps = reference.follow(config, open_dataset(config), order)
+    assert found["losses"] == [step.loss for step in steps]
+    commits = reference.commits(Path("runs/one"))
+    assert [commit.norm for commit in commits] == [step.norm for step in steps]
+    assert reference.differing(process.state(), reference.checkpoint(Path("runs/one"), 4)) == []
+
+
+def test_a_device_lost_in_the_middle_leaves_the_last_checkpoint_and_the_rest_goes_on_from_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passes, real = [0], Swapping.batch_back
+
+    def lost(self: Swapping, batch: list[torch.Tensor]) -> list[float]:
+        passes[0] += 1
+        if passes[0] == 8:  # the second pass of the fourth step
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return real(self, batch)
+
+    monkeypatch.setattr(Swapping, "batch_back", lost)
+    assert trained("device.memory=110 kB") == train.FAILED
+    told = capsys.readouterr().out
+    assert "CUDA error" in told and "the checkpoint of step 2 is whole" in told
+    assert (summary()["steps"], summary()["balanced"]) == (3, False)
+    assert trained("--resume", "device.memory=110 kB") == 0
+    assert (summary()["steps"], summary()["committed"], summary()["balanced"]) == (4, 16, True)
+    gone_on = reference.checkpoint(Path("runs/one"), 4)
+    assert trained() == 0
+    assert reference.differing(reference.checkpoint(Path("runs/one"), 4), gone_on) == []
+
+
+def test_a_signal_ends_it_after_the_step_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = train.Training._step
+
+    def asked(self: train.Training, *given: Any) -> None:
+        real(self, *given)
+        self.stopped = True
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Training, "_step", asked)
+        assert trained("checkpoint.every=0") == main.INTERRUPTED
+    assert Path("runs/one/checkpoints/step-1/training.json").exists()
+    assert trained("--resume") == 0
+    assert summary()["steps"] == 4
+
+
+def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = refused(capsys, "device.memory=10 kB")
+    needed = re.search(r"try device\.memory_bytes=(\d+)", said)
+    assert "the model: device.memory_bytes = 10000 is too little for this stage's largest unit" in said
+    assert needed is not None
+    assert trained(f"device.memory={needed[1]}", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
+    assert "takes 17.0 KiB before anything is computed" not in refused(capsys, "device.memory_bytes=1 kB")
+    said = refused(capsys, "device.host_bytes=20 kB")
+    assert re.search(r"the model takes [\d.]+ KiB of host memory .*device\.host_bytes allows 19\.5 KiB", said)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("train.local_steps=4",), "here is nobody to average with; try train.local_steps=1"),
+        (("device.executor=emulated",), "trains nothing"),
+        (("model.family=mamba",), "has no pipeline plan"),
+        (("one.toml", "two.toml"), "'two.toml' is a second file"),
+    ],
+)
+def test_what_is_no_machines_own_training_is_refused(
+    words: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaint in refused(capsys, *words)
+
+
+def test_free_memory_is_what_the_container_and_the_machine_both_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "CGROUP", tmp_path)
+    without = fit.free_bytes()
+    assert without is not None and without > 0
+    for name, text in (
+        ("memory.max", "5000"),
+        ("memory.current", "3000"),
+        ("memory.stat", "anon 1\ninactive_file 500\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert fit.free_bytes() == 2500
+    (tmp_path / "memory.max").write_text("max")
+    assert fit.free_bytes() != 2500
