@@ -274,7 +274,7 @@ def held(path: Path) -> list[Held]:
     stage_of: dict[Peer, int] = {}
     found: list[Held] = []
     for item in trace.read(path):
-        if isinstance(item, trace.Header):
+        if not isinstance(item, trace.Record):
             continue
         if isinstance(item.event, Done) and (task := asked.pop((item.peer, item.event.id), None)) is not None:
             if not isinstance(task, Apply):

@@ -71,6 +71,9 @@ class Model(Section, frozen=True):
     intermediate_size: int = 384
     vocab_size: int = 256  # 256 = bytes; must cover the tokenizer
     tied_embeddings: bool = False
+    boundary: Literal["none", "bottleneck-2x", "bottleneck-4x", "maxout-2x", "maxout-4x"] = (
+        "none"  # layers at the cuts, part of the model, that make boundary tensors so much narrower
+    )
     extra: dict[str, bool | int | float | str] = {}  # further fields of the Hugging Face config, passed on
 
 
@@ -126,6 +129,9 @@ class Network(Section, frozen=True):
     ] = {}  # modelled, by the host where others listen: seconds, bytes per second (0 = as it is)
     blob_bytes: int = 1 << 30  # largest tensor accepted from a peer
     faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
+    activations: Literal["none", "bf16", "int8", "int4"] = "none"  # how boundary tensors travel; none = as they are
+    gradients: Literal["none", "bf16", "int8"] = "none"  # and their gradients
+    averaging: Literal["none", "bf16", "int8"] = "none"  # and a stage's gradient among its replicas, errors fed back
 
 
 class Device(Section, frozen=True):
@@ -339,6 +345,10 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"train.microbatch = {train.microbatch} does not divide train.batch = {train.batch}; try {near}"
     elif microbatches(train) >= 2**20:
         yield f"train.batch = {train.batch} is too many microbatches of {train.microbatch}; try larger ones"
+    if config.model.boundary != "none" and run.stages == 1:
+        yield f"model.boundary = {config.model.boundary!r} stands at cuts, and run.stages = 1 has none; try run.stages=2"
+    if config.model.boundary != "none" and config.device.executor == "swapping":
+        yield "device.executor = 'swapping' does not run model.boundary layers; try device.executor='resident'"
     if not all(0 <= beta < 1 for beta in train.betas):
         yield f"train.betas = {list(train.betas)} must each be at least 0 and below 1; try [0.9, 0.95]"
     if config.device.sequences and train.microbatch % config.device.sequences:
@@ -370,6 +380,9 @@ def _model_problems(config: Config) -> Iterator[str]:
     if model.heads % model.kv_heads:
         near = _nearest_divisor(model.heads, model.kv_heads)
         yield f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; try {near}"
+    factor = {"none": 1}.get(model.boundary) or int(model.boundary[-2])
+    if model.hidden_size % factor:
+        yield f"model.boundary = {model.boundary!r} does not divide model.hidden_size = {model.hidden_size}"
     if config.data.tokenizer == "bytes" and model.vocab_size < 256:
         yield f"model.vocab_size = {model.vocab_size} does not cover data.tokenizer = 'bytes'; try 256"
 

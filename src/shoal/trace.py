@@ -1,9 +1,9 @@
 """One record of what happened, for real runs and simulations alike: who was told what when, and what it decided.
 
 A trace is a file of JSON lines. A Header introduces each peer with all that its machine was made from; every Record after it is
-one call of that machine: the time handed in, the event, the commands that came back. So a trace can be replayed: the same
-machines fed with the same events must give the same commands. A process killed while writing leaves half a last line, which
-readers pass over. Writing without making anybody wait is runtime/record.py's business.
+one call of that machine: the time handed in, the event, the commands that came back; a Carried says what it had sent by then.
+So a trace can be replayed: the same machines fed with the same events must give the same commands. A process killed while writing
+leaves half a last line, which readers pass over. Writing without making anybody wait is runtime/record.py's business.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from shoal.core.messages import (
     Tick,
     Unreachable,
 )
+from shoal.traffic import Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
 
@@ -64,6 +65,16 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     commands: tuple[AnyCommand, ...]
 
 
+class Carried(msgspec.Struct, frozen=True, tag="carried"):
+    """Bytes that a peer had sent and received when it left `step`, or at its end. No machine was called."""
+
+    time_s: float
+    peer: Peer
+    step: int
+    sent: Traffic
+    received: Traffic
+
+
 class Replay(msgspec.Struct, frozen=True):
     """What a replay found. `first` shows the first differing command, '' when all are the same."""
 
@@ -76,10 +87,12 @@ class Replay(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.json.Encoder()
 _headers = msgspec.json.Decoder(Header)
+_carried = msgspec.json.Decoder(Carried)
+_CARRIED = b'{"type":"carried"'  # msgspec writes a tag first
 _records = msgspec.json.Decoder(Record)
 
 
-def line(item: Header | Record) -> bytes:
+def line(item: Header | Record | Carried) -> bytes:
     return _encoder.encode(item) + b"\n"
 
 
@@ -88,12 +101,15 @@ def line_of(time_s: float, peer: Peer, event: Event, commands: list[Command]) ->
     return _encoder.encode((time_s, peer, event, commands)) + b"\n"
 
 
-def read(path: str | Path) -> Iterator[Header | Record]:
+def read(path: str | Path) -> Iterator[Header | Record | Carried]:
     """Everything in the trace, in order. ValueError names the line that is none; half a last line is passed over."""
     with open(path, "rb") as file:
         for number, text in enumerate(_lines(file, str(path)), start=1):
             try:
-                yield _headers.decode(text) if text.startswith(b"{") else _records.decode(text)
+                if text.startswith(_CARRIED):
+                    yield _carried.decode(text)
+                else:
+                    yield _headers.decode(text) if text.startswith(b"{") else _records.decode(text)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path}, line {number}: not a line of a trace ({error})") from None
 
@@ -121,6 +137,8 @@ def replay(path: str | Path) -> Replay:
             if item.protocol != PROTOCOL:
                 raise ValueError(f"{path}: recorded under protocol {item.protocol}; this version speaks {PROTOCOL}")
             machines[item.peer] = PeerMachine(item.peer, item.settings, Random(item.seed), item.found)
+            continue
+        if isinstance(item, Carried):
             continue
         if item.peer not in machines:
             raise ValueError(f"{path}: {item.peer} acts before the header that introduces it")
@@ -172,7 +190,10 @@ def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
 def _timed(file: IO[bytes], name: str) -> Iterator[tuple[float, bytes]]:
     """Lines with their times; headers come before everything."""
     for text in _lines(file, name):
-        yield (float("-inf") if text.startswith(b"{") else float(text[1 : text.index(b",")])), text
+        if text.startswith(_CARRIED):
+            yield _carried.decode(text).time_s, text
+        else:
+            yield (float("-inf") if text.startswith(b"{") else float(text[1 : text.index(b",")])), text
 
 
 AROUND = 160  # characters shown on each side of a difference: whole views run to thousands

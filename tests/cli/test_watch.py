@@ -9,6 +9,7 @@ from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Share, View
 from shoal.runtime.report import Agreed, Listening, Progress
+from shoal.traffic import Traffic
 
 CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))
 MICROBATCHES = CONFIG.train.batch // CONFIG.train.microbatch
@@ -62,6 +63,19 @@ def test_summary_and_view_tell_what_was_undone() -> None:
     assert (summary.undone, summary.recovered) == (2 * MICROBATCHES, 1)
     assert (snapshot.undone, snapshot.recovered, snapshot.step) == (2 * MICROBATCHES, 1, 2)
     assert summary.first_step_s == 1.0
+
+
+def test_bytes_are_summed_over_the_living_and_the_dead() -> None:
+    watch = a_watch(*HISTORY)
+    watch.hear("p0", Progress("a", sent=Traffic(10, 20, 30, 40, 50), received=Traffic(activations=7)), 1.0)
+    watch.hear("p1", Progress("b", sent=Traffic(activations=1)), 1.0)
+    watch.hear("p1", Progress("b", sent=Traffic(activations=5)), 2.0)  # since it began, not since the last line
+    watch.gone("p1")
+    summary, snapshot = watch.summary(10.0), watch.snapshot(10.0)
+    assert summary.sent == snapshot.sent == Traffic(15, 20, 30, 40, 50)
+    assert summary.traffic["p1"].sent == Traffic(activations=5)
+    assert summary.traffic["p0"].received == Traffic(activations=7)
+    assert [peer.sent.total for peer in snapshot.peers] == [150, 0, 0]
 
 
 def test_a_run_that_went_back_says_so_until_it_trains_again() -> None:

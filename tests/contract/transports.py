@@ -26,6 +26,7 @@ from shoal.transport.libp2p import PROTOCOL_NAME, Libp2pTransport
 from shoal.transport.memory import Hub, MemoryTransport
 from shoal.transport.shaped import Link, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
+from shoal.transport.wire import fragment_head
 
 ATTEMPTS = 5
 LOOK_S = 0.5  # between two looks whether a sender was told that its peer is lost
@@ -80,6 +81,9 @@ class RealNet:
         text = self.authority.invite((), time.time() + 3600 if expires is None else expires, "contract")
         return read_invite(text, now=0.0).membership(identity)
 
+    def _on_stream(self, raw: bytes, kind: str) -> bytes:
+        return bytes(fragment_head(0, len(raw))) + raw if kind == "bulk" else raw
+
     def _hello(self, identity: Identity, victim: Any, kind: Any) -> Hello:
         return Hello(PROTOCOL, self.authority.run, identity.name, victim.name, kind, self.membership(identity).proof)
 
@@ -92,7 +96,7 @@ class TlsNet(RealNet):
         return transport.address[1]
 
     async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
-        hello = self._hello(identity, victim, kind)
+        hello, raw = self._hello(identity, victim, kind), self._on_stream(raw, kind)
         await asyncio.to_thread(self._inject, identity, victim.address, raw, hello)
 
     async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:
@@ -125,7 +129,7 @@ class Libp2pNet(RealNet):
     async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
         async with self._opened(identity, victim, self._hello(identity, victim, kind)) as (answer, reader, writer):
             assert isinstance(answer, Hello)
-            writer.write(raw)
+            writer.write(self._on_stream(raw, kind))
             with suppress(ConnectionError):
                 await reader.read()
 
@@ -169,7 +173,7 @@ class AutoNet(TlsNet):
         return int(transport.address.direct[1])
 
     async def inject(self, identity: Identity, victim: Any, raw: bytes, kind: str) -> None:
-        hello = self._hello(identity, victim, kind)
+        hello, raw = self._hello(identity, victim, kind), self._on_stream(raw, kind)
         await asyncio.to_thread(self._inject, identity, victim.address.direct, raw, hello)
 
     async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
+from shoal.traffic import Traffic
 
 
 def a_summary(**changes: object) -> Summary:
@@ -68,6 +69,14 @@ def test_a_run_without_a_single_step_has_an_account_too() -> None:
         a_summary(steps=0, losses=(), final_loss=None, first_step_s=None, tokens_per_s=0.0, checkpoint="")
     )
     assert "none was written" in text
+
+
+def test_bytes_are_told_by_kind_and_by_peer() -> None:
+    assert "sent" not in account.text(a_summary())
+    sent = Traffic(3 << 20, 2 << 20, 1 << 20, 0, 2048)
+    text = account.text(a_summary(sent=sent, traffic={"p1": account.Carried(sent, Traffic())}))
+    assert "sent           6.0 MiB: activations 3.0 MiB, gradients 2.0 MiB, averaging 1.0 MiB, control 2.0 KiB" in text
+    assert "p1             6.0 MiB: activations" in text
 
 
 def test_a_summary_reads_back(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal.dashboard.terminal import Happening, PeerLine, Plain, Snapshot, Terminal, headline, render
+from shoal.traffic import Traffic
 
 
 def a_snapshot(**changes: object) -> Snapshot:
@@ -135,3 +136,15 @@ def test_a_terminal_is_left_as_it_was_found() -> None:
         terminal.show(a_snapshot(step=37))
     assert "37/80" in out.getvalue()
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1  # cursor hidden and shown again
+
+
+def test_bytes_by_kind_are_shown_and_by_peer_where_there_is_room() -> None:
+    assert not any("sent" in line for line in drawn(a_snapshot(), 100, 50))
+    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(i << 20, 0, 5 << 10, 0, 9)) for i in range(6))
+    snapshot = a_snapshot(peers=peers, sent=Traffic(15 << 20, 0, 30 << 10, 0, 54))
+    small, large = drawn(snapshot, 100, 14), drawn(snapshot, 100, 50)
+    assert len(small) <= 14 and len(large) <= 50
+    for lines in (small, large):
+        assert any("sent 15.0 MiB: activations 15.0 MiB, averaging 30.0 KiB, control 54 B" in line for line in lines)
+    assert not any("received" in line for line in small)
+    assert any(line.startswith("p5") and "5.0 MiB" in line and "5.0 KiB" in line for line in large)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal import codec
 from shoal.planner import memory, plan, strategy
 from shoal.planner.cluster import Cluster, Device
 from shoal.planner.plan import Plan, StagePlan
@@ -43,6 +45,33 @@ def test_the_chosen_number_of_stages_is_no_slower_than_any_other() -> None:
     best = decided(given)
     for stages in range(1, 9):
         assert step_s(best) <= step_s(decided(given, stages)) * 1.02  # the wiring has some chance in it
+
+
+def test_what_travels_encoded_takes_the_bytes_that_its_codec_says_and_the_seconds_that_it_costs() -> None:
+    """Hops and rounds are as large as the run's own blobs; on slow lines that pays, where lines are free it only costs."""
+    int8 = codec.Travel("int8", "int8", "int8")
+    given, plain = problem(travel=int8), problem()
+    shape = (WORK.sequences, WORK.tokens, SHAPE.hidden)
+    assert given.profile.boundary_bytes == pytest.approx(codec.nbytes("int8/1/1024", shape))
+    assert given.returned_bytes == pytest.approx(codec.nbytes("int8/1/1024", shape))
+    assert plain.profile.boundary_bytes == codec.nbytes("raw", shape, "bfloat16")
+    narrow = problem(travel=codec.Travel("int4", "bf16", "none", narrow=4))
+    assert narrow.profile.boundary_bytes == pytest.approx(codec.nbytes("int4/1/64", (math.prod(shape) // 4,)))
+    assert narrow.returned_bytes == codec.nbytes("bf16/1", (math.prod(shape) // 4,))
+    slow = [step_s(decided(each, 4, budget=0)) for each in (plain, given)]
+    assert slow[1] < 0.7 * slow[0]
+    free = [
+        decided(problem(machines(bandwidth_Bps=1e15).scaled(delay=0.0), travel=each), 4, budget=0)
+        for each in (codec.Travel(), int8)
+    ]
+    assert step_s(free[0]) < step_s(free[1])
+    seconds = [given.codec_s(stage, 4, backward) for stage in range(4) for backward in (False, True)]
+    values = math.prod(shape)
+    encode_s, decode_s = codec.encode_s("int8", values), codec.decode_s("int8", values)
+    assert seconds[:2] == [pytest.approx(encode_s), pytest.approx(decode_s)]
+    assert seconds[2:4] == [pytest.approx(encode_s + decode_s), pytest.approx(encode_s + 2 * decode_s)]
+    assert seconds[6:] == [pytest.approx(decode_s), pytest.approx(decode_s + encode_s)]
+    assert plain.codec_s(1, 4, True) == plain.averaging_codec_s(1e9, 4) == given.averaging_codec_s(1e9, 1) == 0.0
 
 
 def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:

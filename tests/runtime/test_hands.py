@@ -15,11 +15,13 @@ import msgspec
 import pytest
 import torch
 
-from shoal.config import Config, Data, Device, Model, Run, Train
+from shoal import codec
+from shoal.config import Config, Data, Device, Model, Network, Run, Train
 from shoal.core import messages as m
 from shoal.executor import create
 from shoal.executor.base import Executor
-from shoal.runtime import data, hands
+from shoal.numerics import compress
+from shoal.runtime import coding, data, hands
 from shoal.runtime.checkpoint import Store
 from shoal.runtime.hands import Hands
 from shoal.transport.base import Blob
@@ -427,6 +429,113 @@ def test_boundaries_are_of_the_type_that_is_trained_in(a_pair_of_hands: Maker) -
     train_microbatch(servers[0], servers, 0, 0)
     assert servers[0].get("x0.1").dtype == torch.bfloat16
     assert "type float32, not bfloat16" in servers[0].check(forward(1), (hands.blob_of(HIDDEN),))
+
+
+# ---------------------------------------------------------------------------------------------------- encoded tensors
+
+
+def coded(config: Config = TINY, **network: Any) -> Config:
+    return msgspec.structs.replace(config, network=Network(**network))
+
+
+def test_both_ends_and_the_recomputation_use_the_decoded_tensor(a_pair_of_hands: Maker) -> None:
+    config = coded(activations="int8", gradients="int8")
+    servers = [a_pair_of_hands(config, k) for k in range(3)]
+    trainer, alone = a_pair_of_hands(config, None), [create(config, k) for k in range(3)]
+    loss = train_microbatch(trainer, servers, 0, 0)
+    tokens = trainer.get("x0.0")
+    assert isinstance(tokens, torch.Tensor)
+
+    def through(tensor: torch.Tensor) -> torch.Tensor:
+        return compress.decode(compress.encode(tensor, "int8"))
+
+    hidden = [tokens[:, :-1]]
+    for executor in alone[:-1]:
+        hidden.append(through(executor.forward(hidden[-1])))
+    grad, expected = alone[2].backward(hidden[2], None, tokens)
+    assert grad is not None and loss == expected
+    grad, _ = alone[1].backward(hidden[1], through(grad), None)
+    assert grad is not None
+    alone[0].backward(hidden[0], through(grad), None)
+    for k, held in enumerate(servers):
+        assert torch.equal(held._seated().executor.sum, alone[k].sum)
+    blob = trainer.blob("x0.1")
+    assert blob.codec == "int8/1/1024" and len(memoryview(blob.data)) == codec.nbytes(blob.codec, blob.shape)
+
+
+@pytest.mark.parametrize("how", ["bf16", "int8"])
+def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_pair_of_hands: Maker, how: str) -> None:
+    """The sums of many steps come to what they would be without codecs; one step by itself does not."""
+    group = [a_pair_of_hands(coded(averaging=how), 1) for _ in range(3)]
+    length = group[0]._seated().executor.length
+    made = torch.Generator().manual_seed(1)
+    grads = [torch.randn(length, generator=made) for _ in group]
+    wanted = grads[0] + grads[1] + grads[2]
+    total, errors = torch.zeros(length, dtype=torch.float64), []
+    for step in range(12):
+        for held, grad in zip(group, grads, strict=True):
+            held._seated().executor.sum.copy_(grad)
+        if step == 5:  # a round that was given up counts for nothing: the next one says the same
+            first = average(group, step, 99)
+            assert average(group, step, step) == first
+        else:
+            average(group, step, step)
+        reduced = [held._reduced[step, step].reduced for held in group]
+        assert all(torch.equal(one, reduced[0]) for one in reduced)
+        total += reduced[0].double()
+        errors.append(float((total / (step + 1) - wanted).norm() / wanted.norm()))
+        assert len({done(held, m.Apply("s/y", step, step, 1.0, False)).digest for held in group}) == 1
+        for held in group:
+            for name in list(held._blobs):
+                held.drop(name)
+    assert 0 < errors[0] < 0.02
+    assert errors[-1] < errors[0] / 4
+
+
+def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone(a_pair_of_hands: Maker) -> None:
+    pair = [a_pair_of_hands(coded(averaging="int8"), 1) for _ in range(2)]
+    length = pair[0]._seated().executor.length
+    grad = torch.linspace(-1, 1, length)
+    for held in pair:
+        held._seated().executor.sum.copy_(grad)
+    average(pair, 0, 0)
+    first = pair[0]._reduced[0, 0].reduced.clone()
+    for held in pair:
+        done(held, m.Apply("s/y", 0, 0, 1.0, False))
+    left = [held._averaging._left for held in pair]
+    assert left[0] is not None and left[1] is not None
+    assert torch.allclose(first + left[0] + left[1], 2 * grad, atol=1e-6)
+    for held, owed in zip(pair, left, strict=True):
+        average([held], 1, 1)
+        assert torch.equal(held._reduced[1, 1].reduced, owed)
+        done(held, m.Apply("s/y", 1, 1, 1.0, False))
+        average([held], 2, 2)
+        assert not held._reduced[2, 2].reduced.any()
+    done(pair[0], m.Init("i", 1, 0))
+    assert pair[0]._averaging.left() is None
+
+
+def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Maker) -> None:
+    held = a_pair_of_hands(coded(activations="int8", gradients="bf16", averaging="int8"), 1)
+    good = coding.packed(HIDDEN, "int8")
+    assert isinstance(good, Blob)
+    assert held.check(forward(1), (good,)) == ""
+    raw = hands.blob_of(HIDDEN)
+    scales = bytearray(good.data)
+    scales[2:4] = b"\xff\xff"
+    for blob, words in (
+        (raw, "a boundary tensor: codec raw, not int8, which this run uses"),
+        (coding.packed(HIDDEN, "int4"), "codec int4/1/64, not int8"),
+        (msgspec.structs.replace(good, data=scales), "scales are not finite"),
+        (msgspec.structs.replace(good, data=bytes(good.data)[:-1]), "bytes are not float32"),
+        (msgspec.structs.replace(good, codec="int8/9/1024"), "int8 of version 9"),
+        (coding.packed(HIDDEN[:1], "int8"), "shape (1, 8, 16)"),
+    ):
+        assert isinstance(blob, Blob)
+        assert words in held.check(forward(1), (blob,))
+    assert "a boundary gradient: codec raw, not bf16" in held.check(m.Backward(0, 0, 0, 1, 1, 1), (good, raw))
+    part = hands.blob_of(torch.zeros(4))
+    assert "a chunk of the gradient: codec raw, not int8" in held.check(m.Part(0, 0, 0, 0), (part,))
 
 
 # --------------------------------------------------------------------------------------------- state and checkpoints

@@ -10,20 +10,27 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal import trace
-from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train, microbatches, settings
+from shoal import codec, trace
+from shoal.config import Checkpoint, Config, Data, Device, Model, Network, Run, Train, microbatches, settings
 from shoal.core.messages import (
     PROTOCOL,
     Backward,
     Command,
+    Cut,
+    Do,
     Event,
     Finish,
+    Forward,
     Gradient,
     Member,
+    Output,
     Override,
+    Part,
     Peer,
     Pulse,
     Reduced,
+    Send,
+    Sum,
     View,
 )
 from shoal.core.peer import PeerMachine
@@ -34,6 +41,7 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import AnyLine
+from shoal.traffic import Traffic
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.directory import Directory, Record
 from shoal.transport.memory import Hub, MemoryTransport
@@ -164,6 +172,68 @@ def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path)
     # Of one step at most: input, output and gradient of every microbatch at every stage, and a round's parts.
     a_step = 4 * TINY.run.stages * 3 + 8
     assert max(node.hands.held() for node in swarm.nodes) <= a_step
+
+
+def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
+    """Every Send to somebody else that the trace holds, at the size that codec.py says its tensors have."""
+    network = Network(activations="int8", gradients="bf16", averaging="int8")
+    swarm = Swarm(msgspec.structs.replace(TINY, network=network), tmp_path)
+    for _ in range(TINY.run.peers):
+        swarm.add()
+    asyncio.run(swarm.run())
+    swarm.close()
+    shape = (TINY.train.microbatch, TINY.data.sequence, TINY.model.hidden_size)
+    activation, gradient = codec.nbytes("int8/1/1024", shape), codec.nbytes("bf16/1", shape)
+    received = Traffic()
+    for node, path in zip(swarm.nodes, sorted(tmp_path.glob("[0-9]*.jsonl")), strict=True):
+        activations = gradients = averaging = 0
+        bounds: tuple[int, ...] = ()
+        items = list(trace.read(path))
+        for command in [command for item in items if isinstance(item, trace.Record) for command in item.commands]:
+            if isinstance(command, Do) and isinstance(command.task, Cut):
+                bounds = command.task.bounds
+            if not isinstance(command, Send) or command.peer == node.machine.name:
+                continue
+            match command.message:
+                case Forward(stage=1):
+                    activations += activation
+                case Output(stage=0):
+                    activations += activation
+                case Backward(stage=1):
+                    activations += activation
+                case Backward(stage=0):
+                    gradients += gradient
+                case Gradient(stage=1):
+                    gradients += gradient
+                case Part(chunk=chunk) | Sum(chunk=chunk):
+                    averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
+        sent, came = node.tally.totals()
+        received += came
+        assert (sent.activations, sent.gradients, sent.averaging) == (activations, gradients, averaging)
+        assert sent.control > 0
+        carried = [item for item in items if isinstance(item, trace.Carried)]
+        assert [item.step for item in carried] == sorted(item.step for item in carried)
+        assert (carried[-1].sent, carried[-1].received) == (sent, came)
+    totals = [node.tally.totals()[0] for node in swarm.nodes]
+    assert sum(sent.activations for sent in totals) == received.activations > 0
+    assert sum(sent.gradients for sent in totals) == received.gradients > 0
+    assert sum(sent.averaging for sent in totals) == received.averaging > 0
+
+
+def test_replicas_that_encode_everything_keep_equal_parameters(tmp_path: Path) -> None:
+    network = Network(activations="int8", gradients="int8", averaging="int8")
+    swarm = Swarm(msgspec.structs.replace(TINY, network=network), tmp_path)
+    for _ in range(TINY.run.peers):
+        swarm.add()
+    finishes = asyncio.run(swarm.run())
+    swarm.close()
+    assert all(finish.ok for finish in finishes)
+    assert swarm.books().totals().balanced, swarm.books().totals().reason
+    digests: dict[tuple[int, int], set[str]] = {}
+    for node in swarm.nodes:
+        server = node.machine.server
+        digests.setdefault((server.stage, server.step), set()).add(server.digest)
+    assert all(len(found) == 1 for found in digests.values())
 
 
 def test_what_was_recorded_replays_without_a_difference(swarm: Swarm, tmp_path: Path) -> None:

@@ -68,6 +68,15 @@ def test_control_does_not_wait_behind_bulk() -> None:
     assert control < 1.0 < bulk
 
 
+def test_bulk_of_a_higher_rank_goes_first_and_each_rank_stays_in_order() -> None:
+    network = a_network()
+    state = [network.arrivals("a", "b", 10**8, 0.0, rank=3)[0] for _ in range(3)]
+    backward = [network.arrivals("a", "b", 10**6, 0.1, rank=0)[0] for _ in range(3)]
+    assert backward == sorted(backward) and backward[-1] < state[0]
+    assert state == sorted(state)
+    assert network.arrivals("a", "b", 10**6, 0.2, rank=3)[0] > state[-1], "what was overtaken lost no time"
+
+
 def test_an_uplink_passes_one_blob_after_the_other() -> None:
     network = a_network()
     first = network.arrivals("a", "b", 10**8, 0.0)[0]

@@ -234,7 +234,8 @@ def test_a_peer_without_a_port_is_reached_by_those_that_it_has_called() -> None:
         while not arrived.done():  # until it has called
             a.send(hidden.name, Cancelled(0, 1, 2, 0, 0))
             await asyncio.wait([arrived], timeout=0.1)
-        assert arrived.result() == Incoming(a.name, Cancelled(0, 1, 2, 0, 0))
+        item = arrived.result()
+        assert isinstance(item, Incoming) and (item.peer, item.message) == (a.name, Cancelled(0, 1, 2, 0, 0))
         await a.close()
         await hidden.close()
 

@@ -77,6 +77,52 @@ def test_control_goes_first_and_pushes_bulk_back_by_its_own_time() -> None:
     assert passed(line) == [(2.5, "control"), (10.5, "bulk"), (11.5, "next")]
 
 
+def test_bulk_of_a_higher_rank_goes_first_and_takes_its_time_from_the_lower() -> None:
+    line = Line(100.0)
+    line.push("state", "p", 1000, bulk=True, now=0.0, rank=3)
+    line.push("more state", "p", 100, bulk=True, now=0.0, rank=3)
+    line.push("part", "p", 200, bulk=True, now=1.0, rank=2)
+    line.push("backward", "q", 300, bulk=True, now=2.0, rank=0)
+    line.push("forward", "q", 100, bulk=True, now=2.5, rank=1)
+    assert passed(line) == [
+        (5.0, "backward"),
+        (6.0, "forward"),
+        (7.0, "part"),
+        (16.0, "state"),
+        (17.0, "more state"),
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500), st.integers(-1, 3)), min_size=1, max_size=20))
+def test_with_ranks_too_the_line_is_never_idle_nor_too_fast(pushes: list[tuple[float, int, int]]) -> None:
+    """Any lane's last message is through when a line that served nothing lower would be, and no lower one earlier."""
+    line, now = Line(100.0), 0.0
+    arrived: dict[int, float] = {}
+    busy = [0.0] * 5  # until when a line that carried only this lane and the higher ones would be busy
+    for serial, (pause_s, nbytes, rank) in enumerate(pushes):
+        now += pause_s
+        while (deadline := line.deadline) is not None and deadline <= now:
+            arrived |= dict.fromkeys(line.take(deadline), deadline)
+        line.push(serial, "p", nbytes, rank >= 0, now, rank=max(rank, 0))
+        for lane in range(rank + 1, 5):
+            busy[lane] = max(busy[lane], now) + nbytes / 100.0
+    arrived |= {item: at for at, item in passed(line)}  # type: ignore[misc]
+    assert sorted(arrived) == [*range(len(pushes))]
+    for lane in range(5):
+        mine = [arrived[i] for i, (_, _, rank) in enumerate(pushes) if rank + 1 <= lane]
+        assert not mine or max(mine) == pytest.approx(busy[lane])
+
+
+def test_what_is_forgotten_leaves_the_line_as_fast_as_it_is() -> None:
+    line = Line(100.0)
+    line.push("gone", "gone", 500, bulk=True, now=0.0, rank=3)
+    line.push("kept", "p", 100, bulk=True, now=0.0, rank=3)
+    line.push("first", "p", 1000, bulk=True, now=2.0, rank=0)
+    line.drop("gone", now=4.0)  # of its 5 s, 2 had passed before it was overtaken
+    assert passed(line) == [(12.0, "first"), (13.0, "kept")]
+
+
 def test_what_is_forgotten_gives_its_time_to_others() -> None:
     line = Line(100.0)
     line.push("theirs", "gone", 1000, bulk=True, now=0.0)

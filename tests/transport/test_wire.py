@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.messages import Backward, Chunk, Lead
+from shoal.core.messages import Backward, Chunk, Lead, Output
+from shoal.transport import wire
 from shoal.transport.base import DTYPES, Blob, Limits
-from shoal.transport.wire import Head, Malformed, decode, decode_head, encode, head_bytes, size
+from shoal.transport.wire import Arriving, Frame, Head, Malformed, decode, decode_head, encode, head_bytes, size
 
 LIMITS = Limits(blob_bytes=1000)
 
@@ -73,7 +74,11 @@ def test_lengths_beyond_the_limit_are_refused_from_the_first_four_bytes() -> Non
     ("blob", "reason"),
     [
         (["uint8", [1001], "raw", 1001], "1001 bytes; allowed are 1000"),
-        (["uint8", [2**40, 2**40], "raw", 0], "for shape"),
+        (["uint8", [2**40, 2**40], "raw", 0], "when decoded; allowed are 1000"),
+        (["float32", [251], "int8/1/64", 267], "1004 bytes when decoded; allowed are 1000"),
+        (["float32", [100], "int8/1/64", 100], "takes 108"),
+        (["float32", [100], "int8/7/64", 108], "version 7"),
+        (["int64", [100], "int8/1/64", 108], "of int64 values"),
         (["uint8", [2**41], "raw", 0], "not a message"),
         (["uint8", [-1], "raw", 1], "not a message"),
         (["float32", [3], "raw", 3], "for shape"),
@@ -107,3 +112,40 @@ def test_a_head_is_message_and_blobs_only() -> None:
     with pytest.raises(Malformed):
         decode_head(msgspec.msgpack.encode([["Lead", 1, 2, 3], [], 1]), LIMITS)
     assert decode_head(msgspec.msgpack.encode([["Lead", 1, 2, 3]]), LIMITS) == Head(Lead(1, 2, 3))
+
+
+def in_pieces(frame: Frame, sizes: list[int], bulk: bool = True, limits: Limits = LIMITS) -> Arriving:
+    """As a stream would: `sizes` are how many bytes come at a time, then all the rest."""
+    arriving, at = Arriving(limits, bulk), 0
+    for most in [*sizes, frame.nbytes]:
+        data = b"".join(frame.pieces(at, most))
+        while data:
+            room = arriving.room(len(data))
+            room[:] = data[: room.nbytes]
+            arriving.came(room.nbytes)
+            data, at = data[room.nbytes :], at + room.nbytes
+    return arriving
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 300), max_size=30), st.lists(st.binary(max_size=400), max_size=4))
+def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[bytes]) -> None:
+    blobs = tuple(Blob("uint8", (len(each),), each) for each in data)
+    frame = encode(Output(0, 1, 2, 0, 0), blobs, LIMITS)
+    arrived = in_pieces(frame, sizes)
+    assert arrived.whole and arrived.nbytes == frame.nbytes
+    message, found = arrived.message()
+    assert message == Output(0, 1, 2, 0, 0)
+    assert [bytes(blob.data) for blob in found] == data
+
+
+def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
+    assert wire.fragment(wire.fragment_head(3, 7)) == (3, 7)
+    for rank, nbytes in ((4, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
+        with pytest.raises(Malformed, match=f"rank {rank} and {nbytes} bytes"):
+            wire.fragment(wire.fragment_head(rank, nbytes))
+    arrived = in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
+    with pytest.raises(Malformed, match="after the end of its message"):
+        arrived.room(1)
+    with pytest.raises(Malformed, match="with blobs among control"):
+        in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)

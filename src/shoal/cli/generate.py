@@ -7,6 +7,7 @@ it shows that the cut model and what was trained are what every other program wi
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -47,11 +48,16 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import torch
     import transformers
 
+    from shoal.model import boundary
+
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()
+        if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
+            model = boundary.load(path).to(args.device)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()
     except (OSError, ValueError, KeyError) as error:  # all of them are how transformers says that a file is wrong
         raise ValueError(f"{path}: not a model that can be loaded: {error}") from error
     tokens = tokenizer(args.prompt, return_tensors="pt", add_special_tokens=False).input_ids

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal import config, units
+from shoal import codec, config, units
 from shoal.cli import standing
 from shoal.cli.config import configured
 from shoal.planner import anneal, cluster, cost, dtfm, greedy, plan, search, strategy
@@ -117,6 +117,7 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         wiring=args.wiring,
         uneven=args.uneven,
         swapping=args.swap,
+        travel=travel(tree),
     )
     return problem, tree.run.name
 
@@ -130,6 +131,14 @@ def _work(tree: config.Config) -> Work:
         value_bytes=4 if train.dtype == "float32" else 2,
         inflight=tree.run.inflight,
     )
+
+
+def travel(tree: config.Config) -> codec.Travel:
+    """How its tensors travel; boundary layers make those of a model that computes narrower, not an emulated one's."""
+    kind = tree.model.boundary
+    narrow = 1 if kind == "none" or tree.device.executor == "emulated" else int(kind[-2])
+    network = tree.network
+    return codec.Travel(network.activations, network.gradients, network.averaging, narrow)
 
 
 def shape(tree: config.Config) -> Shape:

@@ -12,10 +12,11 @@ import msgspec
 
 from shoal.config import Config, microbatches
 from shoal.core.messages import Peer
-from shoal.dashboard.account import Summary
+from shoal.dashboard.account import Carried, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.runtime.account import Base, Books, Step
 from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Progress, Told
+from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
 RECENT_STEPS = 20  # that the live tokens per second are measured over
@@ -45,6 +46,7 @@ class Watch:
         )
         self.labels: dict[Peer, str] = {}
         self.standing: dict[str, Progress] = {}  # by label, of the peers that live
+        self.carried: dict[Peer, Progress] = {}  # the last that each peer told, those that are gone too
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self.checkpoint = resumed.checkpoint
         self.killed = 0
@@ -59,6 +61,7 @@ class Watch:
                 self.labels[line.peer] = label
             case Progress():
                 self.standing[label] = line
+                self.carried[line.peer] = line
             case Told():
                 if line.kind == "checkpoint" and " saved at " in line.text and not line.text.startswith("NOT"):
                     self.checkpoint = line.text.partition(" saved at ")[2]
@@ -173,6 +176,7 @@ class Watch:
             undone=account.undone,
             recovered=self.books.recovered,
             peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+            sent=self._sent(),
             happenings=tuple(self.happenings),
         )
 
@@ -200,8 +204,16 @@ class Watch:
             seconds=now - self.started_s,
             checkpoint=self.checkpoint,
             balanced=totals.balanced and not early,
+            sent=self._sent(),
+            traffic={
+                self.labels.get(peer, peer): Carried(line.sent, line.received)
+                for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
+            },
             reason="; ".join(reasons),
         )
+
+    def _sent(self) -> Traffic:
+        return sum((line.sent for line in self.carried.values()), start=Traffic())
 
     def _state(self) -> str:
         view = self.books.view
@@ -225,6 +237,8 @@ def _peer_line(label: str, standing: Progress) -> PeerLine:
         leading=standing.leading,
         queue_s=standing.queue_s,
         rate=standing.rate,
+        sent=standing.sent,
+        received=standing.received,
     )
 
 

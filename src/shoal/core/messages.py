@@ -576,6 +576,22 @@ BULK = (
 )  # may carry blobs; all others travel as control
 
 
+RANKS = 4  # of bulk
+
+
+def rank(message: Message) -> int:
+    """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward,
+    averaging, and state for a joiner. Messages to one peer keep their order within a rank only."""
+    match message:
+        case Backward() | Gradient():
+            return 0
+        case Forward() | Output():
+            return 1
+        case Part() | Sum():
+            return 2
+    return 3
+
+
 # ------------------------------------------------------------------------------------------------------------ events
 
 

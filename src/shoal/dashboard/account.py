@@ -10,6 +10,14 @@ from pathlib import Path
 import msgspec
 
 from shoal import units
+from shoal.traffic import KINDS, Traffic
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """Bytes of one peer."""
+
+    sent: Traffic
+    received: Traffic
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +43,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     checkpoint: str  # path or URL; '' when none was written
     balanced: bool
+    sent: Traffic = Traffic()  # bytes by kind, all peers together, as they last told
+    traffic: dict[str, Carried] = {}  # by peer
     reason: str = ""  # what does not balance, or why the run ended early
 
 
@@ -61,6 +71,7 @@ def text(summary: Summary) -> str:
         *_undone(summary),
         ("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way"),
         ("checkpoint", summary.checkpoint or "none was written"),
+        *_traffic(summary),
     ]
     width = max(len(name) for name, _ in rows)
     verdict = "Every sample counted once." if summary.balanced else f"THE ACCOUNT DOES NOT BALANCE: {summary.reason}"
@@ -68,6 +79,19 @@ def text(summary: Summary) -> str:
     if summary.balanced and summary.reason:
         lines.append(summary.reason)
     return "\n".join(lines)
+
+
+def _traffic(summary: Summary) -> list[tuple[str, str]]:
+    """All together, then each peer."""
+    if not summary.sent.total:
+        return []
+    rows = [("sent", _bytes(summary.sent))]
+    return rows + [(label, _bytes(carried.sent)) for label, carried in summary.traffic.items()]
+
+
+def _bytes(sent: Traffic) -> str:
+    kinds = ", ".join(f"{kind} {units.size(getattr(sent, kind))}" for kind in KINDS if getattr(sent, kind))
+    return f"{units.size(sent.total)}: {kinds}" if kinds else "nothing"
 
 
 def _undone(summary: Summary) -> list[tuple[str, str]]:

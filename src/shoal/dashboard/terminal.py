@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shoal import units
 from shoal.dashboard import plot
+from shoal.traffic import KINDS, Traffic
 
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
 _EVENTS_MIN = 3
@@ -42,6 +43,8 @@ class PeerLine(msgspec.Struct, frozen=True):
     leading: bool = False
     queue_s: float = 0.0  # seconds of work waiting there
     rate: float = 0.0  # microbatches per second when busy
+    sent: Traffic = Traffic()
+    received: Traffic = Traffic()
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -73,6 +76,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     undone: int = 0  # microbatches, by going back to a checkpoint
     recovered: int = 0  # times gone back
     peers: tuple[PeerLine, ...] = ()
+    sent: Traffic = Traffic()  # by all peers, those that are gone too
     happenings: tuple[Happening, ...] = ()  # oldest first; the last few dozen are enough
 
     @property
@@ -163,6 +167,13 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         stages,
     ]
     room = height - 4 - stages.row_count  # headline, bar, the table's head and one line kept free
+    if snapshot.sent.total and room > 1:
+        parts.append(Text(carried(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
+        room -= 1
+        rows = len(snapshot.peers) + 1
+        if room >= rows + _EVENTS_MIN + _CURVE_ROWS:
+            parts.append(_bytes(snapshot))
+            room -= rows
     if room >= _EVENTS_MIN + _CURVE_ROWS and len(snapshot.losses) > 1:
         parts.append(Text(plot.curve(snapshot.losses, width - 1, _CURVE_ROWS), style="cyan", no_wrap=True))
         room -= _CURVE_ROWS
@@ -195,6 +206,22 @@ def _stages(snapshot: Snapshot) -> Table:
             units.duration(queue_s) if queue_s else "",
             Text(names, style="" if peers else "red"),
         )
+    return table
+
+
+def carried(sent: Traffic) -> str:
+    """Bytes by kind in one line."""
+    words = ", ".join(f"{kind} {units.size(getattr(sent, kind))}" for kind in KINDS if getattr(sent, kind))
+    return f"sent {units.size(sent.total)}: {words}"
+
+
+def _bytes(snapshot: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("sent by", *KINDS, "received"):
+        table.add_column(title, justify="left" if title == "sent by" else "right", no_wrap=True, overflow="ellipsis")
+    for peer in snapshot.peers:
+        kinds = (units.size(getattr(peer.sent, kind)) for kind in KINDS)
+        table.add_row(peer.label, *kinds, units.size(peer.received.total))
     return table
 
 

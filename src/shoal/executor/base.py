@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config
+from shoal.model.boundary import MODEL_TYPE, parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -80,7 +81,8 @@ def boundary(config: Config) -> Boundary:
     """Shape and type of the tensors between stages, forwards and backwards, of whole microbatches."""
     if config.device.executor == "emulated":
         return Boundary((config.device.emulated_values,), torch.float32)
-    return Boundary((config.train.microbatch, config.data.sequence, hidden_size(config)), DTYPES[config.train.dtype])
+    width = hidden_size(config) // parse(config.model.boundary)[1]
+    return Boundary((config.train.microbatch, config.data.sequence, width), DTYPES[config.train.dtype])
 
 
 def hidden_size(config: Config) -> int:
@@ -88,7 +90,8 @@ def hidden_size(config: Config) -> int:
     if "hidden_size" in config.model.extra:
         return int(config.model.extra["hidden_size"])
     if config.model.path:
-        return int(json.loads((Path(config.model.path) / "config.json").read_text())["hidden_size"])
+        fields = json.loads((Path(config.model.path) / "config.json").read_text())
+        return int((fields["model"] if fields.get("model_type") == MODEL_TYPE else fields)["hidden_size"])
     return config.model.hidden_size
 
 

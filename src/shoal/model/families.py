@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Config
+from shoal.model import boundary
+from shoal.model.cut import spans
 
 NAMES = {  # our word: theirs
     "hidden_size": "hidden_size",
@@ -27,7 +29,7 @@ NAMES = {  # our word: theirs
 
 def hf_config(config: Config) -> Any:
     """The Hugging Face configuration of the whole model: from the seed's settings, or of `model.path` with `model.extra`."""
-    fields, family = _read(config.model.path) if config.model.path else (_fields(config), config.model.family)
+    fields, family = _read(config) if config.model.path else (_fields(config), config.model.family)
     where = config.model.path or f"model.family = {family!r}"
     described = _config_class(family)
     if not getattr(described, "base_model_pp_plan", None):
@@ -76,15 +78,27 @@ def _fields(config: Config) -> dict[str, Any]:
     return fields | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def _read(path: str) -> tuple[dict[str, Any], str]:
+def _read(config: Config) -> tuple[dict[str, Any], str]:
+    path = config.model.path
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"model.path = {path!r} has no config.json; it must be a local Hugging Face model directory")
     try:
         fields = json.loads(file.read_text())
-        return fields, fields["model_type"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        layered = fields["model_type"] == boundary.MODEL_TYPE
+        layers = (fields["model"] if layered else fields).get("num_hidden_layers", 0)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no Hugging Face configuration: {error!r}") from error
+    if layered or config.model.boundary != "none":
+        fields = boundary.inner(fields, str(file), config.model.boundary, cuts(config, layers))
+    return fields, fields["model_type"]
+
+
+def cuts(config: Config, layers: int) -> list[int]:
+    """The blocks before which boundary layers stand: the first of every stage but the first."""
+    if config.model.boundary == "none":
+        return []
+    return [blocks.start for blocks in spans(layers, config.run.stages)[1:]]
 
 
 def _families() -> dict[str, str]:

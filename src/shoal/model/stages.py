@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Config
+from shoal.model import boundary
 from shoal.model.cut import next_token_loss, spans, targets
-from shoal.model.families import hf_config, model_class
+from shoal.model.families import cuts, hf_config, model_class
 from shoal.model.weights import materialise
 
 # What a family may hand to every block beside the hidden states: functions of positions alone, the same in each stage.
@@ -66,15 +67,21 @@ class HuggingFaceStage:
         self.first = first
         self.last = last
         self.vocabulary: int | None = model.config.vocab_size
+        layers = list(getattr(model, boundary.ATTRIBUTE, {}).values())
+        self._widen = next((each.widen for each in layers if each.widen is not None), None)
+        self._narrow = next((each.narrow for each in layers if each.narrow is not None), None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._widen is not None:
+            x = self._widen(x)
         given = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         if self.last:
             return self.model(**given).logits  # type: ignore[no-any-return]
-        return self.model.base_model(**given).last_hidden_state  # type: ignore[no-any-return]
+        y = self.model.base_model(**given).last_hidden_state
+        return y if self._narrow is None else self._narrow(y)  # type: ignore[no-any-return]
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         return next_token_loss(self.forward(x), targets(tokens))
@@ -97,7 +104,12 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     stages = config.run.stages
     model, parts = _hollow(config)
     first, last = stage == 0, stage == stages - 1
-    parts.put_back(spans(len(parts.blocks), stages, config.run.layers)[stage], first=first, last=last)
+    mine = spans(len(parts.blocks), stages, config.run.layers)[stage]
+    parts.put_back(mine, first=first, last=last)
+    if config.model.boundary != "none":
+        halves = {mine.start: ("widen",), mine.stop: ("narrow",)}
+        wanted = cuts(config, len(parts.blocks))
+        boundary.attach(model, config.model.boundary, {block: halves[block] for block in wanted if block in halves})
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
     return HuggingFaceStage(model.eval().to(device), first=first, last=last)
 
@@ -114,6 +126,10 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage:
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> Any:
     """The uncut Hugging Face model with the same weights: what stages are compared with, and what one machine trains."""
     model = on_meta(hf_config(config))
+    if config.model.boundary != "none":
+        blocks = Parts(model).blocks
+        boundary.attach(model, config.model.boundary, dict.fromkeys(cuts(config, len(blocks)), ("narrow", "widen")))
+        boundary.run_between(model, blocks)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
     return model.eval().to(device)
 

@@ -45,10 +45,16 @@ class Seats(msgspec.Struct, frozen=True):
     microbatches: int
     inflight: int
     routes: Routing = ()  # empty: stochastic wiring
+    returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
+    averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
 
     @property
     def stages(self) -> int:
         return len(self.gradient_bytes)
+
+    @property
+    def back_bytes(self) -> float:
+        return self.boundary_bytes if self.returned_bytes is None else self.returned_bytes
 
     @property
     def members(self) -> list[int]:
@@ -81,6 +87,7 @@ def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> Step:
     """Seconds of a step, where they go, and what limits it."""
     microbatches_s, play = _microbatches(seats, cluster, rng)
     averaging_s, averaged_bytes = _averaging(seats, cluster)
+    averaging_s += seats.averaging_codec_s
     agreeing_s = _agreeing(cluster.delay_s[np.ix_(seats.members, seats.members)])
     busy = [tuple(float(share) for share in used / max(microbatches_s, 1e-12)) for used in play]
     compute, up, down, sent = busy[0], busy[1], busy[2], play[3] + averaged_bytes
@@ -106,13 +113,13 @@ def rough_s(seats: Seats, cluster: Cluster) -> float:
 
 def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
     """What an owner sends and what it receives for one microbatch, by stage, over forward and backward."""
-    last, body, tokens = seats.stages - 1, seats.boundary_bytes, seats.tokens_bytes
+    last, body, back, tokens = seats.stages - 1, seats.boundary_bytes, seats.back_bytes, seats.tokens_bytes
     sent, received = [], []
     for stage in range(seats.stages):
         x = tokens if stage == 0 else body
-        backward = tokens if last == 0 else x + (tokens if stage == last else body)
+        backward = tokens if last == 0 else x + (tokens if stage == last else back)
         sent.append(backward + (x if stage < last else 0.0))
-        received.append((body if stage else 0.0) + (body if stage < last else 0.0))
+        received.append((back if stage else 0.0) + (body if stage < last else 0.0))
     return sent, received
 
 
@@ -267,7 +274,7 @@ class _Play:
         self._computes.add(peer)
         seconds = self._seats.forward_s[peer] if forward else self._seats.backward_s[peer]
         self.computed[peer] += seconds
-        nbytes = self._seats.boundary_bytes if forward or stage else 0.0
+        nbytes = self._seats.boundary_bytes if forward else self._seats.back_bytes if stage else 0.0
         answered = self._answers.pop((index, turn))
 
         def done(then: float) -> None:
@@ -286,7 +293,7 @@ class _Play:
         x = seats.tokens_bytes if stage == 0 else seats.boundary_bytes
         if not backward or last == 0:
             return x
-        return x + (seats.tokens_bytes if stage == last else seats.boundary_bytes)
+        return x + (seats.tokens_bytes if stage == last else seats.back_bytes)
 
 
 def _microbatches(

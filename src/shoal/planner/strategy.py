@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from shoal import codec
 from shoal.planner import memory, wiring
 from shoal.planner.cluster import Cluster, Device
 from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
@@ -47,11 +48,44 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     wiring: Wiring = "best"
     uneven: bool = False  # stages may differ in their number of blocks by more than one
     swapping: bool = False  # a stage may be larger than its device
+    travel: codec.Travel = codec.Travel()
 
     @property
     def profile(self) -> Profile:
+        """With boundary tensors as large as they are when they travel and are kept."""
         made = profile(self.shape, self.work)
-        return msgspec.structs.replace(made, boundary_bytes=self.emulated_bytes) if self.emulated_s else made
+        return msgspec.structs.replace(made, boundary_bytes=self._boundary_bytes(self.travel.activations))
+
+    @property
+    def returned_bytes(self) -> float:
+        """Of a boundary tensor's gradient."""
+        return self._boundary_bytes(self.travel.gradients)
+
+    @property
+    def boundary_values(self) -> float:
+        if self.emulated_s:
+            return self.emulated_bytes / 4
+        return self.work.microbatch_tokens * self.shape.hidden / self.travel.narrow
+
+    def _boundary_bytes(self, how: str) -> float:
+        return self.boundary_values * codec.bytes_per_value(how, 4 if self.emulated_s else self.work.value_bytes)
+
+    def codec_s(self, stage: int, stages: int, backward: bool) -> float:
+        """Of one hop: what comes is decoded, what goes is encoded. Nothing comes encoded to the first stage's forward."""
+        values, how = self.boundary_values, self.travel
+        seconds = codec.decode_s(how.activations, values) if stage else 0.0
+        if not backward:
+            return seconds + (codec.encode_s(how.activations, values) if stage < stages - 1 else 0.0)
+        seconds += codec.decode_s(how.gradients, values) if stage < stages - 1 else 0.0
+        return seconds + (codec.encode_s(how.gradients, values) if stage else 0.0)
+
+    def averaging_codec_s(self, gradient_bytes: float, replicas: int) -> float:
+        """Of one replica in a round: its parts and its own sum are encoded; what it added up, what it left out and the
+        whole sum are decoded."""
+        if replicas < 2:
+            return 0.0
+        values, how = gradient_bytes / codec.bytes_per_value(self.travel.averaging, 4), self.travel.averaging
+        return codec.encode_s(how, values * (1 + 1 / replicas)) + codec.decode_s(how, values * (3 + 1 / replicas))
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -80,7 +114,7 @@ def best_stages(problem: Problem, local_steps: int = 1) -> float:
     made, work = problem.profile, problem.work
     tokens = work.step_tokens / len(problem.cluster.devices)
     moved_bytes = local_steps * tokens * made.boundary_bytes / work.microbatch_tokens
-    return math.sqrt(made.parameters * GRADIENT_BYTES / moved_bytes)
+    return math.sqrt(made.parameters * codec.bytes_per_value(problem.travel.averaging, GRADIENT_BYTES) / moved_bytes)
 
 
 def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages: int | None = None) -> Plan:
@@ -247,11 +281,12 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
 
     def seconds(device: int, direction: float) -> float:
         stage = stage_of[device]
+        codec_s = problem.codec_s(stage, len(cut), direction == BACKWARD) if stage >= 0 else 0.0
         if problem.emulated_s:
-            return problem.emulated_s * (1.0 if direction == FORWARD else 2.0)  # executor/emulated.py
+            return problem.emulated_s * (1.0 if direction == FORWARD else 2.0) + codec_s  # executor/emulated.py
         if stage < 0:
             return 0.0
-        compute_s = direction * work[stage].flops / devices[device].flops
+        compute_s = direction * work[stage].flops / devices[device].flops + codec_s
         if not swaps[stage]:
             return compute_s
         # One microbatch at a time: every part is loaded for it, and its gradient stored after a backward.
@@ -259,17 +294,24 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         return max(compute_s, moved / devices[device].host_Bps)
 
     every = range(len(devices))
+    average_ratio = codec.bytes_per_value(problem.travel.averaging, 4) / 4
+    gradient_bytes = tuple(
+        (problem.emulated_gradient_bytes if problem.emulated_s else stage.parameters * GRADIENT_BYTES) * average_ratio
+        for stage in work
+    )
     seats = Seats(
         stage_of,
         tuple(seconds(d, FORWARD) for d in every),
         tuple(seconds(d, BACKWARD) for d in every),
-        tuple(stage.parameters * GRADIENT_BYTES for stage in work)
-        if not problem.emulated_s
-        else (problem.emulated_gradient_bytes,) * len(cut),
+        gradient_bytes,
         made.boundary_bytes,
         made.tokens_bytes,
         problem.work.microbatches,
         problem.work.inflight,
+        returned_bytes=problem.returned_bytes,
+        averaging_codec_s=max(
+            problem.averaging_codec_s(nbytes, stage_of.count(stage)) for stage, nbytes in enumerate(gradient_bytes)
+        ),
     )
     return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
 

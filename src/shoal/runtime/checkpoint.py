@@ -362,12 +362,16 @@ class Store:
 
 def about(config: Config, data: str, data_note: str) -> About:
     """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
-    from shoal.model.families import hf_config
+    from shoal.model import boundary
+    from shoal.model.families import cuts, hf_config
     from shoal.runtime.data import open_tokenizer
 
     if config.device.executor == "emulated":
         return About(config, data, data_note, {"config.json": json.dumps({"model_type": "emulated"}).encode()})
-    described = {"config.json": hf_config(config).to_json_string(use_diff=False).encode()}
+    hf = hf_config(config)
+    told = hf.to_json_string(use_diff=False)
+    blocks = cuts(config, hf.num_hidden_layers)
+    described = {"config.json": boundary.described(told, config.model.boundary, blocks) if blocks else told.encode()}
     return About(config, data, data_note, described | open_tokenizer(config.data.tokenizer).files())
 
 
@@ -379,6 +383,7 @@ def refuse_foreign(training: Training, config: Config, data: str) -> None:
         for name in config.model.__struct_fields__
     ]
     pairs += [
+        *([("run.stages", theirs.run.stages, config.run.stages)] if config.model.boundary != "none" else []),
         ("train.batch", theirs.train.batch, config.train.batch),  # the cursor is counted in it
         ("train.local_steps", theirs.train.local_steps, config.train.local_steps),
         ("data.sequence", theirs.data.sequence, config.data.sequence),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import queue
 import threading
 import time
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shoal import codec
 from shoal.config import Config
 from shoal.core.messages import (
     BULK,
@@ -54,9 +54,11 @@ from shoal.core.messages import (
 )
 from shoal.executor import create
 from shoal.executor.base import Executor, boundary
+from shoal.numerics import compress
 from shoal.numerics.blend import blend
 from shoal.numerics.optimizer import norm_sq
-from shoal.runtime import checkpoint
+from shoal.runtime import checkpoint, coding
+from shoal.runtime.coding import Held
 from shoal.runtime.data import Dataset, vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, Copy, check_chunk, join, raw
 from shoal.transport.base import DTYPES, Blob
@@ -79,12 +81,20 @@ class Seat(msgspec.Struct):
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What a blob must be. An empty shape: one dimension of 1 to `most` values."""
+    """What a blob must be. An empty shape: one dimension of 1 to `most` values. `codecs`: names of those that may be used."""
 
     what: str  # in words
     dtype: str
     shape: tuple[int, ...] = ()
     most: int = 0
+    codecs: tuple[str, ...] = (codec.RAW,)
+
+
+class Gathered(msgspec.Struct, frozen=True):
+    """A round's reduced gradient (length,) fp32, and what its codes leave out here (None: nothing)."""
+
+    reduced: torch.Tensor
+    left: torch.Tensor | None
 
 
 class Later(Exception):
@@ -113,11 +123,14 @@ class Hands:
         self._make = make
         self._about: checkpoint.About | None = None
         self._seat: Seat | None = None
-        self._reduced: dict[tuple[int, int], torch.Tensor] = {}  # by step and round
+        self._reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
+        self._averaging = coding.Averaging(config)
+        on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
+        self._decodes_on = "cuda" if on_gpu else "cpu"  # the code crosses the bus, not the values
         self._saved: Copy | None = None  # for RunSave
         self._exported: Copy | None = None  # for ReadChunk
         self._downloaded: dict[int, torch.Tensor] = {}
-        self._blobs: dict[str, torch.Tensor] = {}
+        self._blobs: dict[str, Held] = {}
         self._unwanted: set[str] = set()  # dropped before the task that makes them was done
         self._awaited: set[str] = set()
         self._lock = threading.Lock()  # over the four tables of blobs
@@ -126,14 +139,14 @@ class Hands:
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
-    def put(self, name: str, value: torch.Tensor | Blob) -> int:
-        """Keep a tensor, or what came off the network, under `name`. Returns its size in bytes."""
-        tensor = value if isinstance(value, torch.Tensor) else tensor_of(value)
+    def put(self, name: str, value: Held) -> int:
+        """Keep a tensor, or what came off the network, under `name`. Returns its size in bytes. What is encoded stays so."""
+        held = kept(value) if isinstance(value, Blob) else value
         with self._lock:
-            self._blobs[name] = tensor
-        return tensor.nbytes
+            self._blobs[name] = held
+        return coding.nbytes(held)
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> Held:
         """KeyError: never put, or dropped."""
         with self._lock:
             return self._blobs[name]
@@ -147,7 +160,8 @@ class Hands:
 
     def blob(self, name: str) -> Blob:
         """The blob as the network takes it, without a copy."""
-        return blob_of(self.get(name))
+        held = self.get(name)
+        return held if isinstance(held, Blob) else blob_of(held)
 
     def held(self) -> int:
         """Blobs in the table: what leaks would make grow."""
@@ -203,19 +217,21 @@ class Hands:
             self._unwanted.difference_update(_outputs(task))
         done(answer)
 
-    def _run(self, task: Task, held: dict[str, torch.Tensor]) -> Result:
+    def _run(self, task: Task, held: dict[str, Held]) -> Result:
         take = self._taker(held)
         match task:
             case Fetch():
                 return self._give(task.out, self._fetch(task))
             case RunForward():
-                return self._give(task.out, self._forward(task, take(task.x)))
+                y = self._forward(task, take(task.x, self._decodes_on))
+                return self._give(task.out, y, self._config.network.activations)
             case RunBackward():
-                return self._backward(task, take(task.x), take(task.grad) if task.grad else None)
+                grad = take(task.grad, self._decodes_on) if task.grad else None
+                return self._backward(task, take(task.x, self._decodes_on), grad)
             case Cut():
                 return self._cut(task)
             case Add():
-                return self._give(task.out, added([take(name) for name in task.parts]))
+                return self._add(task, [take(name) for name in task.parts])
             case Gather():
                 return self._gather(task, [take(name) for name in task.sums])
             case Apply():
@@ -233,22 +249,25 @@ class Hands:
             case RunSave() | RunPublish():
                 return self._write(task)
 
-    def _taker(self, held: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        def take(name: str) -> torch.Tensor:
+    def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
+        def take(name: str, device: str = "cpu") -> torch.Tensor:
             with self._lock:
-                tensor = held[name] if name in held else self._blobs.get(name)
-            if tensor is None:
+                value = held[name] if name in held else self._blobs.get(name)
+            if value is None:
                 raise ValueError(f"blob {name} is not held here")
-            return tensor
+            return coding.plain(value, device)
 
         return take
 
-    def _give(self, name: str, tensor: torch.Tensor) -> Result:
-        tensor = tensor.detach().to("cpu").contiguous()
+    def _give(self, name: str, tensor: torch.Tensor, how: str = "none") -> Result:
+        """Keep what a task made, encoded as `how` says."""
+        return self._keep(name, coding.packed(tensor, how))
+
+    def _keep(self, name: str, held: Held) -> Result:
         with self._lock:
             if name not in self._unwanted:
-                self._blobs[name] = tensor
-        return Result(nbytes=tensor.nbytes)
+                self._blobs[name] = held
+        return Result(nbytes=coding.nbytes(held))
 
     # --------------------------------------------------------------------------------------------------------- hops
 
@@ -270,7 +289,7 @@ class Hands:
         grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
         if grad_x is None or not task.out:
             return Result(loss=loss)
-        return msgspec.structs.replace(self._give(task.out, grad_x), loss=loss)
+        return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
 
     def _at(self, stage: int, step: int) -> Executor:
         seat = self._seated()
@@ -290,12 +309,11 @@ class Hands:
         bounds = task.bounds
         if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
-        whole = executor.brought()
-        nbytes = sum(
-            self._give(name, whole[start:end]).nbytes
-            for name, start, end in zip(task.outs, bounds, bounds[1:], strict=False)
-        )
-        return Result(nbytes=nbytes)
+        parts = self._averaging.parts(executor.brought(), bounds, task.outs)
+        return Result(nbytes=sum(self._keep(name, part).nbytes for name, part in zip(task.outs, parts, strict=True)))
+
+    def _add(self, task: Add, parts: list[torch.Tensor]) -> Result:
+        return self._keep(task.out, self._averaging.sum(added(parts), task.parts))
 
     def _gather(self, task: Gather, sums: list[torch.Tensor]) -> Result:
         executor = self._at(self._seated().stage, task.step)
@@ -304,7 +322,7 @@ class Hands:
             raise ValueError(f"the sums have {len(reduced)} values together, the stage {executor.length}")
         if not finite(reduced):
             raise ValueError("the reduced gradient is not finite")
-        self._reduced[task.step, task.round] = reduced
+        self._reduced[task.step, task.round] = Gathered(reduced, self._averaging.left())
         for key in list(self._reduced)[:-ROUNDS_KEPT]:
             del self._reduced[key]
         return Result(digest=hashlib.sha256(raw(reduced)).hexdigest(), norm_sq=norm_sq(reduced))
@@ -312,11 +330,12 @@ class Hands:
     def _apply(self, task: Apply) -> Result:
         seat = self._seated()
         executor = self._at(seat.stage, task.step)
-        reduced = self._reduced.get((task.step, task.round))
-        if reduced is None:
+        gathered = self._reduced.get((task.step, task.round))
+        if gathered is None:
             raise ValueError(f"no reduced gradient of step {task.step}, round {task.round} is here")
-        executor.apply(reduced, task.norm, task.step)
+        executor.apply(gathered.reduced, task.norm, task.step)
         executor.zero(task.step + 1)
+        self._averaging.applied(gathered.left)
         self._reduced.clear()
         seat.step = task.step + 1
         if task.save:
@@ -327,6 +346,7 @@ class Hands:
         if self._seat is not None:
             self._seat.executor.zero(self._seat.step)
         self._reduced.clear()
+        self._averaging.void(seat=False)
         return Result()
 
     # -------------------------------------------------------------------------------------------------------- state
@@ -334,6 +354,7 @@ class Hands:
     def _take_seat(self, task: Init | Import | Blend) -> Result:
         self._seat = None  # two stages may not fit beside each other
         self._reduced.clear()
+        self._averaging.void(seat=True)
         self._saved = self._exported = None
         executor = self._make(self._config, task.stage)
         if isinstance(task, Import):
@@ -504,7 +525,7 @@ def blob_of(tensor: torch.Tensor) -> Blob:
 
 
 def tensor_of(blob: Blob) -> torch.Tensor:
-    """A blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: not what it says it is."""
+    """A raw blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: not what it says it is."""
     fault = _malformed(blob)
     if fault:
         raise ValueError(fault)
@@ -517,13 +538,32 @@ def tensor_of(blob: Blob) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).view(blob.shape)
 
 
+def kept(blob: Blob) -> Held:
+    """A blob as it is held here. ValueError: not what it says it is."""
+    if blob.codec == codec.RAW:
+        return tensor_of(blob)
+    fault = _malformed(blob)
+    if fault:
+        raise ValueError(fault)
+    return blob
+
+
 def _malformed(blob: Blob) -> str:
-    if blob.dtype not in DTYPES or blob.codec != "raw":
-        return f"type {blob.dtype[:20]!r} with codec {blob.codec[:20]!r} is not known here"
+    if blob.dtype not in DTYPES:
+        return f"type {blob.dtype[:20]!r} is not known here"
     size = memoryview(blob.data).nbytes
-    if any(extent < 0 for extent in blob.shape) or size != math.prod(blob.shape) * DTYPES[blob.dtype]:
-        return f"{size} bytes are not {blob.dtype} of shape {blob.shape}"
+    try:
+        wanted = codec.nbytes(blob.codec, blob.shape, blob.dtype)
+    except ValueError as error:
+        return str(error)
+    if any(extent < 0 for extent in blob.shape) or size != wanted:
+        return f"{size} bytes are not {blob.dtype} of shape {blob.shape} in codec {blob.codec}"
     return ""
+
+
+def _codec(how: str) -> str:
+    """The name that codec `how` of the configuration has on the wire."""
+    return codec.RAW if compress.lossless(how) else how
 
 
 class Kinds:
@@ -534,7 +574,10 @@ class Kinds:
         name = str(dtype).removeprefix("torch.")
         self._stages = config.run.stages
         self._vocabulary = vocabulary(config)
-        self._boundary = Kind("a boundary tensor", name, shape)
+        network = config.network
+        self._boundary = Kind("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
+        self._gradient = Kind("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
+        self._averaging = _codec(network.averaging)
         self._tokens = Kind("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
         self._most = config.network.blob_bytes // 4  # values of a gradient whose stage is still being downloaded
         self._bytes = Kind("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
@@ -553,8 +596,12 @@ class Kinds:
 
     def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
         if isinstance(message, Part | Sum):
-            most = length or (self._most if isinstance(message, Sum) and message.heard else 0)
-            return (Kind("a chunk of the gradient", "float32", (), most),) if most else "no stage is here to average"
+            heard = isinstance(message, Sum) and message.heard
+            most = length or (self._most if heard else 0)
+            # A lone replica tells listeners its sum as it applies it: not encoded.
+            codecs = (codec.RAW, self._averaging) if heard else (self._averaging,)
+            kind = Kind("a chunk of the gradient", "float32", (), most, codecs)
+            return (kind,) if most else "no stage is here to average"
         if isinstance(message, Chunk):
             return () if message.gone else (self._bytes,)
         assert isinstance(message, Forward | Backward | Output | Gradient)
@@ -568,8 +615,8 @@ class Kinds:
             case Output():
                 return (self._boundary,)
             case Gradient():
-                return () if stage == 0 else (self._boundary,)
-        return (x,) if last == 0 else (x, self._tokens if stage == last else self._boundary)
+                return () if stage == 0 else (self._gradient,)
+        return (x,) if last == 0 else (x, self._tokens if stage == last else self._gradient)
 
     def _wrong(self, blob: Blob, kind: Kind) -> str:
         fault = _malformed(blob)
@@ -577,10 +624,14 @@ class Kinds:
             return fault
         if blob.dtype != kind.dtype:
             return f"type {blob.dtype}, not {kind.dtype}"
+        if blob.codec.partition("/")[0] not in kind.codecs:
+            return f"codec {blob.codec}, not {' or '.join(kind.codecs)}, which this run uses"
         if kind.shape and blob.shape != kind.shape:
             return f"shape {blob.shape}, not {kind.shape}"
         if not kind.shape and (len(blob.shape) != 1 or not 1 <= blob.shape[0] <= kind.most):
             return f"shape {blob.shape}, not one dimension of 1 to {kind.most}"
+        if blob.codec != codec.RAW:
+            return compress.fault(coding.code_of(blob))
         tensor = tensor_of(blob)
         if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):
             return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not 0 to {self._vocabulary - 1}"

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-import torch
+import msgspec
 
 from shoal import trace
 from shoal.core.messages import (
@@ -35,10 +35,12 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.peer import PeerMachine
+from shoal.runtime.coding import Held
 from shoal.runtime.hands import Hands
 from shoal.runtime.measure import Meter
 from shoal.runtime.record import Record
 from shoal.runtime.report import Progress
+from shoal.traffic import Size, Tally
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.directory import Directory
 
@@ -63,6 +65,7 @@ class Node:
         self.machine, self.hands, self.transport, self._signed = machine, hands, transport, signed
         self.directory, self.record = directory, record
         self.meter = Meter(transport)
+        self.tally = Tally()
         self.finish: Finish | None = None
         self._view: View | None = None
         self._serial = 0
@@ -90,6 +93,8 @@ class Node:
             await self._over.wait()
             for task in tasks:
                 task.cancel()
+        self._tell_traffic(time.monotonic())
+        self.record.tell(self._progress())
         assert self.finish is not None
         return self.finish
 
@@ -104,6 +109,8 @@ class Node:
         commands = self.machine.handle(event, now)
         self.record.event(now, event, commands)
         if self.machine.view is not self._view and self.machine.view is not None:
+            if self._view is None or self.machine.view.step != self._view.step:
+                self._tell_traffic(now)
             self._view = self.machine.view
             self.record.view(now, self._view)
         for command in commands:
@@ -120,7 +127,9 @@ class Node:
                 self._inbox.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
             case Send():
                 blobs = tuple(self.hands.blob(name) for name in command.blobs)
-                self.transport.send(command.peer, command.message, blobs)
+                sent = self.transport.send(command.peer, command.message, blobs)
+                if sent:
+                    self.tally.sent(command.message, _sizes(blobs), sent)
             case Do():
                 self.hands.submit(command.task, self._on_result)
             case Drop():
@@ -154,6 +163,7 @@ class Node:
             await asyncio.sleep(0)  # a flood of messages starves neither deadlines nor results
 
     def _on_message(self, incoming: Incoming) -> None:
+        self.tally.received(incoming.message, _sizes(incoming.blobs), incoming.nbytes)
         if isinstance(incoming.message, Override) and not self._signed(incoming.message):
             return  # nobody's word but the operator's
         fault = self.hands.check(incoming.message, incoming.blobs)
@@ -164,7 +174,7 @@ class Node:
         refs = () if fault else tuple(self._keep(blob) for blob in incoming.blobs)
         self.handle(Received(peer=incoming.peer, message=incoming.message, blobs=refs, fault=fault))
 
-    def _keep(self, value: torch.Tensor | Blob) -> BlobRef:
+    def _keep(self, value: Held) -> BlobRef:
         """Under a name of its own: what the driver names begins with 'r'."""
         self._serial += 1
         name = f"r/{self._serial}"
@@ -199,8 +209,20 @@ class Node:
 
     async def _report(self) -> None:
         while True:
-            self.record.tell(progress(self.machine))
+            self.record.tell(self._progress())
             await asyncio.sleep(REPORT_S)
+
+    def _progress(self) -> Progress:
+        sent, received = self.tally.totals()
+        return msgspec.structs.replace(progress(self.machine), sent=sent, received=received)
+
+    def _tell_traffic(self, now: float) -> None:
+        step = self._view.step if self._view is not None else 0
+        self.record.traffic(now, step, *self.tally.totals())
+
+
+def _sizes(blobs: tuple[Blob, ...]) -> list[Size]:
+    return [(blob.dtype, memoryview(blob.data).nbytes) for blob in blobs]
 
 
 def progress(machine: PeerMachine) -> Progress:

@@ -14,6 +14,7 @@ from typing import IO, Protocol
 from shoal import trace
 from shoal.core.messages import Command, Event, Note, Peer, View
 from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Told, encode
+from shoal.traffic import Traffic
 
 BUFFER_BYTES = 256 << 20  # of trace waiting for the disk: minutes of a busy run
 FLUSH_S = 0.2
@@ -26,6 +27,8 @@ class Record(Protocol):
     def event(self, time_s: float, event: Event, commands: list[Command]) -> None: ...
 
     def view(self, time_s: float, view: View) -> None: ...
+
+    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic) -> None: ...
 
     def tell(self, line: AnyLine) -> None: ...
 
@@ -66,6 +69,14 @@ class Recorder:
 
     def view(self, time_s: float, view: View) -> None:
         self.tell(Agreed(time_s=time_s, view=view))
+
+    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic) -> None:
+        """Into the trace: bytes so far, at the end of `step`."""
+        if self._file is not None:
+            text = trace.line(trace.Carried(time_s, self.peer, step, sent, received))
+            with self._lock:
+                self._nbytes += len(text)
+                self._lines.append(text)
 
     def note(self, kind: str, time_s: float, text: str) -> None:
         """Something of the peer's own, from any thread."""

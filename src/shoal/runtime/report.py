@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.messages import Peer, View
+from shoal.traffic import Traffic
 
 
 class Line(msgspec.Struct, frozen=True, tag=True):
@@ -46,6 +47,8 @@ class Progress(Line, frozen=True):
     booked: int = 0
     waiting: int = 0
     inflight: int = 0
+    sent: Traffic = Traffic()  # bytes since it began
+    received: Traffic = Traffic()
 
 
 class Told(Line, frozen=True):

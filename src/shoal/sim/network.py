@@ -1,8 +1,9 @@
 """The simulated network: when a message arrives at another peer, or that it never does.
 
-Within the transport's contract (transport/base.py) control and bulk are two streams per pair of peers, each in order; a
-sender's uplink passes one blob after the other; anything may vanish. Faults come on top: drops, delays, cuts, and, for
-scenarios that ask for it, duplicates and reordering that no transport is allowed. Every draw comes from one stream.
+Within the transport's contract (transport/base.py) control, and each rank of bulk, are in order from one peer to another; a
+sender's uplink passes one blob after the other, those of a higher rank first; anything may vanish. Faults come on top: drops,
+delays, cuts, and, for scenarios that ask for it, duplicates and reordering that no transport is allowed. Every draw comes
+from one stream.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from shoal.core.messages import Peer
+from shoal.core.messages import RANKS, Peer
 from shoal.sim.scenario import Messages, Scenario
 
 CLEAN = Messages()
@@ -21,13 +22,14 @@ class Link(msgspec.Struct):
     """From one peer to another: its delay, and when the last message of each class arrives."""
 
     delay_s: float
-    control_s: float = 0.0
-    bulk_s: float = 0.0
+    last_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * (1 + RANKS))  # control, then bulk by rank
 
 
 class Uplink(msgspec.Struct):
     bandwidth_Bps: float
-    free_s: float = 0.0
+    free_s: list[float] = msgspec.field(
+        default_factory=lambda: [0.0] * RANKS
+    )  # when the last blob of each rank has left
 
 
 class Network:
@@ -41,8 +43,9 @@ class Network:
         self._links: dict[tuple[Peer, Peer], Link] = {}
         self._uplinks: dict[Peer, Uplink] = {}
 
-    def arrivals(self, source: Peer, target: Peer, nbytes: int, now: float) -> tuple[float, ...]:
+    def arrivals(self, source: Peer, target: Peer, nbytes: int, now: float, rank: int = 0) -> tuple[float, ...]:
         """When the message arrives: nothing if it is lost, twice if it is doubled. `nbytes` 0: a control message."""
+        lane = 1 + rank if nbytes else 0
         draw = self._rng.random
         link = self._links.get((source, target))
         if link is None:
@@ -51,17 +54,17 @@ class Network:
             return ()
         at = now + link.delay_s * (1.0 + 0.2 * draw())
         if nbytes:
-            at += self._wait(source, nbytes, now)
+            at += self._wait(source, nbytes, now, rank)
         faults = self.faults
         if faults is CLEAN:
-            return (self._order(link, at, bool(nbytes)),)
+            return (self._order(link, at, lane),)
         if draw() < faults.drop:
             return ()
         if draw() < faults.delay:
             at += 3.0 * draw()
         if draw() < faults.reorder:
             return (at + 2.0 * draw(),)
-        at = self._order(link, at, bool(nbytes))
+        at = self._order(link, at, lane)
         return (at, at + 3.0 * draw()) if draw() < faults.duplicate else (at,)
 
     def part(self, groups: tuple[tuple[Peer, ...], tuple[Peer, ...]], both: bool) -> list[tuple[Peer, Peer]]:
@@ -78,18 +81,20 @@ class Network:
         self.faults = CLEAN
         self.cut.clear()
 
-    def _wait(self, source: Peer, nbytes: int, now: float) -> float:
-        """Seconds until the sender's uplink has passed these bytes, after what already waits there."""
+    def _wait(self, source: Peer, nbytes: int, now: float, rank: int) -> float:
+        """Seconds until the sender's uplink has passed these bytes, after what waits there and goes first. What goes after it
+        is late for that only if it is sent later: the others' arrival is settled."""
         uplink = self._uplinks.get(source)
         if uplink is None:
             low, high = self._scenario.bandwidth_Bps
             uplink = self._uplinks[source] = Uplink(low * (high / low) ** self._rng.random())
-        uplink.free_s = max(uplink.free_s, now) + nbytes / uplink.bandwidth_Bps
-        return uplink.free_s - now
+        seconds = nbytes / uplink.bandwidth_Bps
+        uplink.free_s[rank] = left = max(*uplink.free_s[: rank + 1], now) + seconds
+        for lower in range(rank + 1, RANKS):
+            if uplink.free_s[lower] > now:
+                uplink.free_s[lower] += seconds
+        return left - now
 
-    def _order(self, link: Link, at: float, bulk: bool) -> float:
-        if bulk:
-            link.bulk_s = at = max(at, link.bulk_s)
-        else:
-            link.control_s = at = max(at, link.control_s)
+    def _order(self, link: Link, at: float, lane: int) -> float:
+        link.last_s[lane] = at = max(at, link.last_s[lane])
         return at

@@ -377,7 +377,7 @@ class Swarm:
         if values:
             part = isinstance(message, m.Part | m.Sum)
             nbytes = case.scenario.values if part else case.scenario.boundary_bytes * len(values)
-        arrivals = self.network.arrivals(source.name, target, nbytes, kernel.now)
+        arrivals = self.network.arrivals(source.name, target, nbytes, kernel.now, m.rank(message))
         for at in arrivals:
             kernel.at(at, self._arrive, parcel)
         stranger = self.network.faults.stranger

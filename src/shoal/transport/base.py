@@ -1,8 +1,9 @@
 """The contract of every network: at most once, ordered per peer, may vanish silently; sizes bounded; authenticated.
 
 Timeouts, retries, bans and heartbeats are core's business, so a transport never waits for an answer and `send` never raises
-for a dead peer. One contract test (tests/contract) runs over every implementation. Control messages (no blobs) and bulk
-messages (with blobs) are ordered among themselves but control never waits behind bulk.
+for a dead peer. One contract test (tests/contract) runs over every implementation. Control messages (no blobs) are ordered
+among themselves, and so is each rank of bulk messages (with blobs; core.messages.rank). Nothing waits behind a lower rank,
+and control behind no bulk: what is larger than a fragment is sent in fragments.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from shoal import codec
 from shoal.core.messages import Message, Peer
 
 MAX_CONTROL_BYTES = 4 << 20  # a View of 1,000 peers and 100,000 microbatches fits
@@ -18,23 +20,24 @@ MAX_BLOBS = 4
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """A tensor on its way: raw little-endian bytes in row-major order, and what they mean.
+    """A tensor on its way: its bytes, and what they mean.
 
-    `dtype` is one of transport.base.DTYPES; `codec` names how `data` encodes the values ("raw" until codecs are used)."""
+    `dtype` is one of DTYPES; `codec` (shoal/codec.py) says how `data` encodes the values: raw is little-endian, row-major."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
-    codec: str = "raw"
+    codec: str = codec.RAW
 
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
+DTYPES = codec.WIDTHS
 
 
 class Incoming(msgspec.Struct, frozen=True):
     peer: Peer
     message: Message
     blobs: tuple[Blob, ...] = ()
+    nbytes: int = 0  # that it took on the line
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -62,8 +65,10 @@ class Transport(Protocol):
     async def start(self) -> None:
         """Bind and listen. ValueError when the port is taken (names it)."""
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
-        """Queue for sending and return at once; never raises for a dead peer."""
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
+        """Queue for sending and return at once; never raises for a dead peer.
+
+        Returns the bytes that it takes on the line, 0 when it goes nowhere: the peer is not known, too much waits for it."""
 
     async def receive(self) -> Incoming | Lost:
         """The next thing that happened. A peer that sends malformed or oversized data is dropped and reported as Lost."""

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from typing import Literal
 
-from shoal.core.messages import Peer
+from shoal.core.messages import RANKS, Peer
 from shoal.transport.engine import Link
 from shoal.transport.wire import Frame
 
@@ -21,7 +21,8 @@ class Box:
         self.peer = peer
         self.kind: Kind = kind
         self.link: Link | None = None  # engine's thread only
-        self._frames: deque[Frame] = deque()
+        self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(RANKS))
+        self._gone = [0] * RANKS  # bytes of each rank's first frame that have been written
         self._bytes = 0
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
@@ -29,24 +30,34 @@ class Box:
     def put(self, frame: Frame) -> bool:
         """False: too much waits already, the frame vanishes. One frame is always taken."""
         with self._lock:
-            if self._frames and self._bytes + frame.nbytes > self._limit_bytes:
+            if self._bytes and self._bytes + frame.nbytes > self._limit_bytes:
                 return False
-            self._frames.append(frame)
+            self._frames[frame.rank].append(frame)
             self._bytes += frame.nbytes
             return True
 
-    def first(self) -> Frame | None:
-        """Stays in the box until `sent`."""
+    def first(self) -> tuple[Frame, int] | None:
+        """Of the highest rank that waits, and how much of it is gone. It stays in the box until all of it was `sent`."""
         with self._lock:
-            return self._frames[0] if self._frames else None
+            for frames, gone in zip(self._frames, self._gone, strict=True):
+                if frames:
+                    return frames[0], gone
+            return None
 
-    def sent(self, frame: Frame) -> None:
+    def sent(self, frame: Frame, nbytes: int) -> None:
         with self._lock:
-            if self._frames and self._frames[0] is frame:  # not when the box was emptied meanwhile
-                self._frames.popleft()
+            frames = self._frames[frame.rank]
+            if not frames or frames[0] is not frame:  # the box was emptied meanwhile
+                return
+            self._gone[frame.rank] += nbytes
+            if self._gone[frame.rank] == frame.nbytes:
+                frames.popleft()
+                self._gone[frame.rank] = 0
                 self._bytes -= frame.nbytes
 
     def empty(self) -> None:
         with self._lock:
-            self._frames.clear()
+            for frames in self._frames:
+                frames.clear()
+            self._gone = [0] * RANKS
             self._bytes = 0

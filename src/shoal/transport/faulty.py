@@ -72,20 +72,21 @@ class Faulty:
         for task in self._tasks:
             task.add_done_callback(tell_mistake)
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         link, cut = self._fate(peer)
         self._settle(peer, link)
-        if cut or link is None:
-            if not cut:
-                self._inner.send(peer, message, blobs)
-            return
+        if cut:
+            return 0
+        if link is None:
+            return self._inner.send(peer, message, blobs)
         frame = encode(message, blobs, self._limits)  # refuses at once what the inner network would refuse later
         line = self._lines.setdefault(peer, (link, Line(link.up_Bps, link.delay_s)))[1]
         waiting_bytes = line.waiting_bytes(peer) if frame.bulk else 0
         if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
-            return
-        line.push((message, blobs), peer, frame.nbytes, frame.bulk, _now())
+            return 0
+        line.push((message, blobs), peer, frame.nbytes, frame.bulk, _now(), rank=frame.rank)
         self._news.set()
+        return frame.nbytes
 
     async def receive(self) -> Incoming | Lost:
         while True:

@@ -56,15 +56,16 @@ class MemoryTransport:
         self._hub.peers[self.name] = self
         self._open = True
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)
         if not self._open:
-            return
+            return 0
         if self._hub.carry(self.name, peer, b"".join(frame.parts)):
             self._talked.add(peer)
-        else:
-            self._talked.discard(peer)
-            self._inbox.put(Lost(peer, "there is no such peer"))
+            return frame.nbytes
+        self._talked.discard(peer)
+        self._inbox.put(Lost(peer, "there is no such peer"))
+        return 0
 
     async def receive(self) -> Incoming | Lost:
         return await self._inbox.take()
@@ -101,7 +102,7 @@ class MemoryTransport:
             log.warning("too much waits at %s: %s from %s is dropped", self.name, type(message).__name__, sender)
             return
         self._talked.add(sender)
-        self._inbox.put(Incoming(sender, message, blobs), len(data))
+        self._inbox.put(Incoming(sender, message, blobs, len(data)), len(data))
 
     def left(self, peer: Peer) -> None:
         if peer in self._talked:

@@ -6,10 +6,10 @@ wakes late, what it handed over is late, but the line was busy meanwhile and the
 
 The uplink holds each message until its last byte has left, plus the delay. A link of one pair, where one is given, takes bytes
 as they leave the uplink: links to several peers are filled side by side as far as the uplink is wider than they are, and a
-narrow one holds nobody else up. The downlink takes bytes while they arrive: a
-message that comes alone and no faster than the line is not held at all; two at once share it. Bulk messages pass one after
-the other; a control message goes first, as its packets would, and pushes the bulk in transmission back by its own time. The
-real network beneath adds what it costs.
+narrow one holds nobody else up. The downlink takes bytes while they arrive: a message that comes alone and no faster than the
+line is not held at all; two at once share it. Bulk messages of one rank pass one after the other; a control message, or bulk
+of a higher rank, goes first, as its packets would, and pushes what is in transmission back by its own time. The real network
+beneath adds what it costs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.core.messages import Message, Peer
+from shoal.core.messages import RANKS, Message, Peer, rank
 from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
 from shoal.transport.inbox import Inbox
 from shoal.transport.wire import encode, size
@@ -56,15 +56,15 @@ class Reachable(Transport, Protocol):
 
 
 class _Passing:
-    """A message on the line. `leaves`: when its last byte is through."""
+    """A message on the line. `lane`: 0 for control, 1 and up for bulk by rank. `leaves`: when its last byte is through."""
 
-    __slots__ = ("bulk", "item", "leaves", "nbytes", "peer", "seconds")
+    __slots__ = ("item", "lane", "leaves", "nbytes", "peer", "seconds")
 
-    def __init__(self, item: Any, peer: Peer, nbytes: int, bulk: bool, seconds: float, leaves: float) -> None:
+    def __init__(self, item: Any, peer: Peer, nbytes: int, lane: int, seconds: float, leaves: float) -> None:
         self.item = item
         self.peer = peer
         self.nbytes = nbytes
-        self.bulk = bulk
+        self.lane = lane
         self.seconds = seconds
         self.leaves = leaves
 
@@ -76,61 +76,69 @@ class Line:
         self._bandwidth_Bps = bandwidth_Bps
         self._delay_s = delay_s
         self._cut_through = cut_through
-        self._control: deque[_Passing] = deque()
-        self._bulk: deque[_Passing] = deque()
-        self._free = [float("-inf"), float("-inf")]  # when the last control and the last bulk message are through
+        self._lanes: list[deque[_Passing]] = [deque() for _ in range(1 + RANKS)]  # control, then bulk by rank
+        self._free = [float("-inf")] * (1 + RANKS)  # when the last message of each lane is through
 
-    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, since: float | None = None) -> None:
-        """Its last byte is here `now`; its first was `since`, where that is known."""
+    def push(
+        self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, since: float | None = None, rank: int = 0
+    ) -> None:
+        """Its last byte is here `now`; its first was `since`, where that is known. `rank` is that of bulk."""
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
         came = since if since is not None else now - seconds if self._cut_through else now
-        if not bulk:
-            leaves = max(max(self._free[0], came) + seconds, now)
-            self._delay_bulk(seconds, now)
-        else:
-            leaves = max(max(self._free[0], self._free[1], came) + seconds, now)
-        self._free[bulk] = leaves
-        (self._bulk if bulk else self._control).append(_Passing(item, peer, nbytes, bulk, seconds, leaves))
+        lane = 1 + rank if bulk else 0
+        leaves = max(max(*self._free[: lane + 1], came) + seconds, now)
+        self._free[lane] = leaves
+        self._lanes[lane].append(_Passing(item, peer, nbytes, lane, seconds, leaves))
+        self._delay(lane + 1, seconds, now)
 
     def take(self, now: float) -> list[Any]:
-        """What has arrived by `now`: control first, each in order."""
+        """What has arrived by `now`: control first, then by rank, each in order."""
         return [passing.item for passing in self.passed(now)]
 
     def passed(self, now: float) -> list[_Passing]:
         """The same, with when each was through."""
         return [
             lane.popleft()
-            for lane in (self._control, self._bulk)
+            for lane in self._lanes
             for _ in range(sum(passing.leaves + self._delay_s <= now for passing in lane))
         ]
 
     @property
     def deadline(self) -> float | None:
-        return min((lane[0].leaves + self._delay_s for lane in (self._control, self._bulk) if lane), default=None)
+        return min((lane[0].leaves + self._delay_s for lane in self._lanes if lane), default=None)
 
     def waiting_bytes(self, peer: Peer) -> int:
-        return sum(passing.nbytes for passing in self._bulk if passing.peer == peer)
+        """Of bulk."""
+        return sum(passing.nbytes for lane in self._lanes[1:] for passing in lane if passing.peer == peer)
 
     def drop(self, peer: Peer, now: float) -> None:
         """Forget that peer's messages; those behind them move up, but not those that are through already."""
-        self._control = deque(passing for passing in self._control if passing.peer != peer)
-        kept: deque[_Passing] = deque()
+        self._lanes[0] = deque(passing for passing in self._lanes[0] if passing.peer != peer)
+        waiting = [(passing.leaves, lane, passing) for lane in range(1, 1 + RANKS) for passing in self._lanes[lane]]
+        waiting.sort(key=lambda each: each[:2])
+        self._lanes[1:] = [deque() for _ in range(RANKS)]
         gained = 0.0
-        for passing in self._bulk:
+        for leaves, lane, passing in waiting:
             if passing.peer == peer:
-                gained += max(0.0, min(passing.seconds, passing.leaves - now))
+                # What is left of it, where others that go first may have had the line for a while since it began.
+                ahead = ((until, other) for until, higher, other in waiting if higher < lane and now < until <= leaves)
+                first = sum(min(other.seconds, until - now) for until, other in ahead)
+                gained += max(0.0, min(passing.seconds, leaves - now - first))
             else:
                 passing.leaves -= gained
-                kept.append(passing)
-        self._bulk = kept
-        self._free[1] -= gained
+                self._lanes[lane].append(passing)
+        for lane in range(1, 1 + RANKS):
+            if self._free[lane] > now:
+                self._free[lane] = max([now, *(passing.leaves for passing in self._lanes[lane])])
 
-    def _delay_bulk(self, seconds: float, now: float) -> None:
-        for passing in self._bulk:
-            if passing.leaves > now:
-                passing.leaves += seconds
-        if self._free[1] > now:
-            self._free[1] += seconds
+    def _delay(self, lane: int, seconds: float, now: float) -> None:
+        """Push back by so much what is still passing in this and the lower lanes."""
+        for lower in range(lane, 1 + RANKS):
+            for passing in self._lanes[lower]:
+                if passing.leaves > now:
+                    passing.leaves += seconds
+            if self._free[lower] > now:
+                self._free[lower] += seconds
 
 
 class Uplink:
@@ -143,16 +151,17 @@ class Uplink:
         self._behind = {host: Line(pair.bandwidth_Bps, pair.delay_s) for host, pair in link.pairs.items()}
         self._others = Line(0.0, link.delay_s)
 
-    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float) -> None:
-        self._first.push(item, peer, nbytes, bulk, now)
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
+        self._first.push(item, peer, nbytes, bulk, now, rank=rank)
 
     def take(self, now: float) -> list[Any]:
         """What has arrived by `now`."""
         if not self.pairs:
             return self._first.take(now)
-        for done in self._first.passed(now):
+        for done in sorted(self._first.passed(now), key=lambda passing: passing.leaves):
             line = self._behind.get(self.hosts.get(done.peer, ""), self._others)
-            line.push(done.item, done.peer, done.nbytes, done.bulk, done.leaves, since=done.leaves - done.seconds)
+            since, bulk = done.leaves - done.seconds, done.lane > 0
+            line.push(done.item, done.peer, done.nbytes, bulk, done.leaves, since, max(0, done.lane - 1))
         return [item for line in self._lines[1:] for item in line.take(now)]
 
     @property
@@ -190,15 +199,16 @@ class Shaped:
         for task in self._tasks:
             task.add_done_callback(tell_mistake)
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)  # refuses at once what the inner network would refuse later
         if self._closed:
-            return
+            return 0
         waiting_bytes = self._up.waiting_bytes(peer) if frame.bulk else 0
         if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
-            return
-        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now())
+            return 0
+        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now(), frame.rank)
         self._news.set()
+        return frame.nbytes
 
     async def receive(self) -> Incoming | Lost:
         return await self._inbox.take()
@@ -241,7 +251,7 @@ class Shaped:
             nbytes = size(item.message, item.blobs)
             if item.blobs and self._down.waiting_bytes(item.peer) > self._limits.queued_bytes:
                 continue  # more than the modelled line can take: vanishes, as at the sender
-            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now())
+            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now(), rank=rank(item.message))
             self._news.set()
             while self._inbox.full(bulk=True) or self._inbox.full(bulk=False):
                 self._room.clear()

@@ -4,8 +4,8 @@ What is beneath (TLS over TCP, libp2p) is a Carrier: it listens, dials and says 
 else is decided here, once for all of them. A peer's membership is proven by the pass in its hello, and the other side must
 hold the very name that was asked for. For each peer there are up to four streams: control and bulk, one way each, opened by
 the sender when there is something to send. One way, because then a new stream simply replaces the old one and order cannot
-suffer; apart, because then control never waits behind bulk. Three threads do the work (engine.py): one for all control,
-one for bulk out, one for bulk in.
+suffer; apart, because then control never waits behind bulk. What is bulk goes by rank, in fragments. Three threads do the
+work (engine.py): one for all control, one for bulk out, one for bulk in.
 
 A stream that breaks takes what waits for it along and is reported as Lost; the next send tries again.
 """
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-from shoal.core.messages import Message, Peer
+from shoal.core.messages import RANKS, Message, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits, Lost
 from shoal.transport.box import Box, Kind
 from shoal.transport.engine import Engine, Link, Steps, Want
@@ -30,13 +30,14 @@ from shoal.transport.identity import key_id_of
 from shoal.transport.inbox import Inbox
 from shoal.transport.invite import Membership
 from shoal.transport.wire import (
+    FRAGMENT_BYTES,
+    FRAGMENT_HEAD_BYTES,
     PREFIX_BYTES,
+    Arriving,
     Malformed,
-    blobs_of,
-    buffers,
-    decode_head,
     encode,
-    head_bytes,
+    fragment,
+    fragment_head,
 )
 
 log = logging.getLogger(__name__)
@@ -129,25 +130,26 @@ class StreamTransport:
         for engine in self._engines():
             engine.start()
 
-    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> None:
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)
         if self._closed:
-            return
+            return 0
         if peer == self.name:
             self._inbox.put(Incoming(peer, message, blobs), frame.nbytes)
-            return
+            return 0
         if self._carrier.way(peer) is None:
             self._inbox.put(Lost(peer, "its address is not known"))
-            return
+            return 0
         kind: Kind = "bulk" if frame.bulk else "control"
         box = self._boxes.get((peer, kind))
         if box is None:
             limit_bytes = self._limits.queued_bytes if frame.bulk else QUEUED_CONTROL_BYTES
             box = self._boxes[peer, kind] = Box(peer, kind, limit_bytes)
-        if box.put(frame):
-            self._sender(kind).post(lambda: self._serve(box))
-        else:
+        if not box.put(frame):
             log.warning("too much waits for %s: %s to it is dropped", peer, type(message).__name__)
+            return 0
+        self._sender(kind).post(lambda: self._serve(box))
+        return frame.nbytes
 
     async def receive(self) -> Incoming | Lost:
         item = await self._inbox.take()
@@ -211,14 +213,19 @@ class StreamTransport:
 
     def _send_frames(self, stream: Stream, box: Box) -> Steps:
         while True:
-            frame = box.first()
-            if frame is None:
+            first = box.first()
+            if first is None:
                 stream.listen()
                 yield Want.READ
                 continue
-            for part in frame.parts:
-                yield from stream.write(part)
-            box.sent(frame)
+            frame, gone = first
+            nbytes = frame.nbytes
+            if box.kind == "bulk":  # a fragment, then whatever has the highest rank by then
+                nbytes = min(FRAGMENT_BYTES, frame.nbytes - gone)
+                yield from stream.write(fragment_head(frame.rank, nbytes))
+            for piece in frame.pieces(gone, nbytes):
+                yield from stream.write(piece)
+            box.sent(frame, nbytes)
             yield Want.AGAIN
 
     def _broken(self, box: Box, link: Link, way: Any, error: Exception) -> None:
@@ -298,21 +305,25 @@ class StreamTransport:
         yield from self._read_frames(stream, hello.name, hello.kind)
 
     def _read_frames(self, stream: Stream, peer: Peer, kind: Kind) -> Steps:
-        prefix = memoryview(bytearray(PREFIX_BYTES))
+        bulk = kind == "bulk"
+        mark = memoryview(bytearray(FRAGMENT_HEAD_BYTES))
+        arriving = [Arriving(self._limits, bulk) for _ in range(RANKS)]
         while True:
-            while self._inbox.full(kind == "bulk"):
+            while self._inbox.full(bulk):
                 yield Want.WOKEN
-            yield from stream.read(prefix)
-            data = memoryview(bytearray(head_bytes(prefix)))
-            yield from stream.read(data)
-            head = decode_head(data, self._limits)
-            if head.blobs and kind == "control":
-                raise Malformed(f"{type(head.message).__name__} with blobs among control messages")
-            memory = buffers(head)
-            for part in memory:
-                yield from stream.read(part)
-            nbytes = data.nbytes + sum(part.nbytes for part in memory)
-            self._inbox.put(Incoming(peer, head.message, blobs_of(head, memory)), nbytes)
+            place, left = 0, MAX_CONTROL_BYTES + PREFIX_BYTES
+            if bulk:
+                yield from stream.read(mark)
+                place, left = fragment(mark)
+            one = arriving[place]
+            while left and not (one.whole and not bulk):
+                view = one.room(left)
+                yield from stream.read(view)
+                one.came(view.nbytes)
+                left -= view.nbytes
+            if one.whole:
+                arriving[place] = Arriving(self._limits, bulk)
+                self._inbox.put(Incoming(peer, *one.message(), one.nbytes), one.nbytes)
 
     def _hung_up(self, peer: Peer, kind: Kind, link: Link, error: Exception) -> None:
         if self._incoming.get((peer, kind)) is link:

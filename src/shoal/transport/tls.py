@@ -22,6 +22,7 @@ from shoal.transport.streams import Opening, StreamTransport
 log = logging.getLogger(__name__)
 
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
+UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 Address = tuple[str, int]
 
@@ -173,6 +174,7 @@ def _tuned(sock: socket.socket) -> socket.socket:
         ("TCP_KEEPINTVL", 2),
         ("TCP_KEEPCNT", 3),
         ("TCP_USER_TIMEOUT", DEAD_LINE_MS),
+        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
         ("TCP_CONGESTION", b"bbr"),  # holds its rate on long lines with losses, where cubic falls to a tenth
     )
     for name, value in wishes:

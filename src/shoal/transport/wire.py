@@ -4,6 +4,10 @@
     head      [message, [[dtype, shape, codec, nbytes], ...]]
     blobs     one after the other, `nbytes` each
 
+Bulk travels in fragments, so that a message of a higher rank (core.messages.rank) waits for one of them and not for the
+whole of another: one byte of rank, four of length, then so many bytes of that rank's messages, one after the other; a
+fragment never holds the end of one message and the beginning of the next.
+
 For every transport that moves bytes. Whoever reads calls `head_bytes` on the first four bytes, `decode_head` on the head
 and `buffers` for the memory of the blobs, in this order: each raises Malformed before the memory it is about is taken.
 """
@@ -12,17 +16,22 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from shoal.core.messages import BULK, Message
+from shoal import codec
+from shoal.core.messages import BULK, RANKS, Message, rank
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
 PREFIX_BYTES = 4
+FRAGMENT_BYTES = 256 << 10  # 10 ms on a line of 200 Mbit/s
 MAX_DIMENSIONS = 8
 _prefix = struct.Struct(">I")
+_fragment = struct.Struct(">BI")
+FRAGMENT_HEAD_BYTES = _fragment.size
 
 _Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
@@ -49,6 +58,16 @@ class Frame(msgspec.Struct, frozen=True):
     parts: tuple[memoryview, ...]
     nbytes: int
     bulk: bool
+    rank: int = 0  # of bulk
+
+    def pieces(self, start: int, most: int) -> Iterator[memoryview]:
+        """At most `most` bytes from `start`, without a copy."""
+        for part in self.parts:
+            if start < part.nbytes and most:
+                piece = part[start : start + most]
+                most -= piece.nbytes
+                yield piece
+            start = max(0, start - part.nbytes)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -67,7 +86,71 @@ def encode(message: Message, blobs: tuple[Blob, ...], limits: Limits) -> Frame:
         raise ValueError(f"{type(message).__name__} takes {len(head)} bytes; a message may have {MAX_CONTROL_BYTES}")
     _check(message, heads, limits)
     parts = (memoryview(_prefix.pack(len(head)) + head), *views)
-    return Frame(parts, sum(part.nbytes for part in parts), bool(blobs))
+    return Frame(parts, sum(part.nbytes for part in parts), bool(blobs), rank(message))
+
+
+def fragment_head(rank: int, nbytes: int) -> memoryview:
+    return memoryview(_fragment.pack(rank, nbytes))
+
+
+def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int]:
+    """Rank and length of the fragment that follows."""
+    place, nbytes = _fragment.unpack(head)
+    if place >= RANKS or not 0 < nbytes <= FRAGMENT_BYTES:
+        raise Malformed(f"a fragment of rank {place} and {nbytes} bytes; allowed are {RANKS} ranks of {FRAGMENT_BYTES}")
+    return place, nbytes
+
+
+class Arriving:
+    """A message that comes in pieces: fill `room`, say how much `came`, until `whole`. Raises Malformed as soon as it is."""
+
+    def __init__(self, limits: Limits, bulk: bool) -> None:
+        self.whole = False
+        self._bulk = bulk
+        self.nbytes = 0
+        self._limits = limits
+        self._view = memoryview(bytearray(PREFIX_BYTES))
+        self._at = 0
+        self._prefixed = False
+        self._head: Head | None = None
+        self._memory: tuple[memoryview, ...] = ()
+        self._blob = 0
+
+    def room(self, most: int) -> memoryview:
+        """Where the next bytes go."""
+        if self.whole:
+            raise Malformed("a fragment that goes on after the end of its message")
+        return self._view[self._at : self._at + most]
+
+    def came(self, nbytes: int) -> None:
+        self._at += nbytes
+        self.nbytes += nbytes
+        while not self.whole and self._at == self._view.nbytes:
+            self._turn()
+
+    def message(self) -> tuple[Message, tuple[Blob, ...]]:
+        assert self.whole and self._head is not None
+        return self._head.message, blobs_of(self._head, self._memory)
+
+    def _turn(self) -> None:
+        """What was being filled is full: the next part of the message."""
+        self._at = 0
+        if not self._prefixed:
+            self._prefixed = True
+            self._view = memoryview(bytearray(head_bytes(self._view)))
+        elif self._head is None:
+            self._head = decode_head(self._view, self._limits)
+            if self._head.blobs and not self._bulk:
+                raise Malformed(f"{type(self._head.message).__name__} with blobs among control messages")
+            self._memory = buffers(self._head)
+            self._next_blob(0)
+        else:
+            self._next_blob(self._blob + 1)
+
+    def _next_blob(self, number: int) -> None:
+        self._blob = number
+        self.whole = number == len(self._memory)
+        self._view = memoryview(b"") if self.whole else self._memory[number]
 
 
 def head_bytes(prefix: bytes | bytearray | memoryview) -> int:
@@ -129,7 +212,13 @@ def _check(message: Message, heads: tuple[BlobHead, ...], limits: Limits) -> Non
             raise Malformed(f"{kind} with a blob of type '{head.dtype}'; known are {', '.join(DTYPES)}")
         if head.nbytes > limits.blob_bytes:
             raise Malformed(f"{kind} with a blob of {head.nbytes} bytes; allowed are {limits.blob_bytes}")
-        if head.codec != "raw":
-            raise Malformed(f"{kind} with a blob in codec '{head.codec}'; known is raw")
-        if head.nbytes != math.prod(head.shape) * DTYPES[head.dtype]:
-            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes for shape {head.shape} of {head.dtype}")
+        whole = math.prod(head.shape) * DTYPES[head.dtype]  # what it takes once decoded
+        if whole > limits.blob_bytes:
+            raise Malformed(f"{kind} with a blob of {whole} bytes when decoded; allowed are {limits.blob_bytes}")
+        try:
+            nbytes = codec.nbytes(head.codec, head.shape, head.dtype)
+        except ValueError as error:
+            raise Malformed(f"{kind} with a blob that cannot be decoded: {error}") from None
+        if head.nbytes != nbytes:
+            said = f"shape {head.shape} of {head.dtype} in codec {head.codec}"
+            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes for {said}, which takes {nbytes}")

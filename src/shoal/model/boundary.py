@@ -1,0 +1,145 @@
+"""Layers that make a boundary tensor narrower, trained with the model: bottleneck and maxout (SWARM 2301.11913, section 7).
+
+    bottleneck: LayerNorm -> Linear(d, d / c) -> LayerNorm -> [wire] -> Linear(d / c, d)
+    maxout:     LayerNorm -> max over c adjacent features -> LayerNorm -> [wire] -> Linear(d / c, d)
+
+There is no residual around them: what does not pass is lost, so they change what is learned (benchmarks/quality.py). They are
+part of the model: `model.boundary` names kind and c, one stands at every cut between stages, its first half with the stage
+before and its second with the stage after, and their parameters are averaged, stepped and saved like all others, as
+`shoal_boundary.K.narrow...` and `shoal_boundary.K.widen...` where block K is the first one after the cut.
+
+No other program has these layers. A checkpoint that holds them says so in config.json, under a model_type that transformers
+refuses to load; `load` here gives the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MODEL_TYPE = "shoal_boundary_layers"
+ATTRIBUTE = "shoal_boundary"
+EXPLANATION = (
+    "This model has boundary layers between its blocks, which transformers does not know: without them it computes something "
+    "else. shoal.model.boundary.load(directory) gives the whole model; model.path in a Shoal run goes on training it."
+)
+
+
+class Narrow(nn.Module):
+    """(B, L, D) -> (B, L, D / c), normalised."""
+
+    def __init__(self, kind: str, width: int, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+        self.before = nn.LayerNorm(width)
+        self.down = nn.Linear(width, width // factor) if kind == "bottleneck" else None
+        self.after = nn.LayerNorm(width // factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        x = self.down(x) if self.down is not None else x.unflatten(-1, (-1, self.factor)).amax(-1)
+        return self.after(x)  # type: ignore[no-any-return]
+
+
+class Layers(nn.Module):
+    """One boundary, or the half of it that a stage has."""
+
+    def __init__(self, boundary: str, width: int, halves: Sequence[str] = ("narrow", "widen")) -> None:
+        super().__init__()
+        kind, factor = parse(boundary)
+        if width % factor:
+            raise ValueError(f"model.boundary = {boundary!r} does not divide the model's width {width}")
+        self.narrow = Narrow(kind, width, factor) if "narrow" in halves else None
+        self.widen = nn.Linear(width // factor, width) if "widen" in halves else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.narrow is not None and self.widen is not None
+        return self.widen(self.narrow(x))  # type: ignore[no-any-return]
+
+
+def parse(boundary: str) -> tuple[str, int]:
+    """Kind and factor of `maxout-4x`; ("none", 1) of "none"."""
+    kind, _, factor = boundary.partition("-")
+    return kind, int(factor.removesuffix("x")) if factor else 1
+
+
+def attach(model: Any, boundary: str, halves: dict[int, Sequence[str]]) -> None:
+    """Give a Hugging Face model on the meta device the layers before blocks `halves`, or those halves of them."""
+    width = model.config.hidden_size
+    with torch.device("meta"):
+        layers = {str(block): Layers(boundary, width, wanted) for block, wanted in halves.items()}
+    setattr(model, ATTRIBUTE, nn.ModuleDict(layers))
+
+
+def run_between(model: Any, blocks: Sequence[nn.Module]) -> None:
+    """Let the whole model's blocks take their input through the layers that stand before them."""
+    for block, layers in getattr(model, ATTRIBUTE).items():
+        blocks[int(block)].register_forward_pre_hook(_through(layers), with_kwargs=True)
+
+
+def _through(layers: nn.Module) -> Any:
+    def hook(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (layers(args[0]), *args[1:]), given
+        return args, given | {"hidden_states": layers(given["hidden_states"])}
+
+    return hook
+
+
+# ------------------------------------------------------------------------------------------------------- config.json
+
+
+def described(inner: str, boundary: str, blocks: Sequence[int]) -> bytes:
+    """config.json of a checkpoint with boundary layers before `blocks`; `inner` is that of the model without them."""
+    told = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["ShoalBoundaryLayers"],
+        "explanation": EXPLANATION,
+        "boundary": boundary,
+        "before_blocks": list(blocks),
+        "model": json.loads(inner),
+    }
+    return json.dumps(told, indent=2).encode()
+
+
+def inner(fields: dict[str, Any], where: str, boundary: str, blocks: Sequence[int]) -> dict[str, Any]:
+    """The Hugging Face configuration in a config.json. ValueError when its boundary layers are not those of this run."""
+    layered = fields.get("model_type") == MODEL_TYPE
+    there = (fields["boundary"], list(fields["before_blocks"])) if layered else ("none", [])
+    if there != (boundary, list(blocks)):
+        raise ValueError(
+            f"{where} has boundary layers {_words(*there)}, this run {_words(boundary, list(blocks))}; they are part of the "
+            f"model: set model.boundary={there[0]} and cut it at the same blocks (run.stages)"
+        )
+    return fields["model"] if layered else fields
+
+
+def load(directory: str | Path) -> Any:
+    """The whole model of a checkpoint with boundary layers, a Hugging Face model that runs them between its blocks."""
+    from shoal.model.weights import materialise
+
+    place = Path(directory)
+    fields = json.loads((place / "config.json").read_text())
+    if fields.get("model_type") != MODEL_TYPE:
+        raise ValueError(
+            f"{place}/config.json has model_type {fields.get('model_type')!r}: no boundary layers of Shoal"
+        )
+    import transformers
+
+    hf = transformers.AutoConfig.for_model(**fields["model"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(hf)
+    attach(model, fields["boundary"], dict.fromkeys(fields["before_blocks"], ("narrow", "widen")))
+    materialise(model, seed=0, source=str(place))
+    plan = next(name for name in hf.base_model_pp_plan if isinstance(getattr(model.base_model, name), nn.ModuleList))
+    run_between(model, list(getattr(model.base_model, plan)))
+    return model.eval()
+
+
+def _words(boundary: str, blocks: list[int]) -> str:
+    return f"{boundary} before blocks {blocks}" if blocks else boundary

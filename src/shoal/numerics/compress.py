@@ -1,0 +1,342 @@
+"""Fewer bytes for tensors on their way: plain torch functions, for the driver's hands and for benchmarks.
+
+`encode(values, how)` gives the bytes and the name that they travel under, `decode` the values back; sizes and names are
+codec.py's. Whoever holds the bytes decodes the same bits: only additions, products by a power of two or of one scale, and
+square roots at the sender, each a rounded operation of its own, so no device or library may order them differently.
+
+int8 (SWARM sends blockwise 8 bits both ways; Dettmers and others 2022): absmax per block of 1,024, and a code that is denser
+near zero. Ours is a square law, value = scale * q|q| / 127^2 with q in -127..127, instead of Dettmers' tree of decades: it
+needs no table and its error is lower on every distribution tried (docs/design/2026-11-21-codecs.md).
+int4: groups of 64 values far apart are rotated by a Hadamard matrix with signs, so that one outlier costs all of its group
+a little; then 16 levels per group. The signs are a bent function: a constant group becomes flat, not one spike.
+topk and powersgd (Vogels and others 2019) leave most of a gradient out: use them with an error that is fed back.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal import codec
+
+INT8_BLOCK = 1024  # 0.4 % of scales; blocks of 256 would take 1.6 % and err 7 % less
+PIECE = 1 << 17  # values worked on at once on a CPU: 512 KiB stay in its cache (2.5 GB/s at 2^15, 3.7 at 2^17)
+TINY = 2.0**-100  # a block with nothing above it becomes zeros: its inverse would not be finite
+LARGEST = (
+    127 / 64 * 2.0**127
+)  # an int8 scale: a little under what fp32 and bfloat16 hold, so that no decoded value overflows
+INT4_LARGEST = 2.0**120  # its decoded values are sums of 64
+_SQUARE = 127.0 * 127.0
+_HALF = codec.INT4_BLOCK // 2
+
+
+class Code(msgspec.Struct, frozen=True):
+    """An encoded tensor: `data` (bytes,) uint8, on the device where it was made."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str
+    data: Tensor
+
+
+def encode(values: Tensor, how: str) -> Code:
+    """`how`: none, bf16, int8, int4, or topk/K, powersgd/R with the number kept. ValueError: values that are not finite."""
+    name, _, number = how.partition("/")
+    shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
+    if name == "none":
+        return Code(dtype, shape, codec.RAW, _bytes(values.contiguous().view(-1)))
+    flat = values.detach().float().contiguous().view(-1)
+    match name:
+        case "bf16":
+            written, data = "bf16/1", bf16_encode(flat)
+        case "int8":
+            written, data = f"int8/1/{INT8_BLOCK}", int8_encode(flat, INT8_BLOCK)
+        case "int4":
+            written, data = f"int4/1/{codec.INT4_BLOCK}", int4_encode(flat)
+        case "topk":
+            written, data = f"topk/1/{number}", topk_encode(flat, int(number))
+        case "powersgd":
+            written, data = f"powersgd/1/{number}", powersgd_encode(values.detach().float(), int(number))
+        case _:
+            raise ValueError(f"{how!r} is no codec; known are none, bf16, int8, int4, topk/K and powersgd/R")
+    return Code(dtype, shape, written, data)
+
+
+def decode(code: Code) -> Tensor:
+    """The values, on the device of the bytes. ValueError says what is wrong with a code that nobody honest wrote."""
+    wrong = fault(code)
+    if wrong:
+        raise ValueError(wrong)
+    spec, dtype, count = codec.parse(code.codec), getattr(torch, code.dtype), math.prod(code.shape)
+    match spec.name:
+        case codec.RAW:
+            return code.data.view(dtype).view(code.shape)
+        case "bf16":
+            flat = code.data.view(torch.bfloat16).to(torch.float32)
+        case "int8":
+            flat = int8_decode(code.data, count, spec.parameter)
+        case "int4":
+            flat = int4_decode(code.data, count)
+        case "topk":
+            flat = topk_decode(code.data, count, spec.parameter)
+        case _:
+            flat = powersgd_decode(code.data, (code.shape[0], code.shape[1]), spec.parameter).view(-1)
+    return flat.to(dtype).view(code.shape)
+
+
+def fault(code: Code) -> str:
+    """What is wrong with a code from somebody else, in words; '' when nothing is. Cheap: it looks at scales and bytes."""
+    try:
+        size = codec.nbytes(code.codec, code.shape, code.dtype)
+    except (ValueError, KeyError) as error:
+        return str(error)
+    if any(extent < 0 for extent in code.shape) or code.data.numel() != size:
+        return f"{code.data.numel()} bytes are not {code.dtype} of shape {code.shape} in codec {code.codec}"
+    spec, count, data = codec.parse(code.codec), math.prod(code.shape), code.data
+    if count == 0:
+        return ""
+    match spec.name:
+        case "bf16":
+            return "" if _finite(data.view(torch.bfloat16)) else "values are not finite"
+        case "int8":
+            scales, codes = _int8_parts(data, count, spec.parameter)
+            if int(codes.min()) == -128:
+                return "int8 codes below -127"
+            return _scales_fault(scales, LARGEST)
+        case "int4":
+            return _scales_fault(data[: 2 * _groups(count)].view(torch.bfloat16), INT4_LARGEST)
+        case "topk":
+            places, kept = _topk_parts(data, spec.parameter)
+            if int(places[0]) < 0 or int(places[-1]) >= count or not bool((places[1:] > places[:-1]).all()):
+                return f"positions of the largest values are not ascending within {count}"
+            return "" if _finite(kept) else "values are not finite"
+        case "powersgd":
+            return "" if _finite(data.view(torch.float32)) else "values are not finite"
+    return ""
+
+
+def lossless(how: str) -> bool:
+    return how == "none"
+
+
+# -------------------------------------------------------------------------------------------------------------- bf16
+
+
+def bf16_encode(flat: Tensor) -> Tensor:
+    """(n,) fp32 -> (2n,) uint8."""
+    rounded = flat.to(torch.bfloat16)
+    if not _finite(rounded):
+        raise ValueError("values that are not finite, or overflow bfloat16, cannot be encoded")
+    return _bytes(rounded)
+
+
+# -------------------------------------------------------------------------------------------------------------- int8
+
+
+def int8_encode(flat: Tensor, block: int) -> Tensor:
+    """(n,) fp32 -> scales (ceil(n / block),) fp32 and codes (n,) int8, as bytes. |error| <= scale / 127 of a value's block."""
+    count = len(flat)
+    blocks = -(-count // block)
+    data = flat.new_empty(4 * blocks + count, dtype=torch.uint8)
+    scales, codes = _int8_parts(data, count, block)
+    step = _piece(flat, block)
+    scratch = flat.new_empty(min(step, blocks * block))
+    for start in range(0, count, step):
+        values = flat[start : start + step]
+        if len(values) % block:
+            values = torch.nn.functional.pad(values, (0, -len(values) % block))
+        rows = torch.abs(values, out=scratch[: len(values)]).view(-1, block)
+        scale = rows.amax(1)
+        scales[start // block : start // block + len(rows)] = scale
+        inverse = torch.where(scale > TINY, _SQUARE / scale, 0.0)
+        work = rows.mul_(inverse[:, None]).view(-1).sqrt_().copysign_(values).round_()
+        codes[start : start + step] = work[: count - start]
+    if not _finite(scales):
+        raise ValueError("values that are not finite cannot be encoded")
+    scales.masked_fill_(scales <= TINY, 0.0).clamp_(max=LARGEST)
+    return data
+
+
+def int8_decode(data: Tensor, count: int, block: int) -> Tensor:
+    """(n,) fp32."""
+    scales, codes = _int8_parts(data, count, block)
+    flat = torch.empty(len(scales) * block, dtype=torch.float32, device=data.device)
+    step = _piece(flat, block)
+    scratch = flat.new_empty(min(step, len(flat)))
+    if count < len(flat):
+        flat[count:] = 0.0
+    for start in range(0, len(flat), step):
+        values = flat[start : start + step]
+        values[: count - start].copy_(codes[start : start + step])
+        values.mul_(torch.abs(values, out=scratch[: len(values)]))
+        first = start // block
+        values.view(-1, block).mul_((scales[first : first + len(values) // block] * (1.0 / _SQUARE))[:, None])
+    return flat[:count]
+
+
+def _int8_parts(data: Tensor, count: int, block: int) -> tuple[Tensor, Tensor]:
+    scales = 4 * -(-count // block)
+    return data[:scales].view(torch.float32), data[scales:].view(torch.int8)
+
+
+# -------------------------------------------------------------------------------------------------------------- int4
+
+
+def int4_encode(flat: Tensor) -> Tensor:
+    """(n,) fp32, as (64, m) by columns: bf16 scales (m,), then codes 0..15 of rows 0..31 low, rows 32..63 high."""
+    count, groups = len(flat), _groups(len(flat))
+    if len(flat) % codec.INT4_BLOCK:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % codec.INT4_BLOCK))
+    rows = flat.view(codec.INT4_BLOCK, groups) if count else flat.view(codec.INT4_BLOCK, 0)
+    data = flat.new_empty((2 + _HALF) * groups, dtype=torch.uint8)
+    scales, packed = data[: 2 * groups].view(torch.bfloat16), data[2 * groups :].view(_HALF, groups)
+    signs = _signs(flat)
+    for start, stop in _columns(flat, groups):
+        turned = _rotated(rows[:, start:stop] * signs)
+        scale = turned.abs().amax(0).to(torch.bfloat16)
+        scales[start:stop] = scale
+        wide = scale.float()
+        codes = turned.mul_(torch.where(wide > TINY, 7.5 / wide, 0.0)).add_(7.5).round_().clamp_(0, 15)
+        codes = codes.to(torch.uint8)
+        packed[:, start:stop] = codes[:_HALF] | (codes[_HALF:] << 4)
+    if not _finite(scales) or (groups and float(scales.max()) > INT4_LARGEST):
+        raise ValueError(f"values that are not finite, or above {INT4_LARGEST:.0e}, cannot be encoded")
+    scales.masked_fill_(scales <= TINY, 0.0)
+    return data
+
+
+def int4_decode(data: Tensor, count: int) -> Tensor:
+    """(n,) fp32."""
+    groups = _groups(count)
+    scales, packed = data[: 2 * groups].view(torch.bfloat16), data[2 * groups :].view(_HALF, groups)
+    flat = torch.empty(codec.INT4_BLOCK * groups, dtype=torch.float32, device=data.device)
+    rows = flat.view(codec.INT4_BLOCK, groups)
+    signs = _signs(flat)
+    for start, stop in _columns(flat, groups):
+        codes = packed[:, start:stop]
+        turned = torch.cat([codes & 15, codes >> 4]).float().sub_(7.5)
+        turned.mul_(scales[start:stop].float() * (1 / 7.5))
+        rows[:, start:stop] = _rotated(turned).mul_(signs)
+    return flat[:count]
+
+
+def _rotated(rows: Tensor) -> Tensor:
+    """Every column (64,) times the orthonormal Hadamard matrix, which is its own inverse: H64 / 8, by halves."""
+    width = rows.shape[1]
+    for half in (32, 16, 8, 4, 2, 1):
+        pairs = rows.reshape(-1, 2, half, width)
+        rows = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), 1)
+    return rows.view(codec.INT4_BLOCK, width).mul_(0.125)
+
+
+def _signs(like: Tensor) -> Tensor:
+    """(64, 1) of +-1: the bent function b0 b1 + b2 b3 + b4 b5 of the row's number, whose Hadamard transform is flat."""
+    row = torch.arange(codec.INT4_BLOCK, device=like.device)
+    parity = (row & row >> 1) & 1 ^ (row >> 2 & row >> 3) & 1 ^ (row >> 4 & row >> 5) & 1
+    return (1.0 - 2.0 * parity.to(like.dtype))[:, None]
+
+
+def _groups(count: int) -> int:
+    return -(-count // codec.INT4_BLOCK)
+
+
+def _columns(flat: Tensor, groups: int) -> list[tuple[int, int]]:
+    step = max(1, _piece(flat, codec.INT4_BLOCK) // codec.INT4_BLOCK)
+    return [(start, min(start + step, groups)) for start in range(0, groups, step)]
+
+
+# ------------------------------------------------------------------------------------- most of a gradient left out
+
+
+def topk_encode(flat: Tensor, keep: int) -> Tensor:
+    """The `keep` values of largest magnitude: positions (keep,) int32, ascending, then values (keep,) bf16."""
+    if not 1 <= keep <= len(flat):
+        raise ValueError(f"the {keep} largest of {len(flat)} values; keep 1 to {len(flat)}")
+    if not _finite(flat):
+        raise ValueError("values that are not finite cannot be encoded")
+    places = torch.topk(flat.abs(), keep, sorted=False).indices.sort().values
+    kept = flat[places].clamp(-LARGEST, LARGEST).to(torch.bfloat16)
+    return torch.cat([_bytes(places.to(torch.int32)), _bytes(kept)])
+
+
+def topk_decode(data: Tensor, count: int, keep: int) -> Tensor:
+    """(n,) fp32."""
+    places, kept = _topk_parts(data, keep)
+    flat = torch.zeros(count, dtype=torch.float32, device=data.device)
+    flat[places.long()] = kept.float()
+    return flat
+
+
+def _topk_parts(data: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    return data[: 4 * keep].view(torch.int32), data[4 * keep :].view(torch.bfloat16)
+
+
+def powersgd_encode(matrix: Tensor, rank: int, start: Tensor | None = None) -> Tensor:
+    """One step of power iteration on (rows, columns): an orthonormal basis (rows, rank), and matrix' basis (columns, rank).
+
+    `start` (columns, rank) is the second factor of the step before, whose subspace is improved; else a fixed draw."""
+    if matrix.dim() != 2 or not 1 <= rank <= min(matrix.shape):
+        raise ValueError(
+            f"powersgd of rank {rank} of shape {tuple(matrix.shape)}; give a matrix and 1 to its smaller side"
+        )
+    if not _finite(matrix):
+        raise ValueError("values that are not finite cannot be encoded")
+    if start is None:
+        drawn = torch.Generator().manual_seed(matrix.shape[1])  # the same everywhere, and no zero gradient's fault
+        start = torch.randn(matrix.shape[1], rank, generator=drawn).to(matrix.device)
+    basis = torch.linalg.qr(matrix @ start).Q
+    return torch.cat([_bytes(basis.contiguous().view(-1)), _bytes((matrix.T @ basis).contiguous().view(-1))])
+
+
+def powersgd_decode(data: Tensor, shape: tuple[int, int], rank: int) -> Tensor:
+    """(rows, columns) fp32."""
+    basis, other = powersgd_factors(data, shape, rank)
+    matrix = basis @ other.T
+    if not _finite(matrix):
+        raise ValueError("powersgd factors whose product is not finite")
+    return matrix
+
+
+def powersgd_factors(data: Tensor, shape: tuple[int, int], rank: int) -> tuple[Tensor, Tensor]:
+    values = data.view(torch.float32)
+    return values[: shape[0] * rank].view(shape[0], rank), values[shape[0] * rank :].view(shape[1], rank)
+
+
+# ------------------------------------------------------------------------------------------------------------ feedback
+
+
+def with_feedback(values: Tensor, error: Tensor, how: str) -> tuple[Code, Tensor]:
+    """The code of values + error, and what it leaves out, to be added the next time (error feedback; Karimireddy 2019)."""
+    wanted = values + error
+    code = encode(wanted, how)
+    return code, wanted.sub_(decode(code))
+
+
+# ------------------------------------------------------------------------------------------------------------- private
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """A finite sum says so at a third of the cost; an infinite one may be an overflow."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _scales_fault(scales: Tensor, largest: float) -> str:
+    if not _finite(scales):
+        return "scales are not finite"
+    if float(scales.min()) < 0 or float(scales.max()) > largest:
+        return f"scales from {float(scales.min())} to {float(scales.max())}"
+    return ""
+
+
+def _piece(flat: Tensor, block: int) -> int:
+    """Whole blocks that are worked on at once."""
+    if flat.device.type != "cpu":
+        return max(block, -(-len(flat) // block) * block)
+    return max(1, PIECE // block) * block

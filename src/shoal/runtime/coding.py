@@ -1,0 +1,109 @@
+"""Which tensors of a run travel encoded, and what is left out of an average and fed back. For hands.py.
+
+A boundary tensor is encoded once, where it was computed, and stays as those bytes until somebody computes with it: both ends,
+the owner who keeps it for a repeated hop, and the replica that recomputes from it all decode the same values. Parts and
+sums of a round likewise: the owner of a chunk decodes its own sum as the others do, so replicas stay equal bit for bit.
+What a replica's codes leave out of its part, and as a chunk's owner out of the sum, is added to its part of the next step
+(error feedback). It counts only once that round's gradient was applied; it dies with the replica, or when it moves.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import torch
+
+from shoal.config import Config
+from shoal.numerics import compress
+from shoal.numerics.compress import Code
+from shoal.runtime.state import raw
+from shoal.transport.base import Blob
+
+Held = torch.Tensor | Blob  # a tensor as it is, or encoded
+
+
+def packed(tensor: torch.Tensor, how: str) -> Held:
+    """A tensor, encoded on its own device; the bytes in the CPU's memory. ValueError: values that are not finite."""
+    if compress.lossless(how):
+        return tensor.detach().to("cpu").contiguous()
+    code = compress.encode(tensor, how)
+    return Blob(code.dtype, code.shape, raw(code.data), code.codec)
+
+
+def code_of(blob: Blob) -> Code:
+    """Shares the blob's memory. The blob's size was compared with its shape when it came."""
+    data = memoryview(blob.data).cast("B")
+    if data.readonly:
+        data = memoryview(bytearray(data))
+    values = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    return Code(blob.dtype, tuple(blob.shape), blob.codec, values)
+
+
+def plain(held: Held, device: str = "cpu") -> torch.Tensor:
+    """The values. ValueError: no honest code."""
+    if isinstance(held, torch.Tensor):
+        return held
+    code = code_of(held)
+    if device != "cpu":  # the code travels, not the values
+        code = msgspec.structs.replace(code, data=code.data.to(device))
+    return compress.decode(code)
+
+
+def nbytes(held: Held) -> int:
+    return held.nbytes if isinstance(held, torch.Tensor) else memoryview(held.data).nbytes
+
+
+class _Cut(msgspec.Struct):
+    """The sum as it was last cut. `left` (length,) fp32 is what the codes of my parts, and of my sum, leave out."""
+
+    outs: tuple[str, ...]
+    bounds: tuple[int, ...]
+    left: torch.Tensor | None
+
+
+class Averaging:
+    """Parts and sums of the rounds of one stage, in the order in which the compute thread makes them."""
+
+    def __init__(self, config: Config) -> None:
+        self._how = config.network.averaging
+        self._left: torch.Tensor | None = None  # of the steps that were applied
+        self._cut: _Cut | None = None
+
+    def parts(self, whole: torch.Tensor, bounds: tuple[int, ...], outs: tuple[str, ...]) -> list[Held]:
+        """`whole` (length,) fp32, a copy of the step's sum, cut at `bounds` into blobs to be named `outs`."""
+        if self._left is not None:
+            whole += self._left
+        slices = [whole[start:end] for start, end in pairwise(bounds)]
+        if compress.lossless(self._how) or len(outs) == 1:  # a lone replica shares its sum with nobody
+            self._cut = _Cut(outs, bounds, None)
+            return list(slices)
+        made = [packed(part, self._how) for part in slices]
+        for part, held in zip(slices, made, strict=True):
+            part -= plain(held)
+        self._cut = _Cut(outs, bounds, whole)
+        return made
+
+    def sum(self, total: torch.Tensor, parts: tuple[str, ...]) -> Held:
+        """`total` (n,) fp32 of the chunk that I own, added up from `parts`, of which one is mine."""
+        cut = self._cut
+        mine = [chunk for chunk, out in enumerate(cut.outs) if out in parts] if cut is not None else []
+        if compress.lossless(self._how) or cut is None or cut.left is None or not mine:  # nobody waits for it any more
+            return total
+        held = packed(total, self._how)
+        left = cut.left[cut.bounds[mine[0]] : cut.bounds[mine[0] + 1]]
+        left += total.sub_(plain(held))
+        return held
+
+    def left(self) -> torch.Tensor | None:
+        """What the round whose sums are being gathered leaves out here."""
+        return self._cut.left if self._cut is not None else None
+
+    def applied(self, left: torch.Tensor | None) -> None:
+        self._left, self._cut = left, None
+
+    def void(self, seat: bool) -> None:
+        """The step's books are void; with `seat`, so is all that is held of the stage."""
+        self._cut = None
+        if seat:
+            self._left = None
