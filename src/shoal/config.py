@@ -246,7 +246,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
         stage_seconds=run.stage_seconds,
-        home=run.stages == 1,
+        home=run.stages == 1 and not run.routes,
         seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
         seats=tuple(run.seats.values()),
         routes=run.routes,

@@ -182,6 +182,9 @@ def test_a_plans_seats_and_routes_reach_the_machines() -> None:
     made = config.load(None, [*SEATED, "run.routes=[[[0], [1, 2]], [[0], [1]], [[0], [2]]]", "device.seat=c"])
     settings = config.settings(made)
     assert (settings.seat, settings.seats) == (2, (0, 1, 1))
+    one = ["run.stages=1", "run.peers=2", "run.seats={a = 0, b = 0}"]
+    assert config.settings(config.load(None, one)).home
+    assert not config.settings(config.load(None, [*one, "run.routes=[[[0]], [[0, 1]]]"])).home, "the plan shares it out"
     assert settings.routes == (((0,), (1, 2)), ((0,), (1,)), ((0,), (2,)))
     assert config.settings(config.load(None, SEATED)).seat == -1
     assert config.from_tree(tomllib.loads(config.text(made))) == made

@@ -134,6 +134,15 @@ def test_averaging_over_narrow_pairs_takes_one_pairs_time_and_not_their_sum() ->
     assert found.averaging_s == pytest.approx(2 * 1.0, rel=0.01)
 
 
+def test_one_stage_is_run_by_its_owners_unless_a_plan_shares_it_out() -> None:
+    """Two devices, one three times as fast, 24 microbatches: 12 each at home, 18 and 6 by routes."""
+    given = seats((0, 0), forward_s=(0.1, 0.3), backward_s=(0.2, 0.6), tokens_bytes=0.0)
+    wide = lines(2, bandwidth_Bps=1e12, delay_s=0.0)
+    assert told(given, wide).microbatches_s == pytest.approx(12 * 0.6)
+    shared = msgspec.structs.replace(given, routes=(((0,),), ((0, 1),)))
+    assert told(shared, wide).microbatches_s == pytest.approx(18 * 0.2)
+
+
 def test_many_replicas_are_averaged_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     given = seats((0,) * 6, gradient_bytes=(60e6,))
     played = told(given, lines(6))

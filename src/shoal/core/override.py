@@ -66,7 +66,7 @@ def decide(
     view = View(
         number=newest.number + AHEAD,
         step=saved,
-        members=tuple(Member(peer=seat.peer, stage=seat.stage) for seat in here.values()),
+        members=tuple(Member(peer=seat.peer, stage=seat.stage, seat=seat.seat) for seat in here.values()),
         epoch=newest.epoch + AHEAD,
         account=account,
         saved=saved,

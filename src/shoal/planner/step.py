@@ -175,6 +175,7 @@ class _Play:
             steps=1,
             seats=tuple(seats.stage_of[device] for device in self._members),
             routes=self._seat_routes(),
+            home=seats.stages == 1 and not seats.routes,
         )
         self.lines = _Lines(cluster)
         self.computed = np.zeros(len(cluster.devices))
@@ -240,7 +241,8 @@ class _Play:
         stage = 2 * last - turn if backward else turn
         size = BACKWARD_SIZE if backward else FORWARD_SIZE
         planned = self._planned[owner].peer(stage, index)
-        chosen = self._routes[owner].choose(stage, now, size, planned=planned)
+        home = str(owner) if self._settings.home else ""
+        chosen = self._routes[owner].choose(stage, now, size, home=home, planned=planned)
         assert chosen is not None, "nobody is ever busy or banned here"
         peer = int(chosen[0])
         nbytes = self._asked_bytes(stage, backward)
