@@ -6,7 +6,7 @@ tests/pipeline.py trains: the run's own executors and codecs without network and
 run that encodes the same (tests/e2e/test_codecs.py). Each variant trains on the same samples in the same order; the loss is that of 16
 held-out microbatches after the last step, mean over the seeds. `bytes` are those of one microbatch's boundary tensors across
 one cut, there and back; `averaging` adds two replicas whose parts and sums travel in int8 with the error fed back. The order that
-SWARM's table has (shared/papers E6 in our words): none <= int8 << bottleneck ~ maxout, 2x < 4x. The last line's value is the
+SWARM's table has: none <= int8 << bottleneck ~ maxout, 2x < 4x. The last line's value is the
 loss with int8 over that without codecs, its bound 1.003.
 """
 

@@ -45,7 +45,11 @@ def test_a_run_with_codecs_and_one_process_get_the_same_bits(
         wanted |= {(stage, commit.step + 1): digest for stage, digest in enumerate(trained.digests)}
     trace.merge(sorted(tmp_path.glob("[0-9]*.jsonl")), tmp_path / "trace.jsonl")
     held = [one for one in reference.held(tmp_path / "trace.jsonl") if one.step > 0]
-    assert {(one.stage, one.step) for one in held} == wanted.keys()
+    there = {(one.stage, one.step) for one in held}
+    last = {
+        (stage, config.run.steps) for stage in range(2)
+    }  # a peer may be told that the run is over before its last step is done
+    assert wanted.keys() - last <= there <= wanted.keys()
     assert [one for one in held if one.digest != wanted[one.stage, one.step]] == []
     if all(len(group) > 1 for group in commits[0].groups):
         assert any(one.left() is None and one._left is not None for each in process.averaging for one in each.values())

@@ -52,6 +52,14 @@ def test_a_cut_model_with_layers_at_its_cuts_is_the_whole_bit_for_bit(kind: str,
         assert layers.any()
 
 
+def test_layers_stand_at_the_cuts_also_where_stages_are_uneven() -> None:
+    config = a_config("llama", cut=2, boundary="maxout-2x")
+    uneven = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, layers=(3, 1)))
+    named = [name for stage in range(2) for name, _ in stages.build(uneven, stage).named_parameters()]
+    assert sorted(named) == sorted(name for name, _ in stages.whole(uneven).named_parameters())
+    assert {name.split(".")[1] for name in named if "shoal_boundary" in name} == {"3"}
+
+
 @pytest.mark.parametrize(
     ("kind", "values"), [("bottleneck-2x", 1.050), ("bottleneck-4x", 0.526), ("maxout-2x", 0.525), ("maxout-4x", 0.263)]
 )
@@ -65,7 +73,7 @@ def test_the_layers_have_as_many_parameters_as_the_published_ones(kind: str, val
 
 def test_maxout_keeps_the_largest_of_adjacent_features_and_what_passes_is_normalised() -> None:
     narrow = boundary.Narrow("maxout", 8, 4)
-    found = narrow(torch.tensor([[[1.0, 5.0, 2.0, 0.0, -9.0, -3.0, -4.0, -8.0]]]))
+    found = narrow(torch.tensor([[[1.0, 5.0, 2.0, 0.0, -9.0, -3.0, -4.0, -8.0]]])).detach()
     assert found.shape == (1, 1, 2)
     assert float(found[0, 0, 0]) == pytest.approx(1.0, abs=1e-3)
     assert float(found[0, 0, 1]) == pytest.approx(-1.0, abs=1e-3)

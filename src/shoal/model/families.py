@@ -98,7 +98,7 @@ def cuts(config: Config, layers: int) -> list[int]:
     """The blocks before which boundary layers stand: the first of every stage but the first."""
     if config.model.boundary == "none":
         return []
-    return [blocks.start for blocks in spans(layers, config.run.stages)[1:]]
+    return [blocks.start for blocks in spans(layers, config.run.stages, config.run.layers)[1:]]
 
 
 def _families() -> dict[str, str]:
