@@ -60,6 +60,8 @@ def plan_map(plan: Plan, cluster: Cluster, path: str | Path) -> list[Path]:
         axes.plot(*zip(spots[a], spots[b], strict=True), color=RED, linewidth=2, zorder=2)
         axes.plot([], [], color=RED, linewidth=2, label=f"narrowest link between stages: {a} to {b}, {_rate(rate)}")
     told = plan.predicted.bottleneck if plan.predicted else ""
+    if told.startswith("averaging"):
+        told += f"; the narrowest line of a group is at {_narrowest(plan, cluster, place)}"
     for number, stage in enumerate(plan.stages):
         for peer in stage.peers:
             worst = _named(told, peer, number)
@@ -132,7 +134,7 @@ def gantt(bars: Sequence[Bar], plan: Plan, cluster: Cluster, path: str | Path) -
     told = f"; {plan.predicted.bottleneck}" if plan.predicted else ""
     axes.set_title(f"one predicted step{told}", fontsize=10)
     axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.35 / max(1.0, 0.12 * len(order))), ncol=3, frameon=False, fontsize=8
+        loc="upper center", bbox_to_anchor=(0.5, -0.75 / (0.32 * len(order) + 0.8)), ncol=3, frameon=False, fontsize=8
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -196,7 +198,21 @@ def _event(name: str, process: int, thread: int, start_s: float, seconds: float)
 
 def _after(plan: Plan) -> list[tuple[str, float]]:
     told = plan.predicted
-    return [("averaging", told.averaging_s), ("agreeing", told.agreeing_s)] if told else []
+    parts = [("averaging", told.averaging_s), ("agreeing", told.agreeing_s)] if told else []
+    return [(what, seconds) for what, seconds in parts if seconds > 0]
+
+
+def _narrowest(plan: Plan, cluster: Cluster, place: dict[str, int]) -> str:
+    """The peer that its stage's averaging waits for, as far as links tell."""
+    rates = [
+        (min(_usable_Bps(cluster, i, j) for i, j in ((place[peer], place[mate]), (place[mate], place[peer]))), peer)
+        for stage in plan.stages
+        for peer in stage.peers
+        for mate in stage.peers
+        if peer != mate
+    ]
+    total = {peer: sum(1 / rate for rate, own in rates if own == peer) for _, peer in rates}
+    return max(sorted(total), key=lambda peer: total[peer])
 
 
 def _usable_Bps(cluster: Cluster, source: int, target: int) -> float:

@@ -38,6 +38,8 @@ def expected(plan: Plan, cluster: Cluster, silence_s: float, checkpoint_steps: i
     worst: tuple[float, int, str] = (0.0, 0, "")
     for number, stage in enumerate(plan.stages):
         rate = sum(rate_of.get(peer, 0.0) for peer in stage.peers)
+        if not rate:
+            continue
         others = len(stage.peers) - 1
         if others:
             each_s = silence_s + 0.5 * told.microbatches_s / others + told.microbatches_s / len(stage.peers)
