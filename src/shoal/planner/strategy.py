@@ -282,7 +282,15 @@ def as_planned(problem: Problem, plan: Plan) -> Seats:
         for peer in stage.peers:
             stage_of[place[peer]] = number
     cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
-    return _option(problem, cut, tuple(stage_of)).seats
+    seats = placed(problem, cut, tuple(stage_of)).seats
+    if not plan.routes:
+        return seats
+    order = seats.seated  # a plan's routes speak of seats, Seats of devices
+    ways = {
+        order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
+        for owner, by_stage in enumerate(plan.routes)
+    }
+    return msgspec.structs.replace(seats, routes=tuple(ways.get(device, ()) for device in range(len(place))))
 
 
 def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:
