@@ -132,3 +132,10 @@ def test_the_shape_of_a_model_directory_is_read_from_its_config(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
         command.shape(load(None, [f"model.path={tmp_path}"]))
+
+
+def test_machines_that_are_taken_away_show_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "spot.toml"
+    file.write_text(CLUSTER + "losses_per_h = 0.5\n")
+    assert call(str(CONFIGS / "machines.toml"), "--cluster", str(file)) == 0
+    assert "churn         2 losses an hour cost" in capsys.readouterr().out

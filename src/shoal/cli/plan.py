@@ -4,6 +4,7 @@
     shoal plan my.toml --cluster machines.toml --out plan.json       and keep it
     shoal plan my.toml --cluster machines.toml --check plan.json     what is wrong with a plan, if anything
     shoal plan my.toml --cluster machines.toml --what-if "bandwidth=500 Mbit/s, peers=64"
+    shoal plan my.toml --cluster machines.toml --pictures DIR        map of stages and links, timeline of a step
     shoal plan my.toml --cluster machines.toml --sensitivity         what doubling each resource would give
     shoal plan my.toml --cluster now.toml --replan runs/my --out new.json      is another plan worth changing over to?
     shoal plan --dtfm worldwide --stages 8 evaluations=5000 seed=1   DT-FM's own problem, with its constants
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +28,7 @@ import numpy as np
 from shoal import codec, config, units
 from shoal.cli import standing
 from shoal.cli.config import configured
-from shoal.planner import anneal, cluster, cost, dtfm, greedy, plan, search, strategy
+from shoal.planner import anneal, churn, cluster, cost, dtfm, greedy, plan, search, step, strategy
 from shoal.planner.profile import Shape, Work, spans
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
@@ -50,6 +52,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
     parser.add_argument("--dtfm", metavar="NETWORK", help="search DT-FM's own model: an .npz, or worldwide, spot, ...")
     parser.add_argument("--replicas", type=int, metavar="N", help="devices per stage, with --dtfm")
+    parser.add_argument(
+        "--pictures", metavar="DIR", help="map and timeline of the plan, or a search's convergence: PNG, SVG, Perfetto"
+    )
     parser.add_argument("--search", choices=SEARCHES, default="anneal", help="which search, with --dtfm")
 
 
@@ -73,6 +78,8 @@ def main(args: argparse.Namespace) -> int:
         changed = what_if(problem, args.what_if)
         other = strategy.decide(changed, np.random.default_rng(seed), budget, args.stages)
     around = strategy.sensitivities(problem, lambda: np.random.default_rng(seed)) if args.sensitivity else []
+    if args.pictures:
+        _drawn(made, problem, Path(args.pictures))
     if args.json:
         found: dict[str, Any] = msgspec.to_builtins(made) | {"what_if": msgspec.to_builtins(other)}
         found["sensitivity"] = [{"change": what, "step_s": s, "stages": stages} for what, s, stages in around]
@@ -81,6 +88,8 @@ def main(args: argparse.Namespace) -> int:
     print(_headline(problem, name))
     print(_table(made))
     print(_numbers(made, problem))
+    if any(device.losses_per_h for device in problem.cluster.devices):
+        print(_churn(made, problem, _tree(args)))
     if other is not None:
         print(_compared(made, other, args.what_if))
     for what, step_s, stages in around:
@@ -94,12 +103,16 @@ def main(args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------------------ problem
 
 
-def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
+def _tree(args: argparse.Namespace) -> config.Config:
     files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         raise ValueError(f"two configurations, {files[0]} and {files[1]}; a setting is written section.field=value")
     # The plan chooses run.stages and run.peers, so the file's own need not fit one another.
-    tree = config.load(files[0] if files else None, [word for word in args.words if "=" in word])
+    return config.load(files[0] if files else None, [word for word in args.words if "=" in word])
+
+
+def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
+    tree = _tree(args)
     lab = tree.device.executor == "emulated"
     if args.cluster:
         machines = cluster.read(args.cluster)
@@ -302,6 +315,27 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
     return "\n".join(lines)
 
 
+def _churn(made: plan.Plan, problem: strategy.Problem, tree: config.Config) -> str:
+    told = churn.expected(made, problem.cluster, tree.run.silence_s, tree.checkpoint.every)
+    text = (
+        f"churn         {told.losses_per_h:.3g} losses an hour cost {told.share:.1%} of the time, most at {told.worst}"
+    )
+    if told.fatal_per_h:
+        text += f"; {told.fatal_per_h:.3g} an hour empty a stage and undo steps: another replica there would help"
+    return text
+
+
+def _drawn(made: plan.Plan, problem: strategy.Problem, folder: Path) -> None:
+    from shoal.dashboard import pictures  # matplotlib: only who draws waits for it
+
+    folder.mkdir(parents=True, exist_ok=True)
+    bars = step.timeline(strategy.as_planned(problem, made), problem.cluster, np.random.default_rng(0))
+    pictures.plan_map(made, problem.cluster, folder / "map")
+    pictures.gantt(bars, made, problem.cluster, folder / "timeline")
+    (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, made, problem.cluster))
+    print(f"drawn in {folder}: map, timeline (png, svg), timeline.perfetto.json (ui.perfetto.dev)", file=sys.stderr)
+
+
 def _compared(made: plan.Plan, other: plan.Plan, text: str) -> str:
     assert made.predicted is not None and other.predicted is not None
     now, then = made.predicted, other.predicted
@@ -369,6 +403,12 @@ def _dtfm(args: argparse.Namespace) -> int:
     before = time.perf_counter()
     found = _searched(args.search, model, rng, numbers["evaluations"])
     seconds = time.perf_counter() - before
+    if args.pictures:
+        from shoal.dashboard import pictures
+
+        Path(args.pictures).mkdir(parents=True, exist_ok=True)
+        pictures.convergence({args.search: found.curve}, model.lower_bound_s(), Path(args.pictures) / "convergence")
+        print(f"drawn in {args.pictures}: convergence (png, svg)", file=sys.stderr)
     result = {
         "total_s": found.cost.total_s,
         "data_parallel_s": found.cost.data_parallel_s,

@@ -162,6 +162,17 @@ class _Lines:
         return done
 
 
+class Bar(msgspec.Struct, frozen=True):
+    """One hop's compute at a device, in seconds since the play began."""
+
+    device: int
+    stage: int
+    microbatch: int
+    forward: bool
+    start_s: float
+    end_s: float
+
+
 class _Play:
     """One run of the microbatches of several steps."""
 
@@ -179,6 +190,7 @@ class _Play:
         )
         self.lines = _Lines(cluster)
         self.computed = np.zeros(len(cluster.devices))
+        self.bars: list[Bar] = []
         self._routes: dict[int, Routes] = {}
         self._planned: dict[int, Planned] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -274,6 +286,7 @@ class _Play:
         self._computes.add(peer)
         seconds = self._seats.forward_s[peer] if forward else self._seats.backward_s[peer]
         self.computed[peer] += seconds
+        self.bars.append(Bar(peer, stage, index, forward, now, now + seconds))
         nbytes = self._seats.boundary_bytes if forward else self._seats.back_bytes if stage else 0.0
         answered = self._answers.pop((index, turn))
 
@@ -324,6 +337,17 @@ def _played(
     after = (play.computed, play.lines.up_used, play.lines.down_used, play.lines.sent)
     compute, up, down, sent = ((late - early) / rounds for late, early in zip(after, before, strict=True))
     return (end - start) / rounds, (compute, up, down, sent)
+
+
+def timeline(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[Bar, ...]:
+    """Who computes what when, in the microbatches of one step after another has warmed the wiring up; at most LONGEST of them."""
+    play, microbatches = _Play(seats, cluster, rng), min(seats.microbatches, LONGEST)
+    start = play.run(microbatches, 0.0)
+    play.bars.clear()
+    play.run(microbatches, start)
+    return tuple(
+        msgspec.structs.replace(bar, start_s=bar.start_s - start, end_s=bar.end_s - start) for bar in play.bars
+    )
 
 
 # --------------------------------------------------------------------------------------------- averaging and agreeing

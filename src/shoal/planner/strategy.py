@@ -316,6 +316,25 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
     return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
 
 
+def as_planned(problem: Problem, plan: Plan) -> Seats:
+    """Who serves what and what that takes, by a plan made or written for the problem."""
+    place = {device.name: number for number, device in enumerate(problem.cluster.devices)}
+    stage_of = [-1] * len(place)
+    for number, stage in enumerate(plan.stages):
+        for peer in stage.peers:
+            stage_of[place[peer]] = number
+    cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
+    seats = placed(problem, cut, tuple(stage_of)).seats
+    if not plan.routes:
+        return seats
+    order = seats.seated  # a plan's routes speak of seats, Seats of devices
+    ways = {
+        order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
+        for owner, by_stage in enumerate(plan.routes)
+    }
+    return msgspec.structs.replace(seats, routes=tuple(ways.get(device, ()) for device in range(len(place))))
+
+
 def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:
     """Blocks given out one by one, each to the stage that stays the quickest with it."""
     made = problem.profile

@@ -28,7 +28,7 @@ SECONDS: dict[type, float] = {
     m.Fetch: 0.01, m.Cut: 0.01, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
 }  # fmt: skip
-LONGEST_S = 30.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
+LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 BESIDE = (m.Fetch, m.ReadChunk, m.CheckChunk, m.RunSave, m.RunPublish)  # not in the line of computing tasks
 ROUNDS = (m.Cut, m.Add, m.Gather, m.Apply)
 MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
