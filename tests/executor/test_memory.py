@@ -21,7 +21,8 @@ def test_without_a_limit_a_stage_is_one_group_in_one_slot() -> None:
     made = plan(SIZES, live, limit=0)
     assert [(group.start, group.stop) for group in made.groups] == [(0, 6)]
     assert made.slot_bytes == (4 * sum(VALUES.values()),)
-    assert made.device_bytes == made.slot_bytes[0] + made.slab_bytes + 6000
+    assert made.device_bytes == made.slot_bytes[0] + made.slab_bytes[0] + 6000
+    assert (len(made.slot_bytes), len(made.slab_bytes)) == (1, 1)
 
 
 def test_groups_are_the_fewest_that_fit_as_even_as_can_be() -> None:

@@ -1,7 +1,7 @@
 """What a stage that passes through device memory needs there and on the host: counted, planned, and seen while it runs.
 
 For the swapping executor, which asks `plan` for its groups, and for whoever plans machines. Device memory in a pass is two
-slots of parameters (the group that computes and the one on its way), one fp32 slab of gradient sums, and what one
+slots of parameters (the group that computes and the one on its way), fp32 slabs of gradient sums (likewise), and what one
 microbatch needs while it runs through a group. Only the last cannot be counted from shapes; it comes from `live`, which the
 executor measures by running a group once. A limit is kept by construction: no plan is made that does not fit it.
 """
@@ -65,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     groups: tuple[Group, ...]
     fixed_bytes: int  # on the device for good: tables of positions
+    slabs: int  # of sums: with two, a group's leave while the next one's are added
     host_bytes: int  # parameters, moments, two sums, and the copies that travel
 
     @property
@@ -73,14 +74,14 @@ class Plan(msgspec.Struct, frozen=True):
         return tuple(max(group.parameter_bytes for group in self.groups[slot::2]) for slot in range(min(2, self.count)))
 
     @property
-    def slab_bytes(self) -> int:
-        return max(group.gradient_bytes for group in self.groups)
+    def slab_bytes(self) -> tuple[int, ...]:
+        return tuple(max(group.gradient_bytes for group in self.groups[n :: self.slabs]) for n in range(self.slabs))
 
     @property
     def device_bytes(self) -> int:
         """The peak."""
         live = max(group.activation_bytes for group in self.groups)
-        return self.fixed_bytes + sum(self.slot_bytes) + self.slab_bytes + live
+        return self.fixed_bytes + sum(self.slot_bytes) + sum(self.slab_bytes) + live
 
     @property
     def count(self) -> int:
@@ -93,7 +94,8 @@ Live = Callable[
 
 
 def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
-    """The fewest groups that fit `limit` bytes of device memory (0 = no limit), their parameters as even as can be.
+    """The fewest groups that fit `limit` bytes of device memory (0 = no limit), their parameters as even as can be; with one
+    slab of sums only where two do not fit: then each group's first slice waits until the sums of the one before are away.
 
     ValueError: the largest unit does not fit."""
     seen: dict[tuple[int, int], int] = {}
@@ -104,19 +106,20 @@ def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
         return seen[start, stop]
 
     *coarser, finest = _partitions(sizes)
-    for spans in coarser:
-        if limit and _plan(sizes, spans, lambda start, stop: 0, fixed_bytes).device_bytes > limit:
-            continue  # measuring is what takes time
-        made = _plan(sizes, spans, measured, fixed_bytes)
-        if not limit or made.device_bytes <= limit:
-            return made
-    return _kept(_plan(sizes, finest, measured, fixed_bytes), limit)
+    for slabs in (2, 1):
+        for spans in (*coarser, finest):
+            if limit and _plan(sizes, spans, lambda start, stop: 0, fixed_bytes, slabs).device_bytes > limit:
+                continue  # measuring is what takes time
+            made = _plan(sizes, spans, measured, fixed_bytes, slabs)
+            if not limit or made.device_bytes <= limit:
+                return made
+    return _kept(_plan(sizes, finest, measured, fixed_bytes, slabs=1), limit)
 
 
 def refuse(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> None:
     """ValueError: no `plan` fits. Only the largest groups that any of them needs are measured."""
     *_, finest = _partitions(sizes)
-    _kept(_plan(sizes, finest, live, fixed_bytes), limit)
+    _kept(_plan(sizes, finest, live, fixed_bytes, slabs=1), limit)
 
 
 def _kept(made: Plan, limit: int) -> Plan:
@@ -128,11 +131,11 @@ def _kept(made: Plan, limit: int) -> Plan:
     return made
 
 
-def _plan(sizes: Sizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int) -> Plan:
+def _plan(sizes: Sizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int, slabs: int) -> Plan:
     values = sum(sizes.values.values())
     copies = 0 if sizes.itemsize == 4 else sizes.itemsize
     groups = tuple(_group(sizes, start, stop, live(start, stop)) for start, stop in spans)
-    return Plan(groups, fixed_bytes, host_bytes=values * (4 + 8 + 2 * 4 + copies))
+    return Plan(groups, fixed_bytes, min(slabs, len(groups)), host_bytes=values * (4 + 8 + 2 * 4 + copies))
 
 
 def _group(sizes: Sizes, start: int, stop: int, live_bytes: int) -> Group:

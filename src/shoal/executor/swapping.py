@@ -24,7 +24,7 @@ from shoal.executor import memory
 from shoal.executor.base import NotFinite
 from shoal.executor.groups import End, Group, Runner
 from shoal.executor.inputs import check_ends, checked, cut, joined
-from shoal.executor.link import Cargo, Link, pinned, runs
+from shoal.executor.link import Cargo, Link, Streams, pinned, runs
 from shoal.executor.master import Master
 from shoal.model.cut import Stage, inputs
 
@@ -35,7 +35,7 @@ class Swapping:
     """See base.Executor. Tensors are returned on the host. `sum` is to be read, not written, and is another tensor after
     each backward: a refused microbatch must leave it as it was, and may be found out when some groups have been added."""
 
-    def __init__(self, stage: Stage, config: Config) -> None:
+    def __init__(self, stage: Stage, config: Config, streams: Streams | None = None) -> None:
         named = list(stage.named_parameters())
         self._runner = runner = Runner(stage, config)
         self._row, self._device = runner.row, runner.device
@@ -46,7 +46,7 @@ class Swapping:
         self.plan = runner.plan()
         spans = [(group.start, group.stop) for group in self.plan.groups]
         cargo = [self._host.cargo(runner.names(*span), runner.sizes.own(*span)) for span in spans]
-        self._link = Link(self._host.computing, cargo, self._device)
+        self._link = Link(self._host.computing, cargo, self._device, self.plan.slabs, streams)
         self._groups = [self._placed(index, *span) for index, span in enumerate(spans)]
         self._master = Master(tuple(self._host.counts), self._host.parameters, config)
         self.length = self._master.length
@@ -113,10 +113,13 @@ class Swapping:
         losses: list[Tensor | None] = []
         finite: list[Tensor] = []
         for index in reversed(range(len(self._groups))):
-            group, stage = self._enter(index, index - 1)
+            group, stage = self._enter(index)
             self._link.open(index, None if self._empty else self.sum)
+            if index:
+                self._link.prefetch(index - 1)
             for place, (end, its) in enumerate(zip(ends, passed, strict=True)):
                 back = self._runner.back(stage, group, end._replace(x=its[index]), shared[place])
+                self._link.computed(index, True)
                 ends[place] = End(end.x, back.grad, None)
                 losses.append(back.loss)  # those of the last group come first
                 finite.append(back.finite)
@@ -165,14 +168,17 @@ class Swapping:
         """Each microbatch's input, and what the first `groups` groups make of it one after another."""
         found = [[self._runner.away(x)] for x in xs]
         for index in range(groups):
-            _, stage = self._enter(index, index + 1)
+            _, stage = self._enter(index)
+            if index + 1 < len(self._groups):
+                self._link.prefetch(index + 1)
             for its in found:
                 with torch.no_grad():
                     its.append(self._runner.away(stage.forward(self._runner.toward(its[-1]))))
+                self._link.computed(index, False)
         return found
 
-    def _enter(self, index: int, following: int) -> tuple[Group, Stage]:
-        self._link.enter(index, following if 0 <= following < len(self._groups) else None)
+    def _enter(self, index: int) -> tuple[Group, Stage]:
+        self._link.enter(index)
         group = self._groups[index]
         return group, self._row.group(group.start, group.stop)
 
@@ -196,7 +202,9 @@ class Swapping:
         parameters = {
             name: nn.Parameter(self._host.shaped(slot, at, name)) for name, at in zip(names, starts, strict=False)
         }
-        return self._runner.bound((start, stop), parameters, self._link.slab, self._link.sums_ready)
+        return self._runner.bound(
+            (start, stop), parameters, self._link.slab(index), lambda: self._link.sums_ready(index)
+        )
 
 
 class Host:
