@@ -13,7 +13,7 @@ _SEEDS = re.compile(r"\d+(:\d+)?")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scenario", help="a built-in name (calm, churn, network, chaos, ...) or a TOML file")
+    parser.add_argument("scenario", help="a built-in name (calm, churn, network, chaos, ...), all, or a TOML file")
     parser.add_argument("seeds", nargs="?", default="seed=0", metavar="seed=N | seeds=A:B", help="default: seed=0")
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided and why, with virtual times")
@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
 
     from shoal.sim import run, scenario
 
-    scenario.load(args.scenario)  # refuses what is neither a file nor a built-in name
+    scenario.suite(args.scenario)  # refuses what is neither a file nor a built-in name
     words = ["--scenario", args.scenario, "--seeds", seeds]
     words += [f"--{flag}" for flag in ("json", "notes") if getattr(args, flag)]
     words += ["--keep-going"] if args.keep_going else []

@@ -49,6 +49,11 @@ class Watch:
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
         self.violations.append(Violation(self._now(), peer, checker, text))
 
+    def resumes(self, step: int, digests: Sequence[str]) -> None:
+        """The run begins with these parameters, one digest per stage: those of its newest checkpoint."""
+        for stage, digest in enumerate(digests):
+            self._digests[(0, step, stage)] = digest
+
     # ---------------------------------------------------------------------------------------------------- sending
 
     def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None:
@@ -209,8 +214,9 @@ class Watch:
         account = view.account
         if account.counted_twice:
             self.report("", "account", f"counted twice: {account}")
-        if account.committed != self.settings.steps * self.settings.microbatches:
-            self.report("", "account", f"{account} after {self.settings.steps} x {self.settings.microbatches}")
+        steps = self.settings.steps - self.settings.first_step
+        if account.committed != steps * self.settings.microbatches:
+            self.report("", "account", f"{account} after {steps} x {self.settings.microbatches}")
         if account.issued != account.committed:
             self.report("", "account", f"nothing waits, is in flight or booked, yet {account}")
         members = {one.peer for one in view.members}

@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.core.messages import Asked
+from shoal.sim.preemption import found, read
 
 if TYPE_CHECKING:
     from shoal.sim.scenario import Case
     from shoal.sim.swarm import Swarm
+
+
+SHIFT_S = (1200.0, 2400.0)  # into the record, when its first nodes are there
+LATER_S = 20.0
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -43,6 +48,36 @@ def plan(case: Case) -> list[Planned]:
         for kind, count in kinds.items()
         for _ in range(count)
     ]
+
+
+def lives(case: Case) -> list[Planned]:
+    """Who comes and goes in a long scenario: as often as in its record of spot instances, or by mean life."""
+    scenario, rng = case.scenario, case.rng("lives")
+    planned: list[Planned] = []
+    if scenario.record:
+        changes = read(found(scenario.record))
+        for _ in range(scenario.copies):
+            shift_s = rng.uniform(*SHIFT_S)
+            planned += [
+                Planned(change.at_s - shift_s, "join" if change.joins else "take", 0.0)
+                for change in changes
+                if 0.0 < change.at_s - shift_s < scenario.faults_s
+            ]
+    if scenario.life_s:
+        for kind in ("join", "take"):
+            at_s = 0.0
+            while (at_s := at_s + rng.expovariate(case.peers / scenario.life_s)) < scenario.faults_s:
+                planned.append(Planned(at_s, kind, 0.0))
+    return planned
+
+
+def take(swarm: Swarm, planned: Planned, rng: Random) -> None:
+    """One peer dies, later if nobody can be spared now: the record's cluster was another one."""
+    node = swarm.victim(rng)
+    if node is None:
+        swarm.kernel.after(LATER_S, swarm.happen, planned)
+    else:
+        swarm.kill(node)
 
 
 def kill(swarm: Swarm, planned: Planned, rng: Random) -> None:
@@ -85,5 +120,6 @@ APPLY: dict[str, Callable[[Swarm, Planned, Random], None]] = {
     "restart": restart,
     "leave": leave,
     "join": join,
+    "take": take,
     "lose": lose,
 }

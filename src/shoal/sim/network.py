@@ -16,12 +16,20 @@ from shoal.core.messages import RANKS, Peer
 from shoal.sim.scenario import Messages, Scenario
 
 CLEAN = Messages()
+NEAR_S, FAR_S = (0.001, 0.01), (0.04, 0.16)  # delays within a region and between two
+FAR_Bps = 5e6  # what passes between two peers of different regions
+
+
+def region(peer: Peer, regions: int) -> int:
+    """Where a simulated peer is: `p7.2` is the third process of key 7."""
+    return int(peer[1 : peer.index(".")]) % regions
 
 
 class Link(msgspec.Struct):
     """From one peer to another: its delay, and when the last message of each class arrives."""
 
     delay_s: float
+    far: bool = False
     last_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * (1 + RANKS))  # control, then bulk by rank
 
 
@@ -35,10 +43,11 @@ class Uplink(msgspec.Struct):
 class Network:
     """`faults` is what may happen to a message now; `cut` holds the pairs (from, to) between which nothing passes."""
 
-    def __init__(self, scenario: Scenario, rng: Random) -> None:
+    def __init__(self, scenario: Scenario, rng: Random, regions: int = 1) -> None:
         self.faults = CLEAN
         self.cut: set[tuple[Peer, Peer]] = set()
         self._scenario = scenario
+        self._regions = regions
         self._rng = rng
         self._links: dict[tuple[Peer, Peer], Link] = {}
         self._uplinks: dict[Peer, Uplink] = {}
@@ -49,12 +58,12 @@ class Network:
         draw = self._rng.random
         link = self._links.get((source, target))
         if link is None:
-            link = self._links[(source, target)] = Link(self._rng.uniform(*self._scenario.delay_s))
+            link = self._links[(source, target)] = self._link(source, target)
         if self.cut and (source, target) in self.cut:
             return ()
         at = now + link.delay_s * (1.0 + 0.2 * draw())
         if nbytes:
-            at += self._wait(source, nbytes, now, rank)
+            at += self._wait(source, nbytes, now, rank) + (nbytes / FAR_Bps if link.far else 0.0)
         faults = self.faults
         if faults is CLEAN:
             return (self._order(link, at, lane),)
@@ -80,6 +89,12 @@ class Network:
     def heal(self) -> None:
         self.faults = CLEAN
         self.cut.clear()
+
+    def _link(self, source: Peer, target: Peer) -> Link:
+        if self._regions == 1:
+            return Link(self._rng.uniform(*self._scenario.delay_s))
+        far = region(source, self._regions) != region(target, self._regions)
+        return Link(self._rng.uniform(*(FAR_S if far else NEAR_S)), far)
 
     def _wait(self, source: Peer, nbytes: int, now: float, rank: int) -> float:
         """Seconds until the sender's uplink has passed these bytes, after what waits there and goes first. What goes after it

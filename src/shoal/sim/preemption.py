@@ -30,6 +30,15 @@ class _Nodes(msgspec.Struct, frozen=True):
 _Line = tuple[float, Literal["add", "remove", "no-op"], _Nodes]
 
 
+def found(name: str) -> Path:
+    """A record by its path, or by its name in configs/traces of this tree."""
+    path = Path(name)
+    beside = Path(__file__).parents[3] / "configs" / "traces" / name
+    if not path.is_file() and not beside.is_file():
+        raise ValueError(f"record {name!r}: neither {path.absolute()} nor {beside} is a file")
+    return path if path.is_file() else beside
+
+
 def read(path: str | Path) -> tuple[Change, ...]:
     """By time; of what happens at one moment, in the order of the file. ValueError names the line that makes no sense."""
     changes: list[Change] = []

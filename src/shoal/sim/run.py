@@ -1,6 +1,7 @@
 """Runs many seeds of a scenario and says which failed: `python -m shoal.sim.run --scenario chaos --seeds 0:100`.
 
-Each failure prints the command that reruns it. Wall time is measured here, outside of everything repeatable.
+`--scenario all` plays one scenario for every way of failing, all of them at once, and days of machines that come and go, and adds up the
+simulated node-hours. Each failure prints the command that reruns it. Wall time is measured here, outside of everything repeatable.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import msgspec
 
 from shoal import trace
 from shoal.core import messages as m
-from shoal.sim.scenario import Case, Scenario, draw, load
+from shoal.sim.scenario import Case, Scenario, draw, suite
 from shoal.sim.swarm import Outcome, Swarm
+
+TELL_S = 30.0  # between lines of progress
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -32,6 +35,8 @@ class Line(msgspec.Struct, frozen=True):
     events: int
     events_per_s: float
     stuck: str
+    node_hours: float
+    struck: dict[str, int]
     violations: tuple[str, ...]
     rerun: str
 
@@ -57,6 +62,8 @@ def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -
         events=outcome.events,
         events_per_s=round(outcome.events / took_s),
         stuck=outcome.stuck,
+        node_hours=round(outcome.node_hours, 4),
+        struck=outcome.struck,
         violations=tuple(str(violation) for violation in outcome.violations),
         rerun=rerun(name, seed),
     )
@@ -78,6 +85,7 @@ class Tracer:
     def __init__(self, case: Case, path: Path) -> None:
         self._case, self._file = case, path.open("wb")
         self._known: set[m.Peer] = set()
+        self.swarm: Swarm | None = None  # knows who founded the run again after a wipe
 
     def __call__(self, time_s: float, peer: m.Peer, event: m.Event, commands: list[m.Command]) -> None:
         if peer not in self._known:
@@ -85,9 +93,9 @@ class Tracer:
             header = trace.Header(
                 protocol=m.PROTOCOL,
                 peer=peer,
-                settings=self._case.settings_of(int(peer[1:].partition(".")[0])),
+                settings=(self.swarm or self._case).settings_of(int(peer[1:].partition(".")[0])),
                 seed=self._case.stream(peer),
-                found=peer == "p0.0",
+                found=peer in {f"p{key}.{life}" for key, life in self.swarm.founders} if self.swarm else peer == "p0.0",
             )
             self._file.write(trace.line(header))
         self._file.write(trace.line_of(time_s, peer, event, commands))
@@ -101,51 +109,100 @@ def record(scenario: Scenario, seed: int, path: Path) -> Outcome:
     case = draw(scenario, seed)
     tracer = Tracer(case, path)
     try:
-        return Swarm(case, tracer).run()
+        tracer.swarm = Swarm(case, tracer)
+        return tracer.swarm.run()
     finally:
         tracer.close()
 
 
+class Tally:
+    """What has been played so far, and a line of progress every now and then."""
+
+    def __init__(self, planned: int) -> None:
+        self.planned = planned
+        self.seeds = self.events = 0
+        self.node_hours = 0.0
+        self.failed: list[Line] = []
+        self._began = self._told = time.perf_counter()
+
+    def add(self, line: Line) -> None:
+        self.seeds += 1
+        self.events += line.events
+        self.node_hours += line.node_hours
+        if not line.ok:
+            self.failed.append(line)
+        if time.perf_counter() - self._told > TELL_S:
+            self._told = time.perf_counter()
+            print(f"{line.scenario}: {self}", file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        took_s = time.perf_counter() - self._began
+        return (
+            f"{self.seeds} of {self.planned} seeds, {len(self.failed)} failed, {self.node_hours:.0f} node-hours, "
+            f"{self.events} events in {took_s:.1f} s: {self.events / took_s:.0f}/s"
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.sim.run", description="Run many seeds of a scenario.")
-    parser.add_argument("--scenario", default="chaos", help="a built-in name or a TOML file")
-    parser.add_argument("--seeds", default="0:100", help="FIRST:END or one seed")
+    parser.add_argument("--scenario", default="chaos", help="a built-in name, a TOML file, or all")
+    parser.add_argument("--seeds", default="0:100", help="FIRST:END or one seed; long scenarios take some of them")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided, with virtual times")
     parser.add_argument("--trace", default="", help="write the trace of the last seed here")
     given = parser.parse_args(arguments)
     try:
-        scenario, seeds = load(given.scenario), _seeds(given.seeds)
+        scenarios, seeds = suite(given.scenario), _seeds(given.seeds)
     except ValueError as error:
         parser.error(str(error))
-    failed: list[Line] = []
-    events, began = 0, time.perf_counter()
-    for seed in seeds:
-        case = draw(scenario, seed)
-        tracer = Tracer(case, Path(given.trace)) if given.trace else None
-        swarm = Swarm(case, tracer)
-        if given.notes:
-            swarm.notes = []
-        line = play(given.scenario, scenario, seed, swarm)
-        if tracer is not None:
-            tracer.close()
-        events += line.events
-        if swarm.notes:
-            print("\n".join(swarm.notes))
-        if given.json:
-            print(msgspec.json.encode(line).decode(), flush=True)
-        elif not line.ok or len(seeds) <= 20:
-            print(describe(line), flush=True)
-        if not line.ok:
-            failed.append(line)
-            print(f"rerun: {line.rerun}", file=sys.stderr, flush=True)
-            if not given.keep_going:
+    many = len(scenarios) > 1
+    plan = [(one, [seed for seed in seeds if not many or seed % one.one_of == 0]) for one in scenarios]
+    tally = Tally(sum(len(chosen) for _, chosen in plan))
+    for scenario, chosen in plan:
+        before, struck = Tally(len(chosen)), dict[str, int]()
+        for seed in chosen:
+            line, notes = _one(given, scenario, seed, many)
+            for kind, count in line.struck.items():
+                struck[kind] = struck.get(kind, 0) + count
+            if notes:
+                print("\n".join(notes))
+            if given.json:
+                print(msgspec.json.encode(line).decode(), flush=True)
+            elif not line.ok or len(chosen) <= 20:
+                print(describe(line), flush=True)
+            before.add(line)
+            tally.add(line)
+            if not line.ok:
+                print(f"rerun: {line.rerun}", file=sys.stderr, flush=True)
+            if not line.ok and not given.keep_going:
                 break
-    took_s = time.perf_counter() - began
+        if many and not given.json:
+            print(f"{scenario.name}: {before}{_told(struck)}", flush=True)
+        if tally.failed and not given.keep_going:
+            break
     if not given.json:
-        print(f"{len(seeds)} seeds, {len(failed)} failed, {events} events in {took_s:.1f} s: {events / took_s:.0f}/s")
-    return 1 if failed else 0
+        print(tally)
+    return 1 if tally.failed else 0
+
+
+def _one(given: argparse.Namespace, scenario: Scenario, seed: int, many: bool) -> tuple[Line, list[str] | None]:
+    case = draw(scenario, seed)
+    tracer = Tracer(case, Path(given.trace)) if given.trace else None
+    swarm = Swarm(case, tracer)
+    if tracer is not None:
+        tracer.swarm = swarm
+    if given.notes:
+        swarm.notes = []
+    line = play(scenario.name if many else given.scenario, scenario, seed, swarm)
+    if tracer is not None:
+        tracer.close()
+    return line, swarm.notes
+
+
+def _told(struck: dict[str, int]) -> str:
+    words = ", ".join(f"{count} {kind}" for kind, count in sorted(struck.items()))
+    return f"; struck: {words}" if words else ""
 
 
 def _seeds(text: str) -> range:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -47,6 +47,24 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     liars: int = 0  # peers that send faulty blobs and garbled messages
 
 
+class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often somebody dies in the middle of what is named, and other things that are aimed (strikes.py). If not 0, at least once."""
+
+    averaging: int = 0
+    applying: int = 0
+    saving: int = 0
+    downloading: int = 0
+    uploading: int = 0
+    leading: int = 0
+    training: int = 0
+    pairs: int = 0  # two replicas of one stage at once
+    regions: int = 0  # everybody in one region
+    region_cuts: int = 0  # a region is cut off from the others
+    cuts: int = 0  # one peer is cut off, both ways
+    ways: int = 0  # one peer is cut off, one way
+    wipes: int = 0  # everybody; the same command is started again
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pairs are ranges, both ends included."""
 
@@ -67,10 +85,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     silence_s: float = 4.0
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
+    sure: bool = False  # every kind of fault that may happen does
+    strikes: Strikes = Strikes()
+    regions: tuple[int, int] = (1, 1)  # links within one are fast, between two slow
     faults_s: float = 25.0  # counted from the start of training; then everything heals
     start_s: float = 90.0  # the run must have started by then
     progress_s: float = 90.0  # after healing no commit may take longer
     finish_s: float = 400.0  # after healing the run must end within
+    beat_s: float = 0.5
+    most_forward_s: float = MOST_FORWARD_S
+    record: str = ""  # of spot instances: peers come and go as in it
+    copies: int = 1  # of the record, at different times
+    life_s: float = 0.0  # mean life of a peer; as many come as go
+    one_of: int = 1  # in a suite: only every so many-th seed
+    events: int = 3_000_000  # a run that needs more is called stuck: usual ones need some 10,000
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +114,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     states: float = 1.0  # the same of downloads and checkpoints
     messages: Messages
     happenings: Happenings
+    strikes: Strikes = Strikes()
+    regions: int = 1
 
     def rng(self, purpose: str) -> Random:
         """A stream of its own for each purpose, so that one more draw in one place moves nothing elsewhere."""
@@ -101,7 +131,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.scenario.name}/{self.seed}/{purpose}"
 
 
-Limits = TypeVar("Limits", Messages, Happenings)
+Limits = TypeVar("Limits", Messages, Happenings, Strikes)
 
 _HARSH = Happenings(
     kills=4, restarts=4, leaves=2, losses=1, absences=1, joiners=4, pauses=4, halves=3, one_ways=4, slows=2, jumps=3, full_disks=2,
@@ -163,13 +193,77 @@ SCENARIOS = {
 }
 
 
+_BOTH = {"messages": Messages(drop=0.02, delay=0.01), "sure": True}
+
+
+def _fault(name: str, **changes: Any) -> Scenario:
+    return Scenario(**{"name": name, **_BOTH, **changes})
+
+
+_SOME_COME = Happenings(joiners=3, restarts=2)
+FAULTS = (  # one for each way of failing that a run must survive
+    _fault("killed", happenings=Happenings(kills=3, restarts=3, joiners=2)),
+    _fault("stopped", happenings=Happenings(pauses=4)),
+    _fault("cut_one_way", strikes=Strikes(ways=4)),
+    _fault("cut_off", strikes=Strikes(cuts=4)),
+    _fault("slowed", happenings=Happenings(slows=4)),
+    _fault("clock_jumps", happenings=Happenings(jumps=4)),
+    _fault("disk_full", happenings=Happenings(full_disks=3, restarts=1), save_every=(1, 2)),
+    _fault("dies_averaging", strikes=Strikes(averaging=3)),
+    _fault("dies_applying", strikes=Strikes(applying=3)),
+    _fault("dies_saving", strikes=Strikes(saving=3), save_every=(1, 2)),
+    _fault("dies_downloading", strikes=Strikes(downloading=2, uploading=2), happenings=_SOME_COME),
+    _fault("leader_dies", strikes=Strikes(leading=3), save_every=(1, 2)),
+    _fault("trainer_dies", strikes=Strikes(training=3)),
+    _fault("two_replicas", peers=(8, 16), stages=(1, 3), strikes=Strikes(pairs=2)),
+    _fault("region_dies", peers=(9, 16), regions=(3, 4), strikes=Strikes(regions=1), save_every=(1, 2)),
+    _fault("region_cut", peers=(9, 16), regions=(3, 4), strikes=Strikes(region_cuts=2), save_every=(1, 2)),
+    _fault("split", happenings=Happenings(halves=3)),
+    _fault("last_replica", peers=(8, 16), stages=(2, 4), happenings=Happenings(losses=2), save_every=(0, 2)),
+    _fault("wiped", steps=(6, 10), strikes=Strikes(wipes=1), save_every=(1, 3)),
+)
+_LONG = Scenario(
+    sure=True,
+    stages=(4, 8),
+    steps=(80, 100),
+    step_s=500.0,
+    most_forward_s=120.0,
+    delay_s=(0.002, 0.12),
+    save_every=(2, 6),
+    beat_s=10.0,
+    silence_s=80.0,
+    faults_s=36_000.0,
+    start_s=1800.0,
+    progress_s=4000.0,
+    finish_s=200_000.0,
+)
+LONG = (  # hours of machines that come and go: what only shows after hundreds of steps
+    msgspec.structs.replace(
+        _LONG, name="spot", peers=(60, 68), microbatches=(64, 96), record="aws-g4dn-spot.csv", copies=5, one_of=10,
+        happenings=Happenings(pauses=6, one_ways=4, slows=4, halves=3, jumps=4, full_disks=3), events=30_000_000,
+    ),
+    msgspec.structs.replace(
+        _LONG, name="crowd", peers=(400, 400), stages=(32, 32), steps=(60, 70), microbatches=(400, 400), life_s=28_800.0,
+        one_of=50, happenings=Happenings(pauses=6, one_ways=4, slows=4, jumps=4, full_disks=3), events=200_000_000,
+    ),
+)  # fmt: skip
+SCENARIOS |= {scenario.name: scenario for scenario in (*FAULTS, *LONG)}
+
+
+def suite(name: str) -> tuple[Scenario, ...]:
+    """`all`: a scenario for every fault, all of them together, and the long ones. Else one scenario (`load`)."""
+    if name != "all":
+        return (load(name),)
+    return (*FAULTS, *(SCENARIOS[one] for one in ("churn", "network", "chaos", "wild", "lost", "fleet")), *LONG)
+
+
 def load(name: str) -> Scenario:
     """A built-in scenario by name, or one from a TOML file."""
     if name in SCENARIOS:
         return SCENARIOS[name]
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"scenario {name!r}: neither a file nor one of {', '.join(sorted(SCENARIOS))}")
+        raise ValueError(f"scenario {name!r}: neither a file nor one of {', '.join(SCENARIOS)}")
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Scenario)
     except msgspec.DecodeError as error:
@@ -178,6 +272,7 @@ def load(name: str) -> Scenario:
 
 def draw(scenario: Scenario, seed: int) -> Case:
     rng = Random(f"{scenario.name}/{seed}/case")
+    aimed = Random(f"{scenario.name}/{seed}/aimed")  # apart, so that what is drawn besides stays as it was
     stages = rng.randint(*scenario.stages)
     fewest, most = (max(bound, stages) for bound in scenario.peers)
     peers = rng.randint(fewest, most) if scenario.many else round(fewest * (most / fewest) ** rng.random())
@@ -192,6 +287,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         queue_limit=rng.choice((2, 4, 16)),
         save_every=rng.randint(*scenario.save_every),
         silence_s=scenario.silence_s,
+        beat_s=scenario.beat_s,
         hop_floor_s=rng.choice((0.3, 1.0, 2.0)),
         hold_s=rng.choice((5.0, 30.0)),
         lost=rng.choice(("checkpoint", "neighbours")),
@@ -205,11 +301,13 @@ def draw(scenario: Scenario, seed: int) -> Case:
         settings=settings,
         peers=peers,
         speeds=speeds,
-        forward_s=min(MOST_FORWARD_S, scenario.step_s * peers / (microbatches * stages * 3.5)),
+        forward_s=min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5)),
         rounds=rng.choice((1.0, 1.0, 10.0, 30.0)),
         states=rng.choice((1.0, 5.0, 15.0, 50.0)),
         messages=_some(scenario.messages, rng, whole=False),
-        happenings=_some(scenario.happenings, rng, whole=True),
+        happenings=_some(scenario.happenings, rng, whole=True, sure=scenario.sure),
+        strikes=_some(scenario.strikes, aimed, whole=True, sure=True),
+        regions=aimed.randint(*scenario.regions),
     )
 
 
@@ -222,11 +320,11 @@ def _with_plan(settings: Settings, peers: int, rng: Random) -> Settings:
     return msgspec.structs.replace(settings, seats=tuple(seats), routes=routes)
 
 
-def _some(limits: Limits, rng: Random, whole: bool) -> Limits:
-    """Each kind in about half of the cases, up to its limit."""
+def _some(limits: Limits, rng: Random, whole: bool, sure: bool = False) -> Limits:
+    """Each kind in about half of the cases (`sure`: in all), up to its limit."""
     drawn: dict[str, float] = {}
     for field in limits.__struct_fields__:
         limit = getattr(limits, field)
         amount = rng.randint(min(1, limit), limit) if whole else rng.uniform(0.0, limit)
-        drawn[field] = amount if rng.random() < 0.5 else 0
+        drawn[field] = amount if rng.random() < 0.5 or sure else 0
     return msgspec.convert(drawn, type(limits))

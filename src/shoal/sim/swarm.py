@@ -15,20 +15,19 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.peer import PeerMachine
-from shoal.sim import churn, faults
+from shoal.sim import churn, faults, strikes
 from shoal.sim.checkers import Violation, Watch, progress
 from shoal.sim.hands import BAD, Blob, Hands, World
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenario import Case, Scenario, draw, load
 
-MAX_EVENTS = 3_000_000  # a run that needs more is called stuck: usual ones need some 10,000
 SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
 STRANGER = "stranger.0"
 LEADER = 0.3  # how often the leader is chosen before all others
 CHECK_S = 5.0  # between looks at the progress
-HOME_S = 45.0  # after that long without disturbance a peer must belong to the run: retries, a download, a held step
+HOME_BEATS = 90  # after that long without disturbance a peer must belong to the run: retries, a download, a held step
 KEPT = 12  # blobs that a machine may hold after the last step: what is on its way is dropped when it comes
 Record = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
 
@@ -43,6 +42,8 @@ class Outcome(msgspec.Struct, frozen=True):
     virtual_s: float
     events: int
     stuck: str = ""
+    node_hours: float = 0.0
+    struck: dict[str, int] = {}  # of what strikes.py does
 
 
 class Node:
@@ -54,7 +55,7 @@ class Node:
         self.name = f"p{key}.{incarnation}"
         self.serial = swarm.booted
         self.found = found
-        self.machine = PeerMachine(self.name, case.settings_of(key), case.rng(self.name), found)
+        self.machine = PeerMachine(self.name, swarm.settings_of(key), case.rng(self.name), found)
         self.hands = Hands(swarm.world, self._later, self._clock)
         self.hands.forward_s = case.forward_s
         self.hands.rounds, self.hands.states = case.rounds, case.states
@@ -158,9 +159,12 @@ class Node:
             self.view = machine.view
             if self.view is not None:
                 swarm.agreed(self.name, self.view)
-        for command in commands:
+        cut = strikes.sprung(swarm, self, commands) if swarm.traps else None
+        for command in commands if cut is None else commands[:cut]:
             _CARRY[type(command)](self, command)
-        if self.finish is not None:
+        if cut is not None:
+            swarm.kill(self)
+        elif self.finish is not None:
             swarm.ended(self)
         elif self.lives:
             self._arm()
@@ -266,11 +270,12 @@ class Swarm:
 
     def __init__(self, case: Case, record: Record | None = None) -> None:
         self.case = case
+        self.settings = case.settings
         self.kernel = Kernel()
         self.world = World(case.settings.stages, case.scenario.values)
         self.watch = Watch(case.settings, self.world, lambda: self.kernel.now)
         self.watch.trusting = not case.happenings.liars
-        self.network = Network(case.scenario, case.rng("network"))
+        self.network = Network(case.scenario, case.rng("network"), case.regions)
         self.chance = case.rng("chance")
         self.record = record
         self.notes: list[str] | None = None
@@ -280,6 +285,11 @@ class Swarm:
         self.handled = 0
         self.keys = case.peers
         self.healed_s: float | None = None
+        self.traps: list[strikes.Trap] = []
+        self.struck: dict[str, int] = {}
+        self.founders = {(0, 0)}
+        self.lived_s = 0.0  # of all processes that have ended
+        self._before: int = 0  # steps committed before a wipe
         self.veterans: list[Node] = []  # who lived when the run was over
         self._digest = 0
         self._proposed: m.View | None = None
@@ -299,9 +309,10 @@ class Swarm:
         for key in range(1, self.case.peers):
             self.kernel.at(rng.uniform(0.0, 2.0), self.boot, (key, 0))
         self.kernel.after(CHECK_S, self._look)
-        self.kernel.run(until=float("inf"), events=MAX_EVENTS)
-        if self.kernel.events >= MAX_EVENTS:
-            self.watch.report("", "progress", f"{MAX_EVENTS} events and no end: {self._state()}")
+        most = self.case.scenario.events
+        self.kernel.run(until=float("inf"), events=most)
+        if self.kernel.events >= most:
+            self.watch.report("", "progress", f"{most} events and no end: {self._state()}")
         elif not self.stuck and not self.watch.violations:
             self.watch.end(self.finished, list(self.nodes))
             self._at_home()
@@ -309,11 +320,13 @@ class Swarm:
         return Outcome(
             digest=f"{self._digest:016x}",
             violations=tuple(self.watch.violations),
-            committed=len(self.watch.commits),
+            committed=self._before + len(self.watch.commits),
             redone=newest.account.redone if newest is not None else 0,
             virtual_s=self.kernel.now,
             events=self.handled,
             stuck=self.stuck,
+            node_hours=(self.lived_s + sum(self.kernel.now - node.born_s for node in self.nodes.values())) / 3600,
+            struck=self.struck,
         )
 
     def boot(self, who: tuple[int, int]) -> None:
@@ -321,13 +334,41 @@ class Swarm:
         if self._over_s is not None:
             return
         self.booted += 1
-        node = Node(self, who[0], who[1], found=who == (0, 0))
+        node = Node(self, who[0], who[1], found=who in self.founders)
         self.nodes[node.name] = node
         node.told(m.Tick())
 
+    def settings_of(self, key: int) -> m.Settings:
+        """What that process is started with: after a wipe, the checkpoint's step."""
+        return msgspec.structs.replace(self.case.settings_of(key), first_step=self.settings.first_step)
+
     def kill(self, node: Node) -> None:
         node.lives = False
-        self.nodes.pop(node.name, None)
+        if self.nodes.pop(node.name, None) is not None:
+            self.lived_s += self.kernel.now - node.born_s
+
+    def wipe(self) -> bool:
+        """Every process is killed and the same command started again: it goes on from the newest checkpoint."""
+        published = self.world.storage.published
+        first = max(published, default=self.settings.first_step)
+        if self._over_s is not None or first >= self.settings.steps:
+            return False
+        for node in list(self.nodes.values()):
+            self.kill(node)
+        self.settings = msgspec.structs.replace(self.settings, first_step=first)
+        self._before += len([step for _, step in self.watch.commits if step < first])
+        violations = self.watch.violations
+        self.watch = Watch(self.settings, self.world, lambda: self.kernel.now)
+        self.watch.violations = violations
+        self.watch.trusting = not self.case.happenings.liars
+        self.watch.resumes(first, published.get(first, ()))
+        self._proposed, self.finished = None, []
+        self._heal(None)
+        life = 1 + max(self.booted, 1000)  # no name of a process is used twice
+        self.founders = {(0, life)}
+        for key in range(self.case.peers):
+            self.kernel.after(0.1 * key, self.boot, (key, life))
+        return True
 
     def ended(self, node: Node) -> None:
         """A machine has finished: its process ends, and if it was not the run's end another one takes its place."""
@@ -344,8 +385,13 @@ class Swarm:
         self.watch.agreed(peer, view)
         if self._began_s is None and view.started:
             self._began_s = self.kernel.now
-            for planned in churn.plan(self.case) + faults.plan(self.case):
-                self.kernel.after(planned.at_s, self._happen, planned)
+            for planned in [
+                *churn.plan(self.case),
+                *churn.lives(self.case),
+                *faults.plan(self.case),
+                *strikes.plan(self.case),
+            ]:
+                self.kernel.after(planned.at_s, self.happen, planned)
             self.kernel.after(self.case.scenario.faults_s, self._heal)
         if view.finished and self._over_s is None:
             self._over_s = self.kernel.now
@@ -473,9 +519,9 @@ class Swarm:
         node = self.nodes.get(peer)
         return node is not None and not node.away and not node.stopped
 
-    def _happen(self, planned: churn.Planned) -> None:
+    def happen(self, planned: churn.Planned) -> None:
         if self.healed_s is None:
-            apply = churn.APPLY.get(planned.kind) or faults.APPLY[planned.kind]
+            apply = HAPPEN[planned.kind]
             if self.notes is not None:
                 self.notes.append(f"{self.kernel.now:9.3f} ====== {planned.kind} for {planned.length_s:.1f} s")
             apply(self, planned, self.chance)
@@ -485,6 +531,7 @@ class Swarm:
             return
         self.healed_s = self.kernel.now
         self.network.heal()
+        self.traps.clear()
         for over in self._healers:
             over(None)
         self._progressed_s = self.kernel.now
@@ -522,7 +569,7 @@ class Swarm:
         assert newest is not None and self._over_s is not None and self.healed_s is not None
         known = {one.peer for one in newest.members + newest.joining}
         for node in self.veterans:
-            if self._over_s - max(self.healed_s, node.born_s) < HOME_S or node.leaving:
+            if self._over_s - max(self.healed_s, node.born_s) < HOME_BEATS * self.settings.beat_s or node.leaving:
                 continue
             if node.name not in known:
                 self.watch.report(
@@ -548,6 +595,7 @@ class Swarm:
         return f"{progress(newest) if newest else 'no view'}; views held: {views}"
 
 
+HAPPEN = {**churn.APPLY, **faults.APPLY, **strikes.APPLY}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(m.Message)
 

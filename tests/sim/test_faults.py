@@ -1,0 +1,125 @@
+"""Each way of failing that a run must survive is a scenario, it strikes, and the run stays safe and goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.core import messages as m
+from shoal.sim import run, strikes
+from shoal.sim.network import FAR_S, NEAR_S, Network, region
+from shoal.sim.scenario import FAULTS, LONG, SCENARIOS, Scenario, Strikes, draw, suite
+from shoal.sim.swarm import HAPPEN, Swarm
+
+AIMED = [scenario for scenario in FAULTS if scenario.strikes != Strikes()]
+
+
+def played(scenario: Scenario, seed: int) -> Swarm:
+    swarm = Swarm(draw(scenario, seed))
+    outcome = swarm.run()
+    assert not outcome.violations, f"{outcome.violations[0]}\nrerun: {run.rerun(scenario.name, seed)}"
+    return swarm
+
+
+@pytest.mark.parametrize("scenario", AIMED, ids=lambda scenario: scenario.name)
+def test_what_is_aimed_strikes_and_the_run_goes_on(scenario: Scenario) -> None:
+    struck: dict[str, int] = {}
+    for seed in range(3):
+        struck |= played(scenario, seed).struck
+        if all(kind in struck for kind in Strikes.__struct_fields__ if getattr(scenario.strikes, kind)):
+            return
+    pytest.fail(f"{scenario.strikes}: only {struck} in three seeds")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", FAULTS, ids=lambda scenario: scenario.name)
+def test_twenty_seeds_of_every_fault(scenario: Scenario) -> None:
+    for seed in range(100, 120):
+        played(scenario, seed)
+
+
+@pytest.mark.slow
+def test_hours_of_machines_that_come_and_go() -> None:
+    spot = msgspec.structs.replace(LONG[0], copies=1, peers=(12, 14), stages=(4, 4), microbatches=(16, 16))
+    swarm = played(spot, 0)
+    assert swarm.kernel.now > 5 * 3600 and swarm.booted > 40
+
+
+def test_every_fault_that_is_named_is_drawn_at_least_once() -> None:
+    for scenario in FAULTS:
+        for seed in range(5):
+            case = draw(scenario, seed)
+            for limits, drawn in ((scenario.happenings, case.happenings), (scenario.strikes, case.strikes)):
+                for kind in limits.__struct_fields__:
+                    assert (getattr(drawn, kind) > 0) == (getattr(limits, kind) > 0), (scenario.name, seed, kind)
+
+
+def test_a_suite_has_every_fault_and_the_long_ones() -> None:
+    assert suite("chaos") == (SCENARIOS["chaos"],)
+    names = [scenario.name for scenario in suite("all")]
+    assert len(names) == len(set(names)) and {one.name for one in (*FAULTS, *LONG)} < set(names)
+
+
+class Caught(Swarm):
+    """Remembers what the victim had been asked to do and did not any more."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.last: dict[str, m.Event] = {}
+        self.record = lambda time_s, peer, event, commands: self.last.__setitem__(peer, event)
+
+
+def test_who_dies_applying_never_tells_that_it_applied() -> None:
+    for seed in range(4):
+        swarm = Caught(draw(SCENARIOS["dies_applying"], seed))
+        assert not swarm.run().violations
+        dead = [name for name in swarm.last if name not in swarm.nodes and name not in swarm.finished]
+        if swarm.struck.get("applying"):
+            assert len(dead) >= swarm.struck["applying"]
+            return
+    pytest.fail("nobody died applying in four seeds")
+
+
+def test_a_wiped_run_goes_on_from_its_newest_checkpoint_and_commits_only_the_rest() -> None:
+    for seed in range(6):
+        swarm = played(SCENARIOS["wiped"], seed)
+        if swarm.struck.get("wipes") and swarm.settings.first_step > 0:
+            break
+    else:
+        pytest.fail("no seed was wiped after a checkpoint")
+    view = swarm.watch.newest
+    assert view is not None and view.finished
+    first = swarm.settings.first_step
+    assert sorted({step for _, step in swarm.watch.commits}) == list(range(first, swarm.settings.steps))
+    assert all(node.incarnation > 1000 for node in swarm.veterans)
+
+
+def test_links_within_a_region_are_fast_and_between_two_slow() -> None:
+    case = draw(SCENARIOS["region_cut"], 1)
+    network = Network(case.scenario, case.rng("network"), case.regions)
+    assert region("p7.2", 3) == 1
+    near = network.arrivals("p0.0", f"p{case.regions}.0", 0, 0.0)[0]
+    far = network.arrivals("p0.0", "p1.0", 0, 0.0)[0]
+    assert near <= 1.2 * NEAR_S[1] < FAR_S[0] <= far
+    big_near = network.arrivals("p0.0", f"p{case.regions}.0", 10**7, 100.0)[0]
+    assert network.arrivals("p0.0", "p1.0", 10**7, 200.0)[0] - 200.0 > big_near - 100.0 + 1.0
+
+
+def test_a_region_dies_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = Swarm(draw(SCENARIOS["region_dies"], 0))
+    regions = swarm.case.regions
+    died: list[set[str]] = []
+
+    def looked(*arguments: Any) -> None:
+        before = set(swarm.nodes)
+        strikes.a_region(*arguments)
+        if gone := before - set(swarm.nodes):
+            died.append(gone)
+            (number,) = {region(name, regions) for name in gone}
+            assert not any(region(name, regions) == number for name in swarm.nodes)
+
+    monkeypatch.setitem(HAPPEN, "regions", looked)
+    assert not swarm.run().violations
+    assert died
