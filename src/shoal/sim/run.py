@@ -36,9 +36,9 @@ class Line(msgspec.Struct, frozen=True):
     rerun: str
 
 
-def rerun(scenario: str, seed: int) -> str:
+def rerun(scenario: str, seed: int, hops: str = "drawn") -> str:
     """The command that plays this history again."""
-    return f"shoal simulate {scenario} seed={seed}"
+    return f"shoal simulate {scenario} seed={seed}" + (f" --hops {hops}" if hops != "drawn" else "")
 
 
 def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -> Line:
@@ -58,7 +58,7 @@ def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -
         events_per_s=round(outcome.events / took_s),
         stuck=outcome.stuck,
         violations=tuple(str(violation) for violation in outcome.violations),
-        rerun=rerun(name, seed),
+        rerun=rerun(name, seed, scenario.hops),
     )
 
 
@@ -110,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.sim.run", description="Run many seeds of a scenario.")
     parser.add_argument("--scenario", default="chaos", help="a built-in name or a TOML file")
     parser.add_argument("--seeds", default="0:100", help="FIRST:END or one seed")
+    parser.add_argument("--hops", default="", choices=("", "owner", "direct"), help="instead of what the seed draws")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided, with virtual times")
@@ -119,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scenario, seeds = load(given.scenario), _seeds(given.seeds)
     except ValueError as error:
         parser.error(str(error))
+    if given.hops:
+        scenario = msgspec.structs.replace(scenario, hops=given.hops)
     failed: list[Line] = []
     events, began = 0, time.perf_counter()
     for seed in seeds:
