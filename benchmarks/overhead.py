@@ -70,12 +70,15 @@ def network_bound(config: Config) -> float:
     return config.network.bandwidth_Bps / (4 * config.device.emulated_values * max(up, down))
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
 def measure(words: list[str]) -> tuple[float, dict[str, float]]:
     """Microbatches per second after the first commit, and what else the run says."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "shoal.cli.main", "run", str(LAB), *words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=sys.stderr)
+        subprocess.run(command, cwd=folder, env=environment(), check=True, stdout=sys.stderr)
         directory = Path(folder) / "runs/lab"
         steps = [json.loads(line) for line in (directory / "commits.jsonl").read_bytes().splitlines()]
         summary = json.loads((directory / "summary.json").read_bytes())
@@ -104,9 +107,9 @@ def main() -> None:
         f"device.emulated_values={VALUES}",
         *asked.settings,
     ]
-    config = configuration.load(LAB, words)
+    config = configuration.load(LAB, [*words, "network.hops=owner"])
     compute, network = compute_bound(config), network_bound(config)
-    rate, told = measure(words)
+    rate, told = measure([*words, "network.hops=owner"])
     setting = {
         "peers": config.run.peers,
         "stages": config.run.stages,

@@ -134,6 +134,8 @@ class Network(Section, frozen=True):
     activations: Literal["none", "bf16", "int8", "int4"] = "none"  # how boundary tensors travel; none = as they are
     gradients: Literal["none", "bf16", "int8"] = "none"  # and their gradients
     averaging: Literal["none", "bf16", "int8"] = "none"  # and a stage's gradient among its replicas, errors fed back
+    hops: Literal["owner", "direct"] = "owner"  # direct = outputs go straight to the next stage's peer
+    keep_bytes: int = 1 << 32  # with direct hops: boundary tensors a peer keeps of a step before it answers Busy
 
 
 class Device(Section, frozen=True):
@@ -245,6 +247,8 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         hold_s=run.hold_s,
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
+        hops=config.network.hops,
+        keep_bytes=config.network.keep_bytes,
         stage_seconds=run.stage_seconds,
         home=run.stages == 1 and not run.routes,
         seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
@@ -297,6 +301,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "network.bandwidth_Bps": (0, math.inf),
     "network.up_Bps": (0, math.inf),
     "network.down_Bps": (0, math.inf),
+    "network.keep_bytes": (1, 2**50),
     "device.emulated_s": (0, math.inf),
     "device.emulated_backward_s": (0, math.inf),
     "device.emulated_values": (1, 2**40),

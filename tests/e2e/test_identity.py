@@ -55,6 +55,7 @@ microbatch = 2
 learning_rate = 1e-3 # at 3e-3 training is chaotic: rounding grows from 1e-7 to 1e-2 within 30 steps, on one machine too
 warmup = 5
 [network]
+hops = "HOPS"
 delay_s = 0.03 # fifty steps take half a minute on the fastest machine too, so that peers are killed in them
 [checkpoint]
 every = 20
@@ -103,6 +104,12 @@ def assert_within_rounding(left: Left, process: reference.OneProcess) -> None:
 # --------------------------------------------------------------------------------------------------- in one process
 
 
+@pytest.fixture(scope="module", params=["owner", "direct"])
+def hops(request: pytest.FixtureRequest) -> str:
+    """Boundary tensors through the owner, or from server to server."""
+    return str(request.param)
+
+
 def trained_in_memory(directory: Path, config: Config) -> Left:
     """What peers leave that have talked over the network in memory."""
     configuration.validate(config)
@@ -137,8 +144,11 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def in_memory(tmp_path: Path) -> Left:
-    return trained_in_memory(tmp_path, a_config(STAGES, STAGES * REPLICAS))
+def in_memory(hops: str, tmp_path: Path) -> Left:
+    config = a_config(STAGES, STAGES * REPLICAS)
+    return trained_in_memory(
+        tmp_path, msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, hops=hops))
+    )
 
 
 @pytest.mark.parametrize("executor", ["resident", "swapping"])
@@ -169,10 +179,10 @@ def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in
 # ---------------------------------------------------------------------------------------------------- real processes
 
 
-def shoal_run(directory: Path, *words: str) -> Left:
+def shoal_run(directory: Path, hops: str, *words: str) -> Left:
     """`shoal run` to its end, in a directory of its own."""
     (directory / "a.txt").write_bytes((ROOT / "src/shoal/core/messages.py").read_bytes() * 4)
-    (directory / "real.toml").write_text(TOML)
+    (directory / "real.toml").write_text(TOML.replace("HOPS", hops))
     done = subprocess.run(
         [sys.executable, "-m", "shoal.cli.main", "run", "real.toml", *words],
         cwd=directory,
@@ -190,14 +200,14 @@ def shoal_run(directory: Path, *words: str) -> Left:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Left:
-    return shoal_run(tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, hops: str) -> Left:
+    return shoal_run(tmp_path_factory.mktemp("undisturbed"), hops)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Left:
+def killed(tmp_path_factory: pytest.TempPathFactory, hops: str) -> Left:
     """Every 10 s: long enough for the dead to be removed and replaced, also where everything is slow."""
-    return shoal_run(tmp_path_factory.mktemp("killed"), "--kill-every", "10")
+    return shoal_run(tmp_path_factory.mktemp("killed"), hops, "--kill-every", "10")
 
 
 def assert_every_sample_once(left: Left) -> None:

@@ -25,6 +25,7 @@ from shoal.sim.swarm import Swarm
 SEEDS = 80
 STORM = Scenario(
     name="storm",
+    hops="owner",
     peers=(4, 8),
     stages=(1, 2),
     microbatches=(16, 24),
@@ -35,10 +36,17 @@ STORM = Scenario(
     faults_s=60.0,
 )
 HALVES = Scenario(
-    name="halves", peers=(4, 8), stages=(1, 3), steps=(3, 4), step_s=2.0, happenings=Happenings(halves=6, pauses=1)
+    name="halves",
+    hops="owner",
+    peers=(4, 8),
+    stages=(1, 3),
+    steps=(3, 4),
+    step_s=2.0,
+    happenings=Happenings(halves=6, pauses=1),
 )
 ROUNDS = Scenario(
     name="rounds",
+    hops="owner",
     peers=(6, 10),
     stages=(1, 3),
     steps=(4, 6),
@@ -47,6 +55,11 @@ ROUNDS = Scenario(
     happenings=Happenings(kills=3, restarts=4, pauses=5, halves=2, one_ways=2),
 )
 Patch = pytest.MonkeyPatch
+
+
+def straight(scenario: Scenario) -> Scenario:
+    """With boundary tensors from server to server."""
+    return msgspec.structs.replace(scenario, hops="direct")
 
 
 def accepts_a_stale_answer(patch: Patch) -> None:
@@ -158,13 +171,34 @@ def a_case(scenario: Scenario, seed: int) -> Case:
     """All of the scenario's faults at once, to the limit, and averaging so slow that they meet it."""
     case = draw(scenario, seed)
     settings = msgspec.structs.replace(case.settings, hop_floor_s=0.3, inflight=4, queue_limit=16)
-    rounds = 30.0 if scenario is ROUNDS else case.rounds
+    rounds = 30.0 if scenario.name == ROUNDS.name else case.rounds
     replaced = {"messages": scenario.messages, "happenings": scenario.happenings, "rounds": rounds}
     return msgspec.structs.replace(case, **replaced, settings=settings)
 
 
-@pytest.mark.parametrize(("mutant", "scenario", "known"), MUTANTS, ids=[one[0].__name__ for one in MUTANTS])
+@pytest.mark.parametrize(("mutant", "scenario", "known"), MUTANTS, ids=lambda one: getattr(one, "__name__", ""))
 def test_a_mutant_is_caught(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    scenario: Scenario,
+    known: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert_caught(mutant, scenario, known, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("mutant", "scenario", "known"), MUTANTS, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_mutant_is_caught_with_direct_hops_too(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    scenario: Scenario,
+    known: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert_caught(mutant, straight(scenario), known, monkeypatch)
+
+
+def assert_caught(
     mutant: Callable[[pytest.MonkeyPatch], None],
     scenario: Scenario,
     known: tuple[int, ...],

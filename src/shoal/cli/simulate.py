@@ -18,6 +18,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided and why, with virtual times")
     parser.add_argument("--trace", metavar="FILE", help="write the last seed's trace there, for `shoal replay`")
+    parser.add_argument(
+        "--hops", choices=("owner", "direct"), help="how boundary tensors travel; else drawn by the seed"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that fails")
 
 
@@ -31,6 +34,7 @@ def main(args: argparse.Namespace) -> int:
     scenario.suite(args.scenario)  # refuses what is neither a file nor a built-in name
     words = ["--scenario", args.scenario, "--seeds", seeds]
     words += [f"--{flag}" for flag in ("json", "notes") if getattr(args, flag)]
+    words += ["--hops", args.hops] if args.hops else []
     words += ["--keep-going"] if args.keep_going else []
     words += ["--trace", args.trace] if args.trace else []
     return run.main(words)

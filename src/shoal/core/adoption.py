@@ -2,7 +2,7 @@
 
 An owner that vanished may have backwards booked anywhere. Its heir asks every member for its books and goes on from
 there; an answer counts only if it was given in the view that made the heir the owner, or a newer one, because only then
-nothing that the former owner sent can still be booked. Who asks, and how often, is trainer.py's.
+nothing that the former owner sent can still be booked. Asking is trainer.py's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from shoal.core.messages import Books, Index, Peer, Stage
+
+BOOKS_AGAIN = 8  # AskBooks is first repeated after hop_floor_s / 8: a lost one holds up every adopted microbatch
 
 
 class Group(msgspec.Struct, eq=False):
@@ -23,8 +25,10 @@ class Group(msgspec.Struct, eq=False):
 class Adoptions:
     def __init__(self) -> None:
         self._groups: list[Group] = []  # floors rise
+        self._again = 1.0 / BOOKS_AGAIN  # of hop_floor_s, until the question is repeated
 
     def add(self, floor: int, members: dict[Peer, Stage], indices: list[Index]) -> None:
+        self._again = 1.0 / BOOKS_AGAIN
         self._groups.append(Group(floor, dict.fromkeys(members), {index: {} for index in indices}))
 
     def clear(self) -> None:
@@ -44,6 +48,11 @@ class Adoptions:
     @property
     def missing(self) -> list[Peer]:
         return list(dict.fromkeys(peer for group in self._groups for peer in group.missing))
+
+    def pause_s(self, floor_s: float) -> float:
+        """Until those who are missing are asked again: longer every time."""
+        again, self._again = self._again, min(2 * self._again, 1.0)
+        return again * floor_s
 
     def hear(self, peer: Peer, books: Books) -> None:
         for group in self._groups:

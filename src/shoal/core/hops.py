@@ -1,7 +1,8 @@
 """The hops of one replica: which requests are taken, which one runs next, what is booked and what is answered.
 
 For server.py. Every microbatch is booked at most once: a repeated request is answered from the books, and an attempt that was
-once answered with Cancelled, Busy or Refused is never taken afterwards, because its owner may have gone elsewhere with it.
+once answered with Cancelled, Busy, Refused or Missing is never taken afterwards, because its owner may have gone elsewhere with it.
+With direct hops inputs and results lie on the shelf (shelf.py): a hop runs when all that it needs is there.
 """
 
 from __future__ import annotations
@@ -10,25 +11,30 @@ from collections.abc import Iterator
 
 import msgspec
 
+from shoal.core.jobs import Declined, Job, Pace, hop_of, wanted
 from shoal.core.messages import (
     AskBooks,
     Backward,
+    BlobRef,
     Booking,
     Books,
+    Boundary,
     Busy,
     Cancel,
     Cancelled,
     Command,
-    Complaint,
     Do,
     Done,
     Drop,
     Failed,
     Forward,
+    Gone,
     Gradient,
     Index,
+    Missing,
     Output,
     Peer,
+    Pull,
     Recall,
     Refused,
     RunBackward,
@@ -37,32 +43,11 @@ from shoal.core.messages import (
     Settings,
     View,
 )
-from shoal.core.routing import BACKWARD_SIZE, Latency
-from shoal.core.seat import TEXT, Seat, drop, owner_of
+from shoal.core.seat import TEXT, Seat, complain, drop, owner_of
+from shoal.core.shelf import Key, Shelf, keys_of, needs
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
-DECLINED_PER_MICROBATCH = 8  # attempts remembered; beyond that a request from a view not seen yet gets no answer
-
-
-class Job(msgspec.Struct, frozen=True):
-    """A hop that waits or runs here. `sender` sent what is computed; `reply` gets the answer, under `attempt`."""
-
-    message: Forward | Backward
-    sender: Peer
-    blobs: tuple[str, ...]
-    reply: Peer
-    attempt: int
-    task: str = ""
-    out: str = ""
-
-    @property
-    def backward(self) -> bool:
-        return isinstance(self.message, Backward)
-
-    @property
-    def key(self) -> tuple[bool, Index]:
-        """Backwards first: they free memory here and at the owner. Then the older microbatch."""
-        return not self.backward, self.message.index
+STUCK = 4.0  # of hop_floor_s without a booking on a full shelf: what lies there unused is not coming back
 
 
 class Hops:
@@ -73,11 +58,12 @@ class Hops:
         self._running: Job | None = None
         self._void: dict[str, Job] = {}  # running, but of a step or a seat that is over
         self._booked: dict[Index, tuple[Booking, str]] = {}  # with the kept gradient of the input, '' at stage 0
-        self._declined: dict[
-            tuple[Peer, int, Index], int
-        ] = {}  # (owner, step, index) -> no attempt up to this is taken
+        self._declined = Declined(settings, seat)
         self._asks: dict[Peer, AskBooks] = {}
-        self._forward_s, self._backward_s = Latency(), Latency()
+        self.pace = Pace(settings, seat)
+        self.shelf = Shelf(name, settings, seat)
+        self._direct = settings.hops == "direct" and settings.stages > 1
+        self._freed_at = 0.0  # last booking, or when room was made by force
 
     @property
     def adding(self) -> bool:
@@ -88,57 +74,39 @@ class Hops:
     def queue_s(self) -> float:
         """Seconds of work waiting or running here, as measured."""
         jobs = [*self._queue.values(), *([self._running] if self._running else [])]
-        return sum(self._seconds(job.backward) for job in jobs)
-
-    @property
-    def rate(self) -> float:
-        """Microbatches per second, forward and backward, when busy; 0 before anything is known."""
-        seconds = self._seconds(False) + self._seconds(True)
-        return 1.0 / seconds if seconds > 0 else 0.0
-
-    def _seconds(self, backward: bool) -> float:
-        """Of one hop: measured, else the other direction's by the ratio of their work, else as planned."""
-        own, other = (self._backward_s, self._forward_s) if backward else (self._forward_s, self._backward_s)
-        if own.value is not None:
-            return own.value
-        if other.value is not None:
-            return other.value * (BACKWARD_SIZE if backward else 1 / BACKWARD_SIZE)
-        planned = self._settings.stage_seconds
-        whole = planned[self._seat.stage] if self._seat.stage < len(planned) else 0.0
-        return whole * (BACKWARD_SIZE if backward else 1.0) / (1.0 + BACKWARD_SIZE)
+        return sum(self.pace.seconds(job.backward) for job in jobs)
 
     # ---------------------------------------------------------------------------------------------- views and state
 
-    def on_view(self, before: View | None, view: View) -> list[Command]:
+    def on_view(self, before: View | None, view: View, now: float) -> list[Command]:
         """Members left and their microbatches have new owners: nothing more is begun for the old ones."""
-        if before is None or view.epoch != before.epoch:
-            self._declined.clear()
-        elif view.step != before.step:
-            self._declined = {key: attempt for key, attempt in self._declined.items() if key[1] >= view.step}
+        self._declined.on_view(before, view)
         commands: list[Command] = []
         for key, job in list(self._queue.items()):
             if owner_of(view, job.message.index) != job.sender:
                 del self._queue[key]
                 commands += drop(job.blobs)
-        return commands
+        if before is not None and view.epoch != before.epoch:
+            commands += self.shelf.turn(everything=True, read=())
+        return commands + self.shelf.on_view(now) + self._tell_missing()
 
-    def forget(self) -> tuple[list[Command], bool]:
-        """The step is over, or what I hold of it is void. Also whether anything is or will be in the sum."""
+    def forget(self, everything: bool) -> tuple[list[Command], bool]:
+        """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
         blobs = [blob for job in self._queue.values() for blob in job.blobs]
         blobs += [out for _, out in self._booked.values() if out]
         dirty = bool(self.books) or self.adding
+        read: tuple[str, ...] = ()
         if self._running is not None:
-            self._void[self._running.task] = self._running
+            read = self._inputs(self._running)
+            self._void[self._running.task] = msgspec.structs.replace(self._running, blobs=read)
         self._queue, self._booked, self.books, self._running = {}, {}, (), None
-        return drop(tuple(blobs)), dirty
-
-    def measure_anew(self) -> None:
-        """Another stage takes other seconds."""
-        self._forward_s, self._backward_s = Latency(), Latency()
+        return drop(tuple(blobs)) + self.shelf.turn(everything, read), dirty
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    def on_hop(self, peer: Peer, message: Forward | Backward, blobs: tuple[str, ...], fault: str) -> list[Command]:
+    def on_hop(
+        self, peer: Peer, message: Forward | Backward, blobs: tuple[str, ...], fault: str, now: float
+    ) -> list[Command]:
         """Take it, answer it from the books, decline it for good, or ignore it."""
         view, index, soon = self._seat.view, message.index, self._settings.beat_s * SOON
         if view is None or message.epoch != view.epoch or message.step < view.step:
@@ -148,7 +116,7 @@ class Hops:
             message.step == view.step,
             owner_of(view, index) == peer,
         )
-        if backward and message.attempt <= self._declined.get((peer, message.step, index), -1):
+        if backward and self._declined.has(peer, message.step, index, message.attempt):
             return drop(blobs)
         if isinstance(message, Backward) and current and (index in self._booked or self._here(index)):
             # never declined while it is here; the owner of a view I have not seen yet gets no answer and asks again
@@ -161,17 +129,25 @@ class Hops:
             return drop(blobs) + self._busy(peer, message, soon)
         if message.stage != self._seat.stage:
             return drop(blobs) + self._refuse(peer, message, f"stage {message.stage} is not served here")
-        wanted = 2 if backward and self._settings.stages > 1 else 1
-        if fault or len(blobs) != wanted:
-            reason = fault or f"{len(blobs)} blobs where {wanted} belong"
-            return drop(blobs) + self._refuse(peer, message, reason) + self._complain(peer, message, reason)
+        came, kept = wanted(message, self._settings.stages, self._direct)
+        if fault or (len(blobs), len(needs(message))) != (came, kept):
+            reason = fault or f"{len(blobs)} blobs where {came} belong"
+            if not fault and len(blobs) == came:
+                reason = f"{len(needs(message))} holders named where {kept} belong"
+            return (
+                drop(blobs)
+                + self._refuse(peer, message, reason)
+                + complain(self._seat, peer, f"{_name(message)}: {reason}")
+            )
         job = Job(message, peer, blobs, peer, message.attempt)
         if job.key in self._queue or self._is_running(job):
-            return self._replace(job)
-        if len(self._queue) >= self._settings.queue_limit:
-            return drop(blobs) + self._busy(peer, message, max(self.queue_s, soon))
+            return self._replace(job) + self._await(now)
+        commands, room = ([], True) if backward else self._make_room(now)
+        complete = sum(self._complete(waiting) for waiting in self._queue.values())
+        if not room or complete >= self._settings.queue_limit or len(self._queue) >= 2 * self._settings.queue_limit:
+            return commands + drop(blobs) + self._busy(peer, message, max(self.queue_s, soon))
         self._queue[job.key] = job
-        return []
+        return commands + self._await(now)
 
     def _here(self, index: Index) -> Job | None:
         """The backward of that microbatch that runs or waits."""
@@ -203,8 +179,8 @@ class Hops:
             self._queue[job.key] = job
             return drop(queued.blobs)
         if queued is None and self._running is not None:
-            attempt = max(self._running.attempt, job.attempt)
-            self._running = msgspec.structs.replace(self._running, attempt=attempt)
+            newer = job if job.attempt > self._running.attempt else self._running
+            self._running = msgspec.structs.replace(self._running, attempt=newer.attempt, message=newer.message)
         return drop(job.blobs)
 
     def on_cancel(self, peer: Peer, message: Recall | Cancel) -> list[Command]:
@@ -217,13 +193,13 @@ class Hops:
         running = self._running is not None and self._running.key == (False, index)
         if running or index in self._booked:
             return self._again(peer, message)
-        self._decline(peer, message.step, index, message.attempt)
+        self._declined.add(peer, message.step, index, message.attempt)
         queued = self._queue.get((False, index))
         commands: list[Command] = []
         if queued is not None and queued.attempt <= message.attempt:
             del self._queue[queued.key]
             commands = drop(queued.blobs)
-        return [*commands, Send(peer, Cancelled(*_hop(message)))]
+        return [*commands, Send(peer, Cancelled(*hop_of(message)))]
 
     def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
         view = self._seat.view
@@ -253,42 +229,95 @@ class Hops:
                 commands.append(Send(peer, Books(view.epoch, view.step, view.number, stage, indices)))
         return commands
 
+    # ------------------------------------------------------------------------------------------- with direct hops
+
+    def on_tensor(
+        self, peer: Peer, message: Boundary | Pull | Gone, blobs: tuple[BlobRef, ...], fault: str, now: float
+    ) -> list[Command]:
+        match message:
+            case Boundary():
+                pairs = tuple((blob.id, blob.nbytes) for blob in blobs)
+                commands = self.shelf.make_room(self._used(), self._booked, force=False)
+                commands += self.shelf.on_boundary(peer, message, pairs, fault, now)
+            case Pull():
+                commands = self.shelf.on_pull(peer, message)
+            case Gone():
+                commands = self.shelf.on_gone(peer, message, now)
+        return commands + self._tell_missing()
+
+    def tick(self, now: float) -> list[Command]:
+        """What a hop waits for has not come."""
+        self.shelf.keep_wants(keys_of(job.message for job in self._queue.values()))
+        return self.shelf.tick(now) + self._tell_missing()
+
+    def _await(self, now: float) -> list[Command]:
+        """Whatever the hops in the queue lack is wanted."""
+        commands: list[Command] = []
+        for job in self._queue.values() if self._direct else ():
+            commands += self.shelf.want(needs(job.message), now)
+        return commands + self._tell_missing()
+
+    def _tell_missing(self) -> list[Command]:
+        """Hops whose inputs do not come go back to their owner, for good."""
+        commands: list[Command] = []
+        for key in self.shelf.take_failed():
+            for job in [job for job in self._queue.values() if key in needs(job.message)]:
+                del self._queue[job.key]
+                commands += drop(job.blobs)
+                epoch, step, index, stage, _ = hop_of(job.message)
+                if job.backward:
+                    self._declined.add(job.reply, step, index, job.attempt)
+                answer = Missing(epoch, step, index, stage, job.attempt, job.backward, key.gradient)
+                commands.append(Send(job.reply, answer))
+        return commands
+
+    def _make_room(self, now: float) -> tuple[list[Command], bool]:
+        """Whether a forward may be taken: what it makes has to be kept."""
+        commands = self.shelf.make_room(self._used(), self._booked, force=False)
+        if not self.shelf.full or not self.shelf.under_way(self._booked):
+            return commands, True
+        if now - self._freed_at < STUCK * self._settings.hop_floor_s:
+            return commands, False
+        self._freed_at = now
+        return commands + self.shelf.make_room(self._used(), self._booked, force=True), True
+
+    def _used(self) -> dict[Key, None]:
+        running = [self._running.message] if self._running is not None else []
+        return keys_of([job.message for job in self._queue.values()] + running)
+
+    def _inputs(self, job: Job) -> tuple[str, ...]:
+        """The blobs that its task reads: the stage's input, then the gradient of its output or the tokens."""
+        kept = tuple(self.shelf.blob(key) for key in needs(job.message))
+        return job.blobs + kept if job.message.stage == 0 else kept + job.blobs
+
+    def _keep(self, job: Job, key: Key, nbytes: int) -> list[Command]:
+        """What a hop has made stays here, and goes straight to whoever goes on with it."""
+        commands = self.shelf.put(key, job.out, nbytes)
+        if job.message.to in self._seat.known.serving:
+            commands += self.shelf.send(job.message.to, key)
+        return commands
+
     # ------------------------------------------------------------------------------------------------------ answers
 
     def _gradient(self, peer: Peer, index: Index, attempt: int) -> list[Command]:
         booking, out = self._booked[index]
         seat = self._seat
-        message = Gradient(seat.epoch, seat.step, index, seat.stage, attempt, booking.loss)
+        made = Key(seat.step, index, seat.stage - 1, True)
+        message = Gradient(seat.epoch, seat.step, index, seat.stage, attempt, booking.loss, self.shelf.size(made))
         return [Send(peer, message, (out,) if out else ())]
 
     def _busy(self, peer: Peer, message: Forward | Backward, wait_s: float) -> list[Command]:
         backward = isinstance(message, Backward)
-        if backward and not self._decline(peer, message.step, message.index, message.attempt):
+        if backward and not self._declined.add(peer, message.step, message.index, message.attempt):
             return []
-        return [Send(peer, Busy(*_hop(message), backward=backward, wait_s=wait_s))]
+        return [Send(peer, Busy(*hop_of(message), backward=backward, wait_s=wait_s))]
 
     def _refuse(self, peer: Peer, message: Forward | Backward, reason: str, attempt: int = 0) -> list[Command]:
         backward, attempt = isinstance(message, Backward), max(attempt, message.attempt)
-        if backward and not self._decline(peer, message.step, message.index, attempt):
+        if backward and not self._declined.add(peer, message.step, message.index, attempt):
             return []
-        epoch, step, index, stage, _ = _hop(message)
+        epoch, step, index, stage, _ = hop_of(message)
         return [Send(peer, Refused(epoch, step, index, stage, attempt, backward, reason[:TEXT]))]
-
-    def _decline(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:
-        """Remember that this attempt is never taken; False when memory is used up, and then nothing may be answered."""
-        key, view = (peer, step, index), self._seat.view
-        known = view is not None and owner_of(view, index) == peer and step == view.step
-        room = len(self._declined) < DECLINED_PER_MICROBATCH * self._settings.microbatches
-        if key not in self._declined and not known and not room:
-            return False
-        self._declined[key] = max(attempt, self._declined.get(key, -1))
-        return True
-
-    def _complain(self, peer: Peer, message: Forward | Backward, reason: str) -> list[Command]:
-        if self._seat.leader is None:
-            return []
-        what = f"{type(message).__name__} of microbatch {message.index} at stage {message.stage}: {reason}"
-        return [Send(self._seat.leader, Complaint(peer, what[:TEXT]))]
 
     # -------------------------------------------------------------------------------------------------------- tasks
 
@@ -296,19 +325,23 @@ class Hops:
         """One hop at a time. While my sum is being cut nothing is added to it."""
         if self._running is not None or not self._seat.ready:
             return []
-        keys = [key for key, job in self._queue.items() if not (job.backward and cutting)]
+        keys = [key for key, job in self._queue.items() if not (job.backward and cutting) and self._complete(job)]
         if not keys:
             return []
         job = self._queue.pop(min(keys))
         out = "" if job.backward and self._seat.stage == 0 else self._id()
         self._running = job = msgspec.structs.replace(job, task=self._id(), out=out)
-        step, index, stage, x = job.message.step, job.message.index, self._seat.stage, job.blobs[0]
+        step, index, stage = job.message.step, job.message.index, self._seat.stage
+        x, *more = self._inputs(job)
         if job.backward:
-            grad = job.blobs[1] if len(job.blobs) > 1 else ""
+            grad = more[0] if more else ""
             return [Do(RunBackward(job.task, step, index, stage, x, grad, out))]
         return [Do(RunForward(job.task, step, index, stage, x, out))]
 
-    def on_done(self, done: Done) -> list[Command] | None:
+    def _complete(self, job: Job) -> bool:
+        return all(key in self.shelf for key in needs(job.message))
+
+    def on_done(self, done: Done, now: float) -> list[Command] | None:
         """None: not a task of mine."""
         job = self._void.pop(done.id, None)
         if job is not None:
@@ -316,7 +349,7 @@ class Hops:
         if self._running is None or self._running.task != done.id:
             return None
         job, self._running = self._running, None
-        return (self._book(job, done) if job.backward else self._put_out(job, done)) + drop(job.blobs)
+        return (self._book(job, done, now) if job.backward else self._put_out(job, done)) + drop(job.blobs)
 
     def on_failed(self, failed: Failed) -> list[Command] | None:
         """A hop that failed here left the sum as it was; its owner may try again elsewhere. None: not a task of mine."""
@@ -328,23 +361,30 @@ class Hops:
         job, self._running = self._running, None
         return self._refuse(job.reply, job.message, failed.reason, job.attempt) + drop(job.blobs)
 
-    def _book(self, job: Job, done: Done) -> list[Command]:
-        index = job.message.index
+    def _book(self, job: Job, done: Done, now: float) -> list[Command]:
+        step, index, stage = job.message.step, job.message.index, job.message.stage
         assert index not in self._booked, f"microbatch {index} would be booked twice"
         booking = Booking(index, done.result.loss)
-        self._booked[index] = booking, job.out
+        self._booked[index] = booking, "" if self._direct else job.out
         self.books += (booking,)
-        self._backward_s.add(done.seconds)
-        return self._gradient(job.reply, index, job.attempt)
+        self.pace.add(True, done.seconds)
+        self._freed_at = now
+        commands = []
+        if self._direct and job.out:
+            commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes)
+        return commands + self._gradient(job.reply, index, job.attempt)
 
     def _put_out(self, job: Job, done: Done) -> list[Command]:
-        self._forward_s.add(done.seconds)
-        epoch, step, index, stage, _ = _hop(job.message)
+        self.pace.add(False, done.seconds)
+        epoch, step, index, stage, _ = hop_of(job.message)
+        if self._direct:
+            commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)
+            return [*commands, Send(job.reply, Output(epoch, step, index, stage, job.attempt, done.result.nbytes))]
         return [Send(job.reply, Output(epoch, step, index, stage, job.attempt), (job.out,)), Drop((job.out,))]
 
     def _id(self) -> str:
         return f"s/{next(self._serial)}"
 
 
-def _hop(message: Forward | Backward | Recall | Cancel) -> tuple[int, int, int, int, int]:
-    return message.epoch, message.step, message.index, message.stage, message.attempt
+def _name(message: Forward | Backward) -> str:
+    return f"{type(message).__name__} of microbatch {message.index} at stage {message.stage}"

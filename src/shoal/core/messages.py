@@ -8,14 +8,16 @@ is trained.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 7  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 8  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Nobody = Annotated[str, msgspec.Meta(max_length=128)]  # a peer, or "": none
+Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=4)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
 Stage = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
@@ -260,7 +262,10 @@ class Removed(Wire, frozen=True):
 
 
 class Forward(Wire, frozen=True):
-    """Owner to server: run the stage on blob 0, the stage's input (tokens at stage 0). Answer: Output."""
+    """Owner to server: run the stage on blob 0, the stage's input (tokens at stage 0). Answer: Output.
+
+    With direct hops only tokens travel with it: the input lies with `x_from`, to be tried in turn, or is on its way to the
+    server if that is named; the output goes straight `to` the peer that is asked next."""
 
     epoch: Count
     step: Count
@@ -268,13 +273,16 @@ class Forward(Wire, frozen=True):
     stage: Stage
     attempt: Count
     view: Count
+    x_from: Holders = ()
+    to: Nobody = ""
 
 
 class Backward(Wire, frozen=True):
     """Owner to server: blob 0 the stage's input, blob 1 the gradient of its output (last stage: the tokens). Booked
     once.
 
-    With one stage blob 0 alone, the tokens. Answer: Gradient."""
+    With one stage blob 0 alone, the tokens. Answer: Gradient. With direct hops only tokens travel with it, as with
+    Forward; the output's gradient lies with `grad_from`."""
 
     epoch: Count
     step: Count
@@ -282,20 +290,25 @@ class Backward(Wire, frozen=True):
     stage: Stage
     attempt: Count
     view: Count
+    x_from: Holders = ()
+    grad_from: Holders = ()
+    to: Nobody = ""
 
 
 class Output(Wire, frozen=True):
-    """Blob 0: the stage's output."""
+    """Blob 0: the stage's output. With direct hops a receipt, without it: made, `nbytes` large, and kept here."""
 
     epoch: Count
     step: Count
     index: Index
     stage: Stage
     attempt: Count
+    nbytes: Count = 0
 
 
 class Gradient(Wire, frozen=True):
-    """The microbatch is booked here. Blob 0: the gradient of the stage's input (none at stage 0)."""
+    """The microbatch is booked here. Blob 0: the gradient of the stage's input (none at stage 0); with direct hops it is
+    kept here."""
 
     epoch: Count
     step: Count
@@ -303,6 +316,51 @@ class Gradient(Wire, frozen=True):
     stage: Stage
     attempt: Count
     loss: float | None = None
+    nbytes: Count = 0
+
+
+class Boundary(Wire, frozen=True):
+    """Server to server: blob 0 is the input of that microbatch at `stage`, or (`gradient`) the gradient of its output there."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    gradient: bool
+    call: Count = 0  # the Pull that it answers; 0: sent unasked, when it was made
+
+
+class Pull(Wire, frozen=True):
+    """Server to server: your copy of that tensor, please. Answer: Boundary, or Gone."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    gradient: bool
+    call: Count = 1  # for the sender to know how long the answer took
+
+
+class Gone(Wire, frozen=True):
+    """Server to server: I do not hold that tensor (any more)."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    gradient: bool
+
+
+class Missing(Wire, frozen=True):
+    """Server to owner: not taken; the input (`gradient`: the gradient of the output) does not come from any that was named."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    backward: bool
+    gradient: bool
 
 
 class Recall(Wire, frozen=True):
@@ -558,6 +616,7 @@ class Measured(Wire, frozen=True):
 Message = (
     Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Removed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
+    | Boundary | Pull | Gone | Missing
     | Round | Part | Sum | Resend | Reduced | RoundFailed
     | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
     | AskStanding | Standing | Override
@@ -569,6 +628,7 @@ BULK = (
     Backward,
     Output,
     Gradient,
+    Boundary,
     Part,
     Sum,
     Chunk,
@@ -867,6 +927,8 @@ class Settings(msgspec.Struct, frozen=True):
     peers: int = 1  # training starts when this many have joined and every stage is served
     inflight: int = 4  # microbatches a trainer drives at once
     queue_limit: int = 16  # tasks a server holds before it answers Busy
+    hops: Literal["owner", "direct"] = "owner"  # whether boundary tensors go through the owner or from server to server
+    keep_bytes: int = 1 << 32  # with direct hops: boundary tensors a server keeps before it answers Busy
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     save_last: bool = True
     beat_s: float = 0.5

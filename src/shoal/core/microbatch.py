@@ -1,8 +1,10 @@
 """Microbatches as their owner keeps them: what has to be done next for one, and where all of them are. For trainer.py.
 
 A microbatch is finished when every stage has booked its gradient at some server. Its owner keeps each stage's input and
-output gradient until the step is committed, so that a lost booking is redone alone: `plan` looks only at what is kept
-and what is booked, never at how it came to be so. `Owned` keeps the microbatches by place: waiting, in progress, parked
+output gradient until the step is committed, or with direct hops knows the servers that keep them, so that a lost booking is
+redone alone: `plan` looks only at what is kept and what is booked, never at how it came to be so.
+
+`Owned` keeps the microbatches by place: waiting, in progress, parked
 at a stage without a free replica, finished. Sending, waiting and repeating are trainer.py's.
 """
 
@@ -13,11 +15,31 @@ from heapq import heapify, heappop, heappush
 
 import msgspec
 
-from shoal.core.messages import Backward, Cancel, Forward, Index, Peer, Recall, Stage, View
+from shoal.core.messages import (
+    Backward,
+    Busy,
+    Cancel,
+    Cancelled,
+    Forward,
+    Gradient,
+    Index,
+    Missing,
+    Output,
+    Peer,
+    Recall,
+    Refused,
+    Stage,
+    View,
+)
 from shoal.core.routing import BACKWARD_SIZE, FORWARD_SIZE
 
 Request = Forward | Backward | Recall | Cancel
+Answer = Output | Gradient | Cancelled | Busy | Refused | Missing
 
+Where = tuple[str, ...]  # my blob, one; with direct hops the peers that hold the tensor, who made it first
+
+FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
+NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
 LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised
 
 
@@ -64,6 +86,7 @@ class Hop(msgspec.Struct, eq=False):
     sent: float
     first: int = 0  # not sent yet
     last: int = 0
+    to: Peer = ""  # with direct hops: gets what is made
 
     @property
     def repeated(self) -> bool:
@@ -76,8 +99,8 @@ class Hop(msgspec.Struct, eq=False):
 class Microbatch(msgspec.Struct, eq=False):
     index: Index
     attempt: int  # the last number sent; never sent again
-    x: list[str]  # x[k]: blob of stage k's input, '' if not held; x[0] holds the tokens
-    g: list[str]  # g[k]: blob of the gradient of stage k's output; the last stage needs none
+    x: list[Where]  # x[k]: where stage k's input is, () if nowhere; x[0]: the tokens, always my own blob
+    g: list[Where]  # g[k]: the gradient of stage k's output; the last stage needs none
     booked: list[str]  # booked[k]: the server that added stage k's gradient to its sum, '' if none
     place: Place = Place.WAITING
     hop: Hop | None = None
@@ -86,6 +109,8 @@ class Microbatch(msgspec.Struct, eq=False):
     avoid: str = ""  # the peer that was slow or failed with this hop
     slow: int = 0  # deadlines missed by this hop
     fails: int = 0  # failures in a row
+    direct: bool = False  # boundary tensors stay with the servers
+    next: Peer = ""  # who was chosen, and charged, for the hop that comes next
 
     def abandon(self) -> None:
         """Give up the forward in flight; a late answer is still welcome."""
@@ -98,6 +123,10 @@ class Microbatch(msgspec.Struct, eq=False):
     def progressed(self) -> None:
         self.hop, self.avoid, self.slow, self.fails = None, "", 0, 0
 
+    def pause_s(self, most_s: float) -> float:
+        """After one failure none, then growing ones: there may be no other replica."""
+        return min(FIRST_PAUSE_S * 2 ** min(self.fails - 2, 20), most_s) if self.fails > 1 else 0.0
+
     def request(self, view: View) -> Request:
         """The message for the hop in flight, under an attempt number never used before."""
         assert self.hop is not None
@@ -108,25 +137,60 @@ class Microbatch(msgspec.Struct, eq=False):
         else:
             form = Cancel if self.hop.kind is Kind.BACKWARD else Recall
         self.hop.last = self.attempt
-        return form(view.epoch, view.step, self.index, self.hop.stage, self.attempt, view.number)
+        message = form(view.epoch, view.step, self.index, self.hop.stage, self.attempt, view.number)
+        if self.direct and form in (Forward, Backward):
+            return msgspec.structs.replace(message, **self._route(self.hop))
+        return message
+
+    def _route(self, hop: Hop) -> dict[str, Peer | Where]:
+        """Who holds what that hop needs, and who gets what it makes."""
+        route: dict[str, Peer | Where] = {"to": hop.to}
+        if hop.stage > 0:
+            route["x_from"] = _first(hop.peer, self.x[hop.stage])
+        if hop.kind is Kind.BACKWARD and hop.stage < len(self.g) - 1:
+            route["grad_from"] = _first(hop.peer, self.g[hop.stage])
+        return route
 
     def blobs(self) -> tuple[str, ...]:
-        return tuple(blob for blob in self.x + self.g if blob)
+        """All that the owner holds itself."""
+        return self.x[0] if self.direct else tuple(blob for where in self.x + self.g for blob in where)
 
     def inputs(self) -> tuple[str, ...]:
         """The blobs that the request in flight carries."""
         assert self.hop is not None
-        stage, kind = self.hop.stage, self.hop.kind
-        if kind is Kind.FORWARD or (kind is Kind.BACKWARD and len(self.x) == 1):
-            return (self.x[stage],)
-        if kind is Kind.BACKWARD:
-            return (self.x[stage], self.x[0] if stage == len(self.x) - 1 else self.g[stage])
-        return ()
+        stage, kind, last = self.hop.stage, self.hop.kind, len(self.x) - 1
+        if kind is Kind.FORWARD:
+            return self.x[stage] if not (self.direct and stage) else ()
+        if kind is not Kind.BACKWARD:
+            return ()
+        if self.direct:
+            return self.x[0] if stage in (0, last) else ()
+        return self.x[stage] if last == 0 else (*self.x[stage], *(self.x[0] if stage == last else self.g[stage]))
+
+    def made(self, hop: Hop, gradient: bool, blob: str) -> None:
+        """What that hop has made is with me, or where it was made and to whom it went."""
+        where = tuple(peer for peer in (hop.peer, hop.to) if peer) if self.direct else (blob,)
+        if gradient:
+            self.g[hop.stage - 1] = where
+        else:
+            self.x[hop.stage + 1] = where
+        if self.direct and hop.stage > 0 and hop.peer not in self.x[hop.stage]:
+            self.x[hop.stage] = (*self.x[hop.stage][: NAMED - 1], hop.peer)  # it has had to get it
+
+    def gone(self, stage: Stage, gradient: bool) -> None:
+        """None of those who should hold it can give it: it is made again from what is nearest, or recalled."""
+        (self.g if gradient else self.x)[stage] = ()
+
+    def keep_holders(self, members: dict[Peer, Stage]) -> None:
+        if self.direct:
+            self.x[1:] = [tuple(peer for peer in where if peer in members) for where in self.x[1:]]
+            self.g = [tuple(peer for peer in where if peer in members) for where in self.g]
 
 
-def new_microbatch(index: Index, booked: list[str], view: View) -> Microbatch:
+def new_microbatch(index: Index, booked: list[str], view: View, direct: bool = False) -> Microbatch:
     """Attempts start above every number a former owner can have used: ownership moves only with a newer view."""
-    return Microbatch(index, view.number << 20, [""] * len(booked), [""] * len(booked), booked)
+    nowhere: list[Where] = [()] * len(booked)
+    return Microbatch(index, view.number << 20, nowhere, nowhere[:], booked, direct=direct)
 
 
 def plan(m: Microbatch) -> Want:
@@ -143,6 +207,22 @@ def plan(m: Microbatch) -> Want:
     while k > 0 and not m.x[k]:
         k -= 1
     return Want(Kind.FORWARD, k) if m.x[k] else Want(Kind.FETCH)
+
+
+def after(m: Microbatch, want: Want) -> Want | None:
+    """The hop that goes on from what `want` makes; None: nobody needs it."""
+    below = want.stage - 1
+    if want.kind is Kind.RECALL:
+        return None
+    if want.kind is Kind.FORWARD:
+        above = want.stage + 1
+        higher = any(not peer for peer in m.booked[above + 1 :])
+        return Want(Kind.FORWARD if higher else Kind.BACKWARD, above)
+    return Want(Kind.BACKWARD, below) if below >= 0 and not m.booked[below] and m.x[below] else None
+
+
+def _first(peer: Peer, where: Where) -> Where:
+    return (peer, *(other for other in where if other != peer)) if peer in where else where
 
 
 class Owned:
@@ -193,6 +273,12 @@ class Owned:
     def parked_stages(self) -> list[Stage]:
         return sorted(stage for stage, parked in self._parked.items() if parked)
 
+    def forgive(self, gap_s: float) -> None:
+        """This process was stopped for `gap_s`: no peer is called slow for that time."""
+        for m in self.active.values():
+            if m.hop is not None:
+                m.hop.sent += gap_s
+
     def give_up(self, indices: list[Index]) -> list[Microbatch]:
         """They are no longer mine."""
         lost = [self.held.pop(index) for index in indices]
@@ -204,8 +290,9 @@ class Owned:
         return lost
 
     def lose_bookings(self, members: dict[Peer, Stage]) -> None:
-        """What was booked at peers that have left is to be done again."""
+        """What was booked at peers that have left is to be done again; what only they kept is nowhere."""
         for m in self.held.values():
+            m.keep_holders(members)
             lost = [k for k, peer in enumerate(m.booked) if peer and peer not in members]
             for k in lost:
                 m.booked[k] = ""

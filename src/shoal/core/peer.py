@@ -23,6 +23,7 @@ from shoal.core.messages import (
     AskVote,
     Backward,
     BlobRef,
+    Boundary,
     Cancel,
     Chunk,
     Command,
@@ -36,6 +37,7 @@ from shoal.core.messages import (
     Finish,
     Forward,
     Found,
+    Gone,
     Join,
     Lead,
     Leave,
@@ -47,6 +49,7 @@ from shoal.core.messages import (
     Peer,
     Propose,
     Published,
+    Pull,
     Pulse,
     Recall,
     Received,
@@ -75,7 +78,7 @@ from shoal.core.trainer import Trainer
 if TYPE_CHECKING:
     from random import Random
 
-SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Part, Sum, Resend)
+SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Boundary, Pull, Gone, Part, Sum, Resend)
 FROM_LEADER = (Round, AskSave, AskPublish)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Saved, Published)
 AGREEING = (Lead, Propose, Accept, AskVote, Vote)

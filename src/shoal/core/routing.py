@@ -231,6 +231,17 @@ class Routes:
             return f"it takes {usual_s:.2f} s a hop, its stage {typical_s:.2f} s"
         return ""
 
+    def claim(self, peer: Peer, stage: Stage, now: float, size: float) -> bool:
+        """Charge that peer for a hop of that size, because it has the input: if it serves the stage and may be asked now."""
+        if peer not in self._at or self._at[peer][0] != stage:
+            return False
+        replica = self._at[peer][1]
+        if replica.busy_until > now or replica.banned_until > now or replica.level:
+            return False
+        replica.virtual += size * self._wirings[stage].estimate(replica)
+        self._wirings[stage].place(replica, now)
+        return True
+
     def wake(self, stage: Stage) -> float | None:
         """When to call choose again after it returned None; None: only a new view helps."""
         return self._wirings[stage].wake()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shoal.core.messages import Apply, Command, Drop, Index, Member, Peer, Stage, View
+from shoal.core.messages import Apply, Command, Complaint, Drop, Index, Member, Peer, Send, Stage, View
 
 TEXT = 2000  # longest reason a message may carry
 
@@ -66,6 +66,11 @@ def owner_of(view: View, index: Index) -> Peer | None:
     if index >= len(view.owners) or view.owners[index] >= len(view.members):
         return None
     return view.members[view.owners[index]].peer
+
+
+def complain(seat: Seat, peer: Peer, reason: str) -> list[Command]:
+    """To the leader, who alone removes peers."""
+    return [Send(seat.leader, Complaint(peer, reason[:TEXT]))] if seat.leader is not None else []
 
 
 def drop(blobs: tuple[str, ...]) -> list[Command]:

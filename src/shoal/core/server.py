@@ -20,17 +20,20 @@ from shoal.core.messages import (
     Backward,
     BlobRef,
     Booking,
+    Boundary,
     Cancel,
     Command,
     Do,
     Done,
     Failed,
     Forward,
+    Gone,
     Holding,
     Message,
     Note,
     Part,
     Peer,
+    Pull,
     Recall,
     Resend,
     Reset,
@@ -110,11 +113,11 @@ class Server:
 
     @property
     def rate(self) -> float:
-        return self._hops.rate
+        return self._hops.pace.rate
 
     @property
     def deadline(self) -> float | None:
-        times = (self._rounds.deadline, self._listening.deadline, self._retell_at)
+        times = (self._hops.shelf.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
         return min((at for at in times if at is not None), default=None)
 
     @property
@@ -127,13 +130,18 @@ class Server:
         """Why the state held here is not what the run agreed on; '' while it is."""
         return self._seat.unfit
 
+    @property
+    def kept_bytes(self) -> int:
+        """Boundary tensors kept for the step, with direct hops."""
+        return self._hops.shelf.nbytes
+
     # -------------------------------------------------------------------------------------------------------- state
 
     def seat(self, stage: int, step: int, epoch: int, length: int, digest: str, now: float) -> list[Command]:
         """The stage's state stands, freshly built: its sum is empty."""
         commands, seat = self._forget(), self._seat
         if stage != seat.stage:
-            self._hops.measure_anew()
+            self._hops.pace.measure_anew()
         seat.seated, seat.stage, seat.step, seat.epoch = True, stage, step, epoch
         seat.length, seat.digest, seat.unfit, seat.applying = length, digest, "", None
         self.stale, self._retell_at, self.changed = "", None, True
@@ -174,11 +182,11 @@ class Server:
         if view is not None and member_of(view.members, self.name):
             self.stale = self._seat.unfit
 
-    def _forget(self, empty_sum: bool = False) -> list[Command]:
+    def _forget(self, empty_sum: bool = False, everything: bool = True) -> list[Command]:
         """Let go of everything that belongs to the step: it is over, or what I hold of it is void."""
         self.changed = self.changed or bool(self.books)
         commands = self._rounds.turn()
-        drops, dirty = self._hops.forget()
+        drops, dirty = self._hops.forget(everything)
         reset: list[Command] = [Do(Reset(self._id()))] if empty_sum and dirty else []
         return commands + drops + reset
 
@@ -186,7 +194,7 @@ class Server:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
         commands = self._try_round(now) + self._listening.go_on()
         for held in self._early.ripe():
-            commands += self._hops.on_hop(held.peer, held.message, held.blobs, held.fault)
+            commands += self._hops.on_hop(held.peer, held.message, held.blobs, held.fault, now)
         return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
 
     def _check(self, now: float) -> list[Command]:
@@ -223,13 +231,13 @@ class Server:
         else:
             commands = self._rounds.on_view(view)
         commands += self._listening.on_view(view, now)
-        return commands + self._hops.on_view(before, view) + self._check(now) + self._continue(now)
+        return commands + self._hops.on_view(before, view, now) + self._check(now) + self._continue(now)
 
     def _next_step(self, view: View, now: float) -> list[Command]:
         """Do to the parameters what was committed, or say that I cannot."""
         seat, last = self._seat, view.last
         held = last is not None and self._rounds.holds(last)
-        commands = self._forget()
+        commands = self._forget(everything=False)
         if not seat.ready or last is None or not held or seat.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
         seat.applying = Apply(self._id(), seat.step, last.round, last.norm, last.save)
@@ -245,7 +253,9 @@ class Server:
             case Forward() | Backward() if self._early.keep(peer, message, names, fault):
                 return []
             case Forward() | Backward():
-                return self._hops.on_hop(peer, message, names, fault) + self._hops.start(self._rounds.cutting)
+                return self._hops.on_hop(peer, message, names, fault, now) + self._hops.start(self._rounds.cutting)
+            case Boundary() | Pull() | Gone():
+                return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
             case Sum() if message.heard:
                 return self._listening.take(peer, message, names, fault) + self._continue(now)
             case Part() | Sum() | Resend():
@@ -264,7 +274,7 @@ class Server:
 
     def on_done(self, done: Done, now: float) -> list[Command]:
         booked, applying = len(self.books), self._seat.applying
-        commands = self._hops.on_done(done)
+        commands = self._hops.on_done(done, now)
         self.changed = self.changed or len(self.books) > booked
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
@@ -295,7 +305,7 @@ class Server:
     def tick(self, now: float) -> list[Command]:
         if self._retell_at is not None and now >= self._retell_at:
             self._call_stale(now)
-        return self._rounds.tick(now) + self._listening.tick(now) + self._check(now)
+        return self._hops.tick(now) + self._rounds.tick(now) + self._listening.tick(now) + self._check(now)
 
     # ------------------------------------------------------------------------------------------ asked by the leader
 

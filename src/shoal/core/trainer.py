@@ -2,7 +2,7 @@
 
 What is next for a microbatch is microbatch.plan, who serves it is routing.Routes; this file sends, waits, repeats, and
 keeps the one rule that needs care: after a backward was sent to A, another peer may get it only when A said that it
-will not book it (Cancelled, Busy, Refused) or has left the agreed view. A forward changes nothing at a server and is
+will not book it (Cancelled, Busy, Refused, Missing) or has left the agreed view. A forward changes nothing at a server and is
 simply sent elsewhere. Every request and every repeat has an attempt number of its own.
 Left to others: which view is agreed and who leads (PeerMachine), counting of lost and repeated work (coordinator).
 An event costs O(log n) and what it touches; only a view walks over the microbatches.
@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.core.adoption import Adoptions
+from shoal.core.choice import Choice
 from shoal.core.messages import (
     AskBooks,
     BlobRef,
     Books,
     Busy,
-    Cancelled,
     Command,
     Do,
     Done,
@@ -28,6 +28,7 @@ from shoal.core.messages import (
     Gradient,
     Index,
     Message,
+    Missing,
     Note,
     Output,
     Peer,
@@ -37,21 +38,16 @@ from shoal.core.messages import (
     Stage,
     View,
 )
-from shoal.core.microbatch import Hop, Kind, Microbatch, Owned, Place, TrainerLoad, Want, new_microbatch, plan
+from shoal.core.microbatch import Answer, Hop, Kind, Microbatch, Owned, Place, TrainerLoad, Want, new_microbatch, plan
 from shoal.core.planned import Planned
 from shoal.core.reports import Reports
 from shoal.core.routing import Chance, Routes
 from shoal.core.timers import Timers
 
-Blobs = tuple[BlobRef, ...]
-Answer = Output | Gradient | Cancelled | Busy | Refused
-ANSWERS = (Output, Gradient, Cancelled, Busy, Refused, Books)
 Came = tuple[str, str]  # the blob that an answer carries, and what is wrong with it
 _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
-FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
-BOOKS_AGAIN = 8  # AskBooks is first repeated after hop_floor_s / 8: a lost one holds up every adopted microbatch
 
 
 class Trainer:
@@ -62,12 +58,12 @@ class Trainer:
         self._routes = Routes(settings, rng)
         self._planned = Planned(name, settings)
         self._reports = Reports(self._routes, self._out)
+        self._choice = Choice(name, settings, self._routes, self._planned, self._reports)
         self._timers = Timers()
         self._view = _NOTHING
         self._stage_of: dict[Peer, Stage] = {}
         self._owned = Owned()
         self._adoptions = Adoptions()  # mine too, but not before everybody has shown their books
-        self._books_s = 0.0  # until AskBooks is repeated
         self._fetches: dict[str, Microbatch] = {}
         self._serial = 0
 
@@ -108,12 +104,14 @@ class Trainer:
             self._unpark(stage, now)
         return self._flush(now)
 
-    def on_message(self, peer: Peer, message: Message, blobs: Blobs, fault: str, now: float) -> list[Command]:
+    def on_message(
+        self, peer: Peer, message: Message, blobs: tuple[BlobRef, ...], fault: str, now: float
+    ) -> list[Command]:
         """Answers of servers. What is stale, foreign or unasked changes nothing; blobs that are not kept go."""
         kept = ""
         if (
             peer in self._stage_of
-            and isinstance(message, ANSWERS)
+            and isinstance(message, (Answer, Books))
             and (message.epoch, message.step) == (self._view.epoch, self._view.step)
         ):
             self._routes.heard(peer)
@@ -131,7 +129,7 @@ class Trainer:
         tokens = f"{done.id}/x"  # as _fetch named it, also where the fetch is forgotten
         if m is None:
             return [Drop((tokens,))]
-        m.x[0] = tokens
+        m.x[0] = (tokens,)
         m.progressed()
         self._advance(m, now)
         return self._flush(now)
@@ -157,10 +155,7 @@ class Trainer:
         return self._flush(now)
 
     def forgive(self, gap_s: float) -> None:
-        """This process was stopped for `gap_s`: no peer is called slow for that time."""
-        for m in self._owned.active.values():
-            if m.hop is not None:
-                m.hop.sent += gap_s
+        self._owned.forgive(gap_s)
 
     def tick(self, now: float) -> list[Command]:
         while (key := self._timers.pop_due(now)) is not None:
@@ -207,13 +202,12 @@ class Trainer:
     def _own(self, booked_at: dict[Index, dict[Stage, Peer]]) -> None:
         for index, at in booked_at.items():
             booked = [at.get(stage, "") for stage in range(self._settings.stages)]
-            self._owned.wait(new_microbatch(index, booked, self._view))
+            self._owned.wait(new_microbatch(index, booked, self._view, self._settings.hops == "direct"))
 
     def _adopt(self, indices: list[Index], now: float) -> None:
         text = f"take over {len(indices)} microbatches of step {self._view.step}: everybody is asked for books"
         self._out.append(Note("route", text))
         self._adoptions.add(self._view.number, self._stage_of, indices)
-        self._books_s = self._settings.hop_floor_s / BOOKS_AGAIN
         self._ask_books(now)
 
     def _ask_books(self, now: float) -> None:
@@ -222,8 +216,7 @@ class Trainer:
             self._routes.asked(peer, now)
             self._out.append(Send(peer, AskBooks(view.epoch, view.step, self._adoptions.floor)))
         if missing:
-            self._timers.set(BOOKS, now + self._books_s)
-            self._books_s = min(2 * self._books_s, self._settings.hop_floor_s)
+            self._timers.set(BOOKS, now + self._adoptions.pause_s(self._settings.hop_floor_s))
 
     # ------------------------------------------------------------------------------------------------- microbatches
 
@@ -240,15 +233,11 @@ class Trainer:
         elif want.kind is Kind.RECALL:
             self._send(m, want, m.booked[want.stage], now)
         else:
-            home = self.name if self._settings.home and m.avoid != self.name else ""
-            planned = self._planned.peer(want.stage, m.index)
-            chosen = self._routes.choose(want.stage, now, want.kind.size, m.avoid, home=home, planned=planned)
-            if chosen is None:
+            peer = self._choice.peer(m, want, now)
+            if peer:
+                self._send(m, want, peer, now)
+            else:
                 self._park(m, want.stage)
-                return
-            if planned and chosen[0] != planned:
-                self._reports.note_once("route", "plan", planned, f"{planned} is passed over: {chosen[1]}")
-            self._send(m, want, chosen[0], now)
 
     def _fetch(self, m: Microbatch, now: float) -> None:
         self._serial += 1
@@ -259,7 +248,9 @@ class Trainer:
         self._out.append(Do(Fetch(task, self._view.step, m.index, f"{task}/x")))
 
     def _send(self, m: Microbatch, want: Want, peer: Peer, now: float) -> None:
+        m.next = ""
         m.hop = Hop(want.kind, want.stage, peer, now)
+        m.hop.to = self._choice.after(m, want, now)
         self._out.append(Send(peer, m.request(self._view), m.inputs()))
         self._routes.asked(peer, now)
         # Doubled with every miss: a swarm that got slower must not be asked the same thing ever more often.
@@ -292,7 +283,7 @@ class Trainer:
             return self._output(m, peer, message, came, now)
         if hop is None or not hop.answered_by(peer, message.stage, message.attempt):
             return ""
-        if isinstance(message, (Busy, Refused)):
+        if isinstance(message, (Busy, Refused, Missing)):
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
             if isinstance(message, Gradient):
@@ -309,7 +300,7 @@ class Trainer:
         if not live:
             del m.late[message.attempt]
         blob, fault = came
-        if fault or not blob or asked.stage + 1 >= self._settings.stages:
+        if fault or bool(blob) == m.direct or asked.stage + 1 >= self._settings.stages:
             self._reports.faulty(peer, f"output of stage {asked.stage}", fault, now)
             if live:
                 m.hop, m.avoid = None, peer
@@ -318,11 +309,12 @@ class Trainer:
         self._routes.answered(peer, now - asked.sent, asked.kind.size, now)
         if m.x[asked.stage + 1]:
             return ""
-        m.x[asked.stage + 1] = blob
+        m.made(asked, False, blob)
         if hop is not None and not live and hop.kind is Kind.FORWARD and hop.stage == asked.stage:
             m.abandon()  # the peer that was asked instead need not have been
         if m.hop is None or live:
             m.progressed()
+            m.next = asked.to
             self._advance(m, now)
         return blob
 
@@ -332,15 +324,16 @@ class Trainer:
             self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now)
         m.booked[stage] = hop.peer
         m.progressed()
+        m.next = hop.to
         if stage == 0 or m.g[stage - 1]:
             self._advance(m, now)
             return ""
-        if fault or not blob:
+        if fault or bool(blob) == m.direct:
             # It is booked all the same. Ask again, and complain each time: the leader removes it in the end.
             self._reports.faulty(hop.peer, f"gradient of stage {stage}", fault, now)
             self._timers.set(m.index, now + self._settings.hop_floor_s)
             return ""
-        m.g[stage - 1] = blob
+        m.made(hop, True, blob)
         self._advance(m, now)
         return blob
 
@@ -353,7 +346,7 @@ class Trainer:
         m.hop = None
         self._advance(m, now)
 
-    def _declined(self, m: Microbatch, hop: Hop, message: Busy | Refused, now: float) -> None:
+    def _declined(self, m: Microbatch, hop: Hop, message: Busy | Refused | Missing, now: float) -> None:
         if hop.kind is Kind.RECALL:  # only that peer has it: it is asked again
             self._timers.set(m.index, now + self._settings.hop_floor_s)
         elif message.attempt == hop.first:  # an answer to a later Cancel says nothing about the backward itself
@@ -361,6 +354,9 @@ class Trainer:
             if isinstance(message, Busy):
                 self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now)
                 self._advance(m, now)
+            elif isinstance(message, Missing):
+                m.gone(hop.stage, message.gradient)
+                self._retry(m, now)
             else:
                 m.avoid = hop.peer
                 self._reports.failed(hop.peer, f"refuses {hop.kind.value}s: {message.reason}", now)
@@ -387,12 +383,13 @@ class Trainer:
             self._repeat(m, hop, now)
 
     def _retry(self, m: Microbatch, now: float) -> None:
-        """After a failure: at once the first time, then with growing pauses: there may be no other replica."""
+        """After a failure: at once the first time."""
         m.fails += 1
-        if m.fails == 1:
-            self._advance(m, now)
+        pause_s = m.pause_s(self._settings.hop_floor_s)
+        if pause_s:
+            self._timers.set(m.index, now + pause_s)
         else:
-            self._timers.set(m.index, now + min(FIRST_PAUSE_S * 2 ** min(m.fails - 2, 20), self._settings.hop_floor_s))
+            self._advance(m, now)
 
     def _drop(self, blobs: Sequence[str]) -> None:
         if blobs:

@@ -41,9 +41,9 @@ class Line(msgspec.Struct, frozen=True):
     rerun: str
 
 
-def rerun(scenario: str, seed: int) -> str:
+def rerun(scenario: str, seed: int, hops: str = "drawn") -> str:
     """The command that plays this history again."""
-    return f"shoal simulate {scenario} seed={seed}"
+    return f"shoal simulate {scenario} seed={seed}" + (f" --hops {hops}" if hops != "drawn" else "")
 
 
 def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -> Line:
@@ -65,7 +65,7 @@ def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -
         node_hours=round(outcome.node_hours, 4),
         struck=outcome.struck,
         violations=tuple(str(violation) for violation in outcome.violations),
-        rerun=rerun(name, seed),
+        rerun=rerun(name, seed, scenario.hops),
     )
 
 
@@ -147,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.sim.run", description="Run many seeds of a scenario.")
     parser.add_argument("--scenario", default="chaos", help="a built-in name, a TOML file, or all")
     parser.add_argument("--seeds", default="0:100", help="FIRST:END or one seed; long scenarios take some of them")
+    parser.add_argument("--hops", default="", choices=("", "owner", "direct"), help="instead of what the seed draws")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided, with virtual times")
@@ -156,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scenarios, seeds = suite(given.scenario), _seeds(given.seeds)
     except ValueError as error:
         parser.error(str(error))
+    if given.hops:
+        scenarios = [msgspec.structs.replace(one, hops=given.hops) for one in scenarios]
     many = len(scenarios) > 1
     plan = [(one, [seed for seed in seeds if not many or seed % one.one_of == 0]) for one in scenarios]
     tally = Tally(sum(len(chosen) for _, chosen in plan))

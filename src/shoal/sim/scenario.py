@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from shoal.core.messages import Settings
 
+BLOB_BYTES = 100  # of any tensor, as the machines are told; links count the scenario's own
 MOST_FORWARD_S = 0.6  # times 2.5 (backward), 10 (a slow peer) and the spread: well below the bounds on progress
 
 
@@ -83,6 +84,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     values: int = 20_000  # in one stage's gradient
     save_every: tuple[int, int] = (0, 3)
     silence_s: float = 4.0
+    hops: Literal["owner", "direct", "drawn"] = "drawn"  # whether boundary tensors go through the owner
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
     sure: bool = False  # every kind of fault that may happen does
@@ -278,6 +280,9 @@ def draw(scenario: Scenario, seed: int) -> Case:
     peers = rng.randint(fewest, most) if scenario.many else round(fewest * (most / fewest) ** rng.random())
     microbatches = rng.randint(*scenario.microbatches)
     speeds = tuple(scenario.spread ** rng.uniform(-0.5, 0.5) for _ in range(peers))
+    chance = Random(f"{scenario.name}/{seed}/hops")
+    drawn = chance.choice(("owner", "direct"))
+    hops = drawn if scenario.hops == "drawn" else scenario.hops
     settings = Settings(
         stages=stages,
         microbatches=microbatches,
@@ -292,6 +297,8 @@ def draw(scenario: Scenario, seed: int) -> Case:
         hold_s=rng.choice((5.0, 30.0)),
         lost=rng.choice(("checkpoint", "neighbours")),
         lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
+        hops=hops,
+        keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 12 * BLOB_BYTES, 3 * BLOB_BYTES)),
     )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))

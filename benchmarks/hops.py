@@ -1,0 +1,113 @@
+"""Boundary tensors through their owner, or straight from server to server: goodput and bytes of both, side by side.
+
+    python benchmarks/hops.py [--links 100:50,200:10,200:50,200:100,500:50] [--batch 64] [--steps 3] [a.b=c ...]
+
+It is `shoal run configs/lab.toml`, once with network.hops = "owner" and once with "direct" for each link in Mbit/s : ms each way: real
+processes and real TLS, executors that sleep, boundary tensors of 8 MB (A). Value: microbatches per second between the first
+commit and the last, so with averaging, filling and draining inside.
+
+The bound through the owner is overhead.py's. With direct hops each of the S - 1 boundaries carries A forward and A back, and the
+owner carries tokens, which count nothing. A replica of stage s sends and receives, per microbatch that passes it,
+
+    stage        sends                  receives
+    first        output                 gradient            A up,  A down
+    in between   output, gradient       input, gradient     2A up, 2A down
+    last         gradient               input               A up,  A down
+
+and with P peers in S stages each replica passes a share S / P of all: R <= bandwidth * P / (S * A * (2 if S > 2 else 1)). For 3 stages
+of 2 that is one A per microbatch and link, where the owner's way needs 4/3. Compute bounds both, as in overhead.py.
+
+Bytes are counted by the peers themselves, of every message with tensors that leaves a process; per microbatch and in units of A
+they are compared with 2 (S - 1), the formula of direct hops (6A over 3 boundaries).
+
+The last line is one JSON object, about the link of 200 Mbit/s and 50 ms when it is among those asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import overhead
+from report import report
+from shoal import config as configuration
+from shoal.config import Config
+
+LINKS = "100:50,200:10,200:50,200:100,500:50"
+HOPS = ("owner", "direct")
+
+
+def direct_bound(config: Config) -> float:
+    """Microbatches per second over the links with direct hops, if computing took no time; see above."""
+    sends = 2 if config.run.stages > 2 else 1
+    share = config.run.stages / config.run.peers
+    return config.network.bandwidth_Bps / (4 * config.device.emulated_values * sends * share)
+
+
+def bound(config: Config) -> float:
+    network = direct_bound(config) if config.network.hops == "direct" else overhead.network_bound(config)
+    return min(network, overhead.compute_bound(config))
+
+
+def boundary_bytes(config: Config, summary: dict[str, Any]) -> float:
+    """Of activations and gradients, per microbatch in units of A."""
+    sent = summary.get("sent", {})
+    total = sum(sent.get(kind, 0) for kind in ("activations", "gradients"))
+    return float(total) / (4 * config.device.emulated_values * max(1, summary["committed"]))
+
+
+def measure(words: list[str]) -> tuple[float, dict[str, Any]]:
+    """Microbatches per second after the first commit, and the run's summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "shoal.cli.main", "run", str(overhead.LAB), *words]
+        subprocess.run(command, cwd=folder, env=overhead.environment(), check=True, stdout=sys.stderr)
+        directory = Path(folder) / "runs/lab"
+        steps = [json.loads(line) for line in (directory / "commits.jsonl").read_bytes().splitlines()]
+        summary = json.loads((directory / "summary.json").read_bytes())
+    seconds = steps[-1]["heard_s"] - steps[0]["heard_s"]
+    return summary["committed"] * (len(steps) - 1) / len(steps) / seconds, summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("settings", nargs="*", metavar="a.b=c")
+    parser.add_argument("--links", default=LINKS, metavar="MBIT:MS,...", help=f"default: {LINKS}")
+    parser.add_argument("--batch", type=int, default=64, help="microbatches per step")
+    parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
+    asked = parser.parse_args()
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    for link in asked.links.split(","):
+        mbit, _, ms = link.partition(":")
+        for hops in HOPS:
+            words = [
+                f"train.batch={asked.batch}",
+                f"run.steps={asked.steps}",
+                f"device.emulated_values={overhead.VALUES}",
+                f"network.bandwidth_Bps={mbit} Mbit/s",
+                f"network.delay_s={ms} ms",
+                f"network.hops={hops}",
+                *asked.settings,
+            ]
+            config = configuration.load(overhead.LAB, words)
+            rate, summary = measure(words)
+            row = {"rate": rate, "bound": bound(config), "boundary_bytes_A": boundary_bytes(config, summary)}
+            rows.setdefault(link, {})[hops] = {key: round(value, 3) for key, value in row.items()}
+            print(f"{link:>8} {hops:<7} {rate:6.3f} of {row['bound']:6.3f} microbatches/s", file=sys.stderr, flush=True)
+    told = "200:50" if "200:50" in rows else next(iter(rows))
+    setting = {
+        "link": told,
+        "batch": asked.batch,
+        "stages": config.run.stages,
+        "peers": config.run.peers,
+        "links": rows,
+    }
+    report("hops", rows[told]["direct"]["rate"], "microbatches/s", rows[told]["direct"]["bound"], setting)
+
+
+if __name__ == "__main__":
+    main()

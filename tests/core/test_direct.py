@@ -1,0 +1,329 @@
+"""Hops straight from server to server: what a server hands on, keeps, pulls and gives back; whom an owner asks, and what it loses."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+from tests.core import test_server, test_trainer
+from tests.core.test_server import MATE, ME, OTHER, OWNER, SETTINGS, Play
+
+from shoal.core.messages import (
+    Backward,
+    Books,
+    Boundary,
+    Busy,
+    Complaint,
+    Forward,
+    Gone,
+    Gradient,
+    Member,
+    Message,
+    Missing,
+    Output,
+    Pull,
+    Recall,
+    Refused,
+    RunBackward,
+    RunForward,
+    Send,
+    Settings,
+    View,
+)
+from shoal.core.trainer import Trainer
+
+NEXT = "next"
+VIEW = test_server.a_view(members=(*test_server.MEMBERS, Member(NEXT, 2)), owners=(0, 1, 0, 1))
+DIRECT = msgspec.structs.replace(SETTINGS, stages=3, hops="direct")
+
+
+def a_server(**settings: object) -> Play:
+    """ME serves stage 1 of 3; OWNER and OTHER stage 0, NEXT stage 2. Tensors are 4 bytes."""
+    return Play(msgspec.structs.replace(DIRECT, **settings), 1, VIEW)
+
+
+def an_input(play: Play, number: int, peer: str = OTHER, gradient: bool = False, **changes: object) -> str:
+    return play.hear(peer, msgspec.structs.replace(Boundary(0, 0, number, 1, gradient), **changes), 1)[0]
+
+
+def a_forward(index: int = 0, attempt: int = 7, *holders: str) -> Forward:
+    return Forward(0, 0, index, 1, attempt, 1, x_from=holders or (ME, OTHER), to=NEXT)
+
+
+def a_backward(index: int = 0, attempt: int = 8) -> Backward:
+    return Backward(0, 0, index, 1, attempt, 1, x_from=(ME, OTHER), grad_from=(ME, NEXT), to=OTHER)
+
+
+def forwarded(play: Play, index: int) -> RunForward:
+    an_input(play, index)
+    play.hear(OWNER if index % 2 == 0 else OTHER, a_forward(index))
+    task = play.task(RunForward)
+    play.done(task, nbytes=4)
+    return task
+
+
+def booked(play: Play, index: int) -> RunBackward:
+    an_input(play, index, NEXT, gradient=True)
+    play.hear(OWNER if index % 2 == 0 else OTHER, a_backward(index))
+    task = play.task(RunBackward)
+    play.done(task, nbytes=4)
+    return task
+
+
+# --------------------------------------------------------------------------------------------------------- the server
+
+
+def test_an_output_goes_straight_to_the_next_peer_and_its_owner_gets_a_receipt() -> None:
+    play = a_server()
+    task = forwarded(play, 0)
+
+    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False), (task.out,))]
+    assert play.sends(Output) == [(OWNER, Output(0, 0, 0, 1, 7, 4), ())]
+    assert play.dropped() == []
+    assert play.server.kept_bytes == 8  # its input too
+
+
+def test_a_gradient_goes_back_the_way_the_input_came_and_both_ends_keep_it() -> None:
+    play = a_server()
+    forwarded(play, 0)
+    task = booked(play, 0)
+
+    assert play.sends(Boundary) == [(OTHER, Boundary(0, 0, 0, 0, True), (task.out,))]
+    assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 0, 1, 8, None, 4), ())]
+    assert play.booked() == [0] and play.dropped() == [] and play.server.kept_bytes == 16
+
+
+def test_a_hop_waits_for_its_input_and_others_go_first() -> None:
+    play = a_server()
+    play.hear(OWNER, a_forward(0))
+    assert play.commands == []
+    an_input(play, 2)
+    play.hear(OWNER, a_forward(2))
+    running = play.task(RunForward)
+    x = an_input(play, 0)
+    play.done(running)
+
+    assert running.index == 2
+    assert (play.task(RunForward).index, play.task(RunForward).x) == (0, x)
+
+
+def test_what_is_not_sent_is_pulled_from_each_holder_in_turn_then_given_back_for_good() -> None:
+    play = a_server()
+    play.hear(OWNER, a_backward(0))  # both inputs should be here or on their way
+    asked = []
+    while not play.sends(Missing):
+        deadline = play.server.deadline
+        assert deadline is not None
+        play.tick(deadline)
+        asked += [(peer, message.gradient) for peer, message, _ in play.sends(Pull)]
+
+    assert asked == [(OTHER, False), (NEXT, True), (OTHER, False), (NEXT, True)]
+    assert [message for _, message, _ in play.sends(Missing)] == [Missing(0, 0, 0, 1, 8, True, False)]
+    an_input(play, 0)
+    an_input(play, 0, NEXT, gradient=True)
+    assert play.tasks() == []  # its owner may be elsewhere with it
+    play.hear(OWNER, a_backward(0, attempt=8))
+    assert play.tasks() == []
+    play.hear(OWNER, a_backward(0, attempt=9))
+    assert play.task(RunBackward).index == 0
+
+
+def test_a_holder_that_has_it_no_longer_is_not_waited_for() -> None:
+    play = a_server()
+    play.hear(OWNER, a_forward(0, 7, MATE, OTHER))
+    assert [peer for peer, _, _ in play.sends(Pull)] == [MATE]
+    play.hear(MATE, Gone(0, 0, 0, 1, False))
+    assert [peer for peer, _, _ in play.sends(Pull)] == [OTHER]
+    play.hear(OTHER, Gone(0, 0, 0, 1, False))
+    assert [message for _, message, _ in play.sends(Missing)] == [Missing(0, 0, 0, 1, 7, False, False)]
+
+
+def test_nobody_waits_for_a_holder_that_has_left() -> None:
+    play = a_server()
+    play.hear(OWNER, a_forward(0, 7, OTHER))
+    members = tuple(member for member in VIEW.members if member.peer != OTHER)
+    play.view(msgspec.structs.replace(VIEW, number=2, members=members, owners=(0, 0, 0, 0)))
+    assert [peer for peer, _, _ in play.sends(Missing)] == [OWNER]
+
+
+def test_what_was_handed_on_is_kept_and_given_again_until_the_step_is_committed() -> None:
+    play = a_server()
+    task = forwarded(play, 0)
+    booked(play, 0)
+    play.hear(NEXT, Pull(0, 0, 0, 2, False, 1))
+    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False, 1), (task.out,))]
+    play.hear(NEXT, Pull(0, 0, 1, 2, False))
+    assert play.sends(Gone) == [(NEXT, Gone(0, 0, 1, 2, False), ())]
+    play.view(msgspec.structs.replace(VIEW, number=2, step=1))
+    assert len(play.dropped()) == 4 and play.server.kept_bytes == 0
+
+
+@pytest.mark.parametrize("changes", [{"step": 7}, {"epoch": 1}, {"stage": 2}, {"index": 4}])
+def test_a_tensor_of_another_step_epoch_stage_or_index_is_dropped(changes: dict[str, int]) -> None:
+    play = a_server()
+    blob = an_input(play, 0, **changes)
+    assert play.dropped() == [blob] and play.server.kept_bytes == 0
+
+
+def test_a_tensor_of_the_step_that_comes_next_is_kept_for_it() -> None:
+    play = a_server()
+    x = an_input(play, 0, step=1)
+    play.view(msgspec.structs.replace(VIEW, number=2, step=1))
+    assert x not in play.dropped() and play.server.kept_bytes == 4
+
+
+def test_a_second_copy_is_dropped_and_a_faulty_one_reported() -> None:
+    play = a_server()
+    an_input(play, 0)
+    again = an_input(play, 0)
+    assert play.dropped() == [again]
+    play.hear(OTHER, Boundary(0, 0, 2, 1, False), 1, fault="values are not finite")
+    assert [(peer, message.about) for peer, message, _ in play.sends(Complaint)] == [(OWNER, OTHER)]
+
+
+def test_a_request_without_a_holder_is_refused() -> None:
+    play = a_server()
+    play.hear(OWNER, Forward(0, 0, 0, 1, 7, 1))
+    assert [message.reason for _, message, _ in play.sends(Refused)] == ["0 holders named where 1 belong"]
+
+
+def test_over_the_limit_what_is_booked_goes_first_and_what_cannot_be_made_again_stays() -> None:
+    play = a_server(keep_bytes=16)
+    forwarded(play, 0)
+    task = booked(play, 0)
+    forwarded(play, 2)  # its input comes to 16 bytes beside the gradient made: x, output and gradient of 0, and this
+    play.hear(OTHER, Pull(0, 0, 0, 0, True))
+    assert [blobs for _, _, blobs in play.sends(Boundary)] == [(task.out,)]
+    play.hear(OTHER, Pull(0, 0, 0, 1, False))
+    assert len(play.sends(Gone)) == 1
+
+
+def test_when_all_memory_is_needed_a_forward_is_put_off_and_not_for_ever() -> None:
+    play = a_server(keep_bytes=8)
+    play.now = 100.0
+    forwarded(play, 0)
+    booked(play, 0)
+    forwarded(play, 2)
+    play.hear(OTHER, a_forward(1, 7, OTHER))
+    assert [message.backward for _, message, _ in play.sends(Busy)] == [False]
+    play.now += 60.0
+    play.hear(OTHER, a_forward(1, 8, OTHER))
+    assert play.sends(Busy) == [] and len(play.sends(Pull)) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- the owner
+
+
+class Rig(test_trainer.Rig):
+    """An owner of one microbatch whose hops go straight: `me` and a0, b0, a1, b1, ... serve."""
+
+    def __init__(self, stages: int = 3, view: View | None = None) -> None:
+        self.now, self.serial = 0.0, 0
+        settings = Settings(stages=stages, microbatches=1, steps=9, hops="direct")
+        self.trainer = Trainer(test_trainer.ME, settings, Random(1))
+        self.trainer.on_view(View(number=1, step=0, members=()), 0.0)
+        self.out = self.trainer.on_view(view or test_trainer.a_view(stages=stages), 0.0)
+
+    def through(self) -> list[Send]:
+        """Answer every hop until the microbatch is finished; the requests."""
+        requests = []
+        self.read()
+        while sends := [c for c in self.out if isinstance(c, Send)]:
+            (send,) = sends
+            requests.append(send)
+            self.answer(send, Output if isinstance(send.message, Forward) else Gradient)
+        return requests
+
+
+def test_an_owner_sends_tokens_alone_and_the_gradient_retraces_the_way() -> None:
+    rig = Rig()
+    first, second, last, back, end = rig.through()
+
+    assert [len(send.blobs) for send in (first, second, last, back, end)] == [1, 0, 1, 0, 1]
+    assert (first.message.to, second.message.to) == (second.peer, last.peer)  # type: ignore[union-attr]
+    assert (last.message.to, back.message.to, end.message.to) == (back.peer, end.peer, "")  # type: ignore[union-attr]
+    assert back.peer == second.peer  # it has the input; the first stage's are the tokens, and anybody will do
+    assert last.message.x_from == (last.peer, second.peer)  # type: ignore[union-attr]
+    assert back.message.grad_from == (back.peer, last.peer)  # type: ignore[union-attr]
+    assert rig.trainer.summary().finished == 1
+
+
+def left(rig: Rig, number: int, *gone: str) -> list[Send]:
+    """These peers are put out; what the owner then asks."""
+    view = test_trainer.a_view(number=number, stages=len(rig.trainer._routes._wirings))
+    members = tuple(member for member in view.members if member.peer not in gone)
+    commands = rig.keep(rig.trainer.on_view(msgspec.structs.replace(view, members=members), rig.now))
+    return [command for command in commands if isinstance(command, Send)]
+
+
+def test_a_lost_booking_is_redone_alone_from_what_its_neighbours_keep() -> None:
+    rig = Rig()
+    first, second, last, *_ = rig.through()
+    (send,) = left(rig, 3, second.peer)
+
+    assert isinstance(send.message, Backward) and send.message.stage == 1
+    assert (send.message.x_from, send.message.grad_from) == ((first.peer,), (last.peer,))
+    assert send.message.to == ""  # below it is booked
+    rig.answer(send, Gradient)
+    assert rig.trainer.summary().finished == 1
+
+
+def test_what_no_survivor_keeps_is_made_again_from_the_nearest_that_does() -> None:
+    rig = Rig(stages=4)
+    first, second, third, last, *_ = rig.through()
+    (send,) = left(rig, 3, second.peer, third.peer)
+
+    assert isinstance(send.message, Forward) and send.message.stage == 1  # from what the first stage's peer keeps
+    assert send.message.x_from == (first.peer,)
+    rig.answer(send, Output)
+    redone = rig.sent(Backward)
+    assert redone.message.stage == 2 and redone.message.grad_from == (last.peer,)  # type: ignore[union-attr]
+
+
+def test_when_nobody_keeps_anything_of_it_the_data_is_where_it_begins() -> None:
+    rig = Rig()
+    _first, second, _last, *_ = rig.through()
+    rig.trainer._owned.held[0].x[1:] = [(), ()]
+    (send,) = left(rig, 3, second.peer)
+    assert isinstance(send.message, Forward) and send.message.stage == 0 and len(send.blobs) == 1
+
+
+def test_a_hop_whose_input_nobody_gives_walks_back_and_a_gradient_is_recalled() -> None:
+    rig = Rig()
+    rig.read()
+    rig.answer(rig.sent(Forward), Output)
+    rig.answer(rig.sent(Forward), Output)
+    last = rig.sent(Backward)
+    rig.answer(last, Missing, True, False)
+    again = rig.sent(Forward)
+    assert again.message.stage == 1  # type: ignore[union-attr]
+    rig.answer(again, Output)
+    rig.answer(rig.sent(Backward), Gradient)
+    back = rig.sent(Backward)
+    rig.answer(back, Missing, True, True)
+    recall = rig.sent(Recall)
+    assert recall.peer == back.message.grad_from[-1]  # type: ignore[union-attr]
+    rig.answer(recall, Gradient)
+    assert rig.sent(Backward).message.grad_from == (recall.peer,)  # type: ignore[union-attr]
+
+
+def test_an_heir_begins_with_the_data_and_takes_the_gradient_from_who_booked() -> None:
+    rig = Rig(view=test_trainer.a_view(number=5, stages=3))  # a gap in the numbers: somebody may have begun
+    for peer in [command.peer for command in rig.out if isinstance(command, Send)]:
+        stage = 0 if peer == test_trainer.ME else int(peer[1:])
+        rig.say(peer, Books(0, 0, 5, stage, (0,) if peer == "b2" else ()))
+    rig.read()
+    rig.answer(rig.sent(Forward), Output)
+    recall = rig.sent(Recall)
+    assert recall.peer == "b2" and recall.blobs == ()
+    rig.answer(recall, Gradient)
+    assert rig.sent(Backward).message.grad_from == ("b2",)  # type: ignore[union-attr]
+
+
+def test_through_the_owner_nothing_of_this_is_said() -> None:
+    rig = test_trainer.Rig()
+    send = rig.at_last_backward()
+    forward: Message = send.message
+    assert (forward.x_from, forward.grad_from, forward.to) == ((), (), "")  # type: ignore[union-attr]
+    assert len(send.blobs) == 2
