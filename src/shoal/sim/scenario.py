@@ -239,9 +239,12 @@ _LONG = Scenario(
     progress_s=4000.0,
     finish_s=200_000.0,
 )
+# A joiner serves from the next step on: where a step takes 500 s and a peer lives for an hour, the members of a step die away while those
+# who could replace them wait for its end. So the short-lived have short steps.
 LONG = (  # hours of machines that come and go: what only shows after hundreds of steps
     msgspec.structs.replace(
-        _LONG, name="spot", peers=(60, 68), microbatches=(64, 96), record="aws-g4dn-spot.csv", copies=5, one_of=10,
+        _LONG, name="spot", peers=(60, 68), steps=(280, 320), step_s=120.0, microbatches=(64, 96),
+        record="aws-g4dn-spot.csv", copies=5, one_of=10,
         happenings=Happenings(pauses=6, one_ways=4, slows=4, halves=3, jumps=4, full_disks=3), events=30_000_000,
     ),
     msgspec.structs.replace(
