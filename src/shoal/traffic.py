@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.core.messages import Backward, Chunk, Forward, Gradient, Message, Output, Part, Sum
+from shoal.core.messages import Backward, Boundary, Chunk, Forward, Gradient, Message, Output, Part, Sum
 
 Size = tuple[str, int]  # of a blob: its dtype and the bytes that travel
 TOKENS = "int64"
@@ -80,6 +80,8 @@ def _kind(message: Message, place: int, dtype: str) -> str:
             return "control"
         case Gradient():
             return "gradients"
+        case Boundary():
+            return "gradients" if message.gradient else "activations"
         case Backward():
             return "gradients" if place else "activations"  # the stage's input comes first
         case Forward() | Output():

@@ -646,6 +646,8 @@ def rank(message: Message) -> int:
     match message:
         case Backward() | Gradient():
             return 0
+        case Boundary():
+            return 0 if message.gradient else 1
         case Forward() | Output():
             return 1
         case Part() | Sum():
