@@ -41,12 +41,13 @@ from shoal.core.rebalance import Fleet, Move, measure, place, rebalance
 from shoal.core.saving import Saving
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
-# of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
 NEAR = 2  # steps that a joiner still has to apply when the others begin to wait for it,
 NEAR_BEATS = 8  # and how long they do in all
 MOVES_KEPT = 256  # of those decided: old ones bar nobody any more
-COMPLAINTS = 3
+COMPLAINTS = (
+    3  # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
+)
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
 
 

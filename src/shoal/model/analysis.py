@@ -1,6 +1,6 @@
 """What each part of a Hugging Face model asks for, counted on the meta device: nothing is allocated and nothing computed.
 
-For `shoal plan`, in the planner's own terms (planner/profile.py, whose formulas cover a plain decoder only). Each part runs
+For `shoal probe`, in the planner's own terms; `shoal plan` prices by formula (planner/profile.py), as a plain decoder. Each part runs
 alone, forward and backward, in the model's own forward with all other parts taken out (stages.py): torch's FLOP counter
 counts its matrix products and attention, autograd's hooks what it keeps for its backward, and a dispatch mode the bytes alive
 at the worst moment. Elementwise work has no FLOPs here, as everywhere in the literature; attention is the full square, and
@@ -106,7 +106,7 @@ def _counted(
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"model.family = {parts.family!r}: {name} cannot be counted without values ({str(error).splitlines()[0]});"
-            " --formula prices a plain decoder of the same sizes instead"
+            " try a family with the same sizes that is a plain decoder, such as model.family=llama"
         ) from error
     finally:
         model.zero_grad(set_to_none=True)

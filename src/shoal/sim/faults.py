@@ -102,8 +102,12 @@ def _part(swarm: Swarm, planned: Planned, rng: Random, small: tuple[str, ...], *
     if len(small) == 1 and not whole and rng.random() < 0.5:  # only some do not hear it: the leader may or may not
         rest = rng.sample(rest, rng.randint(1, len(rest)))
     kind = rng.choice(("both", "in", "out")) if len(small) == 1 and not whole else "both"
-    groups = (small, tuple(rest)) if kind != "in" else (tuple(rest), small)
-    pairs = swarm.network.part(groups, both=kind == "both")
+    cut(swarm, planned, small, tuple(rest), way=kind)
+
+
+def cut(swarm: Swarm, planned: Planned, small: tuple[str, ...], rest: tuple[str, ...], *, way: str) -> None:
+    """Nothing passes between them for a while: in "both" directions, only "in" to the small side, or only "out" of it."""
+    pairs = swarm.network.part((rest, small) if way == "in" else (small, rest), both=way == "both")
     nodes = [swarm.nodes[name] for name in small]
     for node in nodes:
         node.away = True

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.core import messages as m
+from shoal.sim import faults
 from shoal.sim.churn import Planned
 from shoal.sim.network import region
 
@@ -158,18 +159,8 @@ def _replace(swarm: Swarm, node: Node, rng: Random) -> None:
 
 def _isolate(swarm: Swarm, planned: Planned, names: Sequence[str], *, both: bool, out: bool = True) -> None:
     _count(swarm, planned.kind)
-    inner, outer = tuple(names), tuple(name for name in swarm.nodes if name not in names)
-    pairs = swarm.network.part((inner, outer) if out else (outer, inner), both=both)
-    nodes = [swarm.nodes[name] for name in inner]
-    for node in nodes:
-        node.away = True
-
-    def over(_: Any) -> None:
-        swarm.network.join(pairs)
-        for node in nodes:
-            node.away = False
-
-    swarm.until(planned.length_s, over)
+    rest = tuple(name for name in swarm.nodes if name not in names)
+    faults.cut(swarm, planned, tuple(names), rest, way="both" if both else "out" if out else "in")
 
 
 def _count(swarm: Swarm, kind: str) -> None:
