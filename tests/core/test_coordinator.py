@@ -450,6 +450,41 @@ def test_a_ready_joiner_takes_over_a_stage_that_lost_its_last_member() -> None:
     assert (leader.view.account.joined, leader.view.account.killed) == (1, 1)
 
 
+def test_a_ready_joiner_serves_from_the_middle_of_a_step_whose_end_is_far() -> None:
+    leader = Leader()
+    leader.start()
+    leader.join("d")
+    leader.wait(20.0, alive=("b", "c", "d"))
+    assert Member("d", 1) in leader.view.members and leader.view.step == 0, leader.reasons
+    assert "d serves stage 1 from the middle of the step" in leader.reasons
+    assert leader.view.account.joined == 1 and len(leader.view.owners) == SETTINGS.microbatches
+    for peer, books in (("a", (0, 2)), ("c", (1, 3)), ("b", (0, 1)), ("d", (2, 3))):
+        leader.pulse(peer, books)
+    assert [share.peer for share in leader.rounds()[-1].groups[1]] == ["b", "d"], "what it booked counts"
+    leader.reduce()
+    assert leader.view.step == 1 and leader.view.account.redone == 0
+
+
+def test_a_ready_joiner_waits_for_the_end_of_a_step_that_is_near() -> None:
+    leader = Leader()
+    leader.start()
+    leader.wait(8.0, alive=("b", "c"))
+    leader.pulse("a", (0, 2))
+    leader.pulse("c", (1, 3))
+    leader.pulse("b", (0, 1, 2))  # seven of eight in 8 s
+    leader.join("d")
+    leader.wait(2.0, alive=("a", "c", "d"))
+    assert Member("d", 1) in leader.view.joining
+
+
+def test_a_member_put_out_does_not_come_back_in_the_middle_of_the_step() -> None:
+    leader = Leader()
+    leader.start()
+    leader.hear("c", Complaint(about="c", reason="missed a commit", stale=True))
+    leader.wait(30.0, alive=("b", "c"))
+    assert "c" in leader.view.fenced and "c" not in [one.peer for one in leader.view.members]
+
+
 def test_a_checkpoint_goes_to_the_next_replica_when_one_cannot_write_and_is_given_up_when_none_can() -> None:
     leader = Leader(msgspec.structs.replace(SETTINGS, save_every=1))
     leader.start()

@@ -108,6 +108,24 @@ def test_a_deadline_follows_what_was_measured() -> None:
     assert routes.patience("a", 1.0) == pytest.approx(17.0)
 
 
+def test_one_slow_answer_does_not_make_a_deadline_of_minutes() -> None:
+    """Found by simulation (fleet 5370): the first answer came after 9 s, from a peer that had been stopped; the next hop of that stage, to
+    another peer, was lost and not missed for 94 s."""
+    routes = some_routes("a", "b")
+    routes.answered("a", 9.4, 1.0, 0.0)
+    assert routes.patience("b", BACKWARD_SIZE) == pytest.approx(10.0)
+    for _ in range(2):
+        routes.answered("a", 9.4, 1.0, 0.0)
+    assert routes.patience("b", 1.0) == pytest.approx(4 * 9.4), "most of what was measured: the stage is that slow"
+
+
+def test_an_answer_to_a_repetition_is_no_measure_of_its_stage() -> None:
+    routes = some_routes("a", "b")
+    for _ in range(20):
+        routes.answered("a", 9.4, 1.0, 0.0, again=True)
+    assert routes.patience("b", 1.0) == pytest.approx(4.0)
+
+
 def test_before_anything_is_measured_the_plan_is_believed() -> None:
     planned = Settings(stages=2, microbatches=1, steps=1, stage_seconds=(7.0, 1.0))
     assert some_routes("a", settings=planned).patience("a", 1.0) == 28.0

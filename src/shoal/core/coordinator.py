@@ -44,6 +44,7 @@ DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
 NEAR = 2  # steps that a joiner still has to apply when the others begin to wait for it,
 NEAR_BEATS = 8  # and how long they do in all
+ENTER_BEATS = 20  # that a step must still last for a joiner to serve from the middle of it: each is a new view for all
 MOVES_KEPT = 256  # of those decided: old ones bar nobody any more
 COMPLAINTS = (
     3  # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
@@ -122,11 +123,13 @@ class Coordinator:
             self.ledger = Ledger(self.settings.stages, self.settings.microbatches)
             if before is not None and before.started and self.step_at is not None:
                 self.step_s = now - self.step_at
-            self.step_at = now if view.started else None
+            self.step_at = None
             self.complaints.clear()
             self.complete_at, self.served_at, self.disagreements = None, None, 0
             if view.last is not None and view.last.save:
                 self.saving.begin(view)
+        if self.step_at is None and view.started:
+            self.step_at = now
         if fresh_step or self.round is None or fenced(self.round, view) is not None:
             self.round, self.reduced, self.round_sent = None, {}, {}
         for gone in [peer for peer in self.ledger.books if peer not in members]:
@@ -277,26 +280,40 @@ class Coordinator:
         )
 
     def _promote(self, view: View, now: float) -> View | None:
-        """A stage has lost its last member, but a joiner already holds its state: it becomes a member at once."""
-        if not view.started or not view.joining:
+        """Joiners that hold their stage become members in the middle of a step: at once where no other is left, and where the end
+        of the step is far. Else at its end."""
+        if not view.started or not view.joining or self.round is not None:
             return None
         empty = self._empty(view)
         able = tuple(
-            member
-            for member in view.joining
-            if member.stage in empty and member.peer not in view.fenced and self._ready(member, view)
+            member for member in view.joining if member.peer not in view.fenced and self._ready(member, view)
         )  # whoever was a member of this step stays out: a peer that missed a view would take its void books for good
+        if self._rest_s(now) < ENTER_BEATS * self.settings.beat_s:
+            able = tuple(member for member in able if member.stage in empty)
         if not able:
             return None
-        words = ", ".join(f"{member.peer} takes over stage {member.stage}" for member in able)
+        words = [f"{member.peer} serves stage {member.stage}{self._alone(member, empty)}" for member in able]
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
             members=view.members + _arrived(able),
             joining=tuple(member for member in view.joining if member not in able),
             account=_counting(view.account, able),
-            reason=f"{words}: no other replica is left",
+            reason="; ".join(words)[:2000],
         )
+
+    @staticmethod
+    def _alone(member: Member, empty: list[int]) -> str:
+        return ": no other replica is left" if member.stage in empty else " from the middle of the step"
+
+    def _rest_s(self, now: float) -> float:
+        """Seconds until this step's books are whole, if they fill as they have so far; as long as the last step when they are empty."""
+        if self.step_at is None:
+            return 0.0
+        share, passed_s = self.ledger.booked / (self.settings.stages * self.settings.microbatches), now - self.step_at
+        if share:
+            return passed_s * (1.0 - share) / share
+        return max(passed_s, self.step_s) if self.step_s < math.inf else passed_s
 
     def _take_back(self, view: View, now: float) -> View | None:
         """A peer comes back with the state of a stage that lost its last member: all go on from this step, under a new epoch.

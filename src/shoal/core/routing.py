@@ -6,12 +6,15 @@ in proportion to its throughput without anybody coordinating. `Routes.choose` is
 its add, `Routes.answered` its success, `Routes.failed` its ban.
 
 What we changed: a timeout is a slow sample, not a ban and not nothing; a ban is bounded and ends in one probation
-request; Busy is back-pressure; deadlines follow what was measured; a stage's last replicas are used even when banned.
+request; Busy is back-pressure; deadlines follow what was measured, by its middle value, since the first answer of a stage may be
+of a peer that was stopped for a while; a stage's last replicas are used even when banned.
 Left to others: what to send (microbatch.py) and everything about attempts (trainer.py).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -32,6 +35,7 @@ CAUGHT_UP = (
 LEAST_WAIT_S = 0.02  # after Busy: even a server that says 0 is not asked again in the same instant
 MOST_WAIT_S = 30.0  # after Busy: no peer can send itself into retirement
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
+SAMPLES = 15  # answers of a stage whose middle one is its usual time
 MISSES = 3  # unanswered requests before a peer counts as silent
 
 
@@ -59,6 +63,24 @@ class Latency:
         return self._sum / self._weight if self._weight else None
 
 
+class Usual:
+    """The middle one of a stage's last answers, in seconds per unit of task size; the guess counts as one until there are enough."""
+
+    __slots__ = ("_came", "_sorted", "value")
+
+    def __init__(self, prior_s: float) -> None:
+        self._came = deque([prior_s])
+        self._sorted = [prior_s]
+        self.value = prior_s
+
+    def add(self, seconds: float) -> None:
+        if len(self._came) == SAMPLES:
+            del self._sorted[bisect_left(self._sorted, self._came.popleft())]
+        self._came.append(seconds)
+        insort(self._sorted, seconds)
+        self.value = max(self._sorted[(len(self._sorted) - 1) // 2], LEAST_S)
+
+
 class Replica(msgspec.Struct, eq=False):
     """What this trainer knows of one peer. In exactly one heap of its Wiring, under `serial`."""
 
@@ -80,8 +102,7 @@ class Wiring:
     """One stage: replicas that can be chosen by virtual time, and the resting ones by when they wake."""
 
     def __init__(self, prior_s: float, rng: Chance) -> None:
-        self.latency = Latency()  # of real answers only: fed with timeouts it would chase its own deadlines
-        self._prior_s = prior_s
+        self.usual = Usual(prior_s)  # of real answers only: fed with timeouts it would chase its own deadlines
         self._rng = rng
         self._serial = 0
         self._clock = 0.0  # virtual time of the last replica chosen: nobody enters below it
@@ -109,15 +130,11 @@ class Wiring:
 
     def estimate(self, replica: Replica) -> float:
         """Expected seconds per unit of size."""
-        return replica.latency.value or self.typical
+        return replica.latency.value or self.usual.value
 
-    @property
-    def typical(self) -> float:
-        return self.latency.value or self._prior_s
-
-    def usual(self, replica: Replica) -> float:
+    def expected(self, replica: Replica) -> float:
         """The same for deadlines: no peer is slow only because its whole stage is loaded."""
-        return min(max(self.estimate(replica), self.typical), FAR * self.typical)
+        return min(max(self.estimate(replica), self.usual.value), FAR * self.usual.value)
 
     def choose(self, now: float, avoid: str) -> tuple[Replica, str] | None:
         self._settle(now)
@@ -227,7 +244,7 @@ class Routes:
         if replica.busy_until > now:
             return f"its queue is full for {replica.busy_until - now:.1f} s"
         if replica.lagging:
-            usual_s, typical_s = self._wirings[stage].estimate(replica), self._wirings[stage].typical
+            usual_s, typical_s = self._wirings[stage].estimate(replica), self._wirings[stage].usual.value
             return f"it takes {usual_s:.2f} s a hop, its stage {typical_s:.2f} s"
         return ""
 
@@ -251,7 +268,7 @@ class Routes:
         if peer not in self._at:
             return self._settings.hop_floor_s
         stage, replica = self._at[peer]
-        usual_s = PATIENCE * size * self._wirings[stage].usual(replica) + replica.queue_s
+        usual_s = PATIENCE * size * self._wirings[stage].expected(replica) + replica.queue_s
         return max(self._settings.hop_floor_s, usual_s)
 
     def repeat_s(self, peer: Peer) -> float:
@@ -259,17 +276,19 @@ class Routes:
         if peer not in self._at:
             return self._settings.hop_floor_s
         wiring = self._wirings[self._at[peer][0]]
-        return max(self._settings.hop_floor_s, PATIENCE * wiring.typical)
+        return max(self._settings.hop_floor_s, PATIENCE * wiring.usual.value)
 
-    def answered(self, peer: Peer, seconds: float, size: float, now: float) -> None:
-        """It did a hop of that size; wall time, with network and queue inside."""
+    def answered(self, peer: Peer, seconds: float, size: float, now: float, again: bool = False) -> None:
+        """It did a hop of that size; wall time, with network and queue inside. `again`: the answer is to a repetition, and may have
+        been lost before (Karn's rule): no measure of its stage."""
         if peer not in self._at:
             return
         stage, replica = self._at[peer]
         replica.latency.add(seconds / size)
-        self._wirings[stage].latency.add(seconds / size)
+        if not again:
+            self._wirings[stage].usual.add(seconds / size)
         if replica.lagging:
-            replica.lagging = self._wirings[stage].estimate(replica) > CAUGHT_UP * self._wirings[stage].typical
+            replica.lagging = self._wirings[stage].estimate(replica) > CAUGHT_UP * self._wirings[stage].usual.value
         replica.queue_s /= 2
         if replica.trial:
             replica.trial, replica.level, replica.banned_until = False, 0, 0.0

@@ -321,7 +321,7 @@ class Trainer:
     def _gradient(self, m: Microbatch, hop: Hop, came: Came, now: float) -> str:
         stage, (blob, fault) = hop.stage, came
         if hop.kind is Kind.BACKWARD:
-            self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now)
+            self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated)
         m.booked[stage] = hop.peer
         m.progressed()
         m.next = hop.to

@@ -128,12 +128,10 @@ class Watch:
             if view.step not in (before.step, before.step + 1):
                 self.report(peer, "view", f"view {view.number} goes from step {before.step} to {view.step}")
             if view.step == before.step and view.started and before.started:
-                staffed = {one.stage for one in before.members if one in view.members}
-                entered = {one.peer for one in view.members if one.stage in staffed} - {
-                    one.peer for one in before.members
-                }
-                if entered:
-                    self.report(peer, "view", f"view {view.number} admits {sorted(entered)} in the middle of a step")
+                entered = {one.peer for one in view.members} - {one.peer for one in before.members}
+                again = entered & {*before.fenced, *view.fenced}
+                if again:
+                    self.report(peer, "view", f"view {view.number} takes {sorted(again)} back in the middle of a step")
             if before.started:
                 self._staffed(peer, before, view)
         elif view.epoch < before.epoch:

@@ -301,7 +301,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         lost=rng.choice(("checkpoint", "neighbours")),
         lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
         hops=hops,
-        keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 12 * BLOB_BYTES, 3 * BLOB_BYTES)),
+        keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 12 * BLOB_BYTES, 6 * BLOB_BYTES)),
     )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
