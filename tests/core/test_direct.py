@@ -14,6 +14,7 @@ from shoal.core.messages import (
     Books,
     Boundary,
     Busy,
+    Coming,
     Complaint,
     Forward,
     Gone,
@@ -22,7 +23,9 @@ from shoal.core.messages import (
     Message,
     Missing,
     Output,
+    Pending,
     Pull,
+    Query,
     Recall,
     Refused,
     RunBackward,
@@ -129,6 +132,44 @@ def test_what_is_not_sent_is_pulled_from_each_holder_in_turn_then_given_back_for
     assert play.task(RunBackward).index == 0
 
 
+def test_what_is_on_its_way_is_waited_for_once_more() -> None:
+    play = a_server()
+    play.hear(OWNER, a_forward(0))
+    play.tick(play.server.deadline or 0.0)
+    assert [peer for peer, _, _ in play.sends(Pull)] == [OTHER]
+    for _ in range(3):
+        play.hear(OTHER, Coming(0, 0, 0, 1, False))
+    pulled_at = play.now
+    play.tick(play.server.deadline or 0.0)
+    assert play.now - pulled_at == SETTINGS.hop_floor_s, "once, however often it is said"
+    assert [(peer, message.call) for peer, message, _ in play.sends(Pull)] == [(OTHER, 2)]
+
+
+def test_what_was_sent_over_a_connection_that_broke_is_sent_again_at_once() -> None:
+    play = a_server()
+    task = forwarded(play, 0)
+    play.server.on_unreachable(NEXT)
+    play.hear(NEXT, Pull(0, 0, 0, 2, False, 1))
+    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False, 1), (task.out,))]
+
+
+def test_an_owner_that_asks_is_told_what_waits_what_was_made_and_what_is_booked() -> None:
+    play = a_server()
+    play.hear(OWNER, a_forward(0))
+    play.hear(OWNER, Query(0, 0, 0, 1, 7, False))
+    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 7), ())]
+    play.hear(OWNER, Query(0, 0, 0, 1, 8, True))
+    play.hear(OTHER, Query(0, 0, 0, 1, 7, False))
+    play.hear(OWNER, Query(0, 0, 2, 1, 7, False))
+    assert play.commands == [], "no backward, not the owner, never heard of"
+    forwarded(play, 2)
+    play.hear(OWNER, Query(0, 0, 2, 1, 9, False))
+    assert play.sends(Output) == [(OWNER, Output(0, 0, 2, 1, 9, 4), ())]
+    booked(play, 2)
+    play.hear(OWNER, Query(0, 0, 2, 1, 9, True))
+    assert [message.attempt for _, message, _ in play.sends(Gradient)] == [9]
+
+
 def test_a_holder_that_has_it_no_longer_is_not_waited_for() -> None:
     play = a_server()
     play.hear(OWNER, a_forward(0, 7, MATE, OTHER))
@@ -152,7 +193,9 @@ def test_what_was_handed_on_is_kept_and_given_again_until_the_step_is_committed(
     task = forwarded(play, 0)
     booked(play, 0)
     play.hear(NEXT, Pull(0, 0, 0, 2, False, 1))
-    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False, 1), (task.out,))]
+    assert play.sends(Coming) == [(NEXT, Coming(0, 0, 0, 2, False), ())] and not play.sends(Boundary)
+    play.hear(NEXT, Pull(0, 0, 0, 2, False, 2))
+    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False, 2), (task.out,))]
     play.hear(NEXT, Pull(0, 0, 1, 2, False))
     assert play.sends(Gone) == [(NEXT, Gone(0, 0, 1, 2, False), ())]
     play.view(msgspec.structs.replace(VIEW, number=2, step=1))
@@ -193,7 +236,7 @@ def test_over_the_limit_what_is_booked_goes_first_and_what_cannot_be_made_again_
     forwarded(play, 0)
     task = booked(play, 0)
     forwarded(play, 2)  # its input comes to 16 bytes beside the gradient made: x, output and gradient of 0, and this
-    play.hear(OTHER, Pull(0, 0, 0, 0, True))
+    play.hear(OTHER, Pull(0, 0, 0, 0, True, 2))
     assert [blobs for _, _, blobs in play.sends(Boundary)] == [(task.out,)]
     play.hear(OTHER, Pull(0, 0, 0, 1, False))
     assert len(play.sends(Gone)) == 1

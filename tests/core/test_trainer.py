@@ -27,6 +27,8 @@ from shoal.core.messages import (
     Member,
     Message,
     Output,
+    Pending,
+    Query,
     Recall,
     Refused,
     Result,
@@ -83,6 +85,12 @@ class Rig:
         assert self.trainer.deadline is not None
         self.now = self.trainer.deadline
         return self.keep(self.trainer.tick(self.now))
+
+    def overdue(self) -> list[Command]:
+        """The hop's time is up, and its server says nothing when it is asked."""
+        self.tick()
+        assert self.sent(Query).message.attempt > 0  # type: ignore[union-attr]
+        return self.tick()
 
     def at_last_backward(self) -> Send:
         self.read()
@@ -158,7 +166,7 @@ def test_a_slow_forward_is_sent_elsewhere_and_its_late_output_is_credited_once()
     rig = Rig()
     rig.read()
     first = rig.sent(Forward)
-    rig.tick()
+    rig.overdue()
     second = rig.sent(Forward)
     assert second.peer != first.peer and second.message.attempt > first.message.attempt  # type: ignore[union-attr]
     rig.answer(first, Output, blobs=1)
@@ -170,7 +178,7 @@ def test_a_slow_forward_is_sent_elsewhere_and_its_late_output_is_credited_once()
 def test_a_slow_backward_is_cancelled_and_goes_elsewhere_only_when_it_is_given_up() -> None:
     rig = Rig()
     backward = rig.at_last_backward()
-    rig.tick()
+    rig.overdue()
     cancel = rig.sent(Cancel)
     assert cancel.peer == backward.peer and cancel.message.attempt > backward.message.attempt  # type: ignore[union-attr]
     rig.tick()
@@ -183,9 +191,54 @@ def test_a_slow_backward_is_cancelled_and_goes_elsewhere_only_when_it_is_given_u
 def test_a_cancelled_backward_that_was_done_is_booked_where_it_is() -> None:
     rig = Rig()
     rig.at_last_backward()
-    rig.tick()
+    rig.overdue()
     rig.answer(rig.sent(Cancel), Gradient, blobs=1)
     assert rig.sent(Backward).message.stage == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_hop_that_its_server_has_got_is_waited_for_once_more(backward: bool) -> None:
+    rig = Rig()
+    if backward:
+        hop = rig.at_last_backward()
+    else:
+        rig.read()
+        hop = rig.sent(Forward)
+    began = rig.now
+    rig.tick()
+    patience_s = rig.now - began
+    query = rig.sent(Query)
+    assert (query.peer, query.message.backward) == (hop.peer, backward)  # type: ignore[union-attr]
+    rig.answer(query, Pending)
+    asked = rig.now
+    rig.tick()
+    assert rig.now - asked == pytest.approx(patience_s)
+    again = rig.sent(Cancel if backward else Forward)
+    assert (again.peer == hop.peer) is backward, "then it is slow, whatever it says"
+
+
+def test_nobody_earns_time_by_saying_unasked_that_a_hop_is_pending() -> None:
+    rig = Rig()
+    rig.read()
+    hop, due = rig.sent(Forward), rig.trainer.deadline
+    for _ in range(3):
+        rig.answer(hop, Pending)
+    assert rig.trainer.deadline == due
+    rig.tick()
+    rig.say("b0" if hop.peer == "a0" else "a0", Pending(*ids(hop)))
+    assert rig.trainer.deadline == pytest.approx(rig.now + 1.0), "half of hop_floor_s for its server, and nobody else"
+
+
+def test_of_two_replicas_the_one_with_less_in_progress_is_asked() -> None:
+    view = a_view()
+    view = View(number=2, step=0, members=view.members, owners=(0,) * 4, started=True)
+    rig = Rig(view=view)
+    fetches = [c.task for c in rig.out if isinstance(c, Do)]
+    asked = []
+    for fetch in fetches:
+        rig.keep(rig.trainer.on_done(Done(fetch.id, Result()), rig.now))
+        asked.append(rig.sent(Forward).peer)
+    assert set(asked[:3]) == {"me", "a0", "b0"}, "nobody gets a second one while another has none"
 
 
 def test_an_unreachable_peer_keeps_the_backward_it_may_have() -> None:
@@ -234,7 +287,7 @@ def test_a_declined_backward_goes_elsewhere(form: type[Message]) -> None:  # typ
 def test_busy_about_a_cancel_says_nothing_about_the_backward() -> None:
     rig = Rig()
     rig.at_last_backward()
-    rig.tick()
+    rig.overdue()
     assert rig.answer(rig.sent(Cancel), Busy, True, 1.0) == []
 
 

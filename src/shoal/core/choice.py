@@ -8,11 +8,29 @@ the routes alone decide.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shoal.core.messages import Peer, Settings
 from shoal.core.microbatch import Microbatch, Want, after
 from shoal.core.planned import Planned
 from shoal.core.reports import Reports
-from shoal.core.routing import Routes
+from shoal.core.routing import FORWARD_SIZE, Routes
+
+Active = Iterable[Microbatch]  # the owner's, in progress
+
+
+def in_progress(active: Active) -> dict[Peer, float]:
+    """Size of what each peer has been asked, or will be asked next."""
+    load: dict[Peer, float] = {}
+    for m in active:
+        hop = m.hop
+        there = {m.next: FORWARD_SIZE}
+        if hop is not None:
+            there[hop.to] = FORWARD_SIZE
+            there[hop.peer] = hop.kind.size
+        for peer, size in there.items():
+            load[peer] = load.get(peer, 0.0) + size
+    return load
 
 
 class Choice:
@@ -20,7 +38,7 @@ class Choice:
         self._name, self._settings = name, settings
         self._routes, self._planned, self._reports = routes, planned, reports
 
-    def peer(self, m: Microbatch, want: Want, now: float, avoid: str | None = None) -> Peer:
+    def peer(self, m: Microbatch, want: Want, active: Active, now: float, avoid: str | None = None) -> Peer:
         """Who serves that hop: whoever was chosen ahead, or has its input, or is due by the routes; '' while nobody is."""
         avoid = m.avoid if avoid is None else avoid
         holders = m.x[want.stage] if m.direct and want.stage > 0 else ()
@@ -30,14 +48,15 @@ class Choice:
                 return peer
         home = self._name if self._settings.home and avoid != self._name else ""
         planned = self._planned.peer(want.stage, m.index)
-        chosen = self._routes.choose(want.stage, now, want.kind.size, avoid, home=home, planned=planned)
+        load = in_progress(active)
+        chosen = self._routes.choose(want.stage, now, want.kind.size, avoid, home=home, planned=planned, load=load)
         if chosen is None:
             return ""
         if planned and chosen[0] != planned:
             self._reports.note_once("route", "plan", planned, f"{planned} is passed over: {chosen[1]}")
         return chosen[0]
 
-    def after(self, m: Microbatch, want: Want, now: float) -> Peer:
+    def after(self, m: Microbatch, want: Want, active: Active, now: float) -> Peer:
         """Who gets what that hop makes; '' if nobody needs it, or nobody is free yet."""
         then = after(m, want) if m.direct else None
-        return "" if then is None else self.peer(m, then, now, avoid="")
+        return "" if then is None else self.peer(m, then, active, now, avoid="")

@@ -22,6 +22,7 @@ from shoal.core.messages import (
     Busy,
     Cancel,
     Cancelled,
+    Coming,
     Command,
     Do,
     Done,
@@ -34,7 +35,9 @@ from shoal.core.messages import (
     Missing,
     Output,
     Peer,
+    Pending,
     Pull,
+    Query,
     Recall,
     Refused,
     RunBackward,
@@ -201,6 +204,25 @@ class Hops:
             commands = drop(queued.blobs)
         return [*commands, Send(peer, Cancelled(*hop_of(message)))]
 
+    def on_query(self, peer: Peer, message: Query) -> list[Command]:
+        """Its owner wonders. Of what is not here nothing is said, and the owner takes it for lost."""
+        view, index = self._seat.view, message.index
+        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or owner_of(view, index) != peer:
+            return []
+        if not self._seat.current or message.stage != self._seat.stage:
+            return []
+        if message.backward and index in self._booked:
+            return self._gradient(peer, index, message.attempt)
+        key = not message.backward, index
+        running = self._running if self._running is not None and self._running.key == key else None
+        job = running or self._queue.get(key)
+        if job is not None:
+            return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
+        made = Key(message.step, index, message.stage + 1, False)
+        if message.backward or made not in self.shelf:
+            return []
+        return [Send(peer, Output(*hop_of(message), self.shelf.size(made)))]
+
     def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
         view = self._seat.view
         if view is None or message.epoch != view.epoch or message.step < view.step:
@@ -232,7 +254,7 @@ class Hops:
     # ------------------------------------------------------------------------------------------- with direct hops
 
     def on_tensor(
-        self, peer: Peer, message: Boundary | Pull | Gone, blobs: tuple[BlobRef, ...], fault: str, now: float
+        self, peer: Peer, message: Boundary | Pull | Coming | Gone, blobs: tuple[BlobRef, ...], fault: str, now: float
     ) -> list[Command]:
         match message:
             case Boundary():
@@ -241,6 +263,8 @@ class Hops:
                 commands += self.shelf.on_boundary(peer, message, pairs, fault, now)
             case Pull():
                 commands = self.shelf.on_pull(peer, message)
+            case Coming():
+                commands = self.shelf.on_coming(peer, message, now)
             case Gone():
                 commands = self.shelf.on_gone(peer, message, now)
         return commands + self._tell_missing()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shoal.core.messages import Backward, Cancel, Forward, Index, Peer, Recall, Settings, View
+from shoal.core.messages import Backward, Cancel, Forward, Index, Peer, Query, Recall, Settings, View
 from shoal.core.routing import BACKWARD_SIZE, Latency
 from shoal.core.seat import Seat, owner_of
 
@@ -35,7 +35,7 @@ class Job(msgspec.Struct, frozen=True):
         return not self.backward, self.message.index
 
 
-def hop_of(message: Forward | Backward | Recall | Cancel) -> tuple[int, int, int, int, int]:
+def hop_of(message: Forward | Backward | Recall | Cancel | Query) -> tuple[int, int, int, int, int]:
     """The fields that every answer begins with."""
     return message.epoch, message.step, message.index, message.stage, message.attempt
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 8  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 9  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -331,7 +331,7 @@ class Boundary(Wire, frozen=True):
 
 
 class Pull(Wire, frozen=True):
-    """Server to server: your copy of that tensor, please. Answer: Boundary, or Gone."""
+    """Server to server: your copy of that tensor, please. Answer: Boundary, Gone, or Coming."""
 
     epoch: Count
     step: Count
@@ -343,6 +343,16 @@ class Pull(Wire, frozen=True):
 
 class Gone(Wire, frozen=True):
     """Server to server: I do not hold that tensor (any more)."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    gradient: bool
+
+
+class Coming(Wire, frozen=True):
+    """Server to server: that tensor was sent to you before, and the connection has held since."""
 
     epoch: Count
     step: Count
@@ -387,6 +397,26 @@ class Cancel(Wire, frozen=True):
 
 
 class Cancelled(Wire, frozen=True):
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+
+
+class Query(Wire, frozen=True):
+    """Owner to server: have you got that request (`backward` or forward)? Answer: Pending while it waits or runs; what was answered
+    before, where that is kept; nothing where it is not known."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    attempt: Count
+    backward: bool
+
+
+class Pending(Wire, frozen=True):
     epoch: Count
     step: Count
     index: Index
@@ -616,7 +646,8 @@ class Measured(Wire, frozen=True):
 Message = (
     Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Removed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
-    | Boundary | Pull | Gone | Missing
+    | Query | Pending
+    | Boundary | Pull | Coming | Gone | Missing
     | Round | Part | Sum | Resend | Reduced | RoundFailed
     | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
     | AskStanding | Standing | Override

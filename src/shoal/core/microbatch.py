@@ -26,6 +26,7 @@ from shoal.core.messages import (
     Missing,
     Output,
     Peer,
+    Pending,
     Recall,
     Refused,
     Stage,
@@ -34,7 +35,7 @@ from shoal.core.messages import (
 from shoal.core.routing import BACKWARD_SIZE, FORWARD_SIZE
 
 Request = Forward | Backward | Recall | Cancel
-Answer = Output | Gradient | Cancelled | Busy | Refused | Missing
+Answer = Output | Gradient | Cancelled | Busy | Refused | Missing | Pending
 
 Where = tuple[str, ...]  # my blob, one; with direct hops the peers that hold the tensor, who made it first
 
@@ -87,10 +88,17 @@ class Hop(msgspec.Struct, eq=False):
     first: int = 0  # not sent yet
     last: int = 0
     to: Peer = ""  # with direct hops: gets what is made
+    asked: bool = False  # whether its server has got it, and there is no answer yet
+    held: bool = False  # it waits or runs there, as its server has said
 
     @property
     def repeated(self) -> bool:
         return self.last > self.first
+
+    @property
+    def queries(self) -> bool:
+        """Whether its server is asked after it, before it is repeated or goes elsewhere."""
+        return self.kind in (Kind.FORWARD, Kind.BACKWARD) and not (self.repeated or self.asked or self.held)
 
     def answered_by(self, peer: Peer, stage: Stage, attempt: int) -> bool:
         return peer == self.peer and stage == self.stage and self.first <= attempt <= self.last

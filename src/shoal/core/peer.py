@@ -26,6 +26,7 @@ from shoal.core.messages import (
     Boundary,
     Cancel,
     Chunk,
+    Coming,
     Command,
     Complaint,
     Done,
@@ -51,6 +52,7 @@ from shoal.core.messages import (
     Published,
     Pull,
     Pulse,
+    Query,
     Recall,
     Received,
     Redirect,
@@ -78,7 +80,7 @@ from shoal.core.trainer import Trainer
 if TYPE_CHECKING:
     from random import Random
 
-SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Boundary, Pull, Gone, Part, Sum, Resend)
+SERVER = (Forward, Backward, Query, Recall, Cancel, AskBooks, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
 FROM_LEADER = (Round, AskSave, AskPublish)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Saved, Published)
 AGREEING = (Lead, Propose, Accept, AskVote, Vote)
@@ -184,6 +186,7 @@ class PeerMachine:
             case Unreachable():
                 if self.led:
                     self.coordinator.doubt(event.peer, now)
+                self.server.on_unreachable(event.peer)
                 return self.trainer.on_unreachable(event.peer, now)
             case Found():
                 self.known = tuple(peer for peer in event.peers if peer != self.name)

@@ -7,7 +7,9 @@ its add, `Routes.answered` its success, `Routes.failed` its ban.
 
 What we changed: a timeout is a slow sample, not a ban and not nothing; a ban is bounded and ends in one probation
 request; Busy is back-pressure; deadlines follow what was measured, by its middle value, since the first answer of a stage may be
-of a peer that was stopped for a while; a stage's last replicas are used even when banned.
+of a peer that was stopped for a while; a stage's last replicas are used even when banned. And virtual time only breaks ties: first comes
+with whom least is in progress. An answer tells of the queue it met when it was asked for; where a line or a stage is full, that was
+long ago, all trainers have gone to the same peer since, and shares swing (docs/design/2026-11-22-least-loaded.md).
 Left to others: what to send (microbatch.py) and everything about attempts (trainer.py).
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -37,6 +40,12 @@ MOST_WAIT_S = 30.0  # after Busy: no peer can send itself into retirement
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
 SAMPLES = 15  # answers of a stage whose middle one is its usual time
 MISSES = 3  # unanswered requests before a peer counts as silent
+
+
+Load = Mapping[
+    Peer, float
+]  # size of the hops that one trainer has asked of a peer, or will ask next, and that are not answered
+NOTHING: Load = {}
 
 
 class Chance(Protocol):
@@ -136,16 +145,22 @@ class Wiring:
         """The same for deadlines: no peer is slow only because its whole stage is loaded."""
         return min(max(self.estimate(replica), self.usual.value), FAR * self.usual.value)
 
-    def choose(self, now: float, avoid: str) -> tuple[Replica, str] | None:
+    def choose(self, now: float, avoid: str, load: Load) -> tuple[Replica, str] | None:
+        """Of those at which least of `load` is, the one of least virtual time."""
         self._settle(now)
         if not self._ready:
             return (self._banned[0][2], "every replica is banned or busy; its ban ends first") if self._banned else None
-        entry = heappop(self._ready)
-        if entry[3].peer == avoid:
+        passed = []
+        while self._ready:
+            passed.append(heappop(self._ready))
+            peer = passed[-1][3].peer
+            if peer != avoid and peer not in load:
+                break
             self._settle(now)
-            if self._ready:
-                first, entry = entry, heappop(self._ready)
-                heappush(self._ready, first)
+        entry = min(passed, key=lambda each: (each[3].peer == avoid, load.get(each[3].peer, 0.0), each[:3]))
+        for other in passed:
+            if other is not entry:
+                heappush(self._ready, other)
         self._clock = max(self._clock, min(entry[0], self._ready[0][0]) if self._ready else entry[0])
         replica = entry[3]
         return replica, "probation after a ban" if replica.level else "least virtual time"
@@ -206,11 +221,12 @@ class Routes:
         *,
         home: str = "",
         planned: str = "",
+        load: Load = NOTHING,
     ) -> tuple[Peer, str] | None:
         """The replica for a hop of that size, charged for it, and why; None while all are busy (see wake), or none is.
 
-        `home` is waited for while it is busy, and passed over when banned; `planned` is taken if it is in good standing; `avoid` is
-        passed over if another replica is ready."""
+        Of equally loaded replicas (`load`) the one of least virtual time. `home` is waited for while it is busy, and
+        passed over when banned; `planned` is taken if it is in good standing; `avoid` is passed over if another replica is ready."""
         if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
             return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
@@ -220,7 +236,7 @@ class Routes:
             wiring.take(replica)
             replica.virtual += size * wiring.estimate(replica)
             return planned, "as planned"
-        chosen = wiring.choose(now, avoid)
+        chosen = wiring.choose(now, avoid, load)
         if chosen is None:
             return None
         replica, reason = chosen

@@ -22,6 +22,7 @@ from shoal.core.messages import (
     Booking,
     Boundary,
     Cancel,
+    Coming,
     Command,
     Do,
     Done,
@@ -34,6 +35,7 @@ from shoal.core.messages import (
     Part,
     Peer,
     Pull,
+    Query,
     Recall,
     Resend,
     Reset,
@@ -254,7 +256,7 @@ class Server:
                 return []
             case Forward() | Backward():
                 return self._hops.on_hop(peer, message, names, fault, now) + self._hops.start(self._rounds.cutting)
-            case Boundary() | Pull() | Gone():
+            case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
             case Sum() if message.heard:
                 return self._listening.take(peer, message, names, fault) + self._continue(now)
@@ -262,6 +264,8 @@ class Server:
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
                 commands = self._hops.on_cancel(peer, message)
+            case Query():
+                commands = self._hops.on_query(peer, message)
             case AskBooks():
                 commands = self._hops.on_ask_books(peer, message)
             case Round():
@@ -271,6 +275,10 @@ class Server:
             case _:
                 commands = []
         return commands + drop(names)
+
+    def on_unreachable(self, peer: Peer) -> None:
+        """What was on its way there is lost."""
+        self._hops.shelf.on_unreachable(peer)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
         booked, applying = len(self.books), self._seat.applying

@@ -18,6 +18,7 @@ import msgspec
 from shoal.core.messages import (
     Backward,
     Boundary,
+    Coming,
     Command,
     Forward,
     Gone,
@@ -50,6 +51,7 @@ class Want(msgspec.Struct):
     turns: list[Peer]
     due: float
     calls: list[float]  # when it was awaited first, and when each Pull was sent
+    coming: bool = False  # as its sender has said
 
 
 def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
@@ -72,6 +74,7 @@ class Shelf:
         self._failed: dict[Key, None] = {}  # what does not come
         self._no_room: dict[Key, None] = {}  # came, and could not stay
         self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
+        self._sent: set[tuple[Peer, Key]] = set()  # and the connection has held since
         self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
 
     def __contains__(self, key: Key) -> bool:
@@ -114,6 +117,7 @@ class Shelf:
         self._failed.clear()
         self._no_room.clear()
         self._given_up.clear()
+        self._sent.clear()
         return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
 
     def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> list[Command]:
@@ -193,11 +197,15 @@ class Shelf:
             self._given_up[key] = self._wants.pop(key).calls
             self._failed[key] = None
             return []
-        want.due = now + max(self._settings.hop_floor_s, PATIENCE * (self._usual.value or 0.0))
+        want.due = now + self._patience_s
         if want.turns[0] == self._name:
             return []
         want.calls.append(now)
         return [Send(want.turns[0], Pull(self._seat.epoch, *key, len(want.calls) - 1))]
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self._settings.hop_floor_s, PATIENCE * (self._usual.value or 0.0))
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -239,7 +247,23 @@ class Shelf:
             return []
         if key not in self._held:
             return [Send(peer, Gone(message.epoch, *key))]
+        if (peer, key) in self._sent and message.call == 1:  # it waits for a line, as a second copy would
+            return [Send(peer, Coming(message.epoch, *key))]
         return self.send(peer, key, message.call)
+
+    def on_coming(self, peer: Peer, message: Coming, now: float) -> list[Command]:
+        """It gets as long again: another copy would only make the line longer."""
+        want = self._wants.get(key_of(message))
+        view = self._seat.view
+        if want is None or view is None or message.epoch != view.epoch or want.turns[0] != peer or want.coming:
+            return []
+        want.coming = True
+        want.turns.insert(0, peer)
+        want.due = now + self._patience_s
+        return []
+
+    def on_unreachable(self, peer: Peer) -> None:
+        self._sent = {(other, key) for other, key in self._sent if other != peer}
 
     def on_gone(self, peer: Peer, message: Gone, now: float) -> list[Command]:
         view = self._seat.view
@@ -258,10 +282,11 @@ class Shelf:
         """A kept tensor to whoever goes on with it, or has called for it."""
         view = self._seat.view
         assert view is not None
+        self._sent.add((peer, key))
         return [Send(peer, Boundary(view.epoch, *key, call), (self.blob(key),))]
 
 
-def key_of(message: Boundary | Pull | Gone) -> Key:
+def key_of(message: Boundary | Pull | Coming | Gone) -> Key:
     return Key(message.step, message.index, message.stage, message.gradient)
 
 

@@ -32,6 +32,8 @@ from shoal.core.messages import (
     Note,
     Output,
     Peer,
+    Pending,
+    Query,
     Refused,
     Send,
     Settings,
@@ -48,6 +50,7 @@ Came = tuple[str, str]  # the blob that an answer carries, and what is wrong wit
 _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
+ASK_FLOORS = 0.5  # of hop_floor_s: a server that has got a request says so within that
 
 
 class Trainer:
@@ -233,7 +236,7 @@ class Trainer:
         elif want.kind is Kind.RECALL:
             self._send(m, want, m.booked[want.stage], now)
         else:
-            peer = self._choice.peer(m, want, now)
+            peer = self._choice.peer(m, want, self._owned.active.values(), now)
             if peer:
                 self._send(m, want, peer, now)
             else:
@@ -250,7 +253,7 @@ class Trainer:
     def _send(self, m: Microbatch, want: Want, peer: Peer, now: float) -> None:
         m.next = ""
         m.hop = Hop(want.kind, want.stage, peer, now)
-        m.hop.to = self._choice.after(m, want, now)
+        m.hop.to = self._choice.after(m, want, self._owned.active.values(), now)
         self._out.append(Send(peer, m.request(self._view), m.inputs()))
         self._routes.asked(peer, now)
         # Doubled with every miss: a swarm that got slower must not be asked the same thing ever more often.
@@ -283,7 +286,11 @@ class Trainer:
             return self._output(m, peer, message, came, now)
         if hop is None or not hop.answered_by(peer, message.stage, message.attempt):
             return ""
-        if isinstance(message, (Busy, Refused, Missing)):
+        if isinstance(message, Pending):
+            if hop.asked:
+                hop.asked, hop.held = False, True
+                self._timers.set(m.index, now + self._routes.patience(peer, hop.kind.size))
+        elif isinstance(message, (Busy, Refused, Missing)):
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
             if isinstance(message, Gradient):
@@ -306,7 +313,7 @@ class Trainer:
                 m.hop, m.avoid = None, peer
                 self._retry(m, now)
             return ""
-        self._routes.answered(peer, now - asked.sent, asked.kind.size, now)
+        self._routes.answered(peer, now - asked.sent, asked.kind.size, now, asked.asked)
         if m.x[asked.stage + 1]:
             return ""
         m.made(asked, False, blob)
@@ -321,7 +328,7 @@ class Trainer:
     def _gradient(self, m: Microbatch, hop: Hop, came: Came, now: float) -> str:
         stage, (blob, fault) = hop.stage, came
         if hop.kind is Kind.BACKWARD:
-            self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated)
+            self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked)
         m.booked[stage] = hop.peer
         m.progressed()
         m.next = hop.to
@@ -368,6 +375,13 @@ class Trainer:
         hop = m.hop
         if hop is None:  # a pause is over
             self._advance(m, now)
+            return
+        if hop.queries:
+            hop.asked = True
+            backward = hop.kind is Kind.BACKWARD
+            query = Query(self._view.epoch, self._view.step, m.index, hop.stage, hop.first, backward)
+            self._out.append(Send(hop.peer, query))
+            self._timers.set(m.index, now + ASK_FLOORS * self._settings.hop_floor_s)
             return
         self._reports.missed(hop.peer, now)
         if not hop.repeated and hop.kind is not Kind.RECALL:

@@ -193,6 +193,7 @@ class _Play:
         self.bars: list[Bar] = []
         self._routes: dict[int, Routes] = {}
         self._planned: dict[int, Planned] = {}
+        self._load: dict[int, dict[str, float]] = {device: {} for device in self._members}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = count()
         self._queue: dict[int, list[tuple[bool, int, int, int, int]]] = {device: [] for device in self._members}
@@ -254,9 +255,11 @@ class _Play:
         size = BACKWARD_SIZE if backward else FORWARD_SIZE
         planned = self._planned[owner].peer(stage, index)
         home = str(owner) if self._settings.home else ""
-        chosen = self._routes[owner].choose(stage, now, size, home=home, planned=planned)
+        load = self._load[owner]
+        chosen = self._routes[owner].choose(stage, now, size, home=home, planned=planned, load=load)
         assert chosen is not None, "nobody is ever busy or banned here"
         peer = int(chosen[0])
+        load[chosen[0]] = load.get(chosen[0], 0.0) + size
         nbytes = self._asked_bytes(stage, backward)
         at = self.lines.leave(owner, peer, nbytes, now)
 
@@ -268,6 +271,9 @@ class _Play:
 
         def answered(then: float) -> None:
             self._routes[owner].answered(str(peer), then - now, size, then)
+            load[str(peer)] -= size
+            if load[str(peer)] <= 0:
+                del load[str(peer)]
             self._hop(owner, index, turn + 1, then)
 
         self._at(at, reached)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from shoal.sim.swarm import Node, Swarm
 
 GARBLED = (
-    m.Forward, m.Backward, m.Output, m.Gradient, m.Recall, m.Cancel, m.Cancelled, m.Busy, m.Refused,
-    m.Boundary, m.Pull, m.Gone, m.Missing, m.Part, m.Sum,
+    m.Forward, m.Backward, m.Output, m.Gradient, m.Recall, m.Cancel, m.Cancelled, m.Query, m.Pending,
+    m.Busy, m.Refused,
+    m.Boundary, m.Pull, m.Coming, m.Gone, m.Missing, m.Part, m.Sum,
     m.Resend, m.AskChunk, m.Offer, m.Chunk,
 )  # fmt: skip
 EXACT = 0.5  # how often as many peers are on one side as on the other
