@@ -135,6 +135,59 @@ def test_a_silent_donors_chunks_are_asked_of_the_others_and_the_rest_stays() -> 
     assert play.asked() == [("c", 1)], "and not chunk 0, which is here"
 
 
+def alone() -> Play:
+    """One replica has the state, and has offered it."""
+    play = Play(a_view(members=MEMBERS[:2]))
+    play.offer("b")
+    assert play.asked() == [("b", 0), ("b", 1)]
+    return play
+
+
+def test_chunks_that_always_come_late_are_taken_and_teach_patience() -> None:
+    """Found by simulation (fleet 6429): each chunk took a moment longer than a donor is waited for, and none was ever taken."""
+    play = alone()
+    play.wait(4.5)
+    assert [command for command in play.said if isinstance(command, Note)], "given up"
+    play.whole("b", 0)
+    play.chunk("b", 1)
+    check = play.task(CheckChunk)
+    play.wait(0.5)
+    assert play.sent(AskState), "it is asked again"
+    play.offer("b")
+    assert play.asked() == [("b", 2), ("b", 3)], "not for what is here or being checked"
+    play.done(check)
+    play.wait(17.0)
+    assert not play.said, "4.5 s are usual now, so 18 are waited for"
+    play.wait(1.5)
+    assert [command for command in play.said if isinstance(command, Note)]
+
+
+def test_a_late_chunk_is_taken_once_and_from_whom_it_was_asked() -> None:
+    play = alone()
+    play.wait(4.5)
+    play.wait(0.5)
+    play.offer("b")
+    assert play.asked() == [("b", 0), ("b", 1)]
+    play.chunk("c", 0)
+    assert not [c for c in play.said if isinstance(c, Do)], "c was never asked"
+    play.whole("b", 0)
+    play.chunk("b", 0)
+    assert not [c for c in play.said if isinstance(c, Do)], "it is here"
+
+
+def test_a_silent_donor_is_waited_for_twice_as_long_each_time() -> None:
+    play = alone()
+    waited = []
+    for _ in range(6):
+        began = play.now
+        while play.sync.download is not None and play.sync.download.donors:
+            play.wait((play.sync.deadline or 0.0) - play.now)
+        waited.append(play.now - began)
+        play.wait((play.sync.deadline or 0.0) - play.now)
+        play.offer("b")
+    assert waited == [4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
+
+
 def test_a_download_without_donors_goes_on_with_the_next_that_has_the_same_version() -> None:
     play = Play()
     play.offer("b")

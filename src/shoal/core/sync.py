@@ -3,9 +3,10 @@
 Before the first step the state is built from the seed or from the checkpoint the run resumes (Init). Later it is
 downloaded from up to DONORS of the stage's replicas at once: they offer the same manifest (hashes and sizes of the chunks of
 one version), each chunk comes from one of them and is compared with its hash, and only a whole, verified state is taken
-(Import). A donor that dies, lies or falls silent costs the chunks asked of it; what is here stays. The run goes on
-meanwhile: what it commits is heard and applied afterwards (listening.py), so a download begins anew only when its version
-is older than what was heard. For peer.py.
+(Import). A donor that dies, lies or falls silent costs the chunks asked of it; what is here stays. A chunk that comes late is
+as good as one in time, and teaches patience: else a line on which every chunk takes longer than a donor is waited for would
+never deliver one. The run goes on meanwhile: what it commits is heard and applied afterwards (listening.py), so a download
+begins anew only when its version is older than what was heard. For peer.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 DONORS = 3  # replicas that a download is spread over
 CHUNKS_AT_ONCE = 2  # asked of one donor and not yet here: one travels while the other is read
 READS_AT_ONCE = 8  # for one joiner; whoever asks for more is not answered
-RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer get four times as long
+RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer get four times as long,
+DOUBLED = 4  # and twice as long, at most so many times, after every donor that was given up since a chunk came
 
 
 class Download(msgspec.Struct):
@@ -64,8 +66,13 @@ class Download(msgspec.Struct):
     wanted: list[int]
     donors: dict[Peer, None]
     open: dict[int, tuple[Peer, float]] = {}
+    given_up: dict[tuple[int, Peer], float] = {}  # when that chunk was asked of that peer, which may still send it
     checking: dict[str, tuple[int, Peer]] = {}
     have: set[int] = set()
+
+    def holds(self, chunk: int) -> bool:
+        """It is here, if its hash is right."""
+        return chunk in self.have or any(number == chunk for number, _ in self.checking.values())
 
 
 class Sync:
@@ -84,6 +91,7 @@ class Sync:
         self.whole: list[int] = []  # chunks of each source that is here
         self.shunned: set[Peer] = set()  # donors that failed me, not asked again while there are others
         self.usual = Latency()  # seconds from asking for a chunk to holding it
+        self.misses = 0  # donors given up since the last chunk came
         self.retry_at: float | None = None
         self.export: tuple[int, int] | None = None  # (epoch, step) of the copy held for others
         self.offered: Manifest | None = None
@@ -177,6 +185,7 @@ class Sync:
         late = {peer for peer, at in download.open.values() if now - at >= self._patience_s}
         commands: list[Command] = []
         for peer in sorted(late):
+            self.misses += 1
             commands += self._without(peer, "it does not answer", now)
         if self.retry_at is None:
             self._watch(now)
@@ -189,7 +198,8 @@ class Sync:
 
     @property
     def _patience_s(self) -> float:
-        return max(RETRY_BEATS * self.settings.beat_s, 4 * (self.usual.value or 0.0))
+        usual_s = max(RETRY_BEATS * self.settings.beat_s, 4 * (self.usual.value or 0.0))
+        return float(usual_s * 2 ** min(self.misses, DOUBLED))
 
     def _on_offer(self, peer: Peer, offer: Offer, now: float) -> list[Command]:
         if self.seat is None or self.task or self.server.seated or self.view is None:
@@ -236,12 +246,18 @@ class Sync:
         of = (chunk.epoch, chunk.stage, chunk.step)
         if download is None or self.seat is None or (self.seat[0], download.stage, download.step) != of:
             return drop
-        if download.open.get(chunk.chunk, ("", 0.0))[0] != peer:
-            return drop
-        if chunk.gone or fault or len(blobs) != 1:
+        donor, asked = download.open.get(chunk.chunk, ("", 0.0))
+        if donor != peer:
+            late = download.given_up.pop((chunk.chunk, peer), None)
+            if late is None or download.holds(chunk.chunk) or chunk.gone or fault or len(blobs) != 1:
+                return drop
+            asked = late
+        elif chunk.gone or fault or len(blobs) != 1:
             return drop + self._without(peer, fault or "it has moved on", now)
-        _, asked = download.open.pop(chunk.chunk)
+        download.open.pop(chunk.chunk, None)
+        download.wanted = [number for number in download.wanted if number != chunk.chunk]
         self.usual.add(now - asked)
+        self.misses = 0
         task = self._id()
         download.checking[task] = chunk.chunk, peer
         digest = download.manifest.hashes[chunk.chunk]
@@ -256,7 +272,7 @@ class Sync:
         self.shunned.add(peer)
         lost = [chunk for chunk, (donor, _) in download.open.items() if donor == peer]
         for chunk in lost:
-            del download.open[chunk]
+            download.given_up[chunk, peer] = download.open.pop(chunk)[1]
         download.wanted = sorted({*download.wanted, *lost})
         have = f"{len(download.have)} of {len(download.manifest.sizes)} chunks are here"
         commands: list[Command] = [Note("state", f"no more of version {download.step} from {peer}: {why}; {have}")]
@@ -266,7 +282,7 @@ class Sync:
         return commands
 
     def _abandon(self) -> list[Command]:
-        self.seat, self.task, self.download, self.retry_at = None, "", None, None
+        self.seat, self.task, self.download, self.retry_at, self.misses = None, "", None, None, 0
         self.shunned.clear()
         self.whole.clear()
         return []
