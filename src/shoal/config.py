@@ -134,7 +134,9 @@ class Network(Section, frozen=True):
     activations: Literal["none", "bf16", "int8", "int4"] = "none"  # how boundary tensors travel; none = as they are
     gradients: Literal["none", "bf16", "int8"] = "none"  # and their gradients
     averaging: Literal["none", "bf16", "int8"] = "none"  # and a stage's gradient among its replicas, errors fed back
-    hops: Literal["owner", "direct"] = "owner"  # direct = outputs go straight to the next stage's peer
+    hops: Literal["direct", "owner"] = (
+        "direct"  # outputs go straight to the next stage's peer, or through the microbatch's owner
+    )
     keep_bytes: int = 1 << 32  # with direct hops: boundary tensors a peer keeps of a step before it answers Busy
 
 

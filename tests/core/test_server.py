@@ -37,7 +37,9 @@ from shoal.core.messages import (
     Note,
     Output,
     Part,
+    Pending,
     Published,
+    Query,
     Rebuilt,
     Recall,
     Reduced,
@@ -439,6 +441,27 @@ def test_what_is_booked_is_sent_again_and_what_is_not_is_cancelled(kind: type[Ca
     play.hear(OWNER, kind(0, 0, 2, 1, 8, 1))
 
     assert play.sends(Cancelled) == [(OWNER, Cancelled(0, 0, 2, 1, 8), ())]
+
+
+def test_an_owner_that_asks_is_told_what_waits_here_and_what_is_on_its_way() -> None:
+    play = Play()
+    play.forward(0, 3)
+    running = play.task(RunForward)
+    play.forward(2, 3)
+    asked = [Query(0, 0, index, 1, 3, False) for index in (0, 2)]
+    for query in asked:
+        play.hear(OWNER, query)
+        assert play.sends(Pending) == [(OWNER, Pending(0, 0, query.index, 1, 3), ())]
+    play.hear(OTHER, asked[0])
+    assert play.commands == [], "not its own"
+    play.done(running)
+    play.hear(OWNER, asked[0])
+    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 3), ())], "its output has been sent"
+    play.server.on_unreachable(OWNER)
+    play.hear(OWNER, asked[0])
+    assert play.commands == [], "and is lost"
+    play.hear(OWNER, asked[1])
+    assert len(play.sends(Pending)) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- owners

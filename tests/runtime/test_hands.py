@@ -31,8 +31,10 @@ TINY = Config(
     model=Model(hidden_size=16, layers=3, heads=2, kv_heads=1, intermediate_size=24),
     data=Data(source="text", sequence=8),
     train=Train(batch=4, microbatch=2, warmup=0),
+    network=Network(hops="owner"),
     device=Device(threads=0),
 )
+DIRECT = msgspec.structs.replace(TINY, network=Network())
 EMULATED = msgspec.structs.replace(TINY, device=Device(executor="emulated", emulated_s=0.0, emulated_values=64))
 ONE = msgspec.structs.replace(TINY, run=Run(name="tiny", stages=1, seed=5))
 ANSWER_S = 60.0
@@ -406,6 +408,34 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
+    ("message", "tensors", "match"),
+    [
+        (forward(0), (TOKENS,), ""),
+        (forward(1), (), ""),
+        (backward(0), (TOKENS,), ""),
+        (backward(1), (), ""),
+        (backward(2), (TOKENS,), ""),
+        (m.Output(0, 0, 0, 1, 1), (), ""),
+        (m.Gradient(0, 0, 0, 2, 1), (), ""),
+        (m.Boundary(0, 0, 0, 1, False), (HIDDEN,), ""),
+        (m.Boundary(0, 0, 0, 0, True), (HIDDEN,), ""),
+        (forward(1), (HIDDEN,), "1 blobs with a Forward, not 0"),
+        (backward(0), (TOKENS, HIDDEN), "2 blobs with a Backward, not 1"),
+        (m.Output(0, 0, 0, 1, 1), (HIDDEN,), "1 blobs with a Output, not 0"),
+        (m.Boundary(0, 0, 0, 1, False), (), "0 blobs with a Boundary, not 1"),
+        (m.Boundary(0, 0, 0, 1, False), (HIDDEN.bfloat16(),), "type bfloat16, not float32"),
+        (m.Boundary(0, 0, 0, 1, False), (HIDDEN[:, 1:].contiguous(),), "shape (2, 7, 16), not (2, 8, 16)"),
+        (m.Boundary(0, 0, 0, 0, True), (HIDDEN / 0,), "not finite"),
+    ],
+)
+def test_with_direct_hops_boundary_tensors_come_alone(
+    a_pair_of_hands: Maker, message: m.Message, tensors: tuple[torch.Tensor, ...], match: str
+) -> None:
+    fault = a_pair_of_hands(DIRECT, 1).check(message, tuple(map(hands.blob_of, tensors)))
+    assert match in fault and bool(match) == bool(fault)
+
+
+@pytest.mark.parametrize(
     ("blob", "match"),
     [
         (Blob("float32", (2, 8, 16), b"123"), "3 bytes are not float32"),
@@ -435,7 +465,7 @@ def test_boundaries_are_of_the_type_that_is_trained_in(a_pair_of_hands: Maker) -
 
 
 def coded(config: Config = TINY, **network: Any) -> Config:
-    return msgspec.structs.replace(config, network=Network(**network))
+    return msgspec.structs.replace(config, network=Network(hops="owner", **network))
 
 
 def test_both_ends_and_the_recomputation_use_the_decoded_tensor(a_pair_of_hands: Maker) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from shoal.config import Checkpoint, Config, Data, Device, Model, Network, Run, 
 from shoal.core.messages import (
     PROTOCOL,
     Backward,
+    Boundary,
     Command,
     Cut,
     Do,
@@ -174,9 +176,10 @@ def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path)
     assert max(node.hands.held() for node in swarm.nodes) <= a_step
 
 
-def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hops", ["direct", "owner"])
+def test_bytes_on_the_wire_are_those_of_the_formulas(hops: Literal["direct", "owner"], tmp_path: Path) -> None:
     """Every Send to somebody else that the trace holds, at the size that codec.py says its tensors have."""
-    network = Network(activations="int8", gradients="bf16", averaging="int8")
+    network = Network(activations="int8", gradients="bf16", averaging="int8", hops=hops)
     swarm = Swarm(msgspec.structs.replace(TINY, network=network), tmp_path)
     for _ in range(TINY.run.peers):
         swarm.add()
@@ -195,6 +198,12 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
             if not isinstance(command, Send) or command.peer == node.machine.name:
                 continue
             match command.message:
+                case Boundary(gradient=False):
+                    activations += activation
+                case Boundary():
+                    gradients += gradient
+                case _ if hops == "direct" and not isinstance(command.message, Part | Sum):
+                    pass
                 case Forward(stage=1):
                     activations += activation
                 case Output(stage=0):
@@ -282,8 +291,9 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
         hub, machine = Hub(), Listener()
         machine.until = 2  # the first Tick, and the harmless message
         transport, other = MemoryTransport(hub, machine.name), MemoryTransport(hub, "b" * 32 + ".1")
-        header = trace.Header(PROTOCOL, machine.name, settings(TINY), seed="", found=False)
-        hands, record = Hands(TINY), Heard(header, tmp_path / "t.jsonl")
+        config = msgspec.structs.replace(TINY, network=Network(hops="owner"))
+        header = trace.Header(PROTOCOL, machine.name, settings(config), seed="", found=False)
+        hands, record = Hands(config), Heard(header, tmp_path / "t.jsonl")
         node = Node(machine, hands, transport, Known([]), record)  # type: ignore[arg-type]
         await transport.start()
         await other.start()

@@ -61,6 +61,7 @@ class Hops:
         self._running: Job | None = None
         self._void: dict[str, Job] = {}  # running, but of a step or a seat that is over
         self._booked: dict[Index, tuple[Booking, str]] = {}  # with the kept gradient of the input, '' at stage 0
+        self._handed: set[tuple[Peer, Index]] = set()  # outputs sent to their owners, while the connection has held
         self._declined = Declined(settings, seat)
         self._asks: dict[Peer, AskBooks] = {}
         self.pace = Pace(settings, seat)
@@ -103,6 +104,7 @@ class Hops:
             read = self._inputs(self._running)
             self._void[self._running.task] = msgspec.structs.replace(self._running, blobs=read)
         self._queue, self._booked, self.books, self._running = {}, {}, (), None
+        self._handed.clear()
         return drop(tuple(blobs)) + self.shelf.turn(everything, read), dirty
 
     # ----------------------------------------------------------------------------------------------------- requests
@@ -216,10 +218,11 @@ class Hops:
         key = not message.backward, index
         running = self._running if self._running is not None and self._running.key == key else None
         job = running or self._queue.get(key)
-        if job is not None:
-            return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
+        on_its_way = not message.backward and (peer, index) in self._handed
+        if on_its_way or (job is not None and job.reply == peer):
+            return [Send(peer, Pending(*hop_of(message)))]
         made = Key(message.step, index, message.stage + 1, False)
-        if message.backward or made not in self.shelf:
+        if message.backward or job is not None or made not in self.shelf:
             return []
         return [Send(peer, Output(*hop_of(message), self.shelf.size(made)))]
 
@@ -404,7 +407,13 @@ class Hops:
         if self._direct:
             commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)
             return [*commands, Send(job.reply, Output(epoch, step, index, stage, job.attempt, done.result.nbytes))]
+        self._handed.add((job.reply, index))
         return [Send(job.reply, Output(epoch, step, index, stage, job.attempt), (job.out,)), Drop((job.out,))]
+
+    def on_unreachable(self, peer: Peer) -> None:
+        """What was on its way there is lost."""
+        self._handed = {(other, index) for other, index in self._handed if other != peer}
+        self.shelf.on_unreachable(peer)
 
     def _id(self) -> str:
         return f"s/{next(self._serial)}"

@@ -405,8 +405,8 @@ class Cancelled(Wire, frozen=True):
 
 
 class Query(Wire, frozen=True):
-    """Owner to server: have you got that request (`backward` or forward)? Answer: Pending while it waits or runs; what was answered
-    before, where that is kept; nothing where it is not known."""
+    """Owner to server: have you got that request (`backward` or forward)? Answer: Pending while it waits or runs, or its output is
+    on its way; what was answered before, where that is kept; nothing where it is not known."""
 
     epoch: Count
     step: Count

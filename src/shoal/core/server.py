@@ -277,8 +277,7 @@ class Server:
         return commands + drop(names)
 
     def on_unreachable(self, peer: Peer) -> None:
-        """What was on its way there is lost."""
-        self._hops.shelf.on_unreachable(peer)
+        self._hops.on_unreachable(peer)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
         booked, applying = len(self.books), self._seat.applying

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.core.messages import Settings
 
+TIGHT = 2.0  # servers that keep three or six microbatches of a step pass them nearly one by one
 BLOB_BYTES = 100  # of any tensor, as the machines are told; links count the scenario's own
 MOST_FORWARD_S = 0.6  # times 2.5 (backward), 10 (a slow peer) and the spread: well below the bounds on progress
 
@@ -118,6 +119,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     happenings: Happenings
     strikes: Strikes = Strikes()
     regions: int = 1
+    patience: float = 1.0  # times the scenario's bounds on progress
 
     def rng(self, purpose: str) -> Random:
         """A stream of its own for each purpose, so that one more draw in one place moves nothing elsewhere."""
@@ -318,6 +320,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         happenings=_some(scenario.happenings, rng, whole=True, sure=scenario.sure),
         strikes=_some(scenario.strikes, aimed, whole=True, sure=True),
         regions=aimed.randint(*scenario.regions),
+        patience=TIGHT if settings.hops == "direct" and settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
     )
 
 

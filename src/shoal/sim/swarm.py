@@ -550,10 +550,10 @@ class Swarm:
             text = "the run has not begun" if now > scenario.start_s else ""
         elif self._over_s is None and self.healed_s is not None:
             since = max([self.healed_s, *self.watch.commit_times[-1:]])
-            if now - since > scenario.progress_s:
+            if now - since > scenario.progress_s * self.case.patience:
                 text = f"no commit for {now - since:.0f} s after healing"
-            elif now - self.healed_s > scenario.finish_s:
-                text = f"not finished {scenario.finish_s:.0f} s after healing"
+            elif now - self.healed_s > scenario.finish_s * self.case.patience:
+                text = f"not finished {now - self.healed_s:.0f} s after healing"
         if text:
             self.stuck = self._hopeless()
             if not self.stuck:
