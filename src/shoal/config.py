@@ -138,6 +138,7 @@ class Network(Section, frozen=True):
         "direct"  # outputs go straight to the next stage's peer, or through the microbatch's owner
     )
     keep_bytes: int = 1 << 32  # with direct hops: boundary tensors a peer keeps of a step before it answers Busy
+    spill_bytes: int = 1 << 30  # of these in memory; the oldest others lie in the run's directory. 0 = all in memory
 
 
 class Device(Section, frozen=True):

@@ -166,7 +166,7 @@ def test_two_replicas_per_stage_train_as_one_machine_does(a_pair_of_hands: Maker
             assert applied == {alone[k].digest()}
             assert not any(held._seated().executor.sum.any() for held in group)
         for held in [trainer, *(held for group in grid for held in group)]:
-            for name in list(held._blobs):
+            for name in held._blobs.names():
                 held.drop(name)
     assert norm > 0
 
@@ -516,7 +516,7 @@ def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_
         errors.append(float((total / (step + 1) - wanted).norm() / wanted.norm()))
         assert len({done(held, m.Apply("s/y", step, step, 1.0, False)).digest for held in group}) == 1
         for held in group:
-            for name in list(held._blobs):
+            for name in held._blobs.names():
                 held.drop(name)
     assert 0 < errors[0] < 0.02
     assert errors[-1] < errors[0] / 4

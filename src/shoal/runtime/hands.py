@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -59,6 +60,7 @@ from shoal.numerics import compress
 from shoal.numerics.blend import blend
 from shoal.numerics.optimizer import norm_sq
 from shoal.runtime import checkpoint, coding
+from shoal.runtime.blobs import Blobs
 from shoal.runtime.coding import Held
 from shoal.runtime.data import Dataset, vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, Copy, check_chunk, join, raw
@@ -131,31 +133,33 @@ class Hands:
         self._saved: Copy | None = None  # for RunSave
         self._exported: Copy | None = None  # for ReadChunk
         self._downloaded: dict[int, torch.Tensor] = {}
-        self._blobs: dict[str, Held] = {}
         self._unwanted: set[str] = set()  # dropped before the task that makes them was done
         self._awaited: set[str] = set()
-        self._lock = threading.Lock()  # over the four tables of blobs
+        self._lock = threading.Lock()  # over the two sets of names
         self._kinds = Kinds(config)
         self._lanes = {name: Lane(name, self._threads) for name in ("compute", "read", "write")}
+        directory = Path(config.run.dir) / config.run.name
+        self._blobs = Blobs(config.network.spill_bytes, directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
     def put(self, name: str, value: Held) -> int:
         """Keep a tensor, or what came off the network, under `name`. Returns its size in bytes. What is encoded stays so."""
         held = kept(value) if isinstance(value, Blob) else value
-        with self._lock:
-            self._blobs[name] = held
+        self._blobs.put(name, held)
         return coding.nbytes(held)
 
     def get(self, name: str) -> Held:
         """KeyError: never put, or dropped."""
-        with self._lock:
-            return self._blobs[name]
+        held = self._blobs.get(name)
+        if held is None:
+            raise KeyError(name)
+        return held
 
     def drop(self, name: str) -> None:
         """Forget a blob, also one that a task is still making."""
         with self._lock:
-            self._blobs.pop(name, None)
+            self._blobs.drop(name)
             if name in self._awaited:
                 self._unwanted.add(name)
 
@@ -166,8 +170,7 @@ class Hands:
 
     def held(self) -> int:
         """Blobs in the table: what leaks would make grow."""
-        with self._lock:
-            return len(self._blobs)
+        return len(self._blobs)
 
     def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
         """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""
@@ -180,8 +183,9 @@ class Hands:
         """Carry out a task; `done` is called once, on the thread that did it.
 
         Blobs that are here now may be dropped at once; others are looked for when the task's turn has come."""
+        here = [(name, self._blobs.get(name)) for name in _inputs(task)]
+        held = {name: blob for name, blob in here if blob is not None}
         with self._lock:
-            held = {name: self._blobs[name] for name in _inputs(task) if name in self._blobs}
             self._awaited.update(_outputs(task))
         lane = "read" if isinstance(task, Fetch | ReadChunk | CheckChunk) else "compute"
         lane = "write" if isinstance(task, RunSave | RunPublish) else lane
@@ -252,8 +256,7 @@ class Hands:
 
     def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
         def take(name: str, device: str = "cpu") -> torch.Tensor:
-            with self._lock:
-                value = held[name] if name in held else self._blobs.get(name)
+            value = held[name] if name in held else self._blobs.get(name)
             if value is None:
                 raise ValueError(f"blob {name} is not held here")
             return coding.plain(value, device)
@@ -267,7 +270,7 @@ class Hands:
     def _keep(self, name: str, held: Held) -> Result:
         with self._lock:
             if name not in self._unwanted:
-                self._blobs[name] = held
+                self._blobs.put(name, held)
         return Result(nbytes=coding.nbytes(held))
 
     # --------------------------------------------------------------------------------------------------------- hops
