@@ -225,9 +225,7 @@ class _Play:
         self._owned: dict[int, Owned] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = count()
-        self._lacks: list[
-            int
-        ] = []  # by microbatch: what its next hop waits for, its request and the tensor from before
+        self._lacks: list[int] = []  # by microbatch: how much of request and tensor its next hop waits for
         self._queue: dict[int, list[tuple[bool, int, int, Microbatch]]] = {device: [] for device in self._members}
         self._computes: set[int] = set()
         self._left = 0
