@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from report import report
+from shoal import config
 from shoal.planner import cluster, plan, strategy
 from shoal.planner.profile import Shape, Work
 from shoal.runtime.account import Step
@@ -149,7 +150,7 @@ def one(machines: str, stages: int, steps: int, wiring: strategy.Wiring = "best"
         there = Path(folder)
         (there / "cluster.toml").write_text(machines)
         (there / "run.toml").write_text(CONFIG.format(steps=steps))
-        made = planned(there / "cluster.toml", stages, wiring)
+        made = planned(there, stages, wiring)
         plan.save(made, there / "plan.json")
         command = [
             sys.executable,
@@ -170,8 +171,11 @@ def one(machines: str, stages: int, steps: int, wiring: strategy.Wiring = "best"
     return made.predicted.step_s, measured_s, "planned" if made.routes else "stochastic"
 
 
-def planned(file: Path, stages: int, wiring: strategy.Wiring) -> plan.Plan:
-    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=cluster.read(file), uneven=True, wiring=wiring)
+def planned(there: Path, stages: int, wiring: strategy.Wiring) -> plan.Plan:
+    """With hops as that run has them."""
+    direct = config.load(there / "run.toml").network.hops == "direct"
+    machines = cluster.read(there / "cluster.toml")
+    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=machines, uneven=True, wiring=wiring, direct=direct)
     return strategy.decide(problem, np.random.default_rng(0), stages=stages)
 
 

@@ -63,6 +63,23 @@ def test_a_lab_needs_no_cluster_file(capsys: pytest.CaptureFixture[str]) -> None
     assert [len(stage["peers"]) for stage in found["stages"]] == [2, 2, 2]
 
 
+def test_the_lines_of_a_lab_carry_more_with_the_hops_that_its_configuration_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """8 MB over 3 stages of 2 at 200 Mbit/s: at best 3/4 of 25/8 microbatches per second through owners, 25/8 direct."""
+    rates = []
+    for hops in ("owner", "direct"):
+        words = [
+            f"network.hops={hops}",
+            "train.batch=64",
+            "device.emulated_values=2000000",
+            "network.bandwidth_Bps=200 Mbit/s",
+        ]
+        assert call(str(CONFIGS / "lab.toml"), *words, "--stages", "3", "--json") == 0
+        rates.append(64 / json.loads(capsys.readouterr().out)["predicted"]["microbatches_s"])
+    assert rates[0] <= 3 / 4 * 25 / 8 and rates[1] <= 25 / 8 and rates[1] > 1.2 * rates[0]
+
+
 def test_what_if_and_sensitivity_compare_with_the_plan(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     change = "bandwidth=2x, delay=5 ms, peers=6, speed=20 TFLOP/s, memory=2x, inflight=8, microbatches=2x"
     assert call(str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--what-if", change, "--sensitivity") == 0

@@ -8,11 +8,12 @@ import pytest
 
 from shoal.planner import step
 from shoal.planner.cluster import Cluster, Device
-from shoal.planner.step import Seats, Step, hop_bytes, predict, rough_s
+from shoal.planner.step import Seats, Step, handed_bytes, hop_bytes, predict, rough_s
 
 
-def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05) -> Cluster:
-    devices = tuple(Device(name=f"p{i}", flops=1.0, up_Bps=bandwidth_Bps, down_Bps=bandwidth_Bps) for i in range(peers))
+def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05, down_Bps: float = 0.0) -> Cluster:
+    line = {"up_Bps": bandwidth_Bps, "down_Bps": down_Bps or bandwidth_Bps}
+    devices = tuple(Device(name=f"p{i}", flops=1.0, **line) for i in range(peers))
     return Cluster(devices, np.full((peers, peers), delay_s), np.full((peers, peers), 1e15))
 
 
@@ -42,6 +43,71 @@ def test_one_microbatch_through_two_peers_is_the_sum_of_its_hops() -> None:
     assert found.sent_bytes == pytest.approx((8e6, 8e6))
 
 
+def test_one_microbatch_through_its_owner_waits_for_every_message_of_its_way() -> None:
+    """Owner p0 serves stage 0; outputs and inputs 8 MB, gradients 4 MB, tokens 1 MB, at 25 MB/s and 50 ms."""
+    given = seats((0, 1, 2), microbatches=1, returned_bytes=4e6, tokens_bytes=1e6)
+    there_s, back_s = [(nbytes / 25e6 + 0.05) for nbytes in (8e6, 8e6 + 1e6, 8e6 + 4e6)], [8e6, 4e6, 4e6]
+    ways_s = sum(there_s) + sum(nbytes / 25e6 + 0.05 for nbytes in back_s)
+    assert told(given, lines(3)).microbatches_s == pytest.approx(0.2 + 0.2 + 3 * 0.4 + ways_s)
+
+
+def test_one_direct_microbatch_waits_for_its_tensor_or_for_its_request_whichever_is_last() -> None:
+    """The same peers. A tensor takes 0.37 s one way, its gradient 0.21 s; a receipt to p0 and the next request 0.05 s each.
+    Downlinks are wide: one that tokens pass while a tensor arrives takes the whole tensor after them, as in shaped.py."""
+    given = seats((0, 1, 2), microbatches=1, returned_bytes=4e6, direct=True)
+    compute_s = 0.2 + 0.2 + 3 * 0.4
+    found = told(given, lines(3, down_Bps=1e15))
+    assert found.microbatches_s == pytest.approx(compute_s + 2 * 0.37 + 2 * 0.21)
+    assert found.sent_bytes == pytest.approx((8e6, 12e6, 4e6))
+    wide = told(given, lines(3, bandwidth_Bps=1e15))  # p0 tells itself at once: of its own hop, and of the last
+    assert wide.microbatches_s == pytest.approx(compute_s + (0.05 + 0.1) + (0.1 + 0.05))
+    tokens = msgspec.structs.replace(given, tokens_bytes=20e6)  # come with the last stage's request: 0.8 s more
+    late = told(tokens, lines(3, down_Bps=1e15))
+    assert late.microbatches_s == pytest.approx(compute_s + 0.37 + (0.05 + 0.05 + 0.8) + 2 * 0.21)
+
+
+@pytest.mark.parametrize("stage_of", [(0, 1, 2) * 2, (0, 0, 1, 1, 2, 2, 2), (0, 1, 2, 3), (0, 1) * 3])
+def test_direct_hops_fill_the_lines_and_never_more_and_cross_every_boundary_once_each_way(
+    stage_of: tuple[int, ...],
+) -> None:
+    """Lines of 200 Mbit/s and tensors of 8 MB: the bound of benchmarks/hops.py, for the stage with the fewest replicas."""
+    peers = len(stage_of)
+    given = seats(stage_of, direct=True, forward_s=(0.01,) * peers, backward_s=(0.02,) * peers, microbatches=192)
+    bound = min(
+        len(given.replicas(stage)) * 25e6 / (8e6 * (1 if stage in (0, given.stages - 1) else 2))
+        for stage in range(given.stages)
+    )
+    least = 0.93 if given.stages > 2 else 0.75
+    for seed in range(3):
+        found = told(given, lines(peers), seed)
+        assert least * bound < 192 / found.microbatches_s <= bound * (1 + 1e-9)
+        assert sum(found.sent_bytes) == pytest.approx(192 * 2 * (given.stages - 1) * 8e6, rel=1e-12)
+    through_owners = told(msgspec.structs.replace(given, direct=False), lines(peers))
+    assert found.microbatches_s < through_owners.microbatches_s or given.stages == 2
+
+
+def test_a_direct_backward_goes_to_whoever_ran_the_forward_and_tensors_go_to_whoever_is_asked() -> None:
+    """At stage 0 it may go to another replica: its input, the tokens, comes with the request."""
+    play = step._Play(seats((0, 0, 1, 1, 1, 2), direct=True), lines(6), np.random.default_rng(0))
+    play.run(24, 0.0)
+    ran = {(bar.microbatch, bar.stage, bar.forward): bar.device for bar in play.bars}
+    assert len(play.bars) == len(ran) == 24 * 5
+    assert all(device == ran[microbatch, stage, False] for (microbatch, stage, _), device in ran.items() if stage > 0)
+    came = [
+        sum(bar.device == device and (bar.stage, bar.forward) != (0, True) for bar in play.bars) for device in range(6)
+    ]
+    assert play.lines.down_used == pytest.approx(np.array(came) * 8e6 / 25e6)
+    assert all(came)
+
+
+def test_one_stage_has_nothing_to_hand_on() -> None:
+    for routes in ((), (((0, 1),), ((1, 0),))):
+        given = seats((0, 0), routes=routes, tokens_bytes=1e3)
+        direct = told(msgspec.structs.replace(given, direct=True), lines(2))
+        assert direct.sent_bytes == told(given, lines(2)).sent_bytes
+        assert direct.microbatches_s == pytest.approx(told(given, lines(2)).microbatches_s, rel=0.01)
+
+
 @pytest.mark.parametrize("peers", [2, 3, 4, 8])
 def test_averaging_fills_equal_lines_from_the_first_byte_to_the_last(peers: int) -> None:
     """Two passes of (n - 1)/n of the gradient: nobody waits for a line that all others send to first."""
@@ -64,6 +130,18 @@ def test_bytes_by_stage_add_up_to_those_of_all_hops() -> None:
         sent, received = hop_bytes(seats(tuple(range(stages)), boundary_bytes=1.0))
         assert (sum(sent), sum(received)) == (3 * stages - 4, 2 * (stages - 1))
     assert hop_bytes(seats((0,), boundary_bytes=1.0, tokens_bytes=7.0)) == ([7.0], [0.0])
+    assert handed_bytes(seats((0, 1, 2))) == ([0.0] * 3, [0.0] * 3)
+
+
+def test_direct_bytes_by_stage_are_tokens_of_owners_and_what_replicas_hand_on() -> None:
+    given = seats((0, 1, 2), boundary_bytes=5.0, returned_bytes=3.0, tokens_bytes=7.0, direct=True)
+    assert hop_bytes(given) == ([14.0, 0.0, 7.0], [0.0] * 3)  # stage 0 forward and backward, the last stage once
+    assert handed_bytes(given) == ([5.0, 8.0, 3.0], [3.0, 8.0, 5.0])
+    alone = seats((0,), boundary_bytes=5.0, tokens_bytes=7.0, direct=True)
+    assert (hop_bytes(alone), handed_bytes(alone)) == (([7.0], [0.0]), ([0.0], [0.0]))
+    found = told(msgspec.structs.replace(given, microbatches=24), lines(3))
+    foreign = 24 * (14 + 7) * 2 / 3  # owners take turns, and each serves a third of the tokens' hops itself
+    assert sum(found.sent_bytes) == pytest.approx(24 * (5.0 + 8.0 + 3.0) + foreign)
 
 
 @pytest.mark.parametrize("stage_of", [(0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 1), (0, 1, 2, 3, 4, 5)])
@@ -85,10 +163,12 @@ def test_wider_lines_and_faster_devices_shorten_the_step() -> None:
     assert rough_s(given, lines(6, 250e6)) < rough_s(given, lines(6))
 
 
-def test_the_rough_formula_is_near_what_is_played() -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_rough_formula_is_near_what_is_played(direct: bool) -> None:
     for stage_of in ((0,) * 4, (0, 1, 2, 0, 1, 2), (0, 1, 0, 1)):
         for bandwidth_Bps in (5e6, 25e6, 1e9):
-            given = seats(stage_of, gradient_bytes=(20e6,) * (max(stage_of) + 1), microbatches=96)
+            gradients = (20e6,) * (max(stage_of) + 1)
+            given = seats(stage_of, gradient_bytes=gradients, microbatches=96, direct=direct)
             cluster = lines(len(stage_of), bandwidth_Bps)
             assert 0.4 < rough_s(given, cluster) / told(given, cluster).step_s < 2.0
 

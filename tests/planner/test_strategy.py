@@ -170,14 +170,30 @@ def test_atom_comes_out_where_the_host_holds_what_the_device_does_not_and_lines_
     assert [stage.executor for stage in made.stages] == ["swapping"]
 
 
-def test_swarm_comes_out_where_all_lines_are_full_and_dtfm_where_compute_or_far_links_decide() -> None:
-    """On full lines it does not matter who is asked; where machines could be idle, fixed routes keep them all at work."""
-    few = msgspec.structs.replace(WORK, microbatches=64, sequences=1)
-    full = decided(problem(machines(8, flops=1e12), work=few), 2, budget=0)
+@pytest.mark.parametrize("direct", [False, True])
+def test_swarm_comes_out_where_all_lines_are_full_and_dtfm_where_links_are_far_or_steps_short(direct: bool) -> None:
+    """On full lines it matters little who is asked. Over a long step owners that ask whoever has least in progress keep
+    everybody at work too; in one or two rounds of microbatches in flight they collide, and take far links."""
+
+    def made(cluster: Cluster, microbatches: int) -> Plan:
+        work = msgspec.structs.replace(WORK, microbatches=microbatches, sequences=1)
+        return decided(problem(cluster, work=work, direct=direct), 2, budget=0)
+
+    full = made(machines(8, flops=1e12), 32)
     assert "stages wired by measured times: SWARM" in full.reason and not full.routes
-    for cluster in (machines(8, bandwidth_Bps=1e9, flops=1e12), sides(2e7)):
-        made = decided(problem(cluster, work=few), 2, budget=0)
-        assert "planned routes between stages: DT-FM" in made.reason and made.routes
+    for cluster, microbatches in ((sides(5e7), 32), (machines(8, bandwidth_Bps=1e9, flops=1e12), 16)):
+        wired = made(cluster, microbatches)
+        assert "planned routes between stages: DT-FM" in wired.reason and wired.routes
+
+
+def test_the_runs_hops_are_predicted_and_narrow_lines_gain_by_direct_ones() -> None:
+    narrow = machines(8, bandwidth_Bps=5e6)
+    owner, direct = (decided(problem(narrow, direct=each), 4, budget=0) for each in (False, True))
+    assert step_s(direct) < 0.8 * step_s(owner)
+    seats = strategy.as_planned(problem(narrow, direct=True), direct)
+    assert seats.direct and not strategy.as_planned(problem(narrow), owner).direct
+    alone = [decided(problem(narrow, direct=each), 1, budget=0) for each in (False, True)]
+    assert step_s(alone[0]) == step_s(alone[1])
 
 
 def test_large_models_on_small_machines_swap_inside_stages() -> None:

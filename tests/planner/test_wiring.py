@@ -68,9 +68,10 @@ def test_replicas_get_microbatches_in_proportion_to_what_they_can_pass(stage_of:
             assert found[device] == wanted
 
 
-def test_near_replicas_are_taken_while_they_have_room() -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_near_replicas_are_taken_while_they_have_room(direct: bool) -> None:
     """Two of each side at each stage: every owner stays on its own side."""
-    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32)
+    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32, direct=direct)
     routes = planned(given, cluster(8, far_Bps=1e6))
     assert all(replica % 2 == owner % 2 for owner in range(8) for turns in routes[owner] for replica in turns)
 
@@ -86,8 +87,9 @@ def test_what_near_replicas_have_no_room_for_goes_far_and_nothing_more() -> None
     assert far == 4
 
 
-def test_far_sides_are_wired_apart_which_is_quicker_than_by_measured_times() -> None:
-    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32)
+@pytest.mark.parametrize("direct", [False, True])
+def test_far_sides_are_wired_apart_which_is_quicker_than_by_measured_times(direct: bool) -> None:
+    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32, direct=direct)
     sides = cluster(8, far_Bps=1e6)
     wired = msgspec.structs.replace(given, routes=planned(given, sides))
     by_plan, by_times = (predict(s, sides, np.random.default_rng(0)).step_s for s in (wired, given))

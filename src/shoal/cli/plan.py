@@ -131,6 +131,7 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         uneven=args.uneven,
         swapping=args.swap,
         travel=travel(tree),
+        direct=tree.network.hops == "direct",
     )
     return problem, tree.run.name
 

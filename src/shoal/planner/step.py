@@ -1,11 +1,13 @@
 """Predicts one optimizer step of this program as it is built, by playing it: which stage each device serves is given.
 
-The cost model in cost.py is the paper's; this is what decides. Hops go through the microbatch's owner; each owner
-drives `inflight` microbatches and picks replicas with core/routing.py itself, by the plan's routes where there are any, so
-the wiring that is predicted is the one that runs; a replica computes one hop at a time, backwards first; uplinks and
-downlinks pass one message after the other and links of several pairs are filled side by side, as in
-transport/shaped.py; a stage's replicas average by a butterfly of one chunk each (core/averaging.py); and
-agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses on the wire.
+The cost model in cost.py is the paper's; this is what decides. Each owner drives `inflight` microbatches; what comes next for
+one, what its request carries and which replica gets it is asked of core itself (microbatch.py, choice.py, routing.py), by the
+plan's routes where there are any, so the wiring that is predicted is the one that runs. Tensors go through the owner, or
+straight from server to server, and then a hop runs when its request and its tensor are both there. A replica computes one
+hop at a time, backwards first; uplinks and downlinks pass one message after the other and links of several pairs are filled
+side by side, as in transport/shaped.py; a stage's replicas average by a butterfly of one chunk each (core/averaging.py); and
+agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses on the wire, full
+queues and shelves, and that gradients go first on a line.
 
 Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
 """
@@ -20,9 +22,12 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from shoal.core.messages import Member, Settings
+from shoal.core.choice import Choice
+from shoal.core.messages import Member, Settings, View
+from shoal.core.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
 from shoal.core.planned import Planned
-from shoal.core.routing import BACKWARD_SIZE, FORWARD_SIZE, Routes
+from shoal.core.reports import Reports
+from shoal.core.routing import Routes
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost import Floats
 
@@ -31,6 +36,8 @@ ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a sh
 PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
 BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
+TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
+_VIEW = View(number=0, step=0, members=())
 
 
 class Seats(msgspec.Struct, frozen=True):
@@ -47,6 +54,7 @@ class Seats(msgspec.Struct, frozen=True):
     routes: Routing = ()  # empty: stochastic wiring
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
+    direct: bool = False  # boundary tensors go straight from server to server; else through the microbatch's owner
 
     @property
     def stages(self) -> int:
@@ -114,6 +122,8 @@ def rough_s(seats: Seats, cluster: Cluster) -> float:
 def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
     """What an owner sends and what it receives for one microbatch, by stage, over forward and backward."""
     last, body, back, tokens = seats.stages - 1, seats.boundary_bytes, seats.back_bytes, seats.tokens_bytes
+    if seats.direct:
+        return [tokens * ((stage == 0 < last) + (stage in (0, last))) for stage in range(last + 1)], [0.0] * (last + 1)
     sent, received = [], []
     for stage in range(seats.stages):
         x = tokens if stage == 0 else body
@@ -121,6 +131,15 @@ def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
         sent.append(backward + (x if stage < last else 0.0))
         received.append((back if stage else 0.0) + (body if stage < last else 0.0))
     return sent, received
+
+
+def handed_bytes(seats: Seats) -> tuple[list[float], list[float]]:
+    """What a replica sends to other replicas and receives from them for one microbatch that passes it, by stage."""
+    last, body, back = seats.stages - 1, seats.boundary_bytes, seats.back_bytes
+    if not seats.direct:
+        return [0.0] * (last + 1), [0.0] * (last + 1)
+    sent = [body * (stage < last) + back * (stage > 0) for stage in range(last + 1)]
+    return sent, [body * (stage > 0) + back * (stage < last) for stage in range(last + 1)]
 
 
 # ------------------------------------------------------------------------------------------------------ microbatches
@@ -152,6 +171,10 @@ class _Lines:
         self.up_used[source] += nbytes / (pair if up == math.inf else up)
         self.sent[source] += nbytes
         return float(through + self._delay[source][target])
+
+    def told(self, source: int, target: int, now: float) -> float:
+        """When a control message is there: it waits behind no tensor."""
+        return now if source == target else float(now + self._delay[source][target])
 
     def arrive(self, target: int, nbytes: float, now: float) -> float:
         """When it has passed the target's line; a message alone and no faster than the line is not held."""
@@ -191,15 +214,20 @@ class _Play:
         self.lines = _Lines(cluster)
         self.computed = np.zeros(len(cluster.devices))
         self.bars: list[Bar] = []
+        self._nbytes = {
+            TOKENS: seats.tokens_bytes,
+            OUTPUT: seats.boundary_bytes,
+            GRADIENT: seats.back_bytes,
+            EMPTY: 0.0,
+        }
         self._routes: dict[int, Routes] = {}
-        self._planned: dict[int, Planned] = {}
-        self._load: dict[int, dict[str, float]] = {device: {} for device in self._members}
+        self._choices: dict[int, Choice] = {}
+        self._owned: dict[int, Owned] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = count()
-        self._queue: dict[int, list[tuple[bool, int, int, int, int]]] = {device: [] for device in self._members}
+        self._lacks: list[int] = []  # by microbatch: how much of request and tensor its next hop waits for
+        self._queue: dict[int, list[tuple[bool, int, int, Microbatch]]] = {device: [] for device in self._members}
         self._computes: set[int] = set()
-        self._waiting: dict[int, list[int]] = {}
-        self._answers: dict[tuple[int, int], Callable[[float], None]] = {}  # by microbatch and turn
         self._left = 0
 
     def run(self, microbatches: int, start: float) -> float:
@@ -210,16 +238,19 @@ class _Play:
                 for seat, device in enumerate(self._members)
             )
             for device in self._members:
-                self._routes[device] = Routes(self._settings, self._rng)
-                self._routes[device].on_view(members, start)
-                self._planned[device] = Planned(str(device), self._settings)
-                self._planned[device].on_view(members)
-        owned = [(self._members[index % len(self._members)], index) for index in range(microbatches)]
-        self._waiting = {device: [index for owner, index in owned if owner == device] for device in self._members}
-        self._left = microbatches
+                routes, planned = Routes(self._settings, self._rng), Planned(str(device), self._settings)
+                routes.on_view(members, start)
+                planned.on_view(members)
+                self._routes[device] = routes
+                self._choices[device] = Choice(str(device), self._settings, routes, planned, Reports(routes, []))
+        self._owned = {device: Owned() for device in self._members}
+        self._left, self._lacks = microbatches, [1] * microbatches
+        for index in range(microbatches):
+            m = new_microbatch(index, [""] * self._seats.stages, _VIEW, self._seats.direct)
+            m.x[0] = (TOKENS,)
+            self._owned[self._members[index % len(self._members)]].wait(m)
         for device in self._members:
-            for _ in range(self._seats.inflight):
-                self._next_microbatch(device, start)
+            self._begin(device, start)
         now = start
         while self._left:
             now, _, act = heappop(self._events)
@@ -239,80 +270,79 @@ class _Play:
     def _at(self, when: float, act: Callable[[float], None]) -> None:
         heappush(self._events, (when, next(self._serial), act))
 
-    def _next_microbatch(self, owner: int, now: float) -> None:
-        if self._waiting[owner]:
-            self._hop(owner, self._waiting[owner].pop(0), 0, now)
-
-    def _hop(self, owner: int, index: int, turn: int, now: float) -> None:
-        """Hop number `turn` of a microbatch: forwards of all stages but the last, then backwards from the last."""
-        last = self._seats.stages - 1
-        if turn > 2 * last:
-            self._left -= 1
-            self._next_microbatch(owner, now)
-            return
-        backward = turn >= last
-        stage = 2 * last - turn if backward else turn
-        size = BACKWARD_SIZE if backward else FORWARD_SIZE
-        planned = self._planned[owner].peer(stage, index)
-        home = str(owner) if self._settings.home else ""
-        load = self._load[owner]
-        chosen = self._routes[owner].choose(stage, now, size, home=home, planned=planned, load=load)
-        assert chosen is not None, "nobody is ever busy or banned here"
-        peer = int(chosen[0])
-        load[chosen[0]] = load.get(chosen[0], 0.0) + size
-        nbytes = self._asked_bytes(stage, backward)
-        at = self.lines.leave(owner, peer, nbytes, now)
-
-        def reached(then: float) -> None:
-            through = self.lines.arrive(peer, nbytes, then) if peer != owner else then
-            self._at(
-                through, lambda when: self._queued(peer, (not backward, index, turn, owner, stage), answered, when)
-            )
-
-        def answered(then: float) -> None:
-            self._routes[owner].answered(str(peer), then - now, size, then)
-            load[str(peer)] -= size
-            if load[str(peer)] <= 0:
-                del load[str(peer)]
-            self._hop(owner, index, turn + 1, then)
-
-        self._at(at, reached)
-
-    def _queued(
-        self, peer: int, job: tuple[bool, int, int, int, int], answered: Callable[[float], None], now: float
+    def _send(
+        self, source: int, target: int, tensors: tuple[str, ...], now: float, act: Callable[[float], None]
     ) -> None:
-        self._answers[(job[1], job[2])] = answered
-        heappush(self._queue[peer], job)
-        self._compute(peer, now)
+        """`act` when all of it has come. Without tensors it is a control message."""
+        if source == target or not tensors:
+            self._at(self.lines.told(source, target, now), act)
+            return
+        nbytes = sum(self._nbytes[tensor] for tensor in tensors)
+        left = self.lines.leave(source, target, nbytes, now)
+        self._at(left, lambda then: self._at(self.lines.arrive(target, nbytes, then), act))
+
+    def _begin(self, owner: int, now: float) -> None:
+        while (m := self._owned[owner].start(self._seats.inflight)) is not None:
+            self._advance(owner, m, now)
+
+    def _advance(self, owner: int, m: Microbatch, now: float) -> None:
+        """What comes next for it, as trainer.py has it."""
+        want = plan(m)
+        if want.kind is Kind.FINISHED:
+            self._left -= 1
+            self._owned[owner].finish(m)
+            self._begin(owner, now)
+            return
+        choice, active = self._choices[owner], self._owned[owner].active.values()
+        peer = choice.peer(m, want, active, now)
+        assert peer, "nobody is ever busy or banned here"
+        m.next = ""
+        m.hop = Hop(want.kind, want.stage, peer, now)
+        m.hop.to = choice.after(m, want, active, now)
+        self._send(owner, int(peer), m.inputs(), now, lambda then: self._came(owner, m, then))
+
+    def _came(self, owner: int, m: Microbatch, now: float) -> None:
+        """The request of its next hop, or the tensor that it speaks of."""
+        self._lacks[m.index] -= 1
+        if self._lacks[m.index] == 0:
+            assert m.hop is not None
+            peer = int(m.hop.peer)
+            heappush(self._queue[peer], (m.hop.kind is Kind.FORWARD, m.index, owner, m))
+            self._compute(peer, now)
 
     def _compute(self, peer: int, now: float) -> None:
         if peer in self._computes or not self._queue[peer]:
             return
-        forward, index, turn, owner, stage = heappop(self._queue[peer])
+        forward, index, owner, m = heappop(self._queue[peer])
+        hop = m.hop
+        assert hop is not None
         self._computes.add(peer)
         seconds = self._seats.forward_s[peer] if forward else self._seats.backward_s[peer]
         self.computed[peer] += seconds
-        self.bars.append(Bar(peer, stage, index, forward, now, now + seconds))
-        nbytes = self._seats.boundary_bytes if forward else self._seats.back_bytes if stage else 0.0
-        answered = self._answers.pop((index, turn))
+        self.bars.append(Bar(peer, hop.stage, index, forward, now, now + seconds))
+        self._at(now + seconds, lambda then: self._computed(owner, m, hop, then))
 
-        def done(then: float) -> None:
-            self._computes.discard(peer)
-            at = self.lines.leave(peer, owner, nbytes, then)
-            if peer == owner:
-                answered(then)
-            else:
-                self._at(at, lambda when: self._at(self.lines.arrive(owner, nbytes, when), answered))
-            self._compute(peer, then)
+    def _computed(self, owner: int, m: Microbatch, hop: Hop, now: float) -> None:
+        """What was made goes to the owner, or straight to whoever goes on with it while a receipt goes to the owner."""
+        peer = int(hop.peer)
+        self._computes.discard(peer)
+        self._lacks[m.index] = 2 if hop.to else 1
+        made = OUTPUT if hop.kind is Kind.FORWARD else GRADIENT if hop.stage > 0 else EMPTY
+        if hop.to:
+            self._send(peer, int(hop.to), (made,), now, lambda then: self._came(owner, m, then))
+        answer = () if self._seats.direct else (made,)
+        self._send(peer, owner, answer, now, lambda then: self._answered(owner, m, hop, made, then))
+        self._compute(peer, now)
 
-        self._at(now + seconds, done)
-
-    def _asked_bytes(self, stage: int, backward: bool) -> float:
-        seats, last = self._seats, self._seats.stages - 1
-        x = seats.tokens_bytes if stage == 0 else seats.boundary_bytes
-        if not backward or last == 0:
-            return x
-        return x + (seats.tokens_bytes if stage == last else seats.back_bytes)
+    def _answered(self, owner: int, m: Microbatch, hop: Hop, made: str, now: float) -> None:
+        self._routes[owner].answered(hop.peer, now - hop.sent, hop.kind.size, now)
+        if hop.kind is Kind.BACKWARD:
+            m.booked[hop.stage] = hop.peer
+        if made:
+            m.made(hop, hop.kind is Kind.BACKWARD, made)
+        m.progressed()
+        m.next = hop.to
+        self._advance(owner, m, now)
 
 
 def _microbatches(
@@ -420,17 +450,21 @@ def _trips_s(seats: Seats, cluster: Cluster) -> float:
     members = seats.members
     asked, answered = hop_bytes(seats)
     at = np.ix_(members, members)
+    delay_s = float(np.mean(cluster.delay_s[at]))
     line_s = float(np.mean([1 / (cluster.devices[device].up_Bps or math.inf) for device in members]))
     pair_s = (
         float(np.mean(1 / cluster.bandwidth_Bps[at][~np.eye(len(members), dtype=bool)])) if len(members) > 1 else 0.0
     )
-    moved_s = (sum(asked) + sum(answered)) * max(line_s, pair_s)
-    delays_s = 2 * (2 * seats.stages - 1) * float(np.mean(cluster.delay_s[at]))
+    moved_s = (sum(asked) + sum(answered)) * (1 - 1 / len(members)) * max(line_s, pair_s)
+    delays_s = 2 * (2 * seats.stages - 1) * delay_s
+    if seats.direct:  # while a tensor is on its way, so are a receipt and the next request
+        handed_s = [nbytes * max(line_s, pair_s) for nbytes in (seats.boundary_bytes, seats.back_bytes)]
+        moved_s += (seats.stages - 1) * sum(max(seconds - delay_s, 0.0) for seconds in handed_s)
     compute_s = sum(
         float(np.mean([hop_s(seats, device) for device in seats.replicas(stage)])) for stage in range(seats.stages)
     )
     trips = math.ceil(math.ceil(seats.microbatches / len(members)) / seats.inflight)
-    return trips * (compute_s + delays_s + moved_s * (1 - 1 / len(members)))
+    return trips * (compute_s + delays_s + moved_s)
 
 
 def _agreeing(delay_s: Floats) -> float:
@@ -452,17 +486,17 @@ def hop_s(seats: Seats, device: int) -> float:
 def _lines_s(seats: Seats, cluster: Cluster) -> float:
     """The busiest own line, if every owner and replica takes an even share."""
     members = seats.members
-    asked, answered = hop_bytes(seats)
+    (asked, answered), (handed_on, handed) = hop_bytes(seats), handed_bytes(seats)
     owned = seats.microbatches / len(members)
     worst = 0.0
     for device in members:
         stage = seats.stage_of[device]
         served = seats.microbatches / len(seats.replicas(stage))
         foreign = 1 - 1 / len(members)
-        sent = owned * (sum(asked) - asked[stage] / len(seats.replicas(stage))) + served * foreign * answered[stage]
-        received = (
-            owned * (sum(answered) - answered[stage] / len(seats.replicas(stage))) + served * foreign * asked[stage]
-        )
+        sent = owned * (sum(asked) - asked[stage] / len(seats.replicas(stage)))
+        sent += served * (foreign * answered[stage] + handed_on[stage])
+        received = owned * (sum(answered) - answered[stage] / len(seats.replicas(stage)))
+        received += served * (foreign * asked[stage] + handed[stage])
         machine = cluster.devices[device]
         worst = max(worst, sent / (machine.up_Bps or math.inf), received / (machine.down_Bps or math.inf))
     return worst

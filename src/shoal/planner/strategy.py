@@ -49,6 +49,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     uneven: bool = False  # stages may differ in their number of blocks by more than one
     swapping: bool = False  # a stage may be larger than its device
     travel: codec.Travel = codec.Travel()
+    direct: bool = False  # network.hops: boundary tensors go straight from server to server
 
     @property
     def profile(self) -> Profile:
@@ -312,6 +313,7 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         averaging_codec_s=max(
             problem.averaging_codec_s(nbytes, stage_of.count(stage)) for stage, nbytes in enumerate(gradient_bytes)
         ),
+        direct=problem.direct and len(cut) > 1,
     )
     return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
 

@@ -1,9 +1,10 @@
 """Planned wiring: which replica serves each microbatch of each owner, stage by stage. For strategy.py; core follows it.
 
 Paper: DT-FM (arXiv 2206.01288) matches the devices of neighbouring stages so that the hops between them take near links.
-Here hops go through the microbatch's owner, so the sides that are matched are owners and replicas: every replica gets as
+Here the sides that are matched are owners and replicas, since hops go through the microbatch's owner: every replica gets as
 many microbatches as its compute and its lines can pass beside the others', and of all such assignments the one with the
-least time on links is taken, by scipy's solver for assignment problems.
+least time on links is taken, by scipy's solver for assignment problems. With direct hops tensors pass between replicas
+of neighbouring stages, who are matched only by way of the owner: each is priced as if the others were where the owner is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped, unused-ignore]
 
 from shoal.planner.cluster import Cluster
-from shoal.planner.step import Routing, Seats, hop_bytes, hop_s
+from shoal.planner.step import Routing, Seats, handed_bytes, hop_bytes, hop_s
 
 PATTERN = 256  # microbatches that are assigned one by one; a longer step repeats their pattern
 
@@ -60,22 +61,26 @@ def spread(counts: list[int], phase: float = 0.0) -> list[int]:
 
 def pass_s(seats: Seats, cluster: Cluster, device: int) -> float:
     """Seconds between two microbatches at a replica: its compute, or what it is sent and sends on its own lines."""
-    asked, answered = hop_bytes(seats)
+    (asked, answered), (handed_on, handed) = hop_bytes(seats), handed_bytes(seats)
     stage, machine = seats.stage_of[device], cluster.devices[device]
     foreign = 1 - 1 / len(seats.seated)
-    down_s = asked[stage] * foreign / machine.down_Bps if machine.down_Bps else 0.0
-    up_s = answered[stage] * foreign / machine.up_Bps if machine.up_Bps else 0.0
+    down_s = (asked[stage] * foreign + handed[stage]) / machine.down_Bps if machine.down_Bps else 0.0
+    up_s = (answered[stage] * foreign + handed_on[stage]) / machine.up_Bps if machine.up_Bps else 0.0
     return max(hop_s(seats, device), down_s, up_s)
 
 
 def link_s(seats: Seats, cluster: Cluster, owner: int, device: int, stage: int) -> float:
-    """Seconds that one microbatch of that owner spends on links for a stage served there, forward and backward."""
+    """Seconds that one microbatch of that owner spends on links for a stage served there, forward and backward. Roughly with
+    direct hops: what neighbours hand over is taken to come from where the owner is, and to go there."""
     if owner == device:
         return 0.0
-    asked, answered = hop_bytes(seats)
+    (asked, answered), (handed_on, handed) = hop_bytes(seats), handed_bytes(seats)
     turns = 1 if stage == seats.stages - 1 else 2
-    there = asked[stage] / _Bps(cluster, owner, device) + turns * cluster.delay_s[owner, device]
-    return float(there + answered[stage] / _Bps(cluster, device, owner) + turns * cluster.delay_s[device, owner])
+    there_s = (asked[stage] + handed[stage]) / _Bps(cluster, owner, device) + turns * cluster.delay_s[owner, device]
+    back_s = (answered[stage] + handed_on[stage]) / _Bps(cluster, device, owner) + turns * cluster.delay_s[
+        device, owner
+    ]
+    return float(there_s + back_s)
 
 
 def _Bps(cluster: Cluster, source: int, target: int) -> float:
