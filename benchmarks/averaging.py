@@ -113,7 +113,7 @@ def averagings(path: Path) -> list[float]:
     over: dict[int, float] = {}
     doing: dict[tuple[str, str], int] = {}
     for record in trace.read(path):
-        if isinstance(record, trace.Header):
+        if not isinstance(record, trace.Record):
             continue
         for command in record.commands:
             if isinstance(command, Do) and isinstance(command.task, Cut):

@@ -50,7 +50,14 @@ def command(peers: int, megabytes: float, steps: int) -> list[str]:
         "checkpoint.every": 0,
         "checkpoint.last": "false",
     }
-    return [sys.executable, "-m", "shoal.cli.main", "run", str(LAB), *(f"{key}={value}" for key, value in settings.items())]
+    return [
+        sys.executable,
+        "-m",
+        "shoal.cli.main",
+        "run",
+        str(LAB),
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
 
 
 def played(folder: Path, peers: int, megabytes: float, steps: int) -> list[float]:

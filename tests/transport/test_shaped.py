@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.shaped import Line, Link, Pair, Uplink
+from shoal.transport.shaped import Downlink, Line, Link, Pair, Uplink
 
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 
 
-def passed(line: Line) -> list[tuple[float, object]]:
+def passed(line: Line | Downlink) -> list[tuple[float, object]]:
     """Everything that is on the line, with the time at which it arrives."""
     got = []
     while (deadline := line.deadline) is not None:
@@ -134,16 +134,41 @@ def test_what_is_forgotten_gives_its_time_to_others() -> None:
 
 
 def test_a_downlink_holds_nothing_that_came_alone() -> None:
-    line = Line(100.0, cut_through=True)
+    line = Downlink(100.0)
     line.push("alone", "p", 1000, bulk=True, now=10.0)
     assert line.deadline == 10.0
 
 
 def test_a_downlink_is_shared_by_what_comes_at_once() -> None:
-    line = Line(100.0, cut_through=True)
+    line = Downlink(100.0)
     line.push("one", "p", 1000, bulk=True, now=10.0)
     line.push("other", "q", 1000, bulk=True, now=10.0)
     assert [at for at, _ in passed(line)] == [10.0, 20.0]
+
+
+def test_a_small_message_costs_a_tensor_on_its_way_no_more_than_its_own_time() -> None:
+    line = Downlink(100.0)
+    line.push("tokens", "q", 10, bulk=True, now=5.0, rank=1)
+    line.push("tensor", "p", 1000, bulk=True, now=10.0, rank=1)
+    assert [at for at, _ in passed(line)] == [5.0, pytest.approx(10.1)]
+
+
+def test_what_one_peer_sends_keeps_its_order_within_a_rank() -> None:
+    line = Downlink(100.0)
+    line.push("theirs", "q", 1000, bulk=True, now=30.0)
+    line.push("first", "p", 100, bulk=True, now=30.0, rank=1)
+    line.push("second", "p", 2000, bulk=True, now=30.5, rank=1)  # most of it came before theirs began
+    order = [item for _, item in passed(line)]
+    assert order.index("first") < order.index("second")
+
+
+def test_a_downlink_forgets_a_peer() -> None:
+    line = Downlink(100.0)
+    line.push("theirs", "gone", 1000, bulk=True, now=10.0)
+    line.push("ours", "p", 1000, bulk=True, now=10.0)
+    assert line.waiting_bytes("gone") == 1000
+    line.drop("gone")
+    assert [item for _, item in passed(line)] == ["ours"] and line.waiting_bytes("gone") == 0
 
 
 def test_without_a_bandwidth_there_is_only_delay() -> None:

@@ -30,6 +30,7 @@ from shoal.core.reports import Reports
 from shoal.core.routing import Routes
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost import Floats
+from shoal.slots import Slots
 
 LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
 ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
@@ -154,7 +155,8 @@ class _Lines:
         self._pair = cluster.bandwidth_Bps.tolist()
         self._up = [device.up_Bps or math.inf for device in cluster.devices]
         self._down = [device.down_Bps or math.inf for device in cluster.devices]
-        self._up_free, self._down_free = [0.0] * devices, [0.0] * devices
+        self._up_free = [0.0] * devices
+        self._down_slots = [Slots() for _ in cluster.devices]
         self._pair_free: dict[tuple[int, int], float] = {}
         self.up_used, self.down_used, self.sent = np.zeros(devices), np.zeros(devices), np.zeros(devices)
 
@@ -179,8 +181,7 @@ class _Lines:
     def arrive(self, target: int, nbytes: float, now: float) -> float:
         """When it has passed the target's line; a message alone and no faster than the line is not held."""
         seconds = nbytes / self._down[target]
-        done = max(self._down_free[target], now - seconds) + seconds
-        self._down_free[target] = done
+        done = max(self._down_slots[target].take(now - seconds, seconds), now)
         self.down_used[target] += seconds
         return done
 

@@ -7,7 +7,7 @@ wakes late, what it handed over is late, but the line was busy meanwhile and the
 The uplink holds each message until its last byte has left, plus the delay. A link of one pair, where one is given, takes bytes
 as they leave the uplink: links to several peers are filled side by side as far as the uplink is wider than they are, and a
 narrow one holds nobody else up. The downlink takes bytes while they arrive: a message that comes alone and no faster than the
-line is not held at all; two at once share it. Bulk messages of one rank pass one after the other; a control message, or bulk
+line is not held at all; two at once share it. At the uplink bulk messages of one rank pass one after the other; a control message, or bulk
 of a higher rank, goes first, as its packets would, and pushes what is in transmission back by its own time. The real network
 beneath adds what it costs.
 """
@@ -18,11 +18,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
 import msgspec
 
 from shoal.core.messages import RANKS, Message, Peer, rank
+from shoal.slots import Slots
 from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
 from shoal.transport.inbox import Inbox
 from shoal.transport.wire import encode, size
@@ -70,12 +72,11 @@ class _Passing:
 
 
 class Line:
-    """One direction of a peer's link. `cut_through`: a message's bytes came in while it travelled, up to `now`."""
+    """What a peer sends, or one pair's way."""
 
-    def __init__(self, bandwidth_Bps: float, delay_s: float = 0.0, cut_through: bool = False) -> None:
+    def __init__(self, bandwidth_Bps: float, delay_s: float = 0.0) -> None:
         self._bandwidth_Bps = bandwidth_Bps
         self._delay_s = delay_s
-        self._cut_through = cut_through
         self._lanes: list[deque[_Passing]] = [deque() for _ in range(1 + RANKS)]  # control, then bulk by rank
         self._free = [float("-inf")] * (1 + RANKS)  # when the last message of each lane is through
 
@@ -84,7 +85,7 @@ class Line:
     ) -> None:
         """Its last byte is here `now`; its first was `since`, where that is known. `rank` is that of bulk."""
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
-        came = since if since is not None else now - seconds if self._cut_through else now
+        came = since if since is not None else now
         lane = 1 + rank if bulk else 0
         leaves = max(max(*self._free[: lane + 1], came) + seconds, now)
         self._free[lane] = leaves
@@ -141,6 +142,46 @@ class Line:
                 self._free[lower] += seconds
 
 
+class Downlink:
+    """What a peer receives. A message's bytes came in while it travelled, up to `now`; in what order, their senders have settled."""
+
+    def __init__(self, bandwidth_Bps: float) -> None:
+        self._bandwidth_Bps = bandwidth_Bps
+        self._slots = Slots(), Slots()  # control, which goes first and takes next to nothing, and bulk
+        self._passing: list[tuple[float, int, _Passing]] = []  # heap, by when they are through
+        self._last: dict[tuple[Peer, int], float] = {}
+        self._serial = 0
+
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
+        """Its last byte is here `now`. Two that come at once share the line; alone and no faster than the line none is held."""
+        seconds, lane = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0, 1 + rank if bulk else 0
+        through = max(self._slots[bulk].take(now - seconds, seconds), now, self._last.get((peer, lane), now))
+        self._last[peer, lane] = through
+        self._serial += 1
+        heappush(self._passing, (through, self._serial, _Passing(item, peer, nbytes, lane, seconds, through)))
+
+    def take(self, now: float) -> list[Any]:
+        """What has arrived by `now`."""
+        items = []
+        while self._passing and self._passing[0][0] <= now:
+            items.append(heappop(self._passing)[2].item)
+        return items
+
+    @property
+    def deadline(self) -> float | None:
+        return self._passing[0][0] if self._passing else None
+
+    def waiting_bytes(self, peer: Peer) -> int:
+        """Of bulk."""
+        return sum(passing.nbytes for _, _, passing in self._passing if passing.peer == peer and passing.lane)
+
+    def drop(self, peer: Peer) -> None:
+        """Forget that peer's messages; the line has carried them all the same."""
+        self._passing = [entry for entry in self._passing if entry[2].peer != peer]
+        heapify(self._passing)
+        self._last = {key: at for key, at in self._last.items() if key[0] != peer}
+
+
 class Uplink:
     """What a peer sends: its uplink, and behind it the links of pairs that have one of their own."""
 
@@ -186,7 +227,7 @@ class Shaped:
         self._inner = inner
         self._limits = limits
         self._up = Uplink(link)
-        self._down = Line(link.down_Bps, cut_through=True)
+        self._down = Downlink(link.down_Bps)
         self._inbox = Inbox(on_room=lambda: self._room.set())
         self._room = asyncio.Event()
         self._news = asyncio.Event()
@@ -215,7 +256,7 @@ class Shaped:
 
     def forget(self, peer: Peer) -> None:
         self._up.drop(peer, _now())
-        self._down.drop(peer, _now())
+        self._down.drop(peer)
         self._inbox.drop(lambda item: item.peer == peer)
         self._inner.forget(peer)
         self._news.set()
