@@ -36,6 +36,8 @@ from shoal.core.messages import (
 from shoal.core.routing import Latency
 from shoal.core.seat import TEXT, Seat, drop
 
+ASKS = 6  # after so many the pause between two does not double any more
+
 
 class Early(msgspec.Struct, frozen=True):
     """A Part or Sum that came before the Round it belongs to."""
@@ -54,6 +56,8 @@ class Current(msgspec.Struct):
     chunks: Chunks
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
+    asks: int = 0  # for what is missing, so far
+    sent: set[tuple[Peer, bool]] = msgspec.field(default_factory=set)  # Part or (True) Sum, and not asked for since
     cut: tuple[str, ...] = ()  # my part of each chunk, once cut
     parts: dict[Peer, str] = msgspec.field(default_factory=dict)  # of the chunk I own
     sums: dict[int, str] = msgspec.field(default_factory=dict)
@@ -227,8 +231,12 @@ class Rounds:
         return self._go_on(current)
 
     def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
-        """What is not there yet comes by itself when it is."""
+        """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
+        it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
         chunks = current.chunks
+        if (peer, message.sum) in current.sent:
+            current.sent.discard((peer, message.sum))
+            return []
         if not message.sum:
             if not current.cut or chunks.of(peer) != message.chunk:
                 return []
@@ -236,6 +244,11 @@ class Rounds:
         if chunks.of(self._name) != message.chunk or message.chunk not in current.sums:
             return []
         return [Send(peer, self._sum(current, message.chunk), (current.sums[message.chunk],))]
+
+    def on_unreachable(self, peer: Peer) -> None:
+        """What was on its way there is lost."""
+        if self._current is not None:
+            self._current.sent -= {(peer, False), (peer, True)}
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
@@ -255,6 +268,7 @@ class Rounds:
                 chunk = current.chunks.of(self._name)
                 assert chunk is not None
                 current.sums[chunk] = task.out
+                current.sent |= {(peer, True) for peer in current.group}
                 sends: list[Command] = [
                     Send(peer, self._sum(current, chunk), (task.out,)) for peer in _turn(current.group, self._name)
                 ]
@@ -292,6 +306,7 @@ class Rounds:
             chunk = current.chunks.of(owner)
             if chunk is not None:
                 sends.append(Send(owner, self._part(current, chunk), (task.outs[chunk],)))
+                current.sent.add((owner, False))
         mine = current.chunks.of(self._name)
         if mine is not None and len(current.group) == 1:
             current.sums[mine] = task.outs[mine]
@@ -322,7 +337,8 @@ class Rounds:
         if current.reduced is not None:
             current.wake = now + 2 * self._settings.beat_s
             return self._report()
-        current.wake = now + self._patience_s
+        current.asks = min(current.asks + 1, ASKS)
+        current.wake = now + self._patience_s * 2**current.asks
         commands: list[Command] = []
         mine = current.chunks.of(self._name)
         if mine is not None and not current.adding:

@@ -277,7 +277,9 @@ class Server:
         return commands + drop(names)
 
     def on_unreachable(self, peer: Peer) -> None:
+        """What was on its way there is lost."""
         self._hops.on_unreachable(peer)
+        self._rounds.on_unreachable(peer)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
         booked, applying = len(self.books), self._seat.applying
