@@ -6,6 +6,7 @@ import random
 from typing import TypeVar
 
 import msgspec
+import pytest
 
 from shoal.core.messages import (
     AskChunk,
@@ -263,6 +264,26 @@ def ask(play: Play, peer: str, since: int = 5) -> None:
 
 def exported(play: Play) -> None:
     play.done(play.task(Export), manifest=MANIFEST)
+
+
+@pytest.mark.parametrize("ends", [Done, Failed])
+def test_of_all_that_was_wanted_during_a_build_only_the_newest_is_built(ends: type[Done] | type[Failed]) -> None:
+    """Found by simulation (fleet 1598): five rollbacks in 20 s, and a peer that built five stages one after the other for 90 s."""
+    view = a_view(step=0, started=False, members=MEMBERS, joining=(Member("me", 1),))
+    play = Play(view)
+    first = play.task(Init)
+    for epoch, stage in ((1, 0), (2, 1), (3, 0)):
+        joining = (Member("me", stage),)
+        play.view(msgspec.structs.replace(view, number=view.number + epoch, epoch=epoch, joining=joining))
+        assert not [c for c in play.said if isinstance(c, Do)], "one is under way, and cannot be called off"
+    over = Done(first.id, Result(digest="old", length=1)) if ends is Done else Failed(first.id, "no room")
+    play.take(play.sync.on_done(over, play.now) if isinstance(over, Done) else play.sync.on_failed(over, play.now))
+    last = play.task(Init)
+    assert last.stage == 0 and not play.server.seated
+    play.done(last, digest="new", length=2)
+    assert (play.server.stage, play.server.epoch, play.server.digest) == (0, 3, "new")
+    play.view(msgspec.structs.replace(view, number=view.number + 4, epoch=4, joining=(Member("me", 1),)))
+    assert play.task(Init).stage == 1, "nothing is under way any more"
 
 
 def test_a_copy_in_use_is_offered_to_whom_it_suits_and_kept_from_whom_it_does_not() -> None:

@@ -33,6 +33,7 @@ FAILED_ONCE: list[tuple[str, int]] = [  # with the day it was found and what was
 FAILED_SINCE: list[tuple[str, int]] = [  # hops as the seed draws them
     ("fleet", 5370),  # 2026-11-22: one slow answer made the deadline of a lost hop 94 s
     ("fleet", 1174),  # 2026-11-22: a stage's only peer served a long step alone, while another held its state
+    ("fleet", 1598),  # 2026-11-22: a peer built the stages of five epochs one after the other, four of them for nothing
     ("fleet", 6429),  # 2026-11-22: every chunk of a download came a moment after its donor was given up
 ]
 

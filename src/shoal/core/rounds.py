@@ -36,6 +36,7 @@ from shoal.core.messages import (
 from shoal.core.routing import Latency
 from shoal.core.seat import TEXT, Seat, drop
 
+COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
 ASKS = 6  # after so many the pause between two does not double any more
 
 
@@ -354,7 +355,9 @@ class Rounds:
 
     @property
     def _patience_s(self) -> float:
-        return max(self._settings.hop_floor_s, 4 * (self._usual.value or 0.0))
+        """Until it is asked for what is missing; sent again it is after the second time, so at three times the usual."""
+        usual_s = self._usual.value or 4 * self._seat.length / COLD_Bps
+        return max(self._settings.hop_floor_s, usual_s)
 
     # ---------------------------------------------------------------------------------------------------------- sends
 

@@ -86,6 +86,8 @@ class Sync:
         self.serial = 0
         self.task = ""  # the Init or Import under way
         self.task_step = 0  # the version it makes
+        self.void = ""  # one that runs, and whose stage nobody wants any more
+        self.next: Init | Import | Blend | None = None  # waits until that has ended
         self.download: Download | None = None
         self.sources: tuple[int, ...] = ()  # stages whose states mine is made from: itself, or its two neighbours
         self.whole: list[int] = []  # chunks of each source that is here
@@ -161,8 +163,7 @@ class Sync:
         epoch, stage = self.seat
         self.retry_at = now + RETRY_BEATS * self.settings.beat_s
         if view.step == self.settings.first_step or not (view.started or view.kept):
-            self.task, self.task_step, self.retry_at = self._id(), view.step, None
-            return [Do(Init(id=self.task, stage=stage, step=view.step))]
+            return self._build(Init(id=self._id(), stage=stage, step=view.step))
         source = self.sources[len(self.whole)]
         able = [member.peer for member in view.members if member.stage == source and member.peer != self.name]
         able = [peer for peer in able if self.download is None or peer not in self.download.donors]
@@ -282,7 +283,10 @@ class Sync:
         return commands
 
     def _abandon(self) -> list[Command]:
-        self.seat, self.task, self.download, self.retry_at, self.misses = None, "", None, None, 0
+        if self.task and self.next is None:
+            self.void = self.task
+        self.seat, self.task, self.next = None, "", None
+        self.download, self.retry_at, self.misses = None, None, 0
         self.shunned.clear()
         self.whole.clear()
         return []
@@ -361,6 +365,8 @@ class Sync:
     def on_done(self, done: Done, now: float) -> list[Command]:
         if done.id == self.task and self.seat is not None:
             return self._seated(done, now)
+        if done.id == self.void:
+            return self._free()
         if self.download is not None and done.id in self.download.checking:
             return self._checked(self.download, done.id, now)
         if done.id == self.exporting:
@@ -376,6 +382,8 @@ class Sync:
         return []
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
+        if failed.id == self.void:
+            return self._free()
         if failed.id == self.task:
             self.task, self.download = "", None
             self.whole.clear()
@@ -407,17 +415,30 @@ class Sync:
         if len(self.whole) < len(self.sources):
             self.shunned.clear()
             return self._ask(now)
-        self.task, self.task_step, self.retry_at = self._id(), download.step, None
         stage = self.seat[1]
         if len(self.sources) == 1:
-            return [Do(Import(id=self.task, stage=stage, step=download.step, chunks=chunks))]
+            return self._build(Import(id=self._id(), stage=stage, step=download.step, chunks=chunks))
         below = next(one.below for one in self.view.rebuilt if one.stage == stage) if self.view is not None else 0.5
         both = self.whole[0], self.whole[1]
-        return [Do(Blend(id=self.task, stage=stage, step=download.step, chunks=both, below=below))]
+        return self._build(Blend(id=self._id(), stage=stage, step=download.step, chunks=both, below=below))
+
+    def _build(self, task: Init | Import | Blend) -> list[Command]:
+        """At once, or when what cannot be called off has ended: of all that was wanted meanwhile only the newest is built."""
+        self.task, self.task_step, self.retry_at = task.id, task.step, None
+        if self.void:
+            self.next = task
+            return []
+        return [Do(task)]
+
+    def _free(self) -> list[Command]:
+        """The build that nobody wants any more has ended."""
+        self.void, task, self.next = "", self.next, None
+        return [Do(task)] if task is not None else []
 
     def _seated(self, done: Done, now: float) -> list[Command]:
         assert self.seat is not None
         (epoch, stage), step = self.seat, self.task_step
+        self.task = ""
         self._abandon()
         commands: list[Command] = [Note("state", f"holds stage {stage} at step {step}")]
         commands += self.server.seat(stage, step, epoch, done.result.length, done.result.digest, now)
