@@ -10,6 +10,7 @@ import pytest
 from shoal.cli import main as program
 from shoal.cli import plan as command
 from shoal.config import load
+from shoal.model import analysis
 
 CLUSTER = """
 [link]
@@ -41,6 +42,33 @@ def test_the_plan_is_a_table_marked_as_predicted(cluster: str, capsys: pytest.Ca
     told = capsys.readouterr().out
     for word in ("predicted", "step ", "tokens ", "24.00 a day", "bottleneck", "next best", "run.stages="):
         assert word in told
+
+
+def test_the_model_is_counted_and_where_it_cannot_be_the_plan_says_so(
+    cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quickstart = str(CONFIGS / "quickstart.toml")
+    assert call(quickstart, "--cluster", cluster) == 0
+    assert "counted on the meta device; FLOP/s stated" in capsys.readouterr().out
+
+    def cannot(_: object) -> object:
+        raise ValueError("block 3 cannot be counted without values")
+
+    monkeypatch.setattr(analysis, "count", cannot)
+    assert call(quickstart, "--cluster", cluster) == 0
+    told = capsys.readouterr()
+    assert "by formula for a plain decoder; FLOP/s stated" in told.out
+    assert "block 3 cannot be counted without values" in told.err
+
+
+def test_a_counted_microbatch_of_another_size_is_what_counting_it_says() -> None:
+    tree = load(CONFIGS / "quickstart.toml")
+    small, large = analysis.count(tree), analysis.count(load(CONFIGS / "quickstart.toml", ["train.microbatch=8"]))
+    grown = small.of_size(8 / tree.train.microbatch)
+    assert grown.boundary_bytes == large.boundary_bytes and grown.tokens_bytes == large.tokens_bytes
+    for one, other in zip(grown.parts, large.parts, strict=True):
+        assert (one.parameters, one.flops) == (other.parameters, other.flops)
+        assert one.activation_bytes == pytest.approx(other.activation_bytes, rel=0.01)
 
 
 def test_a_plan_is_written_checked_and_found_wrong_for_another_model(

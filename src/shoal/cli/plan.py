@@ -29,7 +29,7 @@ from shoal import codec, config, units
 from shoal.cli import standing
 from shoal.cli.config import configured
 from shoal.planner import anneal, churn, cluster, cost, dtfm, greedy, plan, search, step, strategy
-from shoal.planner.profile import Shape, Work, spans
+from shoal.planner.profile import Profile, Shape, Work, spans
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
 
@@ -120,6 +120,9 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         machines = _modelled(tree)
     else:
         raise ValueError("no machines: name them with --cluster FILE, a TOML file of [[device]] and [link] tables")
+    counted, why_not = (None, "") if lab else _counted(tree)
+    if why_not:
+        print(f"FLOPs and bytes by formula, as of a plain decoder: {why_not}", file=sys.stderr)
     problem = strategy.Problem(
         shape=shape(tree),
         work=_work(tree),
@@ -132,8 +135,20 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         swapping=args.swap,
         travel=travel(tree),
         direct=tree.network.hops == "direct",
+        counted=counted,
+        counted_sequences=tree.train.microbatch,
     )
     return problem, tree.run.name
+
+
+def _counted(tree: config.Config) -> tuple[Profile | None, str]:
+    """What each part of the model asks for, counted on the meta device; or why that is impossible."""
+    from shoal.model import analysis  # imports torch and transformers, which take seconds
+
+    try:
+        return analysis.count(tree), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _work(tree: config.Config) -> Work:
@@ -299,6 +314,7 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
     lines += [
         f"traffic       the busiest peer sends {units.size(told.sent_bytes)} a step",
         f"bottleneck    {told.bottleneck}",
+        f"basis         {told.basis}",
         f"why           {made.reason}",
     ]
     routes = f"planned: routes for {len(made.routes)} owners" if made.routes else "stochastic: by measured times"

@@ -1,6 +1,6 @@
 """What each part of a Hugging Face model asks for, counted on the meta device: nothing is allocated and nothing computed.
 
-For `shoal probe`, in the planner's own terms; `shoal plan` prices by formula (planner/profile.py), as a plain decoder. Each part runs
+For `shoal probe` and `shoal plan`, in the planner's own terms (planner/profile.py prices plain decoders by formula). Each part runs
 alone, forward and backward, in the model's own forward with all other parts taken out (stages.py): torch's FLOP counter
 counts its matrix products and attention, autograd's hooks what it keeps for its backward, and a dispatch mode the bytes alive
 at the worst moment. Elementwise work has no FLOPs here, as everywhere in the literature; attention is the full square, and

@@ -52,7 +52,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sent_bytes: float  # by the busiest peer, per step
     bottleneck: str
     price_per_day: float = 0.0  # 0: no prices were given
-    basis: str = "predicted: seconds from stated FLOP/s and links"
+    basis: str = ""  # of the predicted figures
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

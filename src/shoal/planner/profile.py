@@ -74,6 +74,21 @@ class Profile(msgspec.Struct, frozen=True):
     def blocks(self) -> int:
         return len(self.parts) - 2
 
+    def of_size(self, factor: float) -> Profile:
+        """With microbatches `factor` times as large: all but the parameters grow with the sequences, whose length stays."""
+        parts = tuple(
+            msgspec.structs.replace(
+                part,
+                flops=factor * part.flops,
+                activation_bytes=factor * part.activation_bytes,
+                working_bytes=factor * part.working_bytes,
+            )
+            for part in self.parts
+        )
+        return msgspec.structs.replace(
+            self, parts=parts, boundary_bytes=factor * self.boundary_bytes, tokens_bytes=factor * self.tokens_bytes
+        )
+
     @property
     def parameters(self) -> float:
         return sum(part.parameters for part in self.parts) - (self.parts[0].parameters if self.tied else 0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -49,12 +50,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     uneven: bool = False  # stages may differ in their number of blocks by more than one
     swapping: bool = False  # a stage may be larger than its device
     travel: codec.Travel = codec.Travel()
+    counted: Profile | None = (
+        None  # of the model itself, with `counted_sequences` in a microbatch; else by formula from its shape
+    )
+    counted_sequences: int = 1
     direct: bool = False  # network.hops: boundary tensors go straight from server to server
 
     @property
     def profile(self) -> Profile:
         """With boundary tensors as large as they are when they travel and are kept."""
         made = profile(self.shape, self.work)
+        if self.counted is not None:
+            made = _sized(self.counted, self.work.sequences / self.counted_sequences)
         return msgspec.structs.replace(made, boundary_bytes=self._boundary_bytes(self.travel.activations))
 
     @property
@@ -87,6 +94,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
             return 0.0
         values, how = gradient_bytes / codec.bytes_per_value(self.travel.averaging, 4), self.travel.averaging
         return codec.encode_s(how, values * (1 + 1 / replicas)) + codec.decode_s(how, values * (3 + 1 / replicas))
+
+
+@cache
+def _sized(counted: Profile, factor: float) -> Profile:
+    return counted.of_size(factor)
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -452,7 +464,20 @@ def _told(problem: Problem, option: Option) -> Prediction:
         max(step.sent_bytes),
         step.bottleneck,
         price,
+        basis(problem),
     )
+
+
+def basis(problem: Problem) -> str:
+    """Where the figures come from that all others are computed from."""
+    if problem.emulated_s:
+        return "seconds of an emulated model"
+    devices = problem.cluster.devices
+    measured = sum(device.basis.startswith("measured") for device in devices)
+    speeds = (
+        "measured" if measured == len(devices) else f"measured on {measured}, else stated" if measured else "stated"
+    )
+    return f"{problem.profile.basis}; FLOP/s {speeds}"
 
 
 def likeness(option: Option) -> str:
