@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Hashable
 
 KEPT = 64  # spans; idle time before the oldest is forgotten
 
@@ -29,3 +30,22 @@ class Slots:
         self._begins[first:at], self._ends[first:at] = [begins], [end]
         del self._begins[:-KEPT], self._ends[:-KEPT]
         return end
+
+
+class Inflow:
+    """A line that takes what several others send, while it comes: nobody says when the first byte of a message came.
+
+    It came no faster than this line takes it, and not before the sender's last message of its rank or a later one had come: those
+    pass a sender's own line one after the other. So a message that comes alone is not held, two at once share the line,
+    and a sender that is faster than the line is slowed to it."""
+
+    def __init__(self) -> None:
+        self._slots = Slots()
+        self._came: dict[Hashable, dict[int, float]] = {}  # by sender and rank
+
+    def through(self, sender: Hashable, seconds: float, now: float, rank: int = 0) -> float:
+        """When a message that takes so many seconds, and whose last byte comes `now`, is through."""
+        came = self._came.setdefault(sender, {})
+        began = max([now - seconds, *(at for other, at in came.items() if other >= rank)])
+        came[rank] = now
+        return max(self._slots.take(began, seconds), now)

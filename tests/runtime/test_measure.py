@@ -82,7 +82,7 @@ def test_a_visitor_learns_of_all_pairs_and_what_each_peers_machine_is(monkeypatc
         async with meters(Link(), Link(0.0, 1e6, 1e6), Link(0.0, 1e6, 1e6), Link()) as found:
             found[1].facts = "one"
             told: list[str] = []
-            result = await survey(found[0], ["p1", "p2", "p3"], 1 << 18, told.append)
+            result = await survey(found[0], ["p1", "p2", "p3"], 1 << 20, told.append)
             assert result.peers == ["p1", "p2", "p3"] and result.facts["p1"] == "one"
             assert sorted(result.links) == [(f"p{a}", f"p{b}") for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
             assert not any(link.reason for link in result.links.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.slots import Slots
+from shoal.slots import Inflow, Slots
 
 
 def test_a_small_one_in_the_middle_takes_its_own_time_and_no_more() -> None:
@@ -36,3 +36,24 @@ def test_nothing_is_taken_twice_and_nothing_lies_idle(asked: list[tuple[int, int
             taken[at] = True
             at += 1
         assert slots.take(float(start), float(seconds)) == at
+
+
+def test_what_comes_alone_is_not_held_and_two_at_once_share_the_line() -> None:
+    line = Inflow()
+    assert line.through("a", 10.0, 10.0) == 10.0
+    assert line.through("b", 10.0, 40.0) == 40.0
+    assert line.through("c", 10.0, 40.0) == 50.0
+
+
+def test_a_sender_that_is_faster_than_the_line_is_slowed_to_it() -> None:
+    line = Inflow()
+    assert line.through("a", 1.0, 100.0) == 100.0
+    assert line.through("a", 10.0, 100.1) == 110.0, "idle time before its last message is no use to it"
+    assert line.through("a", 10.0, 200.0) == 200.0
+
+
+def test_what_overtook_a_message_says_nothing_of_when_that_began() -> None:
+    line = Inflow()
+    assert line.through("a", 0.5, 95.0, rank=0) == 95.0
+    assert line.through("a", 10.0, 100.5, rank=1) == 101.0, "it was on its way when the other passed it"
+    assert line.through("a", 10.0, 101.0, rank=0) > 101.0

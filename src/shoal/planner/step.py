@@ -30,7 +30,7 @@ from shoal.core.reports import Reports
 from shoal.core.routing import Routes
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost import Floats
-from shoal.slots import Slots
+from shoal.slots import Inflow
 
 LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
 ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
@@ -156,7 +156,7 @@ class _Lines:
         self._up = [device.up_Bps or math.inf for device in cluster.devices]
         self._down = [device.down_Bps or math.inf for device in cluster.devices]
         self._up_free = [0.0] * devices
-        self._down_slots = [Slots() for _ in cluster.devices]
+        self._inflow = [Inflow() for _ in cluster.devices]
         self._pair_free: dict[tuple[int, int], float] = {}
         self.up_used, self.down_used, self.sent = np.zeros(devices), np.zeros(devices), np.zeros(devices)
 
@@ -178,12 +178,11 @@ class _Lines:
         """When a control message is there: it waits behind no tensor."""
         return now if source == target else float(now + self._delay[source][target])
 
-    def arrive(self, target: int, nbytes: float, now: float) -> float:
+    def arrive(self, source: int, target: int, nbytes: float, now: float) -> float:
         """When it has passed the target's line; a message alone and no faster than the line is not held."""
         seconds = nbytes / self._down[target]
-        done = max(self._down_slots[target].take(now - seconds, seconds), now)
         self.down_used[target] += seconds
-        return done
+        return self._inflow[target].through(source, seconds, now)
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -280,7 +279,7 @@ class _Play:
             return
         nbytes = sum(self._nbytes[tensor] for tensor in tensors)
         left = self.lines.leave(source, target, nbytes, now)
-        self._at(left, lambda then: self._at(self.lines.arrive(target, nbytes, then), act))
+        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then), act))
 
     def _begin(self, owner: int, now: float) -> None:
         while (m := self._owned[owner].start(self._seats.inflight)) is not None:
@@ -419,8 +418,8 @@ def _butterfly_s(lines: _Lines, group: list[int], gradient_bytes: float) -> floa
         for owner in after[source]:
             send(source, owner, 0.0, False)
     while on_the_way:
-        now, _, _, target, is_sum = heappop(on_the_way)
-        done_s = lines.arrive(target, nbytes, now)
+        now, _, source, target, is_sum = heappop(on_the_way)
+        done_s = lines.arrive(source, target, nbytes, now)
         end_s = max(end_s, done_s)
         missing[target] -= not is_sum
         if not is_sum and missing[target] == 0:

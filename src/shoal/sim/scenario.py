@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.core.messages import Settings
 
-TIGHT = 2.0  # servers that keep three or six microbatches of a step pass them nearly one by one
+TIGHT = 2.0  # servers that keep six microbatches of a step pass them nearly one by one
 BLOB_BYTES = 100  # of any tensor, as the machines are told; links count the scenario's own
 MOST_FORWARD_S = 0.6  # times 2.5 (backward), 10 (a slow peer) and the spread: well below the bounds on progress
 
@@ -303,7 +303,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         lost=rng.choice(("checkpoint", "neighbours")),
         lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
         hops=hops,
-        keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 12 * BLOB_BYTES, 6 * BLOB_BYTES)),
+        keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
     )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))

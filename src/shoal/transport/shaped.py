@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.core.messages import RANKS, Message, Peer, rank
-from shoal.slots import Slots
+from shoal.slots import Inflow
 from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
 from shoal.transport.inbox import Inbox
 from shoal.transport.wire import encode, size
@@ -147,7 +147,7 @@ class Downlink:
 
     def __init__(self, bandwidth_Bps: float) -> None:
         self._bandwidth_Bps = bandwidth_Bps
-        self._slots = Slots(), Slots()  # control, which goes first and takes next to nothing, and bulk
+        self._inflow = Inflow(), Inflow()  # control, which goes first and takes next to nothing, and bulk
         self._passing: list[tuple[float, int, _Passing]] = []  # heap, by when they are through
         self._last: dict[tuple[Peer, int], float] = {}
         self._serial = 0
@@ -155,7 +155,7 @@ class Downlink:
     def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
         """Its last byte is here `now`. Two that come at once share the line; alone and no faster than the line none is held."""
         seconds, lane = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0, 1 + rank if bulk else 0
-        through = max(self._slots[bulk].take(now - seconds, seconds), now, self._last.get((peer, lane), now))
+        through = max(self._inflow[bulk].through(peer, seconds, now, rank), self._last.get((peer, lane), now))
         self._last[peer, lane] = through
         self._serial += 1
         heappush(self._passing, (through, self._serial, _Passing(item, peer, nbytes, lane, seconds, through)))
