@@ -13,14 +13,12 @@ size over bandwidth of a pair, c the gradient, n the replicas:
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from predict import CONFIG, LINES, SHAPE, WORK, environment, link, machine
+from predict import CONFIG, LINES, SHAPE, WORK, link, machine, play
 from report import report
 from shoal import trace
 from shoal.core.messages import Cut, Do, Done, Gather
@@ -88,21 +86,7 @@ def measured(there: Path, text: str, steps: int) -> tuple[float, tuple[float, fl
     stage = plan.StagePlan(0, SHAPE.layers, names, microbatch_s=seats.backward_s[0], gradient_bytes=gradient_bytes)
     peers = tuple(plan.PeerPlan(name, seats.forward_s[n], seats.backward_s[n]) for n, name in enumerate(names))
     made = plan.Plan(SHAPE.layers, (stage,), peers=peers, boundary_bytes=seats.boundary_bytes)
-    plan.save(made, there / "plan.json")
-    command = [
-        sys.executable,
-        "-m",
-        "shoal.cli.main",
-        "run",
-        "run.toml",
-        "--plan",
-        "plan.json",
-        "--cluster",
-        "cluster.toml",
-    ]
-    done = subprocess.run(command, cwd=there, env=environment(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    play(there, made)
     spans = averagings(there / "runs" / "predict" / "trace.jsonl")
     return sorted(spans)[len(spans) // 2], formulas(known, gradient_bytes, seats)
 

@@ -151,24 +151,20 @@ def one(machines: str, stages: int, steps: int, wiring: strategy.Wiring = "best"
         (there / "cluster.toml").write_text(machines)
         (there / "run.toml").write_text(CONFIG.format(steps=steps))
         made = planned(there, stages, wiring)
-        plan.save(made, there / "plan.json")
-        command = [
-            sys.executable,
-            "-m",
-            "shoal.cli.main",
-            "run",
-            "run.toml",
-            "--plan",
-            "plan.json",
-            "--cluster",
-            "cluster.toml",
-        ]
-        done = subprocess.run(command, cwd=there, env=environment(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        play(there, made)
         measured_s = median_step_s(there / "runs" / "predict" / "commits.jsonl")
     assert made.predicted is not None
     return made.predicted.step_s, measured_s, "planned" if made.routes else "stochastic"
+
+
+def play(there: Path, made: plan.Plan) -> None:
+    """`shoal run` by that plan, with run.toml and cluster.toml of that folder."""
+    plan.save(made, there / "plan.json")
+    words = ["run.toml", "--plan", "plan.json", "--cluster", "cluster.toml"]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", *words]
+    done = subprocess.run(command, cwd=there, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
 
 def planned(there: Path, stages: int, wiring: strategy.Wiring) -> plan.Plan:
