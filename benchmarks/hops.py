@@ -1,6 +1,6 @@
 """Boundary tensors through their owner, or straight from server to server: goodput and bytes of both, side by side.
 
-    python benchmarks/hops.py [--links 100:50,200:10,200:50,200:100,500:50] [--batch 64] [--steps 3] [a.b=c ...]
+    python benchmarks/hops.py [--links 100:50,200:10,200:50,200:100,500:50] [--batch 64] [--steps 3] [--planned] [a.b=c ...]
 
 It is `shoal run configs/lab.toml`, once with network.hops = "owner" and once with "direct" for each link in Mbit/s : ms each way: real
 processes and real TLS, executors that sleep, boundary tensors of 8 MB (A). Value: microbatches per second between the first
@@ -17,6 +17,9 @@ owner carries tokens, which count nothing. A replica of stage s sends and receiv
 and with P peers in S stages each replica passes a share S / P of all: R <= bandwidth * P / (S * A * (2 if S > 2 else 1)). For 3 stages
 of 2 that is one A per microbatch and link, where the owner's way needs 4/3. Compute bounds both, as in overhead.py.
 
+With equally many replicas the middle stages' links bound both ways, and the ends' are half idle. `--planned` places the peers as
+`shoal plan` does for that way of hops (more where more is sent) and runs its plan; the bounds are then of those replicas.
+
 Bytes are counted by the peers themselves, of every message with tensors that leaves a process; per microbatch and in units of A
 they are compared with 2 (S - 1), the formula of direct hops (6A over 3 boundaries).
 
@@ -30,6 +33,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +41,24 @@ import overhead
 from report import report
 from shoal import config as configuration
 from shoal.config import Config
+from shoal.planner import plan
 
 LINKS = "100:50,200:10,200:50,200:100,500:50"
 HOPS = ("owner", "direct")
 
 
-def direct_bound(config: Config) -> float:
+def direct_bound(config: Config, replicas: Sequence[float]) -> float:
     """Microbatches per second over the links with direct hops, if computing took no time; see above."""
-    sends = 2 if config.run.stages > 2 else 1
-    share = config.run.stages / config.run.peers
-    return config.network.bandwidth_Bps / (4 * config.device.emulated_values * sends * share)
+    ends = (0, config.run.stages - 1)
+    busiest = max((1 if stage in ends else 2) / count for stage, count in enumerate(replicas))
+    return config.network.bandwidth_Bps / (4 * config.device.emulated_values * busiest)
 
 
-def bound(config: Config) -> float:
-    network = direct_bound(config) if config.network.hops == "direct" else overhead.network_bound(config)
-    return min(network, overhead.compute_bound(config))
+def bound(config: Config, replicas: Sequence[int] = ()) -> float:
+    even = replicas or [config.run.peers / config.run.stages] * config.run.stages
+    direct = config.network.hops == "direct"
+    network = direct_bound(config, even) if direct else overhead.network_bound(config, even)
+    return min(network, overhead.compute_bound(config, replicas))
 
 
 def boundary_bytes(config: Config, summary: dict[str, Any]) -> float:
@@ -61,16 +68,25 @@ def boundary_bytes(config: Config, summary: dict[str, Any]) -> float:
     return float(total) / (4 * config.device.emulated_values * max(1, summary["committed"]))
 
 
-def measure(words: list[str]) -> tuple[float, dict[str, Any]]:
-    """Microbatches per second after the first commit, and the run's summary."""
+def measure(words: list[str], planned: bool) -> tuple[float, dict[str, Any], tuple[int, ...]]:
+    """Microbatches per second after the first commit, the run's summary, and the replicas of each stage if planned."""
+    replicas: tuple[int, ...] = ()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "shoal.cli.main", "run", str(overhead.LAB), *words]
-        subprocess.run(command, cwd=folder, env=overhead.environment(), check=True, stdout=sys.stderr)
+
+        def shoal(verb: str, *more: str) -> None:
+            command = [sys.executable, "-m", "shoal.cli.main", verb, str(overhead.LAB), *words, *more]
+            subprocess.run(command, cwd=folder, env=overhead.environment(), check=True, stdout=sys.stderr)
+
+        if planned:
+            stages = configuration.load(overhead.LAB, words).run.stages
+            shoal("plan", "--stages", str(stages), "--wiring", "stochastic", "--out", "plan.json")
+            replicas = tuple(len(stage.peers) for stage in plan.load(Path(folder) / "plan.json").stages)
+        shoal("run", *(("--plan", "plan.json") if planned else ()))
         directory = Path(folder) / "runs/lab"
         steps = [json.loads(line) for line in (directory / "commits.jsonl").read_bytes().splitlines()]
         summary = json.loads((directory / "summary.json").read_bytes())
     seconds = steps[-1]["heard_s"] - steps[0]["heard_s"]
-    return summary["committed"] * (len(steps) - 1) / len(steps) / seconds, summary
+    return summary["committed"] * (len(steps) - 1) / len(steps) / seconds, summary, replicas
 
 
 def main() -> None:
@@ -79,8 +95,9 @@ def main() -> None:
     parser.add_argument("--links", default=LINKS, metavar="MBIT:MS,...", help=f"default: {LINKS}")
     parser.add_argument("--batch", type=int, default=64, help="microbatches per step")
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
+    parser.add_argument("--planned", action="store_true", help="as many replicas of each stage as `shoal plan` says")
     asked = parser.parse_args()
-    rows: dict[str, dict[str, dict[str, float]]] = {}
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     for link in asked.links.split(","):
         mbit, _, ms = link.partition(":")
         for hops in HOPS:
@@ -94,9 +111,11 @@ def main() -> None:
                 *asked.settings,
             ]
             config = configuration.load(overhead.LAB, words)
-            rate, summary = measure(words)
-            row = {"rate": rate, "bound": bound(config), "boundary_bytes_A": boundary_bytes(config, summary)}
+            rate, summary, replicas = measure(words, asked.planned)
+            row = {"rate": rate, "bound": bound(config, replicas), "boundary_bytes_A": boundary_bytes(config, summary)}
             rows.setdefault(link, {})[hops] = {key: round(value, 3) for key, value in row.items()}
+            if replicas:
+                rows[link][hops]["replicas"] = replicas
             print(f"{link:>8} {hops:<7} {rate:6.3f} of {row['bound']:6.3f} microbatches/s", file=sys.stderr, flush=True)
     told = "200:50" if "200:50" in rows else next(iter(rows))
     setting = {

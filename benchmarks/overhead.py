@@ -40,6 +40,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from report import report
@@ -51,22 +52,24 @@ LAB = ROOT / "configs/lab.toml"
 VALUES = 2_000_000  # of a boundary tensor: 8 MB in float32
 
 
-def compute_bound(config: Config) -> float:
-    """Microbatches per second if links were free."""
-    replicas = config.run.peers // config.run.stages
-    hops = 2 if config.run.stages == 1 else 3  # a forward is one, a backward two
-    return replicas / (hops * config.device.emulated_s)
+def compute_bound(config: Config, replicas: Sequence[float] = ()) -> float:
+    """Microbatches per second if links were free. `replicas` of each stage: equally many by default."""
+    stages = config.run.stages
+    replicas = replicas or [config.run.peers // stages] * stages
+    hops = [3] * (stages - 1) + [2]  # a forward is one, a backward two; the last stage only runs back
+    return min(count / (each * config.device.emulated_s) for count, each in zip(replicas, hops, strict=True))
 
 
-def network_bound(config: Config) -> float:
-    """Microbatches per second if computing took no time; see above."""
+def network_bound(config: Config, replicas: Sequence[float] = ()) -> float:
+    """Microbatches per second if computing took no time; see above. `replicas` of each stage: equally many by default."""
     peers, stages = config.run.peers, config.run.stages
-    replicas = peers / stages
+    replicas = replicas or [peers / stages] * stages
     sends = [1 if stage in (0, stages - 1) else 3 for stage in range(stages)]
     receives = [1 if stage in (0, stages - 1) else 2 for stage in range(stages)]
-    foreign = (1 - 1 / stages) / replicas
-    up = max((sum(sends) - u) / peers + d * foreign for u, d in zip(sends, receives, strict=True))
-    down = max((sum(receives) - d) / peers + u * foreign for u, d in zip(sends, receives, strict=True))
+    foreign = [(1 - count / peers) / count for count in replicas]
+    each = list(zip(sends, receives, foreign, strict=True))
+    up = max((sum(sends) - u) / peers + d * share for u, d, share in each)
+    down = max((sum(receives) - d) / peers + u * share for u, d, share in each)
     return config.network.bandwidth_Bps / (4 * config.device.emulated_values * max(up, down))
 
 
