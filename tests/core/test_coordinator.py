@@ -465,6 +465,30 @@ def test_a_ready_joiner_serves_from_the_middle_of_a_step_whose_end_is_far() -> N
     assert leader.view.step == 1 and leader.view.account.redone == 0
 
 
+def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, peers=6))
+    for peer in "bcdef":
+        leader.join(peer)
+    for peer in "abcdef":
+        leader.pulse(peer)
+    assert [one.stage for one in leader.view.members].count(1) == 3 and leader.view.started
+    staying = [one.peer for one in leader.view.members if one.stage == 0]
+    left = next(one.peer for one in leader.view.members if one.stage == 1)
+    leader.wait(40.0, alive=(*staying, left))
+    (moved,) = [one for one in leader.view.members if one.stage == 1 and one.peer != left]
+    assert moved.peer in staying and leader.view.step == 0, leader.reasons
+    assert Member(moved.peer, 0) in leader.view.fenced, "what it booked there stays void"
+    assert f"{moved.peer} serves stage 1 from the middle of the step" in leader.reasons
+    rest = [one.peer for one in leader.view.members if one.stage == 0]
+    leader.pulse(moved.peer, (0, 1), stage=0)  # late, from before it moved
+    assert leader.mind.ledger.booked == 0
+    for peer, books in ((rest[0], (0, 2)), (rest[1], (1, 3)), (left, (0, 1)), (moved.peer, (2, 3))):
+        leader.pulse(peer, books)
+    assert {share.peer: share.indices for share in leader.rounds()[-1].groups[1]} == {left: (0, 1), moved.peer: (2, 3)}
+    leader.reduce()
+    assert leader.view.step == 1
+
+
 def test_a_ready_joiner_waits_for_the_end_of_a_step_that_is_near() -> None:
     leader = Leader()
     leader.start()
@@ -482,7 +506,7 @@ def test_a_member_put_out_does_not_come_back_in_the_middle_of_the_step() -> None
     leader.start()
     leader.hear("c", Complaint(about="c", reason="missed a commit", stale=True))
     leader.wait(30.0, alive=("b", "c"))
-    assert "c" in leader.view.fenced and "c" not in [one.peer for one in leader.view.members]
+    assert Member("c", 0) in leader.view.fenced and "c" not in [one.peer for one in leader.view.members]
 
 
 def test_a_checkpoint_goes_to_the_next_replica_when_one_cannot_write_and_is_given_up_when_none_can() -> None:

@@ -105,7 +105,10 @@ def test_two_different_views_of_one_number_are_caught() -> None:
         {"owners": (0, 1, 3)},
         {"members": ()},
         {"members": (m.Member("a", 0), m.Member("a", 1), m.Member("c", 1))},
-        {"members": (m.Member("a", 0), m.Member("b", 0), m.Member("c", 1), m.Member("d", 1)), "fenced": ("d",)},
+        {
+            "members": (m.Member("a", 0), m.Member("b", 0), m.Member("c", 1), m.Member("d", 1)),
+            "fenced": (m.Member("d", 1),),
+        },
     ],
 )
 def test_a_view_that_does_not_follow_is_caught(changes: dict[str, object]) -> None:

@@ -274,7 +274,7 @@ class Coordinator:
             members=members,
             joining=joining,
             owners=_inherit(view, members),
-            fenced=(*view.fenced, *(member.peer for member in view.members if member.peer in left)),
+            fenced=(*view.fenced, *(member for member in view.members if member.peer in left)),
             account=account,
             reason="; ".join(words)[:2000],
         )
@@ -285,9 +285,10 @@ class Coordinator:
         if not view.started or not view.joining or self.round is not None:
             return None
         empty = self._empty(view)
+        void = {(member.peer, member.stage) for member in view.fenced}
         able = tuple(
-            member for member in view.joining if member.peer not in view.fenced and self._ready(member, view)
-        )  # whoever was a member of this step stays out: a peer that missed a view would take its void books for good
+            member for member in view.joining if (member.peer, member.stage) not in void and self._ready(member, view)
+        )  # whoever served that stage in this step stays out: books of before, told late, would count there again
         if self._rest_s(now) < ENTER_BEATS * self.settings.beat_s:
             able = tuple(member for member in able if member.stage in empty)
         if not able:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 9  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 10  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -119,9 +119,8 @@ class View(Value, frozen=True):
     reason: Text = ""  # why this view replaced the one before, in words
     saved: Count = 0  # version of the newest checkpoint; where the run goes back to when a stage is lost
     fenced: tuple[
-        Peer, ...
-    ] = ()  # were members of this step and are not any more: their books are void until the next one
-
+        Member, ...
+    ] = ()  # served those stages in this step and do not any more: books there are void until the next
     kept: bool = False  # this epoch began without going back: states of the epoch before stand, books do not
     rebuilt: tuple[Rebuilt, ...] = ()  # stages that were made from their neighbours before this epoch's first step
 

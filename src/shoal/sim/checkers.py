@@ -128,8 +128,8 @@ class Watch:
             if view.step not in (before.step, before.step + 1):
                 self.report(peer, "view", f"view {view.number} goes from step {before.step} to {view.step}")
             if view.step == before.step and view.started and before.started:
-                entered = {one.peer for one in view.members} - {one.peer for one in before.members}
-                again = entered & {*before.fenced, *view.fenced}
+                entered = {(one.peer, one.stage) for one in view.members if one not in before.members}
+                again = entered & {(one.peer, one.stage) for one in before.fenced + view.fenced}
                 if again:
                     self.report(peer, "view", f"view {view.number} takes {sorted(again)} back in the middle of a step")
             if before.started:
