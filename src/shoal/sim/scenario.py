@@ -241,17 +241,15 @@ _LONG = Scenario(
     progress_s=4000.0,
     finish_s=200_000.0,
 )
-# A joiner serves from the next step on: where a step takes 500 s and a peer lives for an hour, the members of a step die away while those
-# who could replace them wait for its end. So the short-lived have short steps.
 LONG = (  # hours of machines that come and go: what only shows after hundreds of steps
     msgspec.structs.replace(
-        _LONG, name="spot", peers=(60, 68), steps=(280, 320), step_s=120.0, microbatches=(64, 96),
+        _LONG, name="spot", peers=(60, 68), microbatches=(64, 96),
         record="aws-g4dn-spot.csv", copies=5, one_of=10,
         happenings=Happenings(pauses=6, one_ways=4, slows=4, halves=3, jumps=4, full_disks=3), events=30_000_000,
     ),
     msgspec.structs.replace(
-        _LONG, name="crowd", peers=(400, 400), stages=(32, 32), steps=(60, 70), microbatches=(400, 400), life_s=28_800.0,
-        one_of=50, happenings=Happenings(pauses=6, one_ways=4, slows=4, jumps=4, full_disks=3), events=200_000_000,
+        _LONG, name="crowd", peers=(400, 400), stages=(32, 32), steps=(12, 16), microbatches=(400, 400), life_s=28_800.0,
+        faults_s=7200.0, one_of=100, happenings=Happenings(pauses=6, one_ways=4, slows=4, jumps=4, full_disks=3), events=200_000_000,
     ),
 )  # fmt: skip
 SCENARIOS |= {scenario.name: scenario for scenario in (*FAULTS, *LONG)}
