@@ -286,6 +286,21 @@ def test_of_all_that_was_wanted_during_a_build_only_the_newest_is_built(ends: ty
     assert play.task(Init).stage == 1, "nothing is under way any more"
 
 
+def test_a_donor_that_was_moved_offers_its_new_stage_and_not_its_copy_of_the_old_one() -> None:
+    """Found by simulation (spot 2): a stage's only replica, moved there in the same step, offered its old stage to twelve joiners."""
+    play = a_donor()
+    ask(play, "x")
+    exported(play)
+    play.view(a_view(2, step=5, members=(Member("a", 1), Member("b", 0)), joining=(Member("x", 0),)))
+    play.take(play.server.seat(0, 5, 0, 10, "d0", 0.0))
+    play.hear("x", AskState(epoch=0, stage=0, since=5))
+    assert play.sent(Offer) == [] and play.task(Export).step == 5, "nobody can use the copy of stage 1 any more"
+    exported(play)
+    assert [(offer.stage, offer.manifest) for _, offer in play.sent(Offer)] == [(0, MANIFEST)]
+    play.hear("x", AskChunk(epoch=0, step=5, stage=0, chunk=0))
+    assert play.task(ReadChunk).step == 5
+
+
 def test_a_copy_in_use_is_offered_to_whom_it_suits_and_kept_from_whom_it_does_not() -> None:
     play = a_donor()
     ask(play, "x")

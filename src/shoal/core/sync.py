@@ -95,7 +95,7 @@ class Sync:
         self.usual = Latency()  # seconds from asking for a chunk to holding it
         self.misses = 0  # donors given up since the last chunk came
         self.retry_at: float | None = None
-        self.export: tuple[int, int] | None = None  # (epoch, step) of the copy held for others
+        self.export: tuple[int, int, int] | None = None  # (epoch, stage, step) of the copy held for others
         self.offered: Manifest | None = None
         self.exporting = ""
         self.takers: set[Peer] = set()  # joiners that were offered that copy
@@ -306,12 +306,13 @@ class Sync:
         if self._suits(ask):
             self.takers.add(peer)
             return [Send(peer, self._offer(ask.stage))]
-        in_use = self.takers - {peer} if self.export is not None and self.export[0] == view.epoch else set()
+        held = self.export is not None and self.export[:2] == (view.epoch, server.stage)
+        in_use = self.takers - {peer} if held else set()
         if in_use or server.step < ask.since:
             return [Send(peer, _nothing(ask))]
         self.waiting[peer] = ask
         self.exporting = self._id()
-        self.export, self.offered, self.takers = (server.epoch, server.step), None, set()
+        self.export, self.offered, self.takers = (server.epoch, server.stage, server.step), None, set()
         return [Do(Export(id=self.exporting, step=server.step))]
 
     def _may_have(self, peer: Peer, stage: int) -> bool:
@@ -325,15 +326,16 @@ class Sync:
 
     def _suits(self, ask: AskState) -> bool:
         export = self.export
-        return export is not None and self.offered is not None and export[0] == ask.epoch and export[1] >= ask.since
+        same = export is not None and self.offered is not None and export[:2] == (ask.epoch, ask.stage)
+        return same and export is not None and export[2] >= ask.since
 
     def _offer(self, stage: int) -> Offer:
         assert self.export is not None and self.offered is not None
-        return Offer(epoch=self.export[0], step=self.export[1], stage=stage, manifest=self.offered)
+        return Offer(epoch=self.export[0], step=self.export[2], stage=stage, manifest=self.offered)
 
     def _on_ask_chunk(self, peer: Peer, ask: AskChunk) -> list[Command]:
         view, manifest = self.view, self.offered
-        asked_for = self.export == (ask.epoch, ask.step) and self.server.stage == ask.stage
+        asked_for = self.export == (ask.epoch, ask.stage, ask.step) and self.server.stage == ask.stage
         if view is None or not self._may_have(peer, ask.stage):
             return []
         if manifest is None or not asked_for or ask.chunk >= len(manifest.sizes):

@@ -142,6 +142,7 @@ class Hands:
         self.sum.clear()
         self._reduced.clear()
         self._kept.clear()
+        self._copy = None
         return m.Result(digest=digest, length=self.world.length(stage))
 
     # ------------------------------------------------------------------------------------------------------- hops
