@@ -178,6 +178,26 @@ def test_a_silent_member_is_removed_its_work_goes_to_the_others_and_its_bookings
     assert "c silent for" in leader.view.reason
 
 
+def test_what_a_dead_member_owned_goes_to_those_who_have_least_left_to_do() -> None:
+    leader = Leader(msgspec.structs.replace(SETTINGS, peers=4, microbatches=8))
+    for peer in "bcd":
+        leader.join(peer)
+    for peer in "abcd":
+        leader.pulse(peer)
+    assert leader.view.started
+    order = [one.peer for one in leader.view.members]
+    owned = {peer: [i for i, at in enumerate(leader.view.owners) if order[at] == peer] for peer in order}
+    assert all(len(each) == 2 for each in owned.values())
+    below, above = ([one.peer for one in leader.view.members if one.stage == stage] for stage in (0, 1))
+    gone = below[1]  # all of the other stage's second replica is done, and nothing of the others
+    leader.pulse(below[0], tuple(owned[above[1]]))
+    leader.pulse(above[1], tuple(owned[above[1]]))
+    leader.wait(5.0, alive=tuple(peer for peer in order if peer not in (gone, "a")))
+    now = [leader.view.members[at].peer for at in leader.view.owners]
+    assert [now[index] for index in owned[gone]] == [above[1]] * 2, leader.reasons
+    assert all(now[index] == peer for peer in order if peer != gone for index in owned[peer])
+
+
 def test_a_member_heard_in_time_stays() -> None:
     leader = Leader()
     leader.start()

@@ -7,6 +7,8 @@ one. For coordinator.py.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shoal.core.messages import Booking, Member, Peer, Share
 
 
@@ -50,6 +52,11 @@ class Ledger:
             if len(indices) < self.microbatches:
                 found.append(f"stage {stage} has {len(indices)} of {self.microbatches} microbatches")
         return found
+
+    def open(self, members: tuple[Member, ...]) -> set[int]:
+        """Microbatches that one of these has yet to book at some stage."""
+        times = Counter(booking.index for member in members for booking in self.books.get(member.peer, ()))
+        return {index for index in range(self.microbatches) if times[index] < self.stages}
 
     def doubled(self, members: tuple[Member, ...]) -> Peer | None:
         """A member whose books overlap another's of its stage: the one with fewer bookings, so that less is redone."""
