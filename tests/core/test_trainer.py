@@ -37,7 +37,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.microbatch import Kind, Want, new_microbatch, plan
-from shoal.core.trainer import Trainer
+from shoal.core.trainer import MOST_HOLDS, Trainer
 
 ME = "me"
 
@@ -53,9 +53,9 @@ def a_view(number: int = 2, step: int = 0, stages: int = 2, owner: str = ME, wit
 class Rig:
     """A trainer whose step has begun, with short ways to answer it."""
 
-    def __init__(self, stages: int = 2, view: View | None = None) -> None:
+    def __init__(self, stages: int = 2, view: View | None = None, seconds: tuple[float, ...] = ()) -> None:
         self.now, self.serial = 0.0, 0
-        self.trainer = Trainer(ME, Settings(stages=stages, microbatches=1, steps=9), Random(1))
+        self.trainer = Trainer(ME, Settings(stages=stages, microbatches=1, steps=9, stage_seconds=seconds), Random(1))
         self.trainer.leader = "boss"
         self.trainer.on_view(View(number=1, step=0, members=()), 0.0)
         self.out = self.trainer.on_view(view or a_view(stages=stages), 0.0)
@@ -197,8 +197,8 @@ def test_a_cancelled_backward_that_was_done_is_booked_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_hop_that_its_server_has_got_is_waited_for_once_more(backward: bool) -> None:
-    rig = Rig()
+def test_a_hop_that_its_server_has_got_is_waited_for_once_more_where_the_usual_time_is_known(backward: bool) -> None:
+    rig = Rig(seconds=(1.0, 1.0))
     if backward:
         hop = rig.at_last_backward()
     else:
@@ -215,6 +215,37 @@ def test_a_hop_that_its_server_has_got_is_waited_for_once_more(backward: bool) -
     assert rig.now - asked == pytest.approx(patience_s)
     again = rig.sent(Cancel if backward else Forward)
     assert (again.peer == hop.peer) is backward, "then it is slow, whatever it says"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_hop_that_its_server_has_got_is_waited_for_as_long_again_while_only_a_guess_says_how_long_it_takes(
+    backward: bool,
+) -> None:
+    rig = Rig()
+    if backward:
+        hop = rig.at_last_backward()
+    else:
+        rig.read()
+        hop = rig.sent(Forward)
+    began = rig.now
+    for times in range(MOST_HOLDS):
+        rig.tick()
+        waited = rig.now - began
+        rig.answer(rig.sent(Query), Pending)
+        due = waited if times + 1 < MOST_HOLDS else rig.trainer._routes.patience(hop.peer, 2.5 if backward else 1.0)
+        assert rig.trainer.deadline == pytest.approx(rig.now + due)
+    assert rig.now - began > 500.0
+    rig.tick()
+    assert rig.sent(Cancel if backward else Forward), "then it is slow, whatever it says"
+
+
+def test_a_stage_is_known_by_two_answers() -> None:
+    rig = Rig()
+    routes = rig.trainer._routes
+    routes.answered("a0", 80.0, 1.0, 0.0)
+    assert not routes.knows("a0"), "the guess is the middle one still"
+    routes.answered("b0", 80.0, 1.0, 0.0)
+    assert routes.knows("a0") and routes.patience("a0", 1.0) == pytest.approx(320.0)
 
 
 def test_nobody_earns_time_by_saying_unasked_that_a_hop_is_pending() -> None:

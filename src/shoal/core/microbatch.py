@@ -89,7 +89,8 @@ class Hop(msgspec.Struct, eq=False):
     last: int = 0
     to: Peer = ""  # with direct hops: gets what is made
     asked: bool = False  # whether its server has got it, and there is no answer yet
-    held: bool = False  # it waits or runs there, as its server has said
+    held: bool = False  # it waits or runs there, as its server has said: waited for once more
+    holds: int = 0  # how often its server has said so
 
     @property
     def repeated(self) -> bool:

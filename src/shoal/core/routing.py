@@ -82,6 +82,11 @@ class Usual:
         self._sorted = [prior_s]
         self.value = prior_s
 
+    @property
+    def known(self) -> bool:
+        """The guess has no say any more."""
+        return len(self._came) > 2
+
     def add(self, seconds: float) -> None:
         if len(self._came) == SAMPLES:
             del self._sorted[bisect_left(self._sorted, self._came.popleft())]
@@ -197,11 +202,8 @@ class Routes:
     def __init__(self, settings: Settings, rng: Chance) -> None:
         self._settings = settings
         self._rng = rng
-        planned = settings.stage_seconds
-        self._wirings = [
-            Wiring(planned[stage] if stage < len(planned) and planned[stage] > 0 else COLD_S, rng)
-            for stage in range(settings.stages)
-        ]
+        self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
+        self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
 
     def on_view(self, members: tuple[Member, ...], now: float) -> None:
@@ -286,6 +288,13 @@ class Routes:
         stage, replica = self._at[peer]
         usual_s = PATIENCE * size * self._wirings[stage].expected(replica) + replica.queue_s
         return max(self._settings.hop_floor_s, usual_s)
+
+    def knows(self, peer: Peer) -> bool:
+        """Whether its stage's usual time was measured or planned: else it is guessed, and may be a hundred times more."""
+        if peer not in self._at:
+            return True
+        stage = self._at[peer][0]
+        return stage in self._planned or self._wirings[stage].usual.known
 
     def repeat_s(self, peer: Peer) -> float:
         """Seconds until a slow request is repeated: as its stage is, since the peer's own average has its timeouts in it."""

@@ -51,6 +51,7 @@ _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
 ASK_FLOORS = 0.5  # of hop_floor_s: a server that has got a request says so within that
+MOST_HOLDS = 8  # with a guess of 1 s: up to 17 minutes for a forward whose server says that it has got it
 
 
 class Trainer:
@@ -288,8 +289,7 @@ class Trainer:
             return ""
         if isinstance(message, Pending):
             if hop.asked:
-                hop.asked, hop.held = False, True
-                self._timers.set(m.index, now + self._routes.patience(peer, hop.kind.size))
+                self._held(m, hop, now)
         elif isinstance(message, (Busy, Refused, Missing)):
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
@@ -297,6 +297,13 @@ class Trainer:
                 return self._gradient(m, hop, came, now)
             self._cancelled(m, hop, now)
         return ""
+
+    def _held(self, m: Microbatch, hop: Hop, now: float) -> None:
+        """Its server has got it. While nothing is known of how long that stage takes, it is waited for as long again, several times."""
+        hop.asked, hop.holds = False, hop.holds + 1
+        hop.held = hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
+        wait_s = self._routes.patience(hop.peer, hop.kind.size)
+        self._timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
 
     def _output(self, m: Microbatch, peer: Peer, message: Output, came: Came, now: float) -> str:
         hop = m.hop
