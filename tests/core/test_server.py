@@ -456,7 +456,7 @@ def test_an_owner_that_asks_is_told_what_waits_here_and_what_is_on_its_way() -> 
     assert play.commands == [], "not its own"
     play.done(running)
     play.hear(OWNER, asked[0])
-    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 3), ())], "its output has been sent"
+    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 3, sent=True), ())], "its output has been sent"
     play.server.on_unreachable(OWNER)
     play.hear(OWNER, asked[0])
     assert play.commands == [], "and is lost"

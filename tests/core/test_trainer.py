@@ -239,6 +239,17 @@ def test_a_hop_that_its_server_has_got_is_waited_for_as_long_again_while_only_a_
     assert rig.sent(Cancel if backward else Forward), "then it is slow, whatever it says"
 
 
+def test_a_hop_whose_output_was_sent_is_waited_for_once_more_though_nothing_is_known() -> None:
+    """Found by simulation (slowed 3): a lost output was waited for, for minutes."""
+    rig = Rig()
+    rig.read()
+    rig.tick()
+    waited = rig.now
+    rig.answer(rig.sent(Query), Pending, True)
+    rig.tick()
+    assert rig.now == pytest.approx(2 * waited) and rig.sent(Forward)
+
+
 def test_a_stage_is_known_by_two_answers() -> None:
     rig = Rig()
     routes = rig.trainer._routes

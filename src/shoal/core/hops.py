@@ -220,7 +220,7 @@ class Hops:
         job = running or self._queue.get(key)
         on_its_way = not message.backward and (peer, index) in self._handed
         if on_its_way or (job is not None and job.reply == peer):
-            return [Send(peer, Pending(*hop_of(message)))]
+            return [Send(peer, Pending(*hop_of(message), sent=job is None))]
         made = Key(message.step, index, message.stage + 1, False)
         if message.backward or job is not None or made not in self.shelf:
             return []

@@ -416,11 +416,14 @@ class Query(Wire, frozen=True):
 
 
 class Pending(Wire, frozen=True):
+    """`sent`: it is done, and its output was sent on, where it may have been lost."""
+
     epoch: Count
     step: Count
     index: Index
     stage: Stage
     attempt: Count
+    sent: bool = False
 
 
 class Busy(Wire, frozen=True):

@@ -289,7 +289,7 @@ class Trainer:
             return ""
         if isinstance(message, Pending):
             if hop.asked:
-                self._held(m, hop, now)
+                self._held(m, hop, message.sent, now)
         elif isinstance(message, (Busy, Refused, Missing)):
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
@@ -298,10 +298,11 @@ class Trainer:
             self._cancelled(m, hop, now)
         return ""
 
-    def _held(self, m: Microbatch, hop: Hop, now: float) -> None:
-        """Its server has got it. While nothing is known of how long that stage takes, it is waited for as long again, several times."""
+    def _held(self, m: Microbatch, hop: Hop, sent: bool, now: float) -> None:
+        """Its server has got it. While nothing is known of how long that stage takes, it is waited for as long again, several times;
+        once only when it was done and `sent`: that may be lost."""
         hop.asked, hop.holds = False, hop.holds + 1
-        hop.held = hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
+        hop.held = sent or hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
         wait_s = self._routes.patience(hop.peer, hop.kind.size)
         self._timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
 
