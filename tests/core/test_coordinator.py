@@ -460,6 +460,20 @@ def test_a_neighbour_that_dies_while_a_stage_is_made_from_it_sends_all_back() ->
     assert leader.view.epoch == 2 and not leader.view.kept and "stage 2 lost its last replica" in leader.reasons
 
 
+def test_nobody_is_moved_to_a_neighbour_whose_state_is_lost_while_a_stage_is_made_from_it() -> None:
+    """Found by simulation (lost 281): a peer sat on that stage with nothing to hold, so that it did not count as lost any more."""
+    leader = Leader(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=8, lost="neighbours", lost_wait_s=3.0))
+    for peer in "bcdefgh":
+        leader.join(peer)
+    for peer in "abcdefgh":
+        leader.pulse(peer)
+    assert [leader.stage_of(peer) for peer in "abcdefgh"] == [0, 1, 2, 0, 1, 2, 0, 1]
+    while not leader.view.rebuilt:
+        leader.wait(0.5, alive=tuple("cdfg"))
+    leader.wait(15.0, alive=tuple("dg"))
+    assert leader.view.epoch == 2 and not leader.view.kept and "stage 2 lost its last replica" in leader.reasons
+
+
 def test_a_ready_joiner_takes_over_a_stage_that_lost_its_last_member() -> None:
     leader = Leader()
     leader.start()

@@ -355,8 +355,7 @@ class Coordinator:
     def _recover(self, view: View, now: float) -> View | None:
         """A stage has lost every copy of its state: all go back to the newest checkpoint, or make it from its neighbours, under
         a new epoch. Not at once: a replica that was only cut off may come back with it."""
-        made = {one.stage for one in view.rebuilt}  # or will be, as soon as somebody is there
-        empty = [stage for stage in self._empty(view) if view.started or (view.kept and stage not in made)]
+        empty = self._empty(view) if view.started else self._lost(view)
         over = view.step >= self.settings.steps and self.saving.idle
         if not empty or over:
             self.lost_at = None
@@ -438,7 +437,7 @@ class Coordinator:
         everyone = view.members + view.joining
         if view.started or len(everyone) < max(self.settings.stages, 0 if view.epoch else self.settings.peers):
             return None
-        if {member.stage for member in everyone} == set(range(self.settings.stages)):
+        if {member.stage for member in everyone} == set(range(self.settings.stages)) or self._lost(view):
             return None
         moves = self._moves(everyone, (), now)
         if not moves:
@@ -458,6 +457,11 @@ class Coordinator:
             joining=moved(view.joining),
             reason="; ".join(move.reason for move in moves)[:2000],
         )
+
+    def _lost(self, view: View) -> list[int]:
+        """Before an epoch's first step: stages whose state nobody has and nobody can make. Who is moved there has nothing to hold."""
+        made = {one.stage for one in view.rebuilt}  # or will be, as soon as somebody is there
+        return [stage for stage in self._empty(view) if view.kept and stage not in made]
 
     def _empty(self, view: View) -> list[int]:
         """Stages that no member serves."""
