@@ -239,7 +239,7 @@ _LONG = Scenario(
     faults_s=36_000.0,
     start_s=1800.0,
     progress_s=4000.0,
-    finish_s=200_000.0,
+    finish_s=300_000.0,
 )
 LONG = (  # hours of machines that come and go: what only shows after hundreds of steps
     msgspec.structs.replace(
