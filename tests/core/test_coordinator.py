@@ -94,6 +94,7 @@ class Leader:
             books=tuple(Booking(i, 2.0) for i in books),
             stage=self.stage_of(peer),
             digest=f"stage {self.stage_of(peer)}",
+            work=self.view.work,
             epoch=self.view.epoch,
         )
         self.hear(peer, msgspec.structs.replace(pulse, **changes))
@@ -515,7 +516,7 @@ def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> 
     assert f"{moved.peer} serves stage 1 from the middle of the step" in leader.reasons
     rest = [one.peer for one in leader.view.members if one.stage == 0]
     leader.pulse(moved.peer, (0, 1), stage=0)  # late, from before it moved
-    assert leader.mind.ledger.booked == 0
+    assert leader.mind._ledger(0).booked == 0
     for peer, books in ((rest[0], (0, 2)), (rest[1], (1, 3)), (left, (0, 1)), (moved.peer, (2, 3))):
         leader.pulse(peer, books)
     assert {share.peer: share.indices for share in leader.rounds()[-1].groups[1]} == {left: (0, 1), moved.peer: (2, 3)}

@@ -12,9 +12,11 @@ from shoal.sim.hands import Reduced, World, short
 STAGES, MICROBATCHES, STEPS = 2, 3, 4
 
 
-def a_watch() -> Watch:
-    settings = m.Settings(stages=STAGES, microbatches=MICROBATCHES, steps=STEPS)
-    return Watch(settings, World(STAGES, 100), lambda: 1.0)
+def a_watch(staleness: int = 0) -> Watch:
+    settings = m.Settings(stages=STAGES, microbatches=MICROBATCHES, steps=STEPS, staleness=staleness)
+    world = World(STAGES, 100, staleness)
+    world.versions = {(stage, f"w{stage}"): 0 for stage in range(STAGES)}
+    return Watch(settings, world, lambda: 1.0)
 
 
 def a_view(number: int = 5, **changes: object) -> m.View:
@@ -116,6 +118,27 @@ def test_a_view_that_does_not_follow_is_caught(changes: dict[str, object]) -> No
     watch.agreed("a", a_view())
     watch.agreed("a", a_view(number=6, **changes))
     assert found(watch) == {"view"}
+
+
+def test_a_step_that_is_computed_beside_the_one_before_is_caught_where_updates_are_not_delayed() -> None:
+    ahead = {"number": 6, "ahead": True, "begun": True, "since": 6}
+    for staleness, wanted in ((0, {"ahead"}), (1, set())):
+        watch = a_watch(staleness)
+        watch.agreed("a", a_view())
+        watch.agreed("a", a_view(**ahead))
+        assert found(watch) == wanted
+    watch.agreed("a", a_view(**ahead | {"number": 7, "step": 1}))  # and on to the next but one without a commit between
+    assert found(watch) == {"ahead"}
+
+
+@pytest.mark.parametrize(("staleness", "versions"), [(0, {0: 0, 1: 1, 2: 2}), (1, {0: 0, 1: 0, 2: 1})])
+def test_a_gradient_that_is_older_or_younger_than_declared_is_caught(staleness: int, versions: dict[int, int]) -> None:
+    for step, right in versions.items():
+        for version in range(3):
+            watch = a_watch(staleness)
+            watch.world.versions = {(stage, f"w{stage}"): version for stage in range(STAGES)}
+            watch.agreed("a", a_commit(watch, (a_gradient(0, step=step), a_gradient(1, step=step)), step))
+            assert found(watch) == (set() if version == right else {"staleness"}), (step, version)
 
 
 def test_a_move_that_empties_a_stage_is_caught_and_a_death_is_not() -> None:

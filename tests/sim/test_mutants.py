@@ -14,11 +14,14 @@ import msgspec
 import pytest
 
 from shoal.core import averaging, coordinator, microbatch, quorum, rounds
+from shoal.core.coordinator import Coordinator
 from shoal.core.hops import Hops
 from shoal.core.ledger import Ledger
+from shoal.core.messages import View
 from shoal.core.microbatch import Hop, Microbatch, Owned
 from shoal.core.rounds import Rounds
 from shoal.core.trainer import Trainer
+from shoal.sim.hands import Hands
 from shoal.sim.scenario import Case, Happenings, Messages, Scenario, draw
 from shoal.sim.swarm import Swarm
 
@@ -26,6 +29,7 @@ SEEDS = 80
 STORM = Scenario(
     name="storm",
     hops="owner",
+    staleness=0,
     peers=(4, 8),
     stages=(1, 2),
     microbatches=(16, 24),
@@ -38,6 +42,7 @@ STORM = Scenario(
 HALVES = Scenario(
     name="halves",
     hops="owner",
+    staleness=0,
     peers=(4, 8),
     stages=(1, 3),
     steps=(3, 4),
@@ -47,6 +52,7 @@ HALVES = Scenario(
 ROUNDS = Scenario(
     name="rounds",
     hops="owner",
+    staleness=0,
     peers=(6, 10),
     stages=(1, 3),
     steps=(4, 6),
@@ -54,6 +60,7 @@ ROUNDS = Scenario(
     messages=Messages(drop=0.05, delay=0.1),
     happenings=Happenings(kills=3, restarts=4, pauses=5, halves=2, one_ways=2),
 )
+LATE = msgspec.structs.replace(ROUNDS, staleness=1)  # with delayed updates
 Patch = pytest.MonkeyPatch
 
 
@@ -107,11 +114,15 @@ def adds_a_booked_microbatch_again(patch: Patch) -> None:
     on_hop = Hops.on_hop
 
     def blind(self: Hops, *arguments: Any) -> Any:
-        booked, self._booked = self._booked, {}
+        view = self._seat.view
+        if view is None:
+            return on_hop(self, *arguments)
+        book = self._book_of(view.work)
+        booked, book.kept = book.kept, {}
         try:
             return on_hop(self, *arguments)
         finally:
-            self._booked = {**booked, **self._booked}
+            book.kept = {**booked, **book.kept}
 
     patch.setattr(Hops, "on_hop", blind)
 
@@ -153,6 +164,36 @@ def commits_before_all_is_booked(patch: Patch) -> None:
     patch.setattr(averaging, "_coverage", lambda group, microbatches: "")
 
 
+def computes_with_the_newest_parameters(patch: Patch) -> None:
+    """A step that was begun with delayed updates goes on with the parameters that are made meanwhile."""
+    patch.setattr(Hands, "_used", lambda self, *_: self.digest)
+
+
+def never_opens_a_closed_step_again(patch: Patch) -> None:
+    """What a dead peer would have brought into the average is computed by nobody."""
+    remove = Coordinator._remove
+
+    def stubborn(self: Coordinator, view: View, now: float) -> View | None:
+        after = remove(self, view, now)
+        if after is None or after.ahead == view.ahead:
+            return after
+        owners = coordinator._inherit(view, after.members)
+        return msgspec.structs.replace(after, ahead=True, since=view.since, owners=owners)
+
+    patch.setattr(Coordinator, "_remove", stubborn)
+
+
+def goes_on_without_asking_for_books(patch: Patch) -> None:
+    """Whoever goes on with a step does not ask what of it is booked."""
+    on_view = Trainer.on_view
+
+    def as_if_new(self: Trainer, view: Any, now: float) -> Any:
+        self._view = msgspec.structs.replace(self._view, begun=False)
+        return on_view(self, view, now)
+
+    patch.setattr(Trainer, "on_view", as_if_new)
+
+
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
     (accepts_a_stale_answer, STORM, (55, 57)),
     (forgets_a_waiting_microbatch, ROUNDS, (2, 1)),
@@ -164,6 +205,9 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, .
     (keeps_a_fenced_peers_books, ROUNDS, (14, 0)),
     (adopts_without_asking_for_books, ROUNDS, (10, 0)),
     (commits_before_all_is_booked, ROUNDS, (7, 10)),
+    (computes_with_the_newest_parameters, LATE, (1, 3)),
+    (never_opens_a_closed_step_again, LATE, (1, 3)),
+    (goes_on_without_asking_for_books, LATE, (1, 3)),
 ]
 
 

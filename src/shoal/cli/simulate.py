@@ -21,6 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hops", choices=("owner", "direct"), help="how boundary tensors travel; else drawn by the seed"
     )
+    parser.add_argument("--staleness", choices=("0", "1"), help="1: delayed updates; else drawn by the seed")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that fails")
 
 
@@ -35,6 +36,7 @@ def main(args: argparse.Namespace) -> int:
     words = ["--scenario", args.scenario, "--seeds", seeds]
     words += [f"--{flag}" for flag in ("json", "notes") if getattr(args, flag)]
     words += ["--hops", args.hops] if args.hops else []
+    words += ["--staleness", args.staleness] if args.staleness else []
     words += ["--keep-going"] if args.keep_going else []
     words += ["--trace", args.trace] if args.trace else []
     return run.main(words)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from heapq import heapify, heapreplace
+from typing import Any
 
 import msgspec
 
@@ -74,7 +75,7 @@ class Coordinator:
         self.complaints: dict[Peer, list[str]] = {}
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
         self.stale: dict[Peer, str] = {}  # members that must download their state again
-        self.ledger = Ledger(self.settings.stages, self.settings.microbatches)
+        self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
         self.round: Round | None = None
         self.rounds = 0
         self.reduced: dict[Peer, Reduced] = {}
@@ -122,7 +123,8 @@ class Coordinator:
             self.joins.pop(peer, None)
         fresh_step = before is None or (before.step, before.epoch) != (view.step, view.epoch)
         if fresh_step:
-            self.ledger = Ledger(self.settings.stages, self.settings.microbatches)
+            same = before is not None and before.epoch == view.epoch
+            self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
             if before is not None and before.started and self.step_at is not None:
                 self.step_s = now - self.step_at
             self.step_at = None
@@ -132,10 +134,12 @@ class Coordinator:
                 self.saving.begin(view)
         if self.step_at is None and view.started:
             self.step_at = now
-        if fresh_step or self.round is None or fenced(self.round, view) is not None:
+        opened_again = before is not None and before.ahead and not view.ahead
+        if fresh_step or opened_again or self.round is None or fenced(self.round, view) is not None:
             self.round, self.reduced, self.round_sent = None, {}, {}
-        for gone in [peer for peer in self.ledger.books if peer not in members]:
-            self.ledger.forget(gone)
+        for ledger in self.ledgers.values():
+            for gone in [peer for peer in ledger.books if peer not in members]:
+                ledger.forget(gone)
         for known in (
             self.pulses,
             self.heard,
@@ -204,6 +208,18 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------- deciding
 
+    def _ledger(self, step: int) -> Ledger:
+        return self.ledgers.setdefault(step, Ledger(self.settings.stages, self.settings.microbatches))
+
+    def _share(self, view: View) -> float:
+        """How much of what is computed now is booked."""
+        return self._ledger(view.work).booked / (self.settings.stages * self.settings.microbatches)
+
+    @property
+    def _booked(self) -> int:
+        """In the books of all steps that are open."""
+        return sum(ledger.booked for ledger in self.ledgers.values())
+
     def decide(self, register: Register, now: float) -> list[Command]:
         """Whatever the rules ask for now: at most one proposal, and messages."""
         view = register.agreed
@@ -227,6 +243,7 @@ class Coordinator:
             self._commit,
             self._admit,
             self._end,
+            self._go_ahead,
         ):
             successor = rule(view, now)
             if successor is not None:
@@ -261,25 +278,66 @@ class Coordinator:
         joining += tuple(msgspec.structs.replace(member, back=True) for member in again)
         killed = sum(peer in gone for peer in view.voters)
         if gone and view.started and len({member.stage for member in members}) == self.settings.stages:
-            booked = self.ledger.booked / (self.settings.stages * self.settings.microbatches)
-            moves = self._moves(members, joining, now, left_s=self._left_s(view.step), passed=booked)
+            moves = self._moves(members, joining, now, left_s=self._left_s(view.step), passed=self._share(view))
             members, joining = _moving(members, joining, moves)
             words += [move.reason for move in moves]
             left |= {move.peer for move in moves}
-        redone = sum(len(self.ledger.books.get(peer, ())) for peer in left)
+        redone = sum(len(ledger.books.get(peer, ())) for ledger in self.ledgers.values() for peer in left)
         account = msgspec.structs.replace(
             view.account, redone=view.account.redone + redone, killed=view.account.killed + killed
         )
-        return msgspec.structs.replace(
+        after = msgspec.structs.replace(
             view,
             number=view.number + 1,
             members=members,
             joining=joining,
-            owners=_inherit(view, members, self.ledger.open(members)),
+            owners=_inherit(view, members, self._ledger(view.work).open(members)),
             fenced=(*view.fenced, *(member for member in view.members if member.peer in left)),
             account=account,
             reason="; ".join(words)[:2000],
         )
+        closed = self._ledger(view.step)
+        if not view.ahead or (closed.complete(view.members) and not any(closed.books.get(peer) for peer in left)):
+            return after
+        return msgspec.structs.replace(  # what the lost ones bring into the average is computed again, before all else
+            after,
+            ahead=False,
+            since=after.number,
+            owners=_owners(members, self.settings.microbatches) if members else (),
+            reason=f"{after.reason}; step {view.step} is opened again"[:2000],
+        )
+
+    def _go_ahead(self, view: View, now: float) -> View | None:
+        """With delayed updates: the books of the step are whole and closed, and the next one is computed while it is averaged.
+
+        Not when peers wait for a step's end, to leave, to move, or to come back after they were put out: then this step is committed
+        before the next one begins. What is computed is the same, for no step ever waits for the gradient of the one before."""
+        opens = bool(self.settings.staleness) and view.started and not view.ahead and self.round is None
+        if not opens or view.step + 1 >= self.settings.steps or not self._ledger(view.step).complete(view.members):
+            return None
+        if not view.begun and (view.fenced or self._awaited(view, now)):
+            return None
+        account = view.account
+        if not view.begun:
+            account = msgspec.structs.replace(account, issued=account.issued + self.settings.microbatches)
+        return msgspec.structs.replace(
+            view,
+            number=view.number + 1,
+            ahead=True,
+            begun=True,
+            since=view.number + 1,
+            owners=_owners(view.members, self.settings.microbatches),
+            account=account,
+            reason=f"step {view.step} is averaged, step {view.step + 1} {'goes on' if view.begun else 'begins'}",
+        )
+
+    def _awaited(self, view: View, now: float) -> bool:
+        """Somebody has to do something that needs a moment between two steps."""
+        if any(member.peer in self.leaves for member in view.members):
+            return True
+        if complete(self.settings, view.members):
+            return False
+        return bool(self._would_move(view.members, view.joining, now, left_s=self._left_s(view.step + 1)))
 
     def _promote(self, view: View, now: float) -> View | None:
         """Joiners that hold their stage become members in the middle of a step: at once where no other is left, and where the end
@@ -313,7 +371,8 @@ class Coordinator:
         """Seconds until this step's books are whole, if they fill as they have so far; as long as the last step when they are empty."""
         if self.step_at is None:
             return 0.0
-        share, passed_s = self.ledger.booked / (self.settings.stages * self.settings.microbatches), now - self.step_at
+        assert self.view is not None
+        share, passed_s = self._share(self.view), now - self.step_at
         if share:
             return passed_s * (1.0 - share) / share
         return max(passed_s, self.step_s) if self.step_s < math.inf else passed_s
@@ -346,8 +405,10 @@ class Coordinator:
             rebuilt=(),
             last=None,
             fenced=(),
+            **_step_alone(view.number + 1),
             account=msgspec.structs.replace(
-                _counting(view.account, back), redone=view.account.redone + self.ledger.booked
+                _counting(view.account, back, issued=-self.settings.microbatches if view.begun else 0),
+                redone=view.account.redone + self._booked,
             ),
             reason=f"{words}: step {view.step} begins again",
         )
@@ -384,6 +445,7 @@ class Coordinator:
             started=False,
             fenced=(),
             epoch=view.epoch + 1,
+            **_step_alone(view.number + 1),
             last=None,
             account=account,
             saved=back,
@@ -423,11 +485,13 @@ class Coordinator:
             epoch=view.epoch + 1,
             kept=True,
             rebuilt=rebuilt,
+            **_step_alone(view.number + 1),
             last=None,
             account=msgspec.structs.replace(
                 view.account,
-                issued=view.account.issued - self.settings.microbatches,  # issued again when the step begins again
-                redone=view.account.redone + self.ledger.booked,
+                # issued again when the steps begin again
+                issued=view.account.issued - self.settings.microbatches * (1 + view.begun),
+                redone=view.account.redone + self._booked,
             ),
             reason=f"{words}: nothing is undone, the loss will show it; step {view.step} begins again",
         )
@@ -549,7 +613,7 @@ class Coordinator:
             step=view.step,
             round=self.round.round,
             norm=math.sqrt(sum(norms)),
-            loss=self.ledger.loss(),
+            loss=self._ledger(view.step).loss(),
             digests=tuple(digests),
             groups=self.round.groups,
             save=save,
@@ -573,23 +637,29 @@ class Coordinator:
         """The view that begins the step after `last`: leavers go, joiners that took part become members."""
         assert self.round is not None
         took_part = {share.peer for group in self.round.groups for share in group}
-        new = tuple(member for member in view.joining if member.peer in took_part)
-        leavers = {member.peer for member in view.members if member.peer in self.leaves}
+        goes_on = view.ahead  # in the middle of the next step, nobody leaves, and nobody put out of it comes in
+        out = view.fenced if goes_on else ()
+        void = {(member.peer, member.stage) for member in out}
+        new = tuple(
+            member for member in view.joining if member.peer in took_part and (member.peer, member.stage) not in void
+        )
+        leavers = {member.peer for member in view.members if member.peer in self.leaves and not goes_on}
         staying = view.members + _arrived(new)
         members = tuple(member for member in staying if member.peer not in leavers)
         if {member.stage for member in members} != {member.stage for member in staying}:
             members, leavers = staying, set()  # a stage is never emptied by a leave
         joining = tuple(member for member in view.joining if member not in new and member.peer not in self.leaves)
+        begins = not (over or goes_on)
         words = [
             f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
         ]
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
-        quiet = over or complete(self.settings, members)  # while everybody is as planned, the plan balances
+        quiet = over or goes_on or complete(self.settings, members)  # while everybody is as planned, the plan balances
         moves = () if quiet else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
         members, joining = _moving(members, joining, moves)
         words += [move.reason for move in moves]
-        account = _counting(view.account, new, issued=0 if over else self.settings.microbatches)
+        account = _counting(view.account, new, issued=self.settings.microbatches if begins else 0)
         account = msgspec.structs.replace(
             account,
             committed=account.committed + self.settings.microbatches,
@@ -600,7 +670,11 @@ class Coordinator:
             step=view.step + 1,
             members=members,
             joining=joining,
-            owners=() if over else _owners(members, self.settings.microbatches),
+            owners=_inherit(view, members, ())
+            if goes_on
+            else _owners(members, self.settings.microbatches)
+            if begins
+            else (),
             started=True,
             saved=view.saved,
             finished=over and not last.save,
@@ -608,6 +682,8 @@ class Coordinator:
             last=last,
             account=account,
             reason="; ".join(words)[:2000],
+            fenced=out,
+            since=view.since,
         )
 
     def _end(self, view: View, now: float) -> View | None:
@@ -636,14 +712,16 @@ class Coordinator:
         return [Send(peer, self.round) for peer in late]
 
     def _open_round(self, view: View, now: float) -> list[Command]:
-        total = self.settings.stages * self.settings.microbatches
-        if self.ledger.booked < total or now < self.again_at:
+        total, ledger = self.settings.stages * self.settings.microbatches, self._ledger(view.step)
+        if ledger.booked < total or now < self.again_at:
             return []
-        if not self.ledger.complete(view.members):
-            twice = self.ledger.doubled(view.members)
+        if not ledger.complete(view.members):
+            twice = ledger.doubled(view.members)
             if twice is not None:
                 self.guilty[twice] = "booked a microbatch that another member had booked"
             return []
+        if view.begun and not view.ahead:
+            return []  # the next step goes on first
         if self.complete_at is None:
             self.complete_at = now
         ready = tuple(member for member in view.joining if self._ready(member, view))
@@ -662,7 +740,7 @@ class Coordinator:
             for stage in range(self.settings.stages)
         )
         self.rounds += 1
-        groups = self.ledger.groups(view.members, ready)
+        groups = ledger.groups(view.members, ready)
         self.round = Round(
             epoch=view.epoch,
             step=view.step,
@@ -703,11 +781,13 @@ class Coordinator:
     def _take_books(self, peer: Peer, pulse: Pulse) -> None:
         view = self.view
         assert view is not None
-        if not pulse.books or (pulse.step, pulse.epoch) != (view.step, view.epoch):
+        if pulse.epoch != view.epoch or self.serving.get(peer) != pulse.stage:
             return
-        if self.serving.get(peer) == pulse.stage:
-            self.ledger.report(peer, pulse.books)
-            self.dirty |= self.ledger.booked >= self.settings.stages * self.settings.microbatches
+        for step, books in ((pulse.work, pulse.books), (pulse.work - 1, pulse.closed)):
+            if books and view.step <= step <= view.step + view.begun:
+                ledger = self._ledger(step)
+                ledger.report(peer, books)
+                self.dirty |= ledger.booked >= self.settings.stages * self.settings.microbatches
 
     def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
         if complaint.stale and complaint.about == peer:
@@ -795,8 +875,20 @@ class Coordinator:
         passed: float = 0.0,
     ) -> tuple[Move, ...]:
         """Who should go to another stage now."""
+        moves = self._would_move(members, loading, now, left_s, passed)
+        self.recent = (*self.recent, *moves)[-MOVES_KEPT:]
+        return moves
+
+    def _would_move(
+        self,
+        members: tuple[Member, ...],
+        loading: tuple[Member, ...],
+        now: float,
+        left_s: float = math.inf,
+        passed: float = 0.0,
+    ) -> tuple[Move, ...]:
         seconds, speeds = self._measured(members)
-        moves = rebalance(
+        return rebalance(
             Fleet(
                 members=members,
                 stages=self.settings.stages,
@@ -809,8 +901,6 @@ class Coordinator:
                 passed=passed,
             )
         )
-        self.recent = (*self.recent, *moves)[-MOVES_KEPT:]
-        return moves
 
     def _left_s(self, step: int) -> float:
         """Seconds until the run's end, from that step on, as long as steps take what the last one took."""
@@ -840,6 +930,11 @@ def _moving(
     going = {move.peer for move in moves}
     stay = tuple(member for member in members if member.peer not in going)
     return stay, joining + tuple(Member(peer=move.peer, stage=move.stage, back=True) for move in moves)
+
+
+def _step_alone(number: int) -> dict[str, Any]:
+    """Of a view that makes what was computed ahead of its step void."""
+    return {"ahead": False, "begun": False, "since": number}
 
 
 def _arrived(joiners: tuple[Member, ...]) -> tuple[Member, ...]:

@@ -49,4 +49,4 @@ class Early:
         seat, view = self._seat, self._seat.view
         if view is None or not seat.seated or message.epoch != view.epoch or message.stage != seat.stage:
             return False
-        return message.view > view.number or (message.step == view.step and seat.applying is not None)
+        return message.view > view.number or (message.step == view.work and seat.applying is not None and not seat.able)

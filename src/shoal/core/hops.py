@@ -7,7 +7,7 @@ With direct hops inputs and results lie on the shelf (shelf.py): a hop runs when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -53,14 +53,22 @@ SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its 
 STUCK = 4.0  # of hop_floor_s without a booking on a full shelf: what lies there unused is not coming back
 
 
+class Book(msgspec.Struct):
+    """What is in one step's sum, in the order in which it was added; each with the kept gradient of the input, '' at stage 0."""
+
+    entries: tuple[Booking, ...] = ()
+    kept: dict[Index, tuple[Booking, str]] = msgspec.field(default_factory=dict)
+
+
 class Hops:
     def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
-        self.books: tuple[Booking, ...] = ()
         self._name, self._settings, self._serial, self._seat = name, settings, serial, seat
         self._queue: dict[tuple[bool, Index], Job] = {}
         self._running: Job | None = None
         self._void: dict[str, Job] = {}  # running, but of a step or a seat that is over
-        self._booked: dict[Index, tuple[Booking, str]] = {}  # with the kept gradient of the input, '' at stage 0
+        self._books: dict[
+            int, Book
+        ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
         self._handed: set[tuple[Peer, Index]] = set()  # outputs sent to their owners, while the connection has held
         self._declined = Declined(settings, seat)
         self._asks: dict[Peer, AskBooks] = {}
@@ -69,10 +77,22 @@ class Hops:
         self._direct = settings.hops == "direct" and settings.stages > 1
         self._freed_at = 0.0  # last booking, or when room was made by force
 
+    def adding(self, step: int) -> bool:
+        """A backward is being added to my sum of that step."""
+        return self._running is not None and self._running.backward and self._running.message.step == step
+
+    def books(self, step: int) -> tuple[Booking, ...]:
+        """What I have booked of that step."""
+        return self._books[step].entries if step in self._books else ()
+
     @property
-    def adding(self) -> bool:
-        """A backward is being added to my sum."""
-        return self._running is not None and self._running.backward
+    def _booked(self) -> dict[Index, tuple[Booking, str]]:
+        """What I have booked of the step that is computed."""
+        view = self._seat.view
+        return self._book_of(view.work).kept if view is not None else {}
+
+    def _book_of(self, step: int) -> Book:
+        return self._books.setdefault(step, Book())
 
     @property
     def queue_s(self) -> float:
@@ -87,7 +107,7 @@ class Hops:
         self._declined.on_view(before, view)
         commands: list[Command] = []
         for key, job in list(self._queue.items()):
-            if owner_of(view, job.message.index) != job.sender:
+            if _void(view, job):
                 del self._queue[key]
                 commands += drop(job.blobs)
         if before is not None and view.epoch != before.epoch:
@@ -97,15 +117,42 @@ class Hops:
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
         blobs = [blob for job in self._queue.values() for blob in job.blobs]
-        blobs += [out for _, out in self._booked.values() if out]
-        dirty = bool(self.books) or self.adding
-        read: tuple[str, ...] = ()
-        if self._running is not None:
-            read = self._inputs(self._running)
-            self._void[self._running.task] = msgspec.structs.replace(self._running, blobs=read)
-        self._queue, self._booked, self.books, self._running = {}, {}, (), None
+        blobs += self._close(self._books)
+        adding = self._running is not None and self._running.backward
+        dirty = any(book.entries for book in self._books.values()) or adding
+        read = self._disown()
+        self._queue, self._books = {}, {}
         self._handed.clear()
         return drop(tuple(blobs)) + self.shelf.turn(everything, read), dirty
+
+    def turn(self, before: View, view: View) -> list[Command]:
+        """With delayed updates: a step is committed, closed, or opened again. What is older than the view's step goes; the books
+        of the two steps that are open stay, and what runs is still booked in its own."""
+        blobs = self._close([step for step in self._books if step < view.step])
+        self._books = {step: book for step, book in self._books.items() if step >= view.step}
+        running = self._running
+        read = self._inputs(running) if running is not None else ()
+        if running is not None and running.message.step < view.step:
+            self._disown()
+        goes_on = (before.work, before.since) == (view.work, view.since)
+        if not goes_on:
+            blobs += [blob for job in self._queue.values() for blob in job.blobs]
+            self._queue = {}
+            self._handed.clear()
+        return drop(tuple(blobs)) + self.shelf.turn(False, read, goes_on)
+
+    def _close(self, steps: Iterable[int]) -> list[str]:
+        """The blobs kept for these books."""
+        return [out for step in steps for _, out in self._books[step].kept.values() if out]
+
+    def _disown(self) -> tuple[str, ...]:
+        """Nobody wants any more what runs; the blobs that it reads."""
+        job, self._running = self._running, None
+        if job is None:
+            return ()
+        read = self._inputs(job)
+        self._void[job.task] = msgspec.structs.replace(job, blobs=read)
+        return read
 
     # ----------------------------------------------------------------------------------------------------- requests
 
@@ -118,8 +165,8 @@ class Hops:
             return drop(blobs)
         backward, current, owned = (
             isinstance(message, Backward),
-            message.step == view.step,
-            owner_of(view, index) == peer,
+            message.step == view.work,
+            owner_of(view, index) == peer and message.view >= view.since,
         )
         if backward and self._declined.has(peer, message.step, index, message.attempt):
             return drop(blobs)
@@ -130,7 +177,7 @@ class Hops:
             return drop(blobs) + self._busy(peer, message, soon)
         if not current or not owned or self._name not in self._seat.known.serving:
             return drop(blobs)
-        if not self._seat.current:
+        if not self._seat.able:
             return drop(blobs) + self._busy(peer, message, soon)
         if message.stage != self._seat.stage:
             return drop(blobs) + self._refuse(peer, message, f"stage {message.stage} is not served here")
@@ -156,14 +203,14 @@ class Hops:
 
     def _here(self, index: Index) -> Job | None:
         """The backward of that microbatch that runs or waits."""
-        if self._running is not None and self._running.key == (False, index):
+        if self._runs((False, index)):
             return self._running
         return self._queue.get((False, index))
 
     def _again(self, peer: Peer, message: Backward | Recall | Cancel) -> list[Command]:
         """Its owner asks after a backward that is booked, or will be answered when it has run."""
         if message.index in self._booked:
-            return self._gradient(peer, message.index, message.attempt)
+            return self._gradient(peer, message.step, message.index, message.attempt)
         job = self._here(message.index)
         assert job is not None
         attempt = max(job.attempt, message.attempt) if job.reply == peer else message.attempt
@@ -175,7 +222,12 @@ class Hops:
         return []
 
     def _is_running(self, job: Job) -> bool:
-        return self._running is not None and (self._running.key, self._running.sender) == (job.key, job.sender)
+        return self._runs(job.key) and self._running is not None and self._running.sender == job.sender
+
+    def _runs(self, key: tuple[bool, Index]) -> bool:
+        """That hop, of the step that is computed, is running."""
+        job, view = self._running, self._seat.view
+        return job is not None and view is not None and job.key == key and job.message.step == view.work
 
     def _replace(self, job: Job) -> list[Command]:
         """A forward sent again: the newer attempt counts. If it runs it is not begun anew, only answered under that number."""
@@ -191,12 +243,11 @@ class Hops:
     def on_cancel(self, peer: Peer, message: Recall | Cancel) -> list[Command]:
         """Both ask: is it booked? Cancelled is final, so whatever waits under that attempt or an older one is dropped."""
         view, index = self._seat.view, message.index
-        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or owner_of(view, index) != peer:
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
             return []
-        if not self._seat.current or message.stage != self._seat.stage:
+        if not self._seat.able or message.stage != self._seat.stage:
             return []  # no answer I could keep to; the owner asks again
-        running = self._running is not None and self._running.key == (False, index)
-        if running or index in self._booked:
+        if self._runs((False, index)) or index in self._booked:
             return self._again(peer, message)
         self._declined.add(peer, message.step, index, message.attempt)
         queued = self._queue.get((False, index))
@@ -209,15 +260,14 @@ class Hops:
     def on_query(self, peer: Peer, message: Query) -> list[Command]:
         """Its owner wonders. Of what is not here nothing is said, and the owner takes it for lost."""
         view, index = self._seat.view, message.index
-        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or owner_of(view, index) != peer:
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
             return []
-        if not self._seat.current or message.stage != self._seat.stage:
+        if not self._seat.able or message.stage != self._seat.stage:
             return []
         if message.backward and index in self._booked:
-            return self._gradient(peer, index, message.attempt)
+            return self._gradient(peer, message.step, index, message.attempt)
         key = not message.backward, index
-        running = self._running if self._running is not None and self._running.key == key else None
-        job = running or self._queue.get(key)
+        job = (self._running if self._runs(key) else None) or self._queue.get(key)
         on_its_way = not message.backward and (peer, index) in self._handed
         if on_its_way or (job is not None and job.reply == peer):
             return [Send(peer, Pending(*hop_of(message), sent=job is None))]
@@ -242,15 +292,15 @@ class Hops:
         stage = serving.get(self._name)
         if view is None or stage is None:
             return []
-        if job is not None and job.backward and owner_of(view, job.message.index) != job.sender:
+        if job is not None and job.backward and _void(view, job):
             return []
-        indices = tuple(booking.index for booking in self.books)
+        indices = tuple(booking.index for booking in self.books(view.work))
         commands: list[Command] = []
         for peer, ask in list(self._asks.items()):
             if ask.view > view.number:
                 continue
             del self._asks[peer]
-            if (ask.epoch, ask.step) == (view.epoch, view.step) and peer in serving:
+            if (ask.epoch, ask.step) == (view.epoch, view.work) and peer in serving:
                 commands.append(Send(peer, Books(view.epoch, view.step, view.number, stage, indices)))
         return commands
 
@@ -326,11 +376,11 @@ class Hops:
 
     # ------------------------------------------------------------------------------------------------------ answers
 
-    def _gradient(self, peer: Peer, index: Index, attempt: int) -> list[Command]:
-        booking, out = self._booked[index]
+    def _gradient(self, peer: Peer, step: int, index: Index, attempt: int) -> list[Command]:
+        booking, out = self._book_of(step).kept[index]
         seat = self._seat
-        made = Key(seat.step, index, seat.stage - 1, True)
-        message = Gradient(seat.epoch, seat.step, index, seat.stage, attempt, booking.loss, self.shelf.size(made))
+        made = Key(step, index, seat.stage - 1, True)
+        message = Gradient(seat.epoch, step, index, seat.stage, attempt, booking.loss, self.shelf.size(made))
         return [Send(peer, message, (out,) if out else ())]
 
     def _busy(self, peer: Peer, message: Forward | Backward, wait_s: float) -> list[Command]:
@@ -348,11 +398,15 @@ class Hops:
 
     # -------------------------------------------------------------------------------------------------------- tasks
 
-    def start(self, cutting: bool) -> list[Command]:
-        """One hop at a time. While my sum is being cut nothing is added to it."""
-        if self._running is not None or not self._seat.ready:
+    def start(self, cutting: int | None) -> list[Command]:
+        """One hop at a time. While my sum of a step is being cut nothing is added to it."""
+        if self._running is not None or not self._seat.able:
             return []
-        keys = [key for key, job in self._queue.items() if not (job.backward and cutting) and self._complete(job)]
+        keys = [
+            key
+            for key, job in self._queue.items()
+            if not (job.backward and job.message.step == cutting) and self._complete(job)
+        ]
         if not keys:
             return []
         job = self._queue.pop(min(keys))
@@ -390,16 +444,17 @@ class Hops:
 
     def _book(self, job: Job, done: Done, now: float) -> list[Command]:
         step, index, stage = job.message.step, job.message.index, job.message.stage
-        assert index not in self._booked, f"microbatch {index} would be booked twice"
+        book = self._book_of(step)
+        assert index not in book.kept, f"microbatch {index} would be booked twice"
         booking = Booking(index, done.result.loss)
-        self._booked[index] = booking, "" if self._direct else job.out
-        self.books += (booking,)
+        book.kept[index] = booking, "" if self._direct else job.out
+        book.entries += (booking,)
         self.pace.add(True, done.seconds)
         self._freed_at = now
         commands = []
         if self._direct and job.out:
             commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes)
-        return commands + self._gradient(job.reply, index, job.attempt)
+        return commands + self._gradient(job.reply, step, index, job.attempt)
 
     def _put_out(self, job: Job, done: Done) -> list[Command]:
         self.pace.add(False, done.seconds)
@@ -417,6 +472,11 @@ class Hops:
 
     def _id(self) -> str:
         return f"s/{next(self._serial)}"
+
+
+def _void(view: View, job: Job) -> bool:
+    """Whoever sent it has no say any more."""
+    return owner_of(view, job.message.index) != job.sender or job.message.view < view.since
 
 
 def _name(message: Forward | Backward) -> str:

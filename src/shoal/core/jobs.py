@@ -69,7 +69,7 @@ class Declined:
     def add(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:
         """Remember that this attempt is never taken; False when memory is used up, and then nothing may be answered."""
         key, view = (peer, step, index), self._seat.view
-        known = view is not None and owner_of(view, index) == peer and step == view.step
+        known = view is not None and owner_of(view, index) == peer and step == view.work
         if key not in self._upto and not known and len(self._upto) >= self._room:
             return False
         self._upto[key] = max(attempt, self._upto.get(key, -1))

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 10  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 11  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -107,10 +107,10 @@ class View(Value, frozen=True):
     goes on voting while it does: otherwise two moves and two deaths would leave five peers without a majority."""
 
     number: Count
-    step: Count  # being trained now; equals the version of the parameters it is trained with
+    step: Count  # the oldest not committed; equals the version of the parameters
     members: tuple[Member, ...]
     joining: tuple[Member, ...] = ()
-    owners: tuple[Index, ...] = ()  # owners[i]: position in `members` of the trainer that owns microbatch i
+    owners: tuple[Index, ...] = ()  # owners[i]: position in `members` of the trainer that owns microbatch i of `work`
     started: bool = False
     finished: bool = False
     epoch: Count = 0  # raised when the run goes back to a checkpoint: everything of an older epoch is void
@@ -123,6 +123,10 @@ class View(Value, frozen=True):
     ] = ()  # served those stages in this step and do not any more: books there are void until the next
     kept: bool = False  # this epoch began without going back: states of the epoch before stand, books do not
     rebuilt: tuple[Rebuilt, ...] = ()  # stages that were made from their neighbours before this epoch's first step
+    # Only with delayed updates (Settings.staleness = 1):
+    ahead: bool = False  # the books of `step` are closed and it is averaged, while step + 1 is computed
+    begun: bool = False  # step + 1 was opened: `ahead`, or a death has opened `step` again
+    since: Count = 0  # number of the view that set `work`, or set it again: requests of older views are void
 
     def keeps(self, holding: Holding) -> bool:
         """That state of the epoch before is what this epoch begins with, too."""
@@ -132,6 +136,11 @@ class View(Value, frozen=True):
             and holding.step == self.step
             and all(one.stage != holding.stage for one in self.rebuilt)
         )
+
+    @property
+    def work(self) -> int:
+        """The step whose microbatches are computed."""
+        return self.step + self.ahead
 
     @property
     def voters(self) -> tuple[Peer, ...]:
@@ -194,12 +203,14 @@ class Pulse(Wire, frozen=True):
     number: Count  # newest agreed view I hold
     step: Count  # version of my parameters; meaningful when ready
     ready: bool  # my parameters are those of `step`
-    books: tuple[Booking, ...] = ()  # of the step, in the order they were added
+    books: tuple[Booking, ...] = ()  # of step `work`, in the order they were added
     epoch: Count = 0
     queue_s: float = 0.0  # seconds of work waiting here
     rate: float = 0.0  # microbatches per second my stage passes when busy
     digest: Digest = ""  # of my parameters at `step`
     stage: Stage = 0  # the stage those books belong to
+    work: Count = 0  # the step whose books these are
+    closed: tuple[Booking, ...] = ()  # with delayed updates, those of the step before, until it is committed
 
 
 class Join(Wire, frozen=True):
@@ -859,8 +870,10 @@ class Gather(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Apply(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Clip round `round`'s reduced gradient by the whole model's `norm`, one optimizer step, empty the sum; parameters
-    are now those of step + 1. With `save`, keep a copy for RunSave. Result: digest of the parameters."""
+    """Clip round `round`'s reduced gradient by the whole model's `norm`, one optimizer step, empty the step's sum; parameters
+    are now those of step + 1. With `save`, keep a copy for RunSave. Result: digest of the parameters.
+
+    With delayed updates hops of step + 1 go on before and after with the parameters of `step`, which stay until the next."""
 
     id: str
     step: int
@@ -870,7 +883,7 @@ class Apply(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Empty the step's sum (a peer's books are void: it was fenced, moved or rolled back). Result: nothing."""
+    """Empty every step's sum (a peer's books are void: it was fenced, moved or rolled back). Result: nothing."""
 
     id: str
 
@@ -972,6 +985,7 @@ class Settings(msgspec.Struct, frozen=True):
     hold_s: float = (
         30.0  # longest wait for a peer that builds the state all went back to, or for sums that a joiner lacks
     )
+    staleness: int = 0  # 1: a step is computed while the one before is averaged, with parameters that lack its gradient
     lost: str = "checkpoint"  # what to do when a stage has lost its last replica: checkpoint | neighbours | wait
     lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
     ban_s: float = 10.0  # first ban of a failing peer; doubles up to 8 times this

@@ -146,7 +146,7 @@ class Microbatch(msgspec.Struct, eq=False):
         else:
             form = Cancel if self.hop.kind is Kind.BACKWARD else Recall
         self.hop.last = self.attempt
-        message = form(view.epoch, view.step, self.index, self.hop.stage, self.attempt, view.number)
+        message = form(view.epoch, view.work, self.index, self.hop.stage, self.attempt, view.number)
         if self.direct and form in (Forward, Backward):
             return msgspec.structs.replace(message, **self._route(self.hop))
         return message

@@ -456,6 +456,8 @@ class PeerMachine:
             rate=server.rate,
             digest=server.digest,
             stage=server.stage,
+            work=server.work,
+            closed=server.closed,
         )
 
     def _tell(self, message: Wire, now: float) -> list[Command]:
@@ -496,5 +498,7 @@ def _tell_change(before: View | None, view: View) -> list[Command]:
         return [Note("recovered", view.reason)]
     if view.step > before.step:
         return [Note("commit", view.reason)]
+    if view.ahead and not before.ahead:
+        return [Note("round", view.reason)]
     left = {m.peer for m in before.members} - {m.peer for m in view.members}
     return [Note("removed" if left else "joined", view.reason)]

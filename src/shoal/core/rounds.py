@@ -84,9 +84,10 @@ class Rounds:
         self._usual = Latency()  # seconds from a round's start to its reduced gradient
 
     @property
-    def cutting(self) -> bool:
-        """My sum is being copied: nothing may be added to it."""
-        return self._current is not None and any(isinstance(task, Cut) for task in self._current.tasks.values())
+    def cutting(self) -> int | None:
+        """The step whose sum is being copied: nothing may be added to it."""
+        tasks = self._current.tasks.values() if self._current is not None else ()
+        return next((task.step for task in tasks if isinstance(task, Cut)), None)
 
     @property
     def active(self) -> int | None:

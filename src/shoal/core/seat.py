@@ -34,6 +34,7 @@ class Seat(msgspec.Struct):
     digest: str = ""  # of the parameters
     unfit: str = ""  # why they are not what the run agreed on
     applying: Apply | None = None
+    staleness: int = 0  # with 1, the parameters of step - 1 are here too
     _known: Known = NOBODY  # of `view`; made once for each
 
     @property
@@ -46,6 +47,17 @@ class Seat(msgspec.Struct):
         """Ready for the step that the view trains."""
         view = self.view
         return view is not None and self.ready and (self.epoch, self.step) == (view.epoch, view.step)
+
+    @property
+    def able(self) -> bool:
+        """What computes the view's work is here. Step s is computed with version s - staleness, which delayed updates leave here
+        while the next one is being made and after."""
+        view = self.view
+        if not self.staleness:
+            return self.current
+        if view is None or not self.seated or self.unfit or self.epoch != view.epoch:
+            return False
+        return view.work == self.step + 1 or (view.work == self.step and self.applying is None)
 
     @property
     def known(self) -> Known:

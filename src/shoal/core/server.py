@@ -60,7 +60,7 @@ class Server:
         self.name, self.settings = name, settings
         self.changed = False
         self.stale = ""
-        self._seat = Seat()
+        self._seat = Seat(staleness=settings.staleness)
         self._serial = count()
         self._hops = Hops(name, settings, self._serial, self._seat)
         self._rounds = Rounds(name, settings, self._serial, self._seat)
@@ -106,8 +106,20 @@ class Server:
         return self._seat.digest
 
     @property
+    def work(self) -> int:
+        """The step that is computed, as far as I know."""
+        view = self._seat.view
+        return view.work if view is not None else 0
+
+    @property
     def books(self) -> tuple[Booking, ...]:
-        return self._hops.books
+        """Of the step that is computed."""
+        return self._hops.books(self.work)
+
+    @property
+    def closed(self) -> tuple[Booking, ...]:
+        """Of the step before it, until that is committed."""
+        return self._hops.books(self.work - 1)
 
     @property
     def queue_s(self) -> float:
@@ -227,19 +239,29 @@ class Server:
             seat.epoch, self.changed = view.epoch, True
             commands = self._forget(empty_sum=True)
         elif before is None or (before.epoch, before.step) != (view.epoch, view.step):
-            commands = self._next_step(view, now)
+            commands = self._next_step(before, view)
         elif member_of(before.members, self.name) and not member_of(view.members, self.name):
             commands = self._forget(empty_sum=True)  # fenced: others compute again what I had booked
         else:
             commands = self._rounds.on_view(view)
+            if before.ahead and not view.ahead:
+                commands += self._rounds.end(f"step {view.step} is opened again")
+            if (before.work, before.since) != (view.work, view.since):
+                commands += self._hops.turn(before, view)
         commands += self._listening.on_view(view, now)
         return commands + self._hops.on_view(before, view, now) + self._check(now) + self._continue(now)
 
-    def _next_step(self, view: View, now: float) -> list[Command]:
+    def _next_step(self, before: View | None, view: View) -> list[Command]:
         """Do to the parameters what was committed, or say that I cannot."""
         seat, last = self._seat, view.last
         held = last is not None and self._rounds.holds(last)
-        commands = self._forget(everything=False)
+        if not self.settings.staleness or before is None or before.epoch != view.epoch:
+            commands = self._forget(everything=False)
+        elif member_of(before.members, self.name) and not member_of(view.members, self.name):
+            commands = self._forget(empty_sum=True)
+        else:
+            self.changed = self.changed or bool(self.books)
+            commands = self._rounds.turn() + self._hops.turn(before, view)
         if not seat.ready or last is None or not held or seat.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
         seat.applying = Apply(self._id(), seat.step, last.round, last.norm, last.save)
@@ -282,9 +304,9 @@ class Server:
         self._rounds.on_unreachable(peer)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
-        booked, applying = len(self.books), self._seat.applying
+        booked, applying = len(self.books) + len(self.closed), self._seat.applying
         commands = self._hops.on_done(done, now)
-        self.changed = self.changed or len(self.books) > booked
+        self.changed = self.changed or len(self.books) + len(self.closed) > booked
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
         if commands is None:
@@ -337,10 +359,10 @@ class Server:
             return []
         if message.view > view.number or message.step != view.step or not self._seat.current:
             return []
-        if self._hops.adding and self._rounds.active != message.round:
+        if self._hops.adding(message.step) and self._rounds.active != message.round:
             return []
         self._round = None
-        me = Share(self.name, tuple(booking.index for booking in self.books))
+        me = Share(self.name, tuple(booking.index for booking in self._hops.books(message.step)))
         commands = self._rounds.begin(message, me, now)
         if self._rounds.active != message.round:
             self.changed = True  # the leader may not know my books as they are

@@ -108,11 +108,14 @@ class Shelf:
         self._count(key, nbytes)
         return []
 
-    def turn(self, everything: bool, read: Collection[str]) -> list[Command]:
-        """The step is over, or (`everything`) my seat is. Blobs that a task still `read`s go with the task."""
+    def turn(self, everything: bool, read: Collection[str], goes_on: bool = False) -> list[Command]:
+        """The step is over, or (`everything`) my seat is. Blobs that a task still `read`s go with the task. `goes_on`: only what is
+        older than the view's step goes, hops do not notice."""
         view = self._seat.view
         step = -1 if view is None else view.step
         over = [key for key in self._held if everything or key.step < step]
+        if goes_on:
+            return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
         self._wants.clear()
         self._failed.clear()
         self._no_room.clear()
@@ -127,7 +130,7 @@ class Shelf:
             for key in [key for key in self._held if key not in used and not self._made_gradient(key)]:
                 if not self.full or not (always or force):
                     break
-                if not always or (key.microbatch in booked and self._of_now(key)):
+                if not always or self._closed(key) or (key.microbatch in booked and self._of_now(key)):
                     gone.append(self._remove(key))
                     self._no_room[key] = None
         return drop(tuple(gone))
@@ -140,7 +143,11 @@ class Shelf:
         return key.gradient and key.stage != self._seat.stage
 
     def _of_now(self, key: Key) -> bool:
-        return self._seat.view is not None and key.step == self._seat.view.step
+        return self._seat.view is not None and key.step == self._seat.view.work
+
+    def _closed(self, key: Key) -> bool:
+        """Of a step whose books are whole: only a death could ask for it again."""
+        return self._seat.view is not None and key.step < self._seat.view.work
 
     def _remove(self, key: Key) -> str:
         blob, nbytes = self._held.pop(key)
@@ -214,7 +221,7 @@ class Shelf:
     ) -> list[Command]:
         """Of this step or the next one, for my stage, from a peer of the view; nothing else may fill my memory."""
         view, names, key = self._seat.view, tuple(blob for blob, _ in blobs), key_of(message)
-        if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.step + 1:
+        if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
             return drop(names)
         known = self._seat.known
         if peer not in known.serving or known.present.get(self._name) != message.stage:
@@ -241,7 +248,7 @@ class Shelf:
 
     def on_pull(self, peer: Peer, message: Pull) -> list[Command]:
         view, key = self._seat.view, key_of(message)
-        if view is None or (message.epoch, message.step) != (view.epoch, view.step):
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work):
             return []
         if peer not in self._seat.known.serving:
             return []

@@ -92,10 +92,12 @@ class Trainer:
         self._out += [Note("route", text) for text in self._planned.on_view(members)]
         mine = {i: None for i, at in enumerate(view.owners) if members and members[at].peer == self.name}
         first = False
-        if (old.epoch, old.step, old.started) != (view.epoch, view.step, view.started):
+        if _period(old) != _period(view):
             self._forget_all()
-            # Without a gap in the numbers this is the step's first view, and nobody owned anything of it before.
-            first = view.number == old.number + 1 and old is not _NOTHING
+            # Without a gap in the numbers this is the step's first view, and nobody owned anything of it before, unless the
+            # step had been begun and left.
+            again = old.epoch == view.epoch and old.begun
+            first = view.number == old.number + 1 and old is not _NOTHING and not again
         else:
             self._lose(mine, now)
         new = [i for i in mine if i not in self._owned.held and i not in self._adoptions]
@@ -116,7 +118,7 @@ class Trainer:
         if (
             peer in self._stage_of
             and isinstance(message, (Answer, Books))
-            and (message.epoch, message.step) == (self._view.epoch, self._view.step)
+            and (message.epoch, message.step) == (self._view.epoch, self._view.work)
         ):
             self._routes.heard(peer)
             if isinstance(message, Books):
@@ -209,7 +211,7 @@ class Trainer:
             self._owned.wait(new_microbatch(index, booked, self._view, self._settings.hops == "direct"))
 
     def _adopt(self, indices: list[Index], now: float) -> None:
-        text = f"take over {len(indices)} microbatches of step {self._view.step}: everybody is asked for books"
+        text = f"take over {len(indices)} microbatches of step {self._view.work}: everybody is asked for books"
         self._out.append(Note("route", text))
         self._adoptions.add(self._view.number, self._stage_of, indices)
         self._ask_books(now)
@@ -218,7 +220,7 @@ class Trainer:
         view, missing = self._view, self._adoptions.missing
         for peer in missing:
             self._routes.asked(peer, now)
-            self._out.append(Send(peer, AskBooks(view.epoch, view.step, self._adoptions.floor)))
+            self._out.append(Send(peer, AskBooks(view.epoch, view.work, self._adoptions.floor)))
         if missing:
             self._timers.set(BOOKS, now + self._adoptions.pause_s(self._settings.hop_floor_s))
 
@@ -249,7 +251,7 @@ class Trainer:
         self._fetches[task] = m
         m.hop = Hop(Kind.FETCH, 0, self.name, now)
         self._timers.forget(m.index)
-        self._out.append(Do(Fetch(task, self._view.step, m.index, f"{task}/x")))
+        self._out.append(Do(Fetch(task, self._view.work, m.index, f"{task}/x")))
 
     def _send(self, m: Microbatch, want: Want, peer: Peer, now: float) -> None:
         m.next = ""
@@ -387,7 +389,7 @@ class Trainer:
         if hop.queries:
             hop.asked = True
             backward = hop.kind is Kind.BACKWARD
-            query = Query(self._view.epoch, self._view.step, m.index, hop.stage, hop.first, backward)
+            query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, backward)
             self._out.append(Send(hop.peer, query))
             self._timers.set(m.index, now + ASK_FLOORS * self._settings.hop_floor_s)
             return
@@ -423,3 +425,8 @@ class Trainer:
         out = self._out[:]
         self._out.clear()
         return out
+
+
+def _period(view: View) -> tuple[int, int, int, bool]:
+    """What a trainer keeps is good for that long."""
+    return view.epoch, view.work, view.since, view.started

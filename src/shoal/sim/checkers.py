@@ -45,6 +45,7 @@ class Watch:
         self._leaders: dict[int, m.Peer] = {}
         self._sent: dict[tuple[object, ...], m.Peer] = {}
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
+        self._fresh = settings.first_step  # the version that the run began with, or went back to
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
         self.violations.append(Violation(self._now(), peer, checker, text))
@@ -76,9 +77,9 @@ class Watch:
     def _booked(self, peer: m.Peer, pulse: m.Pulse) -> None:
         """No microbatch is booked at two members; a fenced one's bookings are void."""
         known = self._books.get(peer, (-1, -1, 0))
-        seen = known[2] if known[:2] == (pulse.epoch, pulse.step) else 0
+        seen = known[2] if known[:2] == (pulse.epoch, pulse.work) else 0
         for booking in pulse.books[seen:]:
-            key = (pulse.epoch, pulse.step, pulse.stage, booking.index)
+            key = (pulse.epoch, pulse.work, pulse.stage, booking.index)
             other = self._bookers.get(key, peer)
             if other != peer and self.trusting and self.newest is not None:
                 members = [
@@ -89,7 +90,7 @@ class Watch:
                         peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}"
                     )
             self._bookers[key] = peer
-        self._books[peer] = (pulse.epoch, pulse.step, max(seen, len(pulse.books)))
+        self._books[peer] = (pulse.epoch, pulse.work, max(seen, len(pulse.books)))
 
     # ------------------------------------------------------------------------------------------------------- views
 
@@ -127,7 +128,9 @@ class Watch:
         if view.epoch == before.epoch:
             if view.step not in (before.step, before.step + 1):
                 self.report(peer, "view", f"view {view.number} goes from step {before.step} to {view.step}")
-            if view.step == before.step and view.started and before.started:
+            else:
+                self._opens(peer, before, view)
+            if view.work == before.work and view.started and before.started:
                 entered = {(one.peer, one.stage) for one in view.members if one not in before.members}
                 again = entered & {(one.peer, one.stage) for one in before.fenced + view.fenced}
                 if again:
@@ -136,6 +139,17 @@ class Watch:
                 self._staffed(peer, before, view)
         elif view.epoch < before.epoch:
             self.report(peer, "view", f"view {view.number} goes back to epoch {view.epoch}")
+        elif not view.kept:
+            self._fresh = view.step
+
+    def _opens(self, peer: m.Peer, before: m.View, view: m.View) -> None:
+        """The next step but one is not opened before a step is committed, and nothing is with updates that are not delayed."""
+        if view.ahead and not (self.settings.staleness and view.started and view.begun):
+            self.report(
+                peer, "ahead", f"view {view.number} computes step {view.work} while step {view.step} is averaged"
+            )
+        if view.work > before.work + 1 or (view.work > before.work and before.ahead):
+            self.report(peer, "ahead", f"view {view.number} goes on from step {before.work} to {view.work}")
 
     def _staffed(self, peer: m.Peer, before: m.View, view: m.View) -> None:
         """A move never empties a stage: only the removal of its last replica does."""
@@ -168,6 +182,17 @@ class Watch:
             text, below = contents(reduced, last.step, self.settings.microbatches, below)
             if text:
                 self.report(peer, "exactly once", f"step {last.step} of epoch {epoch}, stage {stage}: {text}")
+            else:
+                self._aged(peer, last.step, stage, below)
+
+    def _aged(self, peer: m.Peer, step: int, stage: int, parameters: str) -> None:
+        """A step's gradient is made with parameters that hold all gradients but those of the last `staleness` steps before it; the
+        first step after a beginning has no other parameters than those it begins with."""
+        wanted = max(step - self.settings.staleness, self._fresh)
+        version = self.world.versions.get((stage, parameters))
+        if version != wanted:
+            text = f"step {step}, stage {stage} was computed with version {version}, not {wanted}"
+            self.report(peer, "staleness", text)
 
     def _unfenced(self, peer: m.Peer, before: m.View, last: m.Committed) -> None:
         """Only peers of the view that ends with the step may have been averaged."""

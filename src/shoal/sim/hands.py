@@ -59,11 +59,13 @@ class Storage:
 class World:
     """What all hands of one simulation share: the storage, and for the checkers what each digest stands for."""
 
-    def __init__(self, stages: int, values: int) -> None:
+    def __init__(self, stages: int, values: int, staleness: int = 0) -> None:
         self.stages = stages
         self.values = values
+        self.staleness = staleness
         self.storage = Storage()
         self.reduced: dict[str, Reduced] = {}
+        self.versions: dict[tuple[int, str], int] = {}  # (stage, parameters) -> gradients that are in them
         self.faults: list[str] = []  # what no machine may ever ask for; the swarm makes violations of them
 
     def length(self, stage: int) -> int:
@@ -87,9 +89,10 @@ class Hands:
         self.stage = -1
         self.version = -1
         self.digest = ""
-        self.sum: list[Blob] = []
+        self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
+        self.sums: dict[int, list[Blob]] = {}  # by step
         self._reduced: dict[int, Reduced] = {}
-        self._copy: tuple[int, int, str] | None = None  # (version, stage, digest) exported
+        self._copy: tuple[int, int, str, str] | None = None  # (version, stage, digest, previous) exported
         self._kept: dict[int, Blob] = {}  # chunks of a download
         self._saves: dict[tuple[int, int], str] = {}
 
@@ -137,9 +140,10 @@ class Hands:
             self.world.faults.append(f"blob name {name!r} is used twice")
         self.blobs[name] = blob
 
-    def _seat(self, stage: int, version: int, digest: str) -> m.Result:
-        self.stage, self.version, self.digest = stage, version, digest
-        self.sum.clear()
+    def _seat(self, stage: int, version: int, digest: str, previous: str) -> m.Result:
+        self.stage, self.version, self.digest, self.previous = stage, version, digest, previous
+        self.world.versions.setdefault((stage, digest), version)
+        self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
         self._reduced.clear()
         self._kept.clear()
         self._copy = None
@@ -154,8 +158,8 @@ class Hands:
     def _forward(self, task: m.RunForward, inputs: Sequence[Blob]) -> m.Result:
         (x,) = inputs
         self._match(x, ("x", task.step, task.index, task.stage), "RunForward")
-        self._expect(task.stage, task.step, "RunForward")
-        self._put(task.out, ("x", task.step, task.index, task.stage + 1, self.digest))
+        used = self._used(task.stage, task.step, "RunForward")
+        self._put(task.out, ("x", task.step, task.index, task.stage + 1, used))
         return m.Result(nbytes=100)
 
     def _backward(self, task: m.RunBackward, inputs: Sequence[Blob]) -> m.Result:
@@ -167,16 +171,24 @@ class Hands:
             wanted = ("x", task.step, task.index, 0) if task.stage == last else ("g", task.step, task.index, task.stage)
             self._match(inputs[1], wanted, "RunBackward")
             above = inputs[1][4]
-        self._expect(task.stage, task.step, "RunBackward")
-        self.sum.append((task.step, task.index, x[4], self.digest, above))
+        used = self._used(task.stage, task.step, "RunBackward")
+        self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
         if task.out:
-            self._put(task.out, ("g", task.step, task.index, task.stage - 1, self.digest))
+            self._put(task.out, ("g", task.step, task.index, task.stage - 1, used))
         return m.Result(loss=1.0 + task.index / 64 if task.stage == last else None, nbytes=100)
 
     def _match(self, blob: Blob, wanted: Blob, what: str) -> None:
         if blob[: len(wanted)] != wanted:
             self.world.faults.append(f"{what} of {blob} where {wanted} belongs")
             raise ValueError("not the right blob")
+
+    def _used(self, stage: int, step: int, what: str) -> str:
+        """The parameters that compute that step."""
+        if self.world.staleness and step == self.version + 1:
+            self._expect(stage, self.version, what)
+            return self.digest
+        self._expect(stage, step, what)
+        return self.previous if self.world.staleness else self.digest
 
     def _expect(self, stage: int, version: int, what: str) -> None:
         if (stage, version) != (self.stage, self.version):
@@ -188,7 +200,7 @@ class Hands:
 
     def _cut(self, task: m.Cut, inputs: Sequence[Blob]) -> m.Result:
         self._expect(self.stage, task.step, "Cut")
-        held = tuple(self.sum)
+        held = tuple(self.sums.get(task.step, ()))
         for low, high, out in zip(task.bounds[:-1], task.bounds[1:], task.outs, strict=True):
             self._put(out, ("part", self.stage, low, high, held))
         return m.Result()
@@ -222,26 +234,28 @@ class Hands:
         digest = short(self.digest, task.step, reduced.chunks, task.norm)
         if task.save:
             self._saves[(self.stage, task.step + 1)] = digest
-        return self._seat(self.stage, task.step + 1, digest)
+        return self._seat(self.stage, task.step + 1, digest, self.digest)
 
     def _reset(self, task: m.Reset, inputs: Sequence[Blob]) -> m.Result:
-        self.sum.clear()
+        self.sums.clear()
         return m.Result()
 
     # ------------------------------------------------------------------------------------------ state, checkpoints
 
     def _init(self, task: m.Init, inputs: Sequence[Blob]) -> m.Result:
+        self.sums.clear()
         if task.step == 0:
-            return self._seat(task.stage, 0, short("init", task.stage))
+            digest = short("init", task.stage)
+            return self._seat(task.stage, 0, digest, digest)
         saved = self.world.storage.published.get(task.step)
         if saved is None:
             raise ValueError(f"there is no checkpoint of step {task.step}")
-        return self._seat(task.stage, task.step, saved[task.stage])
+        return self._seat(task.stage, task.step, saved[task.stage], saved[task.stage])
 
     def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
         if task.step != self.version:
             raise ValueError(f"version {self.version} is held, not {task.step}")
-        self._copy = (self.version, self.stage, self.digest)
+        self._copy = (self.version, self.stage, self.digest, self.previous)
         hashes = tuple(short(self._piece(chunk)) for chunk in range(CHUNKS))
         return m.Result(manifest=m.Manifest(hashes, (1000,) * CHUNKS))
 
@@ -265,10 +279,11 @@ class Hands:
         copies = {piece[1] for piece in kept if piece is not None}
         if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
             raise ValueError(f"the kept chunks do not make one state: {kept}")
-        version, stage, digest = copies.pop()
+        version, stage, digest, previous = copies.pop()
         if (stage, version) != (task.stage, task.step):
             raise ValueError(f"kept: stage {stage} version {version}; wanted: {task.stage} version {task.step}")
-        return self._seat(stage, version, digest)
+        self.sums.clear()
+        return self._seat(stage, version, digest, previous)
 
     def _blend(self, task: m.Blend, inputs: Sequence[Blob]) -> m.Result:
         """Both neighbours at that version: whoever makes the stage of them gets the same."""
@@ -278,11 +293,14 @@ class Hands:
             copies = {piece[1] for piece in kept if piece is not None}
             if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
                 raise ValueError(f"the kept chunks do not make one state: {kept}")
-            version, stage, digest = copies.pop()
+            version, stage, digest, previous = copies.pop()
             if (stage, version) != (task.stage + of, task.step):
                 raise ValueError(f"kept: stage {stage} version {version}, for stage {task.stage} version {task.step}")
-            made.append(digest)
-        return self._seat(task.stage, task.step, short("blend", task.stage, task.below, *made))
+            made.append((digest, previous))
+        self.sums.clear()
+        digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*made, strict=True))
+        self.world.versions.setdefault((task.stage, previous), max(task.step - 1, 0))
+        return self._seat(task.stage, task.step, digest, previous)
 
     def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
         if self.world.storage.full:

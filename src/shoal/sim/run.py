@@ -41,9 +41,11 @@ class Line(msgspec.Struct, frozen=True):
     rerun: str
 
 
-def rerun(scenario: str, seed: int, hops: str = "drawn") -> str:
+def rerun(scenario: str, seed: int, hops: str = "drawn", staleness: int = -1) -> str:
     """The command that plays this history again."""
-    return f"shoal simulate {scenario} seed={seed}" + (f" --hops {hops}" if hops != "drawn" else "")
+    told = f" --hops {hops}" if hops != "drawn" else ""
+    told += f" --staleness {staleness}" if staleness >= 0 else ""
+    return f"shoal simulate {scenario} seed={seed}{told}"
 
 
 def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -> Line:
@@ -65,7 +67,7 @@ def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -
         node_hours=round(outcome.node_hours, 4),
         struck=outcome.struck,
         violations=tuple(str(violation) for violation in outcome.violations),
-        rerun=rerun(name, seed, scenario.hops),
+        rerun=rerun(name, seed, scenario.hops, scenario.staleness),
     )
 
 
@@ -148,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenario", default="chaos", help="a built-in name, a TOML file, or all")
     parser.add_argument("--seeds", default="0:100", help="FIRST:END or one seed; long scenarios take some of them")
     parser.add_argument("--hops", default="", choices=("", "owner", "direct"), help="instead of what the seed draws")
+    parser.add_argument("--staleness", default="", choices=("", "0", "1"), help="instead of what the seed draws")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided, with virtual times")
@@ -157,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scenarios, seeds = suite(given.scenario), _seeds(given.seeds)
     except ValueError as error:
         parser.error(str(error))
+    if given.staleness:
+        scenarios = [msgspec.structs.replace(one, staleness=int(given.staleness)) for one in scenarios]
     if given.hops:
         scenarios = [msgspec.structs.replace(one, hops=given.hops) for one in scenarios]
     many = len(scenarios) > 1

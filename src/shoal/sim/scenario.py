@@ -86,6 +86,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     save_every: tuple[int, int] = (0, 3)
     silence_s: float = 4.0
     hops: Literal["owner", "direct", "drawn"] = "drawn"  # whether boundary tensors go through the owner
+    staleness: Literal[0, 1, -1] = -1  # of gradients; -1: drawn
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
     sure: bool = False  # every kind of fault that may happen does
@@ -286,6 +287,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
     chance = Random(f"{scenario.name}/{seed}/hops")
     drawn = chance.choice(("owner", "direct"))
     hops = drawn if scenario.hops == "drawn" else scenario.hops
+    late = Random(f"{scenario.name}/{seed}/staleness").choice((0, 1))
     settings = Settings(
         stages=stages,
         microbatches=microbatches,
@@ -301,6 +303,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         lost=rng.choice(("checkpoint", "neighbours")),
         lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
         hops=hops,
+        staleness=late if scenario.staleness < 0 else scenario.staleness,
         keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
     )
     if scenario.planned:

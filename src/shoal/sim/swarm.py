@@ -272,7 +272,7 @@ class Swarm:
         self.case = case
         self.settings = case.settings
         self.kernel = Kernel()
-        self.world = World(case.settings.stages, case.scenario.values)
+        self.world = World(case.settings.stages, case.scenario.values, case.settings.staleness)
         self.watch = Watch(case.settings, self.world, lambda: self.kernel.now)
         self.watch.trusting = not case.happenings.liars
         self.network = Network(case.scenario, case.rng("network"), case.regions)
