@@ -72,10 +72,16 @@ class OneProcess:
             fused=True,
         )
         self.step = 0
+        self.stale: Tensors | None = None  # parameters of the version before: with delayed updates they compute
 
     def train(self, order: Order) -> Trained:
         """One optimizer step, adding in that order."""
+        newest = {name: value.detach().clone() for name, value in self.parameters.items()}
+        if self.config.train.staleness:
+            self._set(newest if self.stale is None else self.stale)
         found = [self._gradients(index) for index in range(self.microbatches)]
+        self._set(newest)
+        self.stale = newest
         sums = [
             self._sum([grads for _, grads in found], names, shares)
             for names, shares in zip(self.names, order, strict=True)
@@ -109,6 +115,11 @@ class OneProcess:
                 for name, value in self.parameters.items()
             },
         }
+
+    def _set(self, parameters: Tensors) -> None:
+        with torch.no_grad():
+            for name, value in self.parameters.items():
+                value.copy_(parameters[name])
 
     def _gradients(self, index: int) -> tuple[float, Tensors]:
         """Of one microbatch's share of the batch's mean loss."""

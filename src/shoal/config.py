@@ -113,6 +113,7 @@ class Train(Section, frozen=True):
     local_batch: int = 0  # sequences per local step of one peer; 0 = train.batch / run.peers
     outer_rate: float = 0.7  # of the outer Nesterov step, which local steps lead to
     outer_momentum: float = 0.9
+    staleness: int = 0  # 1: a step is computed while the one before is averaged and applied, without its gradient
 
 
 class Network(Section, frozen=True):
@@ -251,6 +252,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
         hops=config.network.hops,
+        staleness=config.train.staleness,
         keep_bytes=config.network.keep_bytes,
         stage_seconds=run.stage_seconds,
         home=run.stages == 1 and not run.routes,
@@ -297,6 +299,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "train.warmup": (0, 2**53),
     "train.final_ratio": (0, 1),
     "train.local_steps": (1, 2**20),
+    "train.staleness": (0, 1),
     "train.local_batch": (0, 2**24),
     "train.outer_momentum": (0, 1),
     "network.port": (0, 65535),
@@ -365,6 +368,10 @@ def _problems(config: Config) -> Iterator[str]:
         near = _nearest_divisor(train.microbatch, config.device.sequences)
         yield f"device.sequences = {config.device.sequences} does not divide train.microbatch = {train.microbatch}; try {near}"
     yield from _local_problems(config)
+    if train.staleness and train.local_steps > 1:
+        yield "train.staleness = 1 with train.local_steps above 1, which already hide the averaging; try train.staleness=0"
+    if train.staleness and config.device.executor == "swapping":
+        yield "device.executor = 'swapping' holds one version of the parameters; try train.staleness=0"
     yield from _plan_problems(config)
     if config.network.links and config.network.transport != "tls":
         yield "network.links are by host, which network.transport = 'libp2p' does not know; try network.transport=tls"

@@ -169,6 +169,20 @@ def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_sha
     assert_same_bits(left, reference.commits(left.directory))
 
 
+def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
+    hops: str, tmp_path: Path
+) -> None:
+    config = a_config(STAGES, STAGES * REPLICAS, steps=5, staleness=1)
+    network = msgspec.structs.replace(config.network, hops=hops)
+    left = trained_in_memory(tmp_path, msgspec.structs.replace(config, network=network))
+    commits = reference.commits(left.directory)
+    process = assert_same_bits(left, commits)
+    assert trace.replay(left.trace).differing == 0
+    in_time = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, staleness=0))
+    other, _ = reference.follow(in_time, left.dataset, map(reference.as_recorded, commits))
+    assert reference.relative(other.state(), process.state()) > 1e-5  # it does matter
+
+
 def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in_memory: Left) -> None:
     commits = reference.commits(in_memory.directory)
     process = assert_same_bits(in_memory, commits)

@@ -19,7 +19,7 @@ from shoal import codec
 from shoal.config import Config, Data, Device, Model, Network, Run, Train
 from shoal.core import messages as m
 from shoal.executor import create
-from shoal.executor.base import Executor
+from shoal.executor.base import Executor, boundary
 from shoal.numerics import compress
 from shoal.runtime import coding, data, hands
 from shoal.runtime.checkpoint import Store
@@ -36,6 +36,7 @@ TINY = Config(
 )
 DIRECT = msgspec.structs.replace(TINY, network=Network())
 EMULATED = msgspec.structs.replace(TINY, device=Device(executor="emulated", emulated_s=0.0, emulated_values=64))
+LATE = msgspec.structs.replace(TINY, train=msgspec.structs.replace(TINY.train, staleness=1))
 ONE = msgspec.structs.replace(TINY, run=Run(name="tiny", stages=1, seed=5))
 ANSWER_S = 60.0
 
@@ -577,6 +578,15 @@ def a_step(held: Hands, step: int, *, save: bool = False) -> m.Result:
     return done(held, m.Apply("a", step, 0, 1.0, save))
 
 
+def output(held: Hands, step: int) -> torch.Tensor:
+    """Of a middle stage, for the same input always."""
+    held.put("x", torch.ones(boundary(held._config).shape))
+    done(held, m.RunForward("f", step, 0, 1, "x", "y"))
+    made = held.get("y")
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
 def download(giver: Hands, taker: Hands, stage: int, step: int) -> int:
     manifest = done(giver, m.Export("y/e", step)).manifest
     assert manifest is not None
@@ -588,16 +598,19 @@ def download(giver: Hands, taker: Hands, stage: int, step: int) -> int:
     return len(manifest.sizes)
 
 
+@pytest.mark.parametrize("config", [TINY, LATE], ids=["in time", "late"])
 def test_a_joiner_goes_on_with_the_bits_of_the_one_it_downloads_from(
-    a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch
+    config: Config, a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hands.Copy.__init__, "__defaults__", (1000,))  # several chunks
-    giver, taker = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, 0)
+    giver, taker = a_pair_of_hands(config, 1), a_pair_of_hands(config, 0)
     digest = [a_step(giver, step) for step in range(2)][-1].digest
     chunks = download(giver, taker, 1, 2)
     assert chunks > 5
     result = done(taker, m.Import("y/i", 1, 2, chunks))
     assert (result.digest, result.length) == (digest, giver._seated().executor.length)
+    for step in (2, 3) if config is LATE else (2,):
+        assert torch.equal(output(taker, step), output(giver, step)), step
     assert a_step(taker, 2).digest == a_step(giver, 2).digest  # the optimizer's state came along
     assert "was not downloaded" in failed(taker, m.Import("y/i", 1, 2, chunks))
 
@@ -630,18 +643,19 @@ def test_a_state_of_another_stage_or_step_or_a_damaged_chunk_is_refused(a_pair_o
     assert "header" in failed(taker, m.Import("y/i", 1, 0, 1))
 
 
+@pytest.mark.parametrize("config", [TINY, LATE], ids=["in time", "late"])
 def test_a_checkpoint_is_written_by_each_stage_and_trained_on_from_there(
-    a_pair_of_hands: Maker, tmp_path: Path
+    config: Config, a_pair_of_hands: Maker, tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path / "checkpoints"))
-    servers = [a_pair_of_hands(TINY, k, store=store) for k in range(3)]
+    servers = [a_pair_of_hands(config, k, store=store) for k in range(3)]
     digests = [a_step(held, 0, save=True).digest for held in servers]
     after = [a_step(held, 1).digest for held in servers]  # the copy is of step 1, not of now
     records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
     path = done(servers[1], m.RunPublish("s/p", 1, records)).record
     assert path == str(tmp_path / "checkpoints" / "step-1")
     assert store.open(1).data == data.open_dataset(servers[0]._config).digest
-    again = [a_pair_of_hands(TINY, None, store=store) for _ in range(3)]
+    again = [a_pair_of_hands(config, None, store=store) for _ in range(3)]
     assert [done(held, m.Init("y/i", k, 1)).digest for k, held in enumerate(again)] == digests
     assert [a_step(held, 1).digest for held in again] == after
     assert "no copy of step 1" in failed(servers[0], m.RunSave("s/s", 0, 1))

@@ -175,6 +175,7 @@ class Watch:
             redone=account.redone,
             undone=account.undone,
             recovered=self.books.recovered,
+            staleness=self.config.train.staleness,
             peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
             sent=self._sent(),
             happenings=tuple(self.happenings),
@@ -209,6 +210,8 @@ class Watch:
                 self.labels.get(peer, peer): Carried(line.sent, line.received)
                 for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
             },
+            staleness=self.config.train.staleness,
+            ahead=len(self.books.ahead),
             reason="; ".join(reasons),
         )
 

@@ -45,6 +45,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     balanced: bool
     sent: Traffic = Traffic()  # bytes by kind, all peers together, as they last told
     traffic: dict[str, Carried] = {}  # by peer
+    staleness: int = 0  # steps by which every gradient was late, but that of the first step after a start
+    ahead: int = 0  # steps of this session that were averaged while the next one was computed
     reason: str = ""  # what does not balance, or why the run ended early
 
 
@@ -69,6 +71,7 @@ def text(summary: Summary) -> str:
         ("lost", f"{summary.lost:,}"),
         ("counted twice", f"{summary.counted_twice:,}"),
         *_undone(summary),
+        *_late(summary),
         ("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way"),
         ("checkpoint", summary.checkpoint or "none was written"),
         *_traffic(summary),
@@ -92,6 +95,14 @@ def _traffic(summary: Summary) -> list[tuple[str, str]]:
 def _bytes(sent: Traffic) -> str:
     kinds = ", ".join(f"{kind} {units.size(getattr(sent, kind))}" for kind in KINDS if getattr(sent, kind))
     return f"{units.size(sent.total)}: {kinds}" if kinds else "nothing"
+
+
+def _late(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.staleness:
+        return []
+    return [
+        ("staleness", f"{summary.staleness} step; {summary.ahead:,} steps were averaged beside the next one's compute")
+    ]
 
 
 def _undone(summary: Summary) -> list[tuple[str, str]]:

@@ -75,6 +75,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     redone: int = 0
     undone: int = 0  # microbatches, by going back to a checkpoint
     recovered: int = 0  # times gone back
+    staleness: int = 0  # steps by which gradients are late
     peers: tuple[PeerLine, ...] = ()
     sent: Traffic = Traffic()  # by all peers, those that are gone too
     happenings: tuple[Happening, ...] = ()  # oldest first; the last few dozen are enough
@@ -146,6 +147,8 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.tokens_per_s > 0:
         words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
     words.append(f"{len(snapshot.peers)} peers")
+    if snapshot.staleness:
+        words.append(f"gradients {snapshot.staleness} step late")
     if snapshot.redone:
         words.append(f"{snapshot.redone:,} redone")
     if snapshot.recovered:

@@ -21,7 +21,12 @@ def create(config: Config, stage: int, *, source: str | None = None) -> Executor
         from shoal.executor.local import LocalSteps
 
         return LocalSteps(lambda alone: _plain(alone, stage, source), config)
-    return _plain(config, stage, source)
+    plain = _plain(config, stage, source)
+    if config.train.staleness:
+        from shoal.executor.delayed import Delayed
+
+        return Delayed(plain)
+    return plain
 
 
 def _plain(config: Config, stage: int, source: str | None) -> Executor:

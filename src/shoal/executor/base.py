@@ -71,6 +71,10 @@ class Executor(Protocol):
         """SHA-256 of the parameters in order."""
         ...
 
+    def refresh(self) -> None:
+        """The parameters that `state` gives were written to: compute with what they hold now."""
+        ...
+
 
 class Boundary(NamedTuple):
     shape: tuple[int, ...]

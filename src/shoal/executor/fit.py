@@ -55,8 +55,9 @@ def _blocks(config: Config) -> tuple[range, ...]:
 
 
 def resident_bytes(config: Config) -> int:
-    """Per parameter: fp32 parameter, two moments and the sum; with bfloat16 the copy that computes too."""
-    return 16 + (0 if config.train.dtype == "float32" else 2)
+    """Per parameter: fp32 parameter, two moments and the sum; with bfloat16 the copy that computes too; with delayed updates
+    the version before, and the sum of a second step."""
+    return 16 + (0 if config.train.dtype == "float32" else 2) + (8 if config.train.staleness else 0)
 
 
 def host_bytes(config: Config) -> int:
@@ -65,7 +66,7 @@ def host_bytes(config: Config) -> int:
     apart = 8 if config.train.local_steps > 1 else 0  # where a round began, and the outer momentum
     if config.device.executor == "swapping":
         return 20 + copies + apart
-    return apart + (16 + copies if config.device.kind == "cpu" else 0)
+    return apart + (resident_bytes(config) if config.device.kind == "cpu" else 0)
 
 
 def _values(stage: Stage) -> int:

@@ -96,6 +96,9 @@ class LocalSteps:
     def digest(self) -> str:
         return digest_of([self._start])
 
+    def refresh(self) -> None:
+        self._begin(self._version)
+
     def _step_alone(self) -> None:
         """AdamW on the mean gradient of what waits, as step `taken` of the round; the schedule goes on over all rounds."""
         gradient = self._inner.brought()

@@ -80,24 +80,24 @@ class Resident:
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         self._master.apply(reduced, norm, step, age)
-        self._refresh()
+        self.refresh()
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self._master.load_state(state)
-        self._refresh()
+        self.refresh()
 
     def digest(self) -> str:
         return self._master.digest()
 
-    def _input(self, x: Tensor) -> Tensor:
-        x = checked(self._stage, x)
-        return x.detach().to(self._device, self._dtype) if x.is_floating_point() else x.to(self._device)
-
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Round the fp32 parameters to the copies that compute."""
         if self._computing is not self._master.parameters:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._computing), list(self._master.parameters))
+
+    def _input(self, x: Tensor) -> Tensor:
+        x = checked(self._stage, x)
+        return x.detach().to(self._device, self._dtype) if x.is_floating_point() else x.to(self._device)

@@ -87,6 +87,10 @@ class Swapping:
     def digest(self) -> str:
         return self._master.digest()
 
+    def refresh(self) -> None:
+        self._link.settle()
+        self._changed()
+
     # -------------------------------------------------------------------------------------------------- several at once
 
     def run_many(self, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -69,6 +69,7 @@ class Books:
         self.base = base if base is not None else base_of(before)
         self.view: View | None = None  # the newest
         self.conflicts: set[int] = set()  # steps that were committed in two ways
+        self.ahead: set[int] = set()  # steps that were averaged while the next one was computed
         self.changes = 0  # grows whenever `steps` is another
         self._begins: dict[int, int] = {}  # epoch -> the first step that it trained, as far as heard
         self._steps: dict[int, Step] = {step.commit.step: step for step in before}
@@ -76,6 +77,8 @@ class Books:
     def agree(self, view: View, now: float) -> Step | None:
         """Take note of an agreed view; its commit, when it was not known yet and stands."""
         self._go_back(view)
+        if view.ahead and not self._void(view.epoch, view.step):
+            self.ahead.add(view.step)
         if self.view is None or view.number > self.view.number:
             self.view = view
         if view.last is None or view.last.step < self.first_step or self._void(view.epoch, view.last.step):

@@ -56,6 +56,7 @@ from shoal.core.messages import (
 )
 from shoal.executor import create
 from shoal.executor.base import Executor, boundary
+from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics import compress
 from shoal.numerics.blend import blend
 from shoal.numerics.optimizer import norm_sq
@@ -283,17 +284,27 @@ class Hands:
         raise ValueError("this peer has no data")
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
-        executor = self._at(task.stage, task.step)
+        executor = self._computing(task.stage, task.step)
         return executor.forward(x[:, :-1] if task.stage == 0 else x)
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
-        executor = self._at(task.stage, task.step)
+        executor = self._computing(task.stage, task.step)
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
         grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
         if grad_x is None or not task.out:
             return Result(loss=loss)
         return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
+
+    def _computing(self, stage: int, step: int) -> Executor:
+        """What computes that step and adds it up. With delayed updates the one before the next may still go on."""
+        seat = self._seated()
+        if not isinstance(seat.executor, Delayed):
+            return self._at(stage, step)
+        if seat.stage != stage:
+            raise ValueError(f"stage {seat.stage} is here, not stage {stage}")
+        seat.executor.at(step)
+        return seat.executor
 
     def _at(self, stage: int, step: int) -> Executor:
         seat = self._seated()
@@ -309,7 +320,7 @@ class Hands:
     # ------------------------------------------------------------------------------------------------------- rounds
 
     def _cut(self, task: Cut) -> Result:
-        executor = self._at(self._seated().stage, task.step)
+        executor = self._computing(self._seated().stage, task.step)
         bounds = task.bounds
         if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
@@ -338,7 +349,8 @@ class Hands:
         if gathered is None:
             raise ValueError(f"no reduced gradient of step {task.step}, round {task.round} is here")
         executor.apply(gathered.reduced, task.norm, task.step)
-        executor.zero(task.step + 1)
+        if not isinstance(executor, Delayed):  # which empties that step's sum alone
+            executor.zero(task.step + 1)
         self._averaging.applied(gathered.left)
         self._reduced.clear()
         seat.step = task.step + 1
@@ -369,7 +381,7 @@ class Hands:
             first, whole = task.chunks[0], sum(task.chunks)
             below = _downloaded(chunks, range(first), task.stage - 1, task.step)
             above = _downloaded(chunks, range(first, whole), task.stage + 1, task.step)
-            executor.load_state(blend(executor.state(), below, above, task.below))
+            executor.load_state(blend(_whole(executor), below, above, task.below))
         elif task.step:
             if self._store is None:
                 raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
@@ -382,7 +394,7 @@ class Hands:
         for copy in (self._saved, self._exported):
             if copy is not None and copy.step == seat.step:
                 return copy
-        return Copy(seat.executor.state(), seat.step, _note(seat.stage, seat.step))
+        return Copy(_whole(seat.executor), seat.step, _note(seat.stage, seat.step))
 
     def _export(self, task: Export) -> Result:
         self._at(self._seated().stage, task.step)
@@ -414,7 +426,8 @@ class Hands:
         copy = self._saved
         if copy is None or copy.step != task.step:
             raise ValueError(f"no copy of step {task.step} was kept here")
-        record = self._place().write_shard(task.step, task.stage, self._config.run.stages, copy.state)
+        state = {name: value for name, value in copy.state.items() if not name.startswith(PREVIOUS)}
+        record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
         if self._saved is copy:
             self._saved = None  # the record is all that will be asked for again
         return Result(record=record)
@@ -479,6 +492,12 @@ def _outputs(task: Task) -> tuple[str, ...]:
     if isinstance(task, Cut):
         return task.outs
     return (task.out,) if isinstance(task, Fetch | RunForward | RunBackward | Add | ReadChunk) else ()
+
+
+def _whole(executor: Executor) -> dict[str, torch.Tensor]:
+    """All that another replica needs to go on as this one does."""
+    previous = executor.previous() if isinstance(executor, Delayed) else {}
+    return {**executor.state(), **previous}
 
 
 def _downloaded(held: dict[int, torch.Tensor], wanted: range, stage: int, step: int) -> dict[str, torch.Tensor]:

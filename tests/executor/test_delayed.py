@@ -1,0 +1,139 @@
+"""Two versions and two sums: every step is computed with the parameters that lack the gradient of the one before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.executor.test_resident import BATCH, a_config
+from torch import Tensor
+
+from shoal import executor
+from shoal.config import Config
+from shoal.executor.delayed import Delayed
+from shoal.model.cut import inputs
+
+
+def late(dtype: str = "float32") -> tuple[Delayed, Config]:
+    made = executor.create(a_config(dtype=dtype, staleness=1), 0)
+    assert isinstance(made, Delayed)
+    made.zero(0)
+    return made, a_config(dtype=dtype)
+
+
+def add(one: executor.Executor, *which: int) -> list[float | None]:
+    return [one.backward(inputs(BATCH[index]), None, BATCH[index])[1] for index in which]
+
+
+def loss(one: Delayed, step: int) -> float | None:
+    one.at(step)
+    return add(one, 0)[0]
+
+
+class Plain:
+    """The same training as its definition says it, with an executor for every version."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.versions = [executor.create(config, 0)]
+
+    def gradient(self, step: int, *which: int) -> Tensor:
+        """The sum of those microbatches, with version step - 1."""
+        one = self.versions[max(step - 1, 0)]
+        one.zero()
+        add(one, *which)
+        return one.sum.clone()
+
+    def apply(self, gradient: Tensor, step: int) -> None:
+        """Make version step + 1 of the newest."""
+        made = executor.create(self.config, 0)
+        made.load_state(self.versions[-1].state())
+        made.apply(gradient, 1.0, step)
+        self.versions.append(made)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_goes_on_with_its_own_parameters_while_the_next_version_is_made(dtype: str) -> None:
+    made, config = late(dtype)
+    plain = Plain(config)
+    sums = [plain.gradient(0, 0, 1, 2, 3)]
+    add(made, 0, 1, 2, 3)
+    assert torch.equal(made.brought(), sums[0])
+    for step in range(4):
+        made.at(step + 1)
+        add(made, 0, 1)
+        made.at(step)  # the round of the step before
+        assert torch.equal(made.brought(), sums[step])
+        made.apply(sums[step], 1.0, step)
+        plain.apply(sums[step], step)
+        made.at(step + 1)
+        add(made, 2, 3)
+        sums.append(plain.gradient(step + 1, 0, 1, 2, 3))
+        assert torch.equal(made.brought(), sums[-1])
+        assert made.digest() == plain.versions[-1].digest() != plain.versions[-2].digest()
+    state = plain.versions[-1].state()
+    assert all(torch.equal(value, state[name]) for name, value in made.state().items())
+
+
+def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum_stays() -> None:
+    made, config = late()
+    plain = Plain(config)
+    plain.apply(plain.gradient(0, 0), 0)
+    add(made, 0)
+    made.apply(made.brought(), 1.0, 0)
+    made.at(1)
+    add(made, 0, 1)
+    made.at(2)
+    add(made, 3)
+    made.at(1)
+    add(made, 2)
+    assert torch.equal(made.brought(), plain.gradient(1, 0, 1, 2))
+    made.at(2)
+    add(made, 0)
+    assert torch.equal(made.brought(), plain.gradient(2, 3, 0))
+
+
+def test_the_step_after_next_is_refused() -> None:
+    made, _ = late()
+    with pytest.raises(ValueError, match="step 2 is not computed with versions -1 and 0"):
+        made.at(2)
+
+
+def test_a_joiner_takes_both_versions_and_a_checkpoint_has_one() -> None:
+    made, _ = late()
+    add(made, 0)
+    made.apply(made.brought(), 1.0, 0)
+    joiner, resumed = late()[0], late()[0]
+    joiner.load_state({**made.state(), **made.previous()})
+    resumed.load_state(made.state())
+    for one in (joiner, resumed):
+        one.zero(1)
+    assert joiner.digest() == resumed.digest() == made.digest()
+    losses = [[loss(one, step) for step in (1, 2)] for one in (made, joiner, resumed)]
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
+    assert losses[2] == [losses[0][1]] * 2  # the first step after a start has no other parameters
+
+
+def test_a_joiner_takes_the_versions_of_a_replica_in_the_middle_of_a_step() -> None:
+    made, _ = late()
+    add(made, 0)
+    made.apply(made.brought(), 1.0, 0)  # the older version is inside when the copy is made
+    made.at(1)
+    add(made, 1)
+    joiner = late()[0]
+    joiner.load_state({name: value.clone() for name, value in {**made.state(), **made.previous()}.items()})
+    joiner.zero(1)
+    for step in (1, 2):
+        made.at(step)
+        joiner.at(step)
+        assert add(made, 2) == add(joiner, 2)
+
+
+def test_what_is_void_is_void_in_both_sums() -> None:
+    made, _ = late()
+    add(made, 0)
+    made.at(1)
+    add(made, 1)
+    made.zero(0)
+    for step in (0, 1):
+        made.at(step)
+        assert not made.brought().any()
