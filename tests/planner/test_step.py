@@ -120,6 +120,30 @@ def test_a_group_of_one_averages_nothing() -> None:
     assert told(seats((0, 1), gradient_bytes=(100e6, 100e6)), lines(2)).averaging_s == 0.0
 
 
+@pytest.mark.parametrize(("gradient_bytes", "averaging_s", "seen_s"), [(50e6, 2.1, 0.0), (200e6, 8.1, 8.1 + 0.2 - 4.8)])
+def test_with_delayed_updates_averaging_is_seen_only_where_it_takes_longer_than_the_microbatches(
+    gradient_bytes: float, averaging_s: float, seen_s: float
+) -> None:
+    """Two replicas of one stage, 24 microbatches of 0.4 s; round, reduced and view take 0.2 s of delays beside them."""
+    given = seats((0, 0), gradient_bytes=(gradient_bytes,), boundary_bytes=0.0)
+    in_time = told(given, lines(2))
+    assert in_time.averaging_s == pytest.approx(averaging_s)
+    late = msgspec.structs.replace(given, staleness=1)
+    found = told(late, lines(2))
+    assert (found.averaging_s, found.agreeing_s) == pytest.approx((seen_s, 0.15))
+    assert found.step_s == pytest.approx(4.8 + seen_s + 0.15) and found.step_s < in_time.step_s
+    assert rough_s(late, lines(2)) == pytest.approx(found.step_s)
+
+
+def test_with_delayed_updates_a_line_that_is_full_of_tensors_hides_no_averaging() -> None:
+    given = seats((0, 0, 1, 1), boundary_bytes=50e6, direct=True, inflight=12)
+    full = told(given, lines(4))
+    assert "link" in full.bottleneck
+    late = told(msgspec.structs.replace(given, gradient_bytes=(200e6, 200e6), staleness=1), lines(4))
+    busiest = max(*full.up_busy, *full.down_busy)
+    assert late.averaging_s == pytest.approx(8.0 - full.microbatches_s * (1 - busiest), abs=0.01)
+
+
 def test_agreeing_takes_six_ways_between_equally_far_peers() -> None:
     assert told(seats((0, 0, 0)), lines(3, delay_s=0.1)).agreeing_s == pytest.approx(0.6)
 

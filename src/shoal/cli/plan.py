@@ -135,6 +135,7 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         swapping=args.swap,
         travel=travel(tree),
         direct=tree.network.hops == "direct",
+        staleness=tree.train.staleness,
         counted=counted,
         counted_sequences=tree.train.microbatch,
     )

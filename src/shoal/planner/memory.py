@@ -23,8 +23,9 @@ class Need(msgspec.Struct, frozen=True):
     host_bytes: float = 0.0
 
 
-def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int) -> Need:
+def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, staleness: int = 0) -> Need:
     copy_bytes = value_bytes if value_bytes < 4 else 0
+    copy_bytes += 8 * staleness  # the version before and the sum of a second step, fp32 (executor/delayed.py)
     return Need(stage.parameters * (ADAM_BYTES + copy_bytes) + stage.activation_bytes + 4 * boundary_bytes)
 
 

@@ -56,6 +56,7 @@ class Seats(msgspec.Struct, frozen=True):
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
     direct: bool = False  # boundary tensors go straight from server to server; else through the microbatch's owner
+    staleness: int = 0  # 1: averaged while the next step's microbatches are computed
 
     @property
     def stages(self) -> int:
@@ -83,7 +84,7 @@ class Step(msgspec.Struct, frozen=True):
 
     step_s: float
     microbatches_s: float
-    averaging_s: float
+    averaging_s: float  # with delayed updates only what is not hidden behind the next step's microbatches
     agreeing_s: float
     compute_busy: tuple[float, ...]  # by device, share of microbatches_s
     up_busy: tuple[float, ...]
@@ -97,7 +98,11 @@ def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> Step:
     microbatches_s, play = _microbatches(seats, cluster, rng)
     averaging_s, averaged_bytes = _averaging(seats, cluster)
     averaging_s += seats.averaging_codec_s
-    agreeing_s = _agreeing(cluster.delay_s[np.ix_(seats.members, seats.members)])
+    delay_s = cluster.delay_s[np.ix_(seats.members, seats.members)]
+    agreeing_s = _agreeing(delay_s)
+    if seats.staleness:
+        beside_s = max(averaging_s + _behind(delay_s), _shared_s(cluster, play, averaged_bytes))
+        averaging_s, agreeing_s = max(beside_s - microbatches_s, 0.0), _closing(delay_s)
     busy = [tuple(float(share) for share in used / max(microbatches_s, 1e-12)) for used in play]
     compute, up, down, sent = busy[0], busy[1], busy[2], play[3] + averaged_bytes
     total_s = microbatches_s + averaging_s + agreeing_s
@@ -113,11 +118,10 @@ def rough_s(seats: Seats, cluster: Cluster) -> float:
     for stage in range(seats.stages):
         work_s.append(seats.microbatches / sum(1 / hop_s(seats, device) for device in seats.replicas(stage)))
     longest_s = max(max(work_s), _lines_s(seats, cluster), _trips_s(seats, cluster))
-    return (
-        longest_s
-        + _rough_averaging_s(seats, cluster)
-        + _agreeing(cluster.delay_s[np.ix_(seats.members, seats.members)])
-    )
+    delay_s, averaging_s = cluster.delay_s[np.ix_(seats.members, seats.members)], _rough_averaging_s(seats, cluster)
+    if seats.staleness:
+        return max(longest_s, averaging_s + _behind(delay_s)) + _closing(delay_s)
+    return longest_s + averaging_s + _agreeing(delay_s)
 
 
 def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
@@ -469,12 +473,37 @@ def _trips_s(seats: Seats, cluster: Cluster) -> float:
 
 def _agreeing(delay_s: Floats) -> float:
     """Pulse, round, reduced and the new view reach or come from everybody; propose and accept a majority. Any peer may lead."""
+    return _ways(delay_s, 4)
+
+
+def _closing(delay_s: Floats) -> float:
+    """With delayed updates, between two steps: the last pulse, and the view that opens the next step."""
+    return _ways(delay_s, 2)
+
+
+def _behind(delay_s: Floats) -> float:
+    """Then beside the averaging: round, reduced, and the view that commits."""
+    return _ways(delay_s, 3)
+
+
+def _ways(delay_s: Floats, everybody: int) -> float:
+    """So many messages to or from everybody, and two of a majority."""
     if len(delay_s) == 1:
         return 0.0
     both = np.maximum(delay_s, delay_s.T)
     np.fill_diagonal(both, 0.0)
     farthest, typical = both.max(axis=1).mean(), np.median(both, axis=1).mean()
-    return float(4 * farthest + 2 * typical)
+    return float(everybody * farthest + 2 * typical)
+
+
+def _shared_s(cluster: Cluster, play: tuple[Floats, Floats, Floats, Floats], averaged_bytes: Floats) -> float:
+    """The busiest own line, when it carries a step's microbatches and another's averaging. What is averaged comes as it goes."""
+    _, up_s, down_s, _ = play
+    lines = zip(cluster.devices, up_s, down_s, averaged_bytes, strict=True)
+    return max(
+        float(max(up + nbytes / (device.up_Bps or math.inf), down + nbytes / (device.down_Bps or math.inf)))
+        for device, up, down, nbytes in lines
+    )
 
 
 def hop_s(seats: Seats, device: int) -> float:

@@ -55,6 +55,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     )
     counted_sequences: int = 1
     direct: bool = False  # network.hops: boundary tensors go straight from server to server
+    staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
 
     @property
     def profile(self) -> Profile:
@@ -326,6 +327,7 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
             problem.averaging_codec_s(nbytes, stage_of.count(stage)) for stage, nbytes in enumerate(gradient_bytes)
         ),
         direct=problem.direct and len(cut) > 1,
+        staleness=problem.staleness,
     )
     return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
 
@@ -365,7 +367,7 @@ def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tu
 
 def _lacks(problem: Problem, span: range, device: Device) -> float:
     resident = _lacks_resident(problem, span, device)
-    if resident <= 0 or not problem.swapping:
+    if resident <= 0 or not problem.swapping or problem.staleness:  # a swapping stage holds one version
         return resident
     made = problem.profile
     need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes)
@@ -376,7 +378,8 @@ def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
     if problem.emulated_s:
         return 0.0
     made = problem.profile
-    return memory.lacking(memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes), device)
+    need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.staleness)
+    return memory.lacking(need, device)
 
 
 def _uniform(cluster: Cluster) -> bool:
@@ -393,8 +396,8 @@ def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pl
     stages = []
     for number, span in enumerate(best.cut):
         group = seats.replicas(number)
-        form = memory.swapping if best.swaps[number] else memory.resident
-        need = form(made.stage(span), made.boundary_bytes, problem.work.value_bytes)
+        what = made.stage(span), made.boundary_bytes, problem.work.value_bytes
+        need = memory.swapping(*what) if best.swaps[number] else memory.resident(*what, problem.staleness)
         last = number == best.stages - 1
         slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
         names = tuple(devices[d].name for d in group)
