@@ -52,6 +52,7 @@ sequence = 64
 [train]
 batch = 32
 microbatch = 2
+staleness = STALENESS
 learning_rate = 1e-3 # at 3e-3 training is chaotic: rounding grows from 1e-7 to 1e-2 within 30 steps, on one machine too
 warmup = 5
 [network]
@@ -193,10 +194,10 @@ def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in
 # ---------------------------------------------------------------------------------------------------- real processes
 
 
-def shoal_run(directory: Path, hops: str, *words: str) -> Left:
+def shoal_run(directory: Path, hops: str, *words: str, staleness: int = 0) -> Left:
     """`shoal run` to its end, in a directory of its own."""
     (directory / "a.txt").write_bytes((ROOT / "src/shoal/core/messages.py").read_bytes() * 4)
-    (directory / "real.toml").write_text(TOML.replace("HOPS", hops))
+    (directory / "real.toml").write_text(TOML.replace("HOPS", hops).replace("STALENESS", str(staleness)))
     done = subprocess.run(
         [sys.executable, "-m", "shoal.cli.main", "run", "real.toml", *words],
         cwd=directory,
@@ -256,6 +257,19 @@ def test_peers_killed_and_joined_change_neither_a_sample_nor_a_loss(undisturbed:
 @pytest.mark.timeout(3 * RUN_S)
 def test_with_kills_too_every_replica_has_the_bits_of_one_process_after_every_step(killed: Left) -> None:
     assert_same_bits(killed, reference.commits(killed.directory))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * RUN_S)
+def test_with_kills_and_delayed_updates_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
+    tmp_path: Path,
+) -> None:
+    left = shoal_run(tmp_path, "direct", "--kill-every", "10", staleness=1)
+    assert left.summary["killed"] >= 1 and left.summary["staleness"] == 1
+    assert left.summary["ahead"] >= STEPS // 2
+    assert_every_sample_once(left)
+    assert_same_bits(left, reference.commits(left.directory))
+    assert trace.replay(left.trace).differing == 0
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ class World:
 
     def go_on(self, peer: str) -> None:
         node = self.nodes[peer]
-        self.carry_out(peer, node.hops.answer_asks() + node.hops.start(cutting=False))
+        self.carry_out(peer, node.hops.answer_asks() + node.hops.start(cutting=None))
 
     def carry_out(self, peer: str, commands: list[Command]) -> None:
         node = self.nodes[peer]
@@ -308,7 +308,7 @@ class World:
             (node.seat.stage, booking.index)
             for node in nodes
             if (node.seat.epoch, node.seat.step) == (view.epoch, view.step)
-            for booking in node.hops.books
+            for booking in node.hops.books(view.step)
         ]
 
     def check(self) -> None:
