@@ -5,9 +5,9 @@
 tests/pipeline.py trains: the run's own executors and codecs without network and machines, which ends with the bits of a
 run that encodes the same (tests/e2e/test_codecs.py). Each variant trains on the same samples in the same order; the loss is that of 16
 held-out microbatches after the last step, mean over the seeds. `bytes` are those of one microbatch's boundary tensors across
-one cut, there and back; `averaging` adds two replicas whose parts and sums travel in int8 with the error fed back. The order that
-SWARM's table has: none <= int8 << bottleneck ~ maxout, 2x < 4x. The last line's value is the
-loss with int8 over that without codecs, its bound 1.003.
+one cut, there and back; `averaging` adds two replicas whose parts and sums travel in int8 with the error fed back; `delayed`
+applies every gradient one step late. The order that SWARM's table has: none <= int8 << bottleneck ~ maxout, 2x < 4x. The last
+line's value is the loss with int8 over that without codecs, its bound 1.003.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "int8": INT8,
     "int4": ("network.activations=int4", "network.gradients=int8"),
     "averaging int8": ("network.averaging=int8",),
+    "delayed": ("train.staleness=1",),
     "bottleneck 2x": ("model.boundary=bottleneck-2x",),
     "bottleneck 4x": ("model.boundary=bottleneck-4x",),
     "maxout 2x": ("model.boundary=maxout-2x",),

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.core.averaging import split
 from shoal.executor import create
+from shoal.executor.delayed import Delayed
 from shoal.runtime import coding
 from shoal.runtime.coding import Averaging, Held
 from shoal.runtime.data import Dataset
@@ -45,6 +46,7 @@ class Pipeline:
 
     def train(self, order: Order, names: tuple[tuple[str, ...], ...]) -> Trained:
         """One step. order[stage][i] is what the replica names[stage][i] adds, one after the other."""
+        self._compute_with(self.step)
         losses, grads = zip(*(self._hops(index) for index in range(self.microbatches)), strict=True)
         reduced = []
         for stage in range(self.stages):
@@ -59,8 +61,14 @@ class Pipeline:
 
     def loss(self, steps: range) -> float:
         """Mean over the microbatches of steps that are not trained, through the same codes."""
+        self._compute_with(self.step + 1)  # delayed updates or not, the newest parameters
         found = [self._loss(self.dataset.microbatch(step, i)) for step in steps for i in range(self.microbatches)]
         return sum(found) / len(found)
+
+    def _compute_with(self, step: int) -> None:
+        for executor in self.executors:
+            if isinstance(executor, Delayed):
+                executor.at(step)
 
     def _loss(self, tokens: Tensor) -> float:
         x = tokens[:, :-1]

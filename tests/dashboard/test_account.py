@@ -58,6 +58,13 @@ def test_what_was_undone_is_told_only_when_the_run_went_back() -> None:
     assert "Every sample counted once." in text
 
 
+def test_staleness_is_told_only_where_gradients_are_late() -> None:
+    assert "staleness" not in account.text(a_summary())
+    assert "1 step; 198 steps were averaged beside the next one's compute" in account.text(
+        a_summary(staleness=1, ahead=198)
+    )
+
+
 def test_an_account_that_does_not_balance_says_so_loudly() -> None:
     text = account.text(a_summary(balanced=False, lost=2, reason="step 3: 2 microbatches missing"))
     assert "DOES NOT BALANCE: step 3: 2 microbatches missing" in text

@@ -58,6 +58,11 @@ def test_the_line_tells_what_was_undone_by_going_back() -> None:
     assert "48 undone (went back 2x)" in headline(a_snapshot(undone=48, recovered=2))
 
 
+def test_the_line_tells_that_gradients_are_late() -> None:
+    assert "late" not in headline(a_snapshot())
+    assert "gradients 1 step late" in headline(a_snapshot(staleness=1))
+
+
 def test_the_time_to_go_follows_the_pace_of_late_and_not_the_start() -> None:
     assert a_snapshot(step_s=2.0).left_s == 88.0
     assert a_snapshot(step=0, step_s=0.0).left_s is None

@@ -41,6 +41,13 @@ def test_views_may_come_twice_late_and_in_any_order() -> None:
     assert books.totals().balanced
 
 
+def test_steps_that_were_averaged_beside_the_next_ones_compute_are_counted_once() -> None:
+    ahead = a_view(1, number=9, ahead=True, begun=True)
+    again = a_view(1, number=11, ahead=True, begun=True)  # after a death had opened it again
+    assert some_books(a_view(0), a_view(1), ahead, again, a_view(2, number=12)).ahead == {1}
+    assert some_books(ahead, a_view(0, epoch=1, last=None)).ahead == set()  # all of it is trained again
+
+
 def test_a_commit_is_new_once() -> None:
     books = Books(STAGES, MICROBATCHES)
     step = books.agree(a_view(1), 5.0)

@@ -109,6 +109,7 @@ class Books:
         if begins >= self._begins.get(view.epoch, begins + 1):
             return
         self._begins[view.epoch] = begins
+        self.ahead = {step for step in self.ahead if step < begins}
         for number in [n for n, step in self._steps.items() if self._void(step.epoch, n)]:
             del self._steps[number]
             self.changes += 1
