@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from heapq import heapify, heapreplace
-from typing import Any
 
 import msgspec
 
+from shoal.core import ahead
 from shoal.core.averaging import fenced
 from shoal.core.ledger import Ledger, counted_twice
 from shoal.core.messages import (
@@ -299,16 +299,10 @@ class Coordinator:
         closed = self._ledger(view.step)
         if not view.ahead or (closed.complete(view.members) and not any(closed.books.get(peer) for peer in left)):
             return after
-        return msgspec.structs.replace(  # what the lost ones bring into the average is computed again, before all else
-            after,
-            ahead=False,
-            since=after.number,
-            owners=_owners(members, self.settings.microbatches) if members else (),
-            reason=f"{after.reason}; step {view.step} is opened again"[:2000],
-        )
+        return ahead.opened_again(after, _owners(members, self.settings.microbatches) if members else ())
 
     def _go_ahead(self, view: View, now: float) -> View | None:
-        """With delayed updates: the books of the step are whole and closed, and the next one is computed while it is averaged.
+        """With delayed updates (ahead.py) whole books are closed, and the next step is computed while the step is averaged.
 
         Not when peers wait for a step's end, to leave, to move, or to come back after they were put out: then this step is committed
         before the next one begins. What is computed is the same, for no step ever waits for the gradient of the one before."""
@@ -317,19 +311,8 @@ class Coordinator:
             return None
         if not view.begun and (view.fenced or self._awaited(view, now)):
             return None
-        account = view.account
-        if not view.begun:
-            account = msgspec.structs.replace(account, issued=account.issued + self.settings.microbatches)
-        return msgspec.structs.replace(
-            view,
-            number=view.number + 1,
-            ahead=True,
-            begun=True,
-            since=view.number + 1,
-            owners=_owners(view.members, self.settings.microbatches),
-            account=account,
-            reason=f"step {view.step} is averaged, step {view.step + 1} {'goes on' if view.begun else 'begins'}",
-        )
+        microbatches = self.settings.microbatches
+        return ahead.opened(view, _owners(view.members, microbatches), microbatches)
 
     def _awaited(self, view: View, now: float) -> bool:
         """Somebody has to do something that needs a moment between two steps."""
@@ -405,7 +388,7 @@ class Coordinator:
             rebuilt=(),
             last=None,
             fenced=(),
-            **_step_alone(view.number + 1),
+            **ahead.nothing_ahead(view.number + 1),
             account=msgspec.structs.replace(
                 _counting(view.account, back, issued=-self.settings.microbatches if view.begun else 0),
                 redone=view.account.redone + self._booked,
@@ -445,7 +428,7 @@ class Coordinator:
             started=False,
             fenced=(),
             epoch=view.epoch + 1,
-            **_step_alone(view.number + 1),
+            **ahead.nothing_ahead(view.number + 1),
             last=None,
             account=account,
             saved=back,
@@ -485,7 +468,7 @@ class Coordinator:
             epoch=view.epoch + 1,
             kept=True,
             rebuilt=rebuilt,
-            **_step_alone(view.number + 1),
+            **ahead.nothing_ahead(view.number + 1),
             last=None,
             account=msgspec.structs.replace(
                 view.account,
@@ -649,7 +632,6 @@ class Coordinator:
         if {member.stage for member in members} != {member.stage for member in staying}:
             members, leavers = staying, set()  # a stage is never emptied by a leave
         joining = tuple(member for member in view.joining if member not in new and member.peer not in self.leaves)
-        begins = not (over or goes_on)
         words = [
             f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
         ]
@@ -659,6 +641,10 @@ class Coordinator:
         moves = () if quiet else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
         members, joining = _moving(members, joining, moves)
         words += [move.reason for move in moves]
+        begins = not (over or goes_on)
+        owners = (
+            _owners(members, self.settings.microbatches) if begins else _inherit(view, members, ()) if goes_on else ()
+        )
         account = _counting(view.account, new, issued=self.settings.microbatches if begins else 0)
         account = msgspec.structs.replace(
             account,
@@ -670,11 +656,7 @@ class Coordinator:
             step=view.step + 1,
             members=members,
             joining=joining,
-            owners=_inherit(view, members, ())
-            if goes_on
-            else _owners(members, self.settings.microbatches)
-            if begins
-            else (),
+            owners=owners,
             started=True,
             saved=view.saved,
             finished=over and not last.save,
@@ -930,11 +912,6 @@ def _moving(
     going = {move.peer for move in moves}
     stay = tuple(member for member in members if member.peer not in going)
     return stay, joining + tuple(Member(peer=move.peer, stage=move.stage, back=True) for move in moves)
-
-
-def _step_alone(number: int) -> dict[str, Any]:
-    """Of a view that makes what was computed ahead of its step void."""
-    return {"ahead": False, "begun": False, "since": number}
 
 
 def _arrived(joiners: tuple[Member, ...]) -> tuple[Member, ...]:
