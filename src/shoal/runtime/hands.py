@@ -3,7 +3,8 @@
 For runtime/node.py, which hands over every Do and passes each Done or Failed back to the machine; which task, when and for
 whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
 time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
-storage which takes minutes holds up neither training nor data. Blobs lie in the CPU's memory, whatever the device.
+storage which takes minutes holds up neither training nor data. With delayed updates a fourth, `average`, adds up what a round brings
+beside the hops of the next step: what it reads was copied from the sum before. Blobs lie in the CPU's memory, whatever the device.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Hands:
         self._awaited: set[str] = set()
         self._lock = threading.Lock()  # over the two sets of names
         self._kinds = Kinds(config)
-        self._lanes = {name: Lane(name, self._threads) for name in ("compute", "read", "write")}
+        names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
+        self._lanes = {name: Lane(name, self._threads) for name in names}
         directory = Path(config.run.dir) / config.run.name
         self._blobs = Blobs(config.network.spill_bytes, directory, self._lanes["write"].put)
 
@@ -190,6 +192,7 @@ class Hands:
             self._awaited.update(_outputs(task))
         lane = "read" if isinstance(task, Fetch | ReadChunk | CheckChunk) else "compute"
         lane = "write" if isinstance(task, RunSave | RunPublish) else lane
+        lane = "average" if isinstance(task, Add | Gather) and "average" in self._lanes else lane
         self._lanes[lane].put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
 
     def close(self, timeout_s: float = 10.0) -> None:
