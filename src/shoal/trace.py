@@ -37,7 +37,7 @@ from shoal.core.messages import (
     Tick,
     Unreachable,
 )
-from shoal.traffic import Traffic
+from shoal.traffic import Kept, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
 
@@ -66,13 +66,14 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Carried(msgspec.Struct, frozen=True, tag="carried"):
-    """Bytes that a peer had sent and received when it left `step`, or at its end. No machine was called."""
+    """Bytes that a peer had sent and received, and had kept at most, when it left `step`, or at its end. No machine was called."""
 
     time_s: float
     peer: Peer
     step: int
     sent: Traffic
     received: Traffic
+    kept: Kept = Kept()
 
 
 class Replay(msgspec.Struct, frozen=True):

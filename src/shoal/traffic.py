@@ -1,4 +1,4 @@
-"""Bytes on the wire by what they are for: which part of a message counts as what, and sums of it.
+"""Bytes on the wire by what they are for: which part of a message counts as what, and sums of it. And the bytes of tensors that are kept.
 
 For the node, which counts, the trace, and whoever shows it. `control` is all that is no tensor of the training: heads of
 messages, token ids, and messages without tensors. So the other four are tensors' bytes and nothing else, and can be compared
@@ -35,6 +35,18 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 KINDS = Traffic.__struct_fields__
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """Bytes of tensors that a peer holds at a moment, or held at most."""
+
+    shelf: int = 0  # boundary tensors that its server keeps until the step commits (core/shelf.py), wherever they lie
+    memory: int = 0  # of all its tensors by name, those in memory
+    disk: int = 0  # and those on disk (runtime/blobs.py)
+
+    def most(self, other: Kept) -> Kept:
+        """The larger of each."""
+        return Kept(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 def split(message: Message, blobs: Sequence[Size], nbytes: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Share, View
 from shoal.runtime.report import Agreed, Listening, Progress
-from shoal.traffic import Traffic
+from shoal.traffic import Kept, Traffic
 
 CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))
 MICROBATCHES = CONFIG.train.batch // CONFIG.train.microbatch
@@ -67,13 +67,18 @@ def test_summary_and_view_tell_what_was_undone() -> None:
 
 def test_bytes_are_summed_over_the_living_and_the_dead() -> None:
     watch = a_watch(*HISTORY)
-    watch.hear("p0", Progress("a", sent=Traffic(10, 20, 30, 40, 50), received=Traffic(activations=7)), 1.0)
+    watch.hear(
+        "p0", Progress("a", sent=Traffic(10, 20, 30, 40, 50), received=Traffic(activations=7), kept=Kept(1, 2, 3)), 1.0
+    )
     watch.hear("p1", Progress("b", sent=Traffic(activations=1)), 1.0)
-    watch.hear("p1", Progress("b", sent=Traffic(activations=5)), 2.0)  # since it began, not since the last line
+    watch.hear(
+        "p1", Progress("b", sent=Traffic(activations=5), kept_most=Kept(4, 5, 6)), 2.0
+    )  # since it began, not since the last line
     watch.gone("p1")
     summary, snapshot = watch.summary(10.0), watch.snapshot(10.0)
     assert summary.sent == snapshot.sent == Traffic(15, 20, 30, 40, 50)
     assert summary.traffic["p1"].sent == Traffic(activations=5)
+    assert (snapshot.peers[0].kept, summary.traffic["p1"].kept) == (Kept(1, 2, 3), Kept(4, 5, 6))
     assert summary.traffic["p0"].received == Traffic(activations=7)
     assert [peer.sent.total for peer in snapshot.peers] == [150, 0, 0]
 

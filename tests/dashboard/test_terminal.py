@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from shoal.dashboard.terminal import Happening, PeerLine, Plain, Snapshot, Terminal, headline, render
-from shoal.traffic import Traffic
+from shoal.dashboard.terminal import Happening, PeerLine, Plain, Snapshot, Terminal, headline, render, rows
+from shoal.traffic import Kept, Traffic
 
 
 def a_snapshot(**changes: object) -> Snapshot:
@@ -153,3 +153,27 @@ def test_bytes_by_kind_are_shown_and_by_peer_where_there_is_room() -> None:
         assert any("sent 15.0 MiB: activations 15.0 MiB, averaging 30.0 KiB, control 54 B" in line for line in lines)
     assert not any("received" in line for line in small)
     assert any(line.startswith("p5") and "5.0 MiB" in line and "5.0 KiB" in line for line in large)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (100, 40), (40, 40)])
+def test_what_each_peer_received_and_holds_is_shown_by_kind_where_there_is_room(width: int, height: int) -> None:
+    kept = Kept(shelf=111 << 20, memory=222 << 20, disk=333 << 20)
+    came = Traffic(1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)
+    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(7 << 20), received=came, kept=kept) for i in range(4))
+    snapshot = a_snapshot(peers=peers, sent=Traffic(28 << 20))
+    lines = drawn(snapshot, width, height)
+    assert len(lines) <= height and all(len(line) <= width for line in lines)
+    if width < 80:
+        return
+    assert any(line.startswith("p3") and "7.0 MiB" in line and "15.0 MiB" in line for line in lines)
+    full = drawn(snapshot, width, rows(snapshot))
+    assert any(line.startswith("p3") and all(f"{n}.0 MiB" in line for n in (111, 222, 333)) for line in full)
+    assert any(line.startswith("p3") and all(f" {n}.0 MiB" in line for n in (1, 2, 3, 4, 5)) for line in full)
+    assert not any("received by" in line for line in drawn(snapshot, width, 24))
+
+
+def test_a_whole_status_shows_every_table_of_a_large_run() -> None:
+    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(1), received=Traffic(2), kept=Kept(3)) for i in range(60))
+    lines = drawn(snapshot := a_snapshot(peers=peers, sent=Traffic(60)), 80, rows(a_snapshot(peers=peers)))
+    assert [line.split()[0] for line in lines].count("p59") == 3 and len(lines) <= rows(snapshot)
+    assert not any("received by" in line for line in drawn(snapshot, 80, 30))

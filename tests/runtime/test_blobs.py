@@ -41,6 +41,10 @@ def test_the_oldest_go_to_disk_and_are_the_same(tmp_path: Path) -> None:
         held = table.get(f"b{number}")
         assert isinstance(held, torch.Tensor) and torch.equal(held, tensor)
         assert (held.data_ptr() == tensor.data_ptr()) is (number > 2), "the youngest stay where they are"
+    for number in range(5):
+        table.drop(f"b{number}")
+    assert (table.memory_bytes, table.disk_bytes) == (0, 0)
+    assert (table.most_memory_bytes, table.most_disk_bytes) == (5 * 4 * VALUES, 3 * 4 * VALUES)
     assert list(tmp_path.iterdir()) == [], "files without a name: nothing is left behind by a SIGKILL"
 
 
@@ -77,9 +81,10 @@ def test_small_ones_stay_and_nothing_goes_where_none_should(tmp_path: Path) -> N
     table, works = a_table(tmp_path, most=1)
     table.put("small", torch.zeros(SMALL // 4 - 1))
     assert works == []
+    assert (table.memory_bytes, table.disk_bytes) == (SMALL - 4, 0), "what stays is counted too"
     table, works = a_table(tmp_path, most=0)
     fill(table, 9)
-    assert works == []
+    assert works == [] and table.memory_bytes == 9 * 4 * VALUES
 
 
 def test_a_full_disk_costs_nothing_but_memory(
@@ -97,6 +102,7 @@ def test_a_full_disk_costs_nothing_but_memory(
     assert "No space left on device" in caplog.text and len(works) == 2, "tried, told, and left alone"
     held = table.get("b1")
     assert isinstance(held, torch.Tensor) and torch.equal(held, more[1]) and made
+    assert table.memory_bytes == 9 * 4 * VALUES, "what was put twice counts once"
 
 
 def test_a_reader_beside_the_writer_always_sees_the_tensor(tmp_path: Path) -> None:

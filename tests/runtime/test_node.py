@@ -43,7 +43,7 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import AnyLine
-from shoal.traffic import Traffic
+from shoal.traffic import Kept, Traffic
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.directory import Directory, Record
 from shoal.transport.memory import Hub, MemoryTransport
@@ -223,6 +223,10 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(hops: Literal["direct", "ow
         carried = [item for item in items if isinstance(item, trace.Carried)]
         assert [item.step for item in carried] == sorted(item.step for item in carried)
         assert (carried[-1].sent, carried[-1].received) == (sent, came)
+        assert carried[-1].kept == node.kept_most
+        assert node.kept_most.memory >= max(node.kept_most.shelf, activation)
+        assert (node.kept_most.shelf > 0) is (hops == "direct")
+        assert node.kept == Kept()
     totals = [node.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0
     assert sum(sent.gradients for sent in totals) == received.gradients > 0

@@ -11,7 +11,7 @@ from rich.console import Console
 from shoal import config as configuration
 from shoal.cli import rundir
 from shoal.dashboard import account
-from shoal.dashboard.terminal import Snapshot, render
+from shoal.dashboard.terminal import Snapshot, render, rows
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is not the state of a run: {error}") from None
     console = Console(highlight=False)
-    console.print(render(snapshot, console.width, max(console.height, 30)))
+    console.print(render(snapshot, console.width, max(console.height, rows(snapshot))))
     if not rundir.running(directory):
         print("its launcher is not running any more; `shoal run ... --resume` goes on from the newest checkpoint")
     return 0

@@ -207,7 +207,7 @@ class Watch:
             balanced=totals.balanced and not early,
             sent=self._sent(),
             traffic={
-                self.labels.get(peer, peer): Carried(line.sent, line.received)
+                self.labels.get(peer, peer): Carried(line.sent, line.received, line.kept_most)
                 for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
             },
             staleness=self.config.train.staleness,
@@ -242,6 +242,7 @@ def _peer_line(label: str, standing: Progress) -> PeerLine:
         rate=standing.rate,
         sent=standing.sent,
         received=standing.received,
+        kept=standing.kept,
     )
 
 

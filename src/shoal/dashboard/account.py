@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import units
-from shoal.traffic import KINDS, Traffic
+from shoal.traffic import KINDS, Kept, Traffic
 
 
 class Carried(msgspec.Struct, frozen=True):
@@ -18,6 +18,7 @@ class Carried(msgspec.Struct, frozen=True):
 
     sent: Traffic
     received: Traffic
+    kept: Kept = Kept()  # at most
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,18 @@ def _traffic(summary: Summary) -> list[tuple[str, str]]:
     if not summary.sent.total:
         return []
     rows = [("sent", _bytes(summary.sent))]
-    return rows + [(label, _bytes(carried.sent)) for label, carried in summary.traffic.items()]
+    for label, carried in summary.traffic.items():
+        rows += [
+            (label, f"sent {_bytes(carried.sent)}"),
+            ("", f"received {_bytes(carried.received)}"),
+            ("", f"kept at most {_held(carried.kept)}"),
+        ]
+    return rows
+
+
+def _held(kept: Kept) -> str:
+    disk = f", {units.size(kept.disk)} on disk" if kept.disk else ""
+    return f"{units.size(kept.shelf)} of boundary tensors for a step; of all tensors {units.size(kept.memory)} in memory{disk}"
 
 
 def _bytes(sent: Traffic) -> str:

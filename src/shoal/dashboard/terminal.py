@@ -17,11 +17,12 @@ from rich.text import Text
 
 from shoal import units
 from shoal.dashboard import plot
-from shoal.traffic import KINDS, Traffic
+from shoal.traffic import KINDS, Kept, Traffic
 
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
 _EVENTS_MIN = 3
 _CURVE_ROWS = 5
+WIDE = 100  # columns that the table of bytes sent takes with those of bytes held
 _STYLES = {
     "commit": "dim",
     "removed": "red",
@@ -45,6 +46,7 @@ class PeerLine(msgspec.Struct, frozen=True):
     rate: float = 0.0  # microbatches per second when busy
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
+    kept: Kept = Kept()
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -161,6 +163,11 @@ def headline(snapshot: Snapshot) -> str:
     return ", ".join(words)
 
 
+def rows(snapshot: Snapshot) -> int:
+    """At that height `render` leaves nothing out but old events."""
+    return 30 + snapshot.stages + 3 * (len(snapshot.peers) + 1)
+
+
 def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     """One screen: what matters most on top, nothing wider than `width`; what has no room below is left out."""
     stages = _stages(snapshot)
@@ -173,10 +180,11 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     if snapshot.sent.total and room > 1:
         parts.append(Text(carried(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
         room -= 1
-        rows = len(snapshot.peers) + 1
-        if room >= rows + _EVENTS_MIN + _CURVE_ROWS:
-            parts.append(_bytes(snapshot))
-            room -= rows
+        lines = len(snapshot.peers) + 1
+        for table in _tables(snapshot, width):
+            if room >= lines + _EVENTS_MIN + _CURVE_ROWS:
+                parts.append(table)
+                room -= lines
     if room >= _EVENTS_MIN + _CURVE_ROWS and len(snapshot.losses) > 1:
         parts.append(Text(plot.curve(snapshot.losses, width - 1, _CURVE_ROWS), style="cyan", no_wrap=True))
         room -= _CURVE_ROWS
@@ -218,13 +226,28 @@ def carried(sent: Traffic) -> str:
     return f"sent {units.size(sent.total)}: {words}"
 
 
-def _bytes(snapshot: Snapshot) -> Table:
+def _tables(snapshot: Snapshot, width: int) -> list[Table]:
+    """Per peer: bytes sent by kind, received by kind, and held; the most wanted first, and two in one where they fit side by side."""
+    peers = snapshot.peers
+    sent = {kind: [getattr(peer.sent, kind) for peer in peers] for kind in KINDS}
+    received = {kind: [getattr(peer.received, kind) for peer in peers] for kind in KINDS}
+    sent["received"] = [peer.received.total for peer in peers]
+    held = {name: [getattr(peer.kept, name) for peer in peers] for name in Kept.__struct_fields__}
+    if width >= WIDE:
+        return [_bytes("sent by", peers, sent | held), _bytes("received by", peers, received)]
+    apart = [_bytes("held by", peers, held)] if any(map(any, held.values())) else []
+    return [_bytes("sent by", peers, sent), *apart, _bytes("received by", peers, received)]
+
+
+def _bytes(title: str, peers: tuple[PeerLine, ...], columns: dict[str, list[int]]) -> Table:
+    """Columns without a figure are left out."""
+    shown = {name: figures for name, figures in columns.items() if any(figures)}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("sent by", *KINDS, "received"):
-        table.add_column(title, justify="left" if title == "sent by" else "right", no_wrap=True, overflow="ellipsis")
-    for peer in snapshot.peers:
-        kinds = (units.size(getattr(peer.sent, kind)) for kind in KINDS)
-        table.add_row(peer.label, *kinds, units.size(peer.received.total))
+    table.add_column(title, no_wrap=True, overflow="ellipsis")
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
+    for place, peer in enumerate(peers):
+        table.add_row(peer.label, *(units.size(figures[place]) for figures in shown.values()))
     return table
 
 

@@ -35,8 +35,11 @@ class Blobs:
         self._most = memory_bytes
         self._directory = directory
         self._later = later
+        self.memory_bytes = self.disk_bytes = 0  # of all that is held
+        self.most_memory_bytes = self.most_disk_bytes = 0  # so far
         self._held: dict[str, Held] = {}
-        self._here: dict[str, int] = {}  # bytes of what is in memory and could go, oldest first
+        self._stays: dict[str, int] = {}  # bytes of what is in memory for good
+        self._here: dict[str, int] = {}  # of what could go, oldest first
         self._going: dict[str, int] = {}  # being written
         self._on_disk: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -44,25 +47,15 @@ class Blobs:
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def disk_bytes(self) -> int:
-        with self._lock:
-            return sum(self._on_disk.values())
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of what could lie on disk."""
-        with self._lock:
-            return sum(self._here.values()) + sum(self._going.values())
-
     def put(self, name: str, held: Held) -> None:
         nbytes = coding.nbytes(held)
         with self._lock:
+            self._forget(name)
             self._held[name] = held
-            if self._most <= 0 or nbytes < SMALL:
-                return
-            self._here[name] = nbytes
-            over = self._over()
+            stays = self._most <= 0 or nbytes < SMALL
+            (self._stays if stays else self._here)[name] = nbytes
+            self._count(nbytes, 0)
+            over = [] if stays else self._over()
         for each in over:
             self._later(lambda each=each: self._write(each))  # type: ignore[misc]
 
@@ -73,13 +66,22 @@ class Blobs:
 
     def drop(self, name: str) -> None:
         with self._lock:
-            self._held.pop(name, None)
-            for table in (self._here, self._going, self._on_disk):
-                table.pop(name, None)
+            self._forget(name)
 
     def names(self) -> list[str]:
         with self._lock:
             return list(self._held)
+
+    def _forget(self, name: str) -> None:
+        self._held.pop(name, None)
+        memory = sum(table.pop(name, 0) for table in (self._stays, self._here, self._going))
+        self._count(-memory, -self._on_disk.pop(name, 0))
+
+    def _count(self, memory: int, disk: int) -> None:
+        self.memory_bytes += memory
+        self.disk_bytes += disk
+        self.most_memory_bytes = max(self.most_memory_bytes, self.memory_bytes)
+        self.most_disk_bytes = max(self.most_disk_bytes, self.disk_bytes)
 
     def _over(self) -> list[str]:
         """What has to go, oldest first; it is counted as going."""
@@ -104,9 +106,10 @@ class Blobs:
             self._most = 0
             return
         with self._lock:
-            if self._held.get(name) is held:
+            if self._held.get(name) is held and name in self._going:
                 self._held[name] = moved
-                self._on_disk[name] = self._going.pop(name)
+                self._on_disk[name] = nbytes = self._going.pop(name)
+                self._count(-nbytes, nbytes)
 
     def _mapped(self, held: Held) -> Held:
         """The same, in a file. Writing to it changes memory only. OSError: no room."""

@@ -66,6 +66,7 @@ from shoal.runtime.blobs import Blobs
 from shoal.runtime.coding import Held
 from shoal.runtime.data import Dataset, vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, Copy, check_chunk, join, raw
+from shoal.traffic import Kept
 from shoal.transport.base import DTYPES, Blob
 
 log = logging.getLogger(__name__)
@@ -174,6 +175,14 @@ class Hands:
     def held(self) -> int:
         """Blobs in the table: what leaks would make grow."""
         return len(self._blobs)
+
+    def kept(self, shelf: int) -> Kept:
+        """Bytes of tensors held now; `shelf`: what the machine keeps of them for the step."""
+        return Kept(shelf, self._blobs.memory_bytes, self._blobs.disk_bytes)
+
+    def kept_most(self, shelf: int) -> Kept:
+        """The same, at most so far."""
+        return Kept(shelf, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
 
     def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
         """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""

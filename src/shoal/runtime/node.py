@@ -40,7 +40,7 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.measure import Meter
 from shoal.runtime.record import Record
 from shoal.runtime.report import Progress
-from shoal.traffic import Size, Tally
+from shoal.traffic import Kept, Size, Tally
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.directory import Directory
 
@@ -67,6 +67,7 @@ class Node:
         self.meter = Meter(transport)
         self.tally = Tally()
         self.finish: Finish | None = None
+        self._shelf_most = 0  # bytes that the machine has kept for a step at most
         self._view: View | None = None
         self._serial = 0
         self._armed: float | None = None  # the deadline that _ticks sleeps until
@@ -108,6 +109,7 @@ class Node:
         now = time.monotonic()
         commands = self.machine.handle(event, now)
         self.record.event(now, event, commands)
+        self._shelf_most = max(self._shelf_most, self.machine.server.kept_bytes)
         if self.machine.view is not self._view and self.machine.view is not None:
             if self._view is None or self.machine.view.step != self._view.step:
                 self._tell_traffic(now)
@@ -212,13 +214,23 @@ class Node:
             self.record.tell(self._progress())
             await asyncio.sleep(REPORT_S)
 
+    @property
+    def kept(self) -> Kept:
+        return self.hands.kept(self.machine.server.kept_bytes)
+
+    @property
+    def kept_most(self) -> Kept:
+        return self.hands.kept_most(self._shelf_most)
+
     def _progress(self) -> Progress:
         sent, received = self.tally.totals()
-        return msgspec.structs.replace(progress(self.machine), sent=sent, received=received)
+        return msgspec.structs.replace(
+            progress(self.machine), sent=sent, received=received, kept=self.kept, kept_most=self.kept_most
+        )
 
     def _tell_traffic(self, now: float) -> None:
         step = self._view.step if self._view is not None else 0
-        self.record.traffic(now, step, *self.tally.totals())
+        self.record.traffic(now, step, *self.tally.totals(), self.kept_most)
 
 
 def _sizes(blobs: tuple[Blob, ...]) -> list[Size]:

@@ -14,7 +14,7 @@ from typing import IO, Protocol
 from shoal import trace
 from shoal.core.messages import Command, Event, Note, Peer, View
 from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Told, encode
-from shoal.traffic import Traffic
+from shoal.traffic import Kept, Traffic
 
 BUFFER_BYTES = 256 << 20  # of trace waiting for the disk: minutes of a busy run
 FLUSH_S = 0.2
@@ -28,7 +28,7 @@ class Record(Protocol):
 
     def view(self, time_s: float, view: View) -> None: ...
 
-    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic) -> None: ...
+    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic, kept: Kept) -> None: ...
 
     def tell(self, line: AnyLine) -> None: ...
 
@@ -70,10 +70,10 @@ class Recorder:
     def view(self, time_s: float, view: View) -> None:
         self.tell(Agreed(time_s=time_s, view=view))
 
-    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic) -> None:
-        """Into the trace: bytes so far, at the end of `step`."""
+    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic, kept: Kept) -> None:
+        """Into the trace: bytes so far, and kept at most, at the end of `step`."""
         if self._file is not None:
-            text = trace.line(trace.Carried(time_s, self.peer, step, sent, received))
+            text = trace.line(trace.Carried(time_s, self.peer, step, sent, received, kept))
             with self._lock:
                 self._nbytes += len(text)
                 self._lines.append(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.messages import Peer, View
-from shoal.traffic import Traffic
+from shoal.traffic import Kept, Traffic
 
 
 class Line(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +49,8 @@ class Progress(Line, frozen=True):
     inflight: int = 0
     sent: Traffic = Traffic()  # bytes since it began
     received: Traffic = Traffic()
+    kept: Kept = Kept()  # now
+    kept_most: Kept = Kept()  # since it began
 
 
 class Told(Line, frozen=True):
