@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from shoal.core import messages as m
+from shoal.sim.lines import Wire
 
 CHUNKS = 3  # of a stage's state
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
@@ -59,7 +60,8 @@ class Storage:
 class World:
     """What all hands of one simulation share: the storage, and for the checkers what each digest stands for."""
 
-    def __init__(self, stages: int, values: int, staleness: int = 0) -> None:
+    def __init__(self, stages: int, values: int, staleness: int = 0, wire: Wire | None = None) -> None:
+        self.wire = wire
         self.stages = stages
         self.values = values
         self.staleness = staleness
@@ -80,6 +82,7 @@ class Hands:
         self.blobs: dict[str, Blob] = {}
         self.slowness = 1.0  # seconds per second of a usual peer
         self.forward_s = 0.1
+        self.backward = 2.5  # forwards that a backward takes
         self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
         self.states = 1.0  # and those of downloads and checkpoints
         self.fails: Callable[[], bool] = lambda: False
@@ -101,7 +104,7 @@ class Hands:
         kind = type(task)
         inputs = [self._find(name, kind.__name__) for name in _inputs(task)]
         if kind is m.RunForward or kind is m.RunBackward:
-            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else 2.5)
+            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
         else:
             seconds = SECONDS[kind] * self.slowness
             if kind in ROUNDS:
@@ -109,6 +112,8 @@ class Hands:
             elif kind is not m.Fetch:
                 seconds *= self.states
             seconds = min(seconds, LONGEST_S)
+        if self.world.wire is not None:
+            seconds += self.world.wire.codec_s(task, self.world.stages) * self.slowness
         now = self._now()
         if kind in BESIDE:
             wait = seconds

@@ -1,9 +1,9 @@
 """The simulated network: when a message arrives at another peer, or that it never does.
 
 Within the transport's contract (transport/base.py) control, and each rank of bulk, are in order from one peer to another; a
-sender's uplink passes one blob after the other, those of a higher rank first; anything may vanish. Faults come on top: drops,
-delays, cuts, and, for scenarios that ask for it, duplicates and reordering that no transport is allowed. Every draw comes
-from one stream.
+sender's uplink passes one blob after the other, those of a higher rank first; anything may vanish. Where peers have lines of their
+own (lines.py), `arrivals` says when a blob is at its target's line, and `through` when it has passed it. Faults come on top: drops, delays,
+cuts, and, for scenarios that ask for it, duplicates and reordering that no transport is allowed. Every draw comes from one stream.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from random import Random
 import msgspec
 
 from shoal.core.messages import RANKS, Peer
+from shoal.sim.lines import Downlinks, Wire
 from shoal.sim.scenario import Messages, Scenario
 
 CLEAN = Messages()
@@ -43,7 +44,7 @@ class Uplink(msgspec.Struct):
 class Network:
     """`faults` is what may happen to a message now; `cut` holds the pairs (from, to) between which nothing passes."""
 
-    def __init__(self, scenario: Scenario, rng: Random, regions: int = 1) -> None:
+    def __init__(self, scenario: Scenario, rng: Random, regions: int = 1, wire: Wire | None = None) -> None:
         self.faults = CLEAN
         self.cut: set[tuple[Peer, Peer]] = set()
         self._scenario = scenario
@@ -51,6 +52,8 @@ class Network:
         self._rng = rng
         self._links: dict[tuple[Peer, Peer], Link] = {}
         self._uplinks: dict[Peer, Uplink] = {}
+        self._wire = wire
+        self._downlinks = Downlinks(wire) if wire is not None else None
 
     def arrivals(self, source: Peer, target: Peer, nbytes: int, now: float, rank: int = 0) -> tuple[float, ...]:
         """When the message arrives: nothing if it is lost, twice if it is doubled. `nbytes` 0: a control message."""
@@ -75,6 +78,15 @@ class Network:
             return (at + 2.0 * draw(),)
         at = self._order(link, at, lane)
         return (at, at + 3.0 * draw()) if draw() < faults.duplicate else (at,)
+
+    def left(self, source: Peer, rank: int) -> float:
+        """When the last blob of that rank leaves, or has left, its sender's uplink."""
+        return self._uplinks[source].free_s[rank]
+
+    def through(self, source: Peer, target: Peer, nbytes: int, rank: int, now: float) -> float:
+        """When a blob whose last byte is at the target's line `now` has passed it."""
+        assert self._downlinks is not None
+        return self._downlinks.through(source, target, nbytes, rank, now)
 
     def part(self, groups: tuple[tuple[Peer, ...], tuple[Peer, ...]], both: bool) -> list[tuple[Peer, Peer]]:
         """Cut from the first group to the second, and back if `both`. Returns the pairs, for `join`."""
@@ -101,14 +113,19 @@ class Network:
         is late for that only if it is sent later: the others' arrival is settled."""
         uplink = self._uplinks.get(source)
         if uplink is None:
-            low, high = self._scenario.bandwidth_Bps
-            uplink = self._uplinks[source] = Uplink(low * (high / low) ** self._rng.random())
-        seconds = nbytes / uplink.bandwidth_Bps
+            uplink = self._uplinks[source] = Uplink(self._width(source))
+        seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
         uplink.free_s[rank] = left = max(*uplink.free_s[: rank + 1], now) + seconds
         for lower in range(rank + 1, RANKS):
             if uplink.free_s[lower] > now:
                 uplink.free_s[lower] += seconds
         return left - now
+
+    def _width(self, source: Peer) -> float:
+        if self._wire is not None:
+            return self._wire.line(source).up_Bps
+        low, high = self._scenario.bandwidth_Bps
+        return float(low * (high / low) ** self._rng.random())
 
     def _order(self, link: Link, at: float, lane: int) -> float:
         link.last_s[lane] = at = max(at, link.last_s[lane])

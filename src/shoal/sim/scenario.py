@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from shoal.core.messages import Settings
+from shoal.sim import lines
+from shoal.sim.lines import Ranges, Wire
 
 TIGHT = 2.0  # servers that keep six microbatches of a step pass them nearly one by one
 BLOB_BYTES = 100  # of any tensor, as the machines are told; links count the scenario's own
@@ -83,6 +85,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bandwidth_Bps: tuple[float, float] = (2e6, 1e8)
     boundary_bytes: int = 200_000
     values: int = 20_000  # in one stage's gradient
+    lines: Ranges | None = None  # every peer has an uplink and a downlink, and what travels its own size (lines.py)
+    backward: float = 2.5  # seconds of a backward over those of a forward
     save_every: tuple[int, int] = (0, 3)
     silence_s: float = 4.0
     hops: Literal["owner", "direct", "drawn"] = "drawn"  # whether boundary tensors go through the owner
@@ -121,6 +125,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     strikes: Strikes = Strikes()
     regions: int = 1
     patience: float = 1.0  # times the scenario's bounds on progress
+    wire: Wire | None = None  # with `lines`
 
     def rng(self, purpose: str) -> Random:
         """A stream of its own for each purpose, so that one more draw in one place moves nothing elsewhere."""
@@ -184,6 +189,12 @@ SCENARIOS = {
             name="planned",
             planned=True,
             messages=Messages(drop=0.05, delay=0.02, stranger=0.02, fail=0.02),
+            happenings=_HARSH,
+        ),
+        Scenario(
+            name="lines",
+            lines=Ranges(),
+            messages=Messages(drop=0.03, delay=0.01, stranger=0.01, fail=0.01),
             happenings=_HARSH,
         ),
         Scenario(
@@ -308,13 +319,16 @@ def draw(scenario: Scenario, seed: int) -> Case:
     )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
+    forward_s = min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5))
+    wired = Random(f"{scenario.name}/{seed}/lines")
     return Case(
         scenario=scenario,
         seed=seed,
         settings=settings,
         peers=peers,
         speeds=speeds,
-        forward_s=min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5)),
+        forward_s=forward_s,
+        wire=lines.draw(scenario.lines, peers, forward_s, wired) if scenario.lines is not None else None,
         rounds=rng.choice((1.0, 1.0, 10.0, 30.0)),
         states=rng.choice((1.0, 5.0, 15.0, 50.0)),
         messages=_some(scenario.messages, rng, whole=False),

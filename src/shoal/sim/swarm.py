@@ -17,8 +17,9 @@ from shoal.core import messages as m
 from shoal.core.peer import PeerMachine
 from shoal.sim import churn, faults, strikes
 from shoal.sim.checkers import Violation, Watch, progress
-from shoal.sim.hands import BAD, Blob, Hands, World
+from shoal.sim.hands import BAD, CHUNKS, Blob, Hands, World
 from shoal.sim.kernel import Kernel
+from shoal.sim.lines import Wire
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenario import Case, Scenario, draw, load
 
@@ -29,6 +30,7 @@ LEADER = 0.3  # how often the leader is chosen before all others
 CHECK_S = 5.0  # between looks at the progress
 HOME_BEATS = 90  # after that long without disturbance a peer must belong to the run: retries, a download, a held step
 KEPT = 12  # blobs that a machine may hold after the last step: what is on its way is dropped when it comes
+Parcel = tuple[m.Peer, m.Peer, m.Message, tuple[Blob, ...]]  # from, to
 Record = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
 
 
@@ -57,7 +59,7 @@ class Node:
         self.found = found
         self.machine = PeerMachine(self.name, swarm.settings_of(key), case.rng(self.name), found)
         self.hands = Hands(swarm.world, self._later, self._clock)
-        self.hands.forward_s = case.forward_s
+        self.hands.forward_s, self.hands.backward = case.forward_s, case.scenario.backward
         self.hands.rounds, self.hands.states = case.rounds, case.states
         self.hands.slowness = case.speeds[key % len(case.speeds)]
         self.hands.fails = swarm.fails
@@ -272,10 +274,12 @@ class Swarm:
         self.case = case
         self.settings = case.settings
         self.kernel = Kernel()
-        self.world = World(case.settings.stages, case.scenario.values, case.settings.staleness)
+        wire = case.wire
+        values = wire.gradient_values if wire is not None else case.scenario.values
+        self.world = World(case.settings.stages, values, case.settings.staleness, wire)
         self.watch = Watch(case.settings, self.world, lambda: self.kernel.now)
         self.watch.trusting = not case.happenings.liars
-        self.network = Network(case.scenario, case.rng("network"), case.regions)
+        self.network = Network(case.scenario, case.rng("network"), case.regions, wire)
         self.chance = case.rng("chance")
         self.record = record
         self.notes: list[str] | None = None
@@ -294,6 +298,7 @@ class Swarm:
         self._digest = 0
         self._proposed: m.View | None = None
         self._messages = 0
+        self._died_s: dict[m.Peer, float] = {}
         self._healers: list[Callable[[Any], None]] = []
         self._began_s: float | None = None
         self._over_s: float | None = None
@@ -344,6 +349,7 @@ class Swarm:
 
     def kill(self, node: Node) -> None:
         node.lives = False
+        self._died_s[node.name] = self.kernel.now
         if self.nodes.pop(node.name, None) is not None:
             self.lived_s += self.kernel.now - node.born_s
 
@@ -423,6 +429,9 @@ class Swarm:
         if values:
             part = isinstance(message, m.Part | m.Sum)
             nbytes = case.scenario.values if part else case.scenario.boundary_bytes * len(values)
+        if values and case.wire is not None:
+            self._on_the_line(parcel, case.wire)
+            return
         arrivals = self.network.arrivals(source.name, target, nbytes, kernel.now, m.rank(message))
         for at in arrivals:
             kernel.at(at, self._arrive, parcel)
@@ -431,7 +440,21 @@ class Swarm:
             parcel = (STRANGER, target, message, values)
             kernel.after(self.chance.uniform(0.0, 10.0), self._arrive, parcel)
 
-    def _arrive(self, parcel: tuple[m.Peer, m.Peer, m.Message, tuple[Blob, ...]]) -> None:
+    def _on_the_line(self, parcel: Parcel, wire: Wire) -> None:
+        """Over the sender's uplink and the receiver's downlink. What had not left when its sender died never comes."""
+        source, target, message, values = parcel
+        nbytes, rank = sum(wire.nbytes(value, CHUNKS) for value in values), m.rank(message)
+        for at in self.network.arrivals(source, target, nbytes, self.kernel.now, rank):
+            left_s = self.network.left(source, rank)
+
+            def reach(_: Any, left_s: float = left_s) -> None:
+                if self._died_s.get(source, left_s) >= left_s:
+                    through_s = self.network.through(source, target, nbytes, rank, self.kernel.now)
+                    self.kernel.at(through_s, self._arrive, parcel)
+
+            self.kernel.at(at, reach)
+
+    def _arrive(self, parcel: Parcel) -> None:
         source, target, message, values = parcel
         node = self.nodes.get(target)
         if node is not None:

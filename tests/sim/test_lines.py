@@ -1,0 +1,156 @@
+"""Lines of simulated peers: what two send at once shares the receiver's, and a step takes no less than its bytes need."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import msgspec
+import pytest
+
+from shoal import codec
+from shoal.codec import Travel
+from shoal.core import messages as m
+from shoal.core.averaging import split
+from shoal.sim import lines
+from shoal.sim.hands import CHUNKS, Hands
+from shoal.sim.lines import Line, Wire
+from shoal.sim.network import Network
+from shoal.sim.scenario import Case, Happenings, Messages, Scenario, draw, load
+from shoal.sim.swarm import Parcel, Swarm
+
+MB = 1_000_000
+DELAY_S = 0.05
+PLAIN = Scenario(name="plain", delay_s=(DELAY_S, DELAY_S), backward=2.0)
+BOUNDARY = ("x", 0, 0, 1, "")
+
+
+def a_wire(*widths: Line, **changes: object) -> Wire:
+    wire = Wire(lines=widths or (Line(MB, MB),), boundary_values=MB // 4, gradient_values=2 * MB)
+    return msgspec.structs.replace(wire, **changes)
+
+
+def arrivals(wire: Wire, *sent: tuple[str, str, int, int]) -> list[float]:
+    """From, to, bytes and rank, all at 0; when each is through, but for its own delay, which is drawn."""
+    network, reached = Network(PLAIN, Random(0), wire=wire), []
+    for place, (source, target, nbytes, rank) in enumerate(sent):
+        (at,) = network.arrivals(source, target, nbytes, 0.0, rank)
+        reached.append((at, place))
+    found = {
+        place: network.through(sent[place][0], sent[place][1], sent[place][2], sent[place][3], at)
+        for at, place in sorted(reached)
+    }
+    return [found[place] - DELAY_S for place in range(len(sent))]
+
+
+def test_a_tensor_alone_takes_its_bytes_time_once() -> None:
+    (took_s,) = arrivals(a_wire(), ("p0.0", "p1.0", MB, 1))
+    assert took_s == pytest.approx(1.0, abs=0.2 * DELAY_S)
+
+
+def test_a_narrow_downlink_slows_a_fast_sender() -> None:
+    """But for its first tensor: whose line is which of one that comes alone cannot be told (slots.Inflow)."""
+    sent = [("p0.0", "p1.0", MB, 1)] * 6
+    last_s = arrivals(a_wire(Line(10 * MB, 10 * MB), Line(MB, MB)), *sent)[-1]
+    assert last_s == pytest.approx(5.1, abs=0.01)
+
+
+def test_two_that_send_to_one_at_once_share_its_line_and_two_targets_do_not() -> None:
+    one = arrivals(a_wire(), ("p0.0", "p2.0", MB, 1), ("p1.0", "p2.0", MB, 1))
+    assert max(one) == pytest.approx(2.0, abs=0.2 * DELAY_S)
+    two = arrivals(a_wire(), ("p0.0", "p2.0", MB, 1), ("p1.0", "p3.0", MB, 1))
+    assert max(two) == pytest.approx(1.0, abs=0.2 * DELAY_S)
+
+
+def test_a_senders_own_line_passes_one_after_another_and_gradients_first() -> None:
+    state, gradient = arrivals(a_wire(), ("p0.0", "p1.0", 3 * MB, 3), ("p0.0", "p2.0", MB, 0))
+    assert gradient == pytest.approx(1.0, abs=0.2 * DELAY_S) and state == pytest.approx(3.0, abs=0.2 * DELAY_S)
+    first, second = arrivals(a_wire(), ("p0.0", "p1.0", MB, 1), ("p0.0", "p2.0", MB, 1))
+    assert (first, second) == (pytest.approx(1.0, abs=0.01), pytest.approx(2.0, abs=0.01))
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("none", "raw"), ("bf16", "bf16/1"), ("int8", "int8/1/1024"), ("int4", "int4/1/64")]
+)
+def test_tensors_travel_at_the_size_of_their_codec(how: str, name: str) -> None:
+    values = 1024 * 64
+    wire = a_wire(boundary_values=values, gradient_values=4 * values, travel=Travel(how, how, how))
+    assert wire.nbytes(BOUNDARY, CHUNKS) == wire.nbytes(("g", 0, 0, 1, ""), CHUNKS) == codec.nbytes(name, (values,))
+    bounds = split(4 * values, ["a", "b", "c", "d"]).bounds
+    parts = [("part", 0, low, high, ()) for low, high in pairwise(bounds)]
+    assert sum(wire.nbytes(part, CHUNKS) for part in parts) == codec.nbytes(name, (4 * values,))
+    assert CHUNKS * wire.nbytes(("state", None, 0), CHUNKS) == 3 * 4 * 4 * values, "parameters and two moments, in fp32"
+    assert wire.nbytes(("x", 0, 0, 0, ""), CHUNKS) == lines.TOKENS
+
+
+def test_codecs_take_the_seconds_of_what_a_task_encodes_and_decodes() -> None:
+    wire = a_wire(travel=Travel("int8", "int8", "int8"))
+    encode_s, decode_s = codec.encode_s("int8", MB // 4), codec.decode_s("int8", MB // 4)
+    forwards = [wire.codec_s(m.RunForward("", 0, 0, stage, "", ""), 3) for stage in range(3)]
+    assert forwards == pytest.approx([encode_s, encode_s + decode_s, decode_s])
+    backwards = [wire.codec_s(m.RunBackward("", 0, 0, stage, "", "", ""), 3) for stage in range(3)]
+    assert backwards == pytest.approx([decode_s, encode_s + 2 * decode_s, encode_s + decode_s])
+    assert wire.codec_s(m.Cut("", 0, (), ()), 3) == codec.encode_s("int8", 2 * MB)
+    assert wire.codec_s(m.Gather("", 0, 0, ()), 3) == codec.decode_s("int8", 2 * MB)
+    assert a_wire().codec_s(m.Cut("", 0, (), ()), 3) == 0.0
+
+
+def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = Swarm(msgspec.structs.replace(draw(load("lines"), 0), wire=a_wire(), messages=Messages()))
+    came: list[int] = []
+
+    def arrive(self: Swarm, parcel: Parcel) -> None:
+        if isinstance(parcel[2], m.Boundary):
+            came.append(parcel[2].index)
+
+    monkeypatch.setattr(Swarm, "_arrive", arrive)
+    monkeypatch.setattr(Hands, "submit", lambda *_: None)
+    for key in (0, 1):
+        swarm.boot((key, 0))
+    one, other = swarm.nodes.values()
+    for index in range(4):  # one second each
+        swarm.carry(one, other.name, m.Boundary(0, 0, index, 1, False), (BOUNDARY,))
+    swarm.kernel.after(2.5, lambda _: swarm.kill(one))
+    swarm.kernel.run(until=20.0, events=10_000)
+    assert came == [0, 1]
+
+
+def lab(hops: str, bandwidth_Bps: float, forward_s: float = 0.05, peers: int = 6) -> Case:
+    settings = m.Settings(stages=3, microbatches=36, steps=3, peers=peers, inflight=6, hops=hops, save_last=False)
+    return Case(
+        scenario=PLAIN,
+        seed=1,
+        settings=settings,
+        peers=peers,
+        speeds=(1.0,) * peers,
+        forward_s=forward_s,
+        messages=Messages(),
+        happenings=Happenings(),
+        wire=a_wire(Line(bandwidth_Bps, bandwidth_Bps), boundary_values=2 * MB, gradient_values=256),
+    )
+
+
+@pytest.mark.parametrize(("hops", "crossings"), [("direct", 1.0), ("owner", 4 / 3)])
+def test_a_step_takes_the_time_of_its_bytes_and_little_more(hops: str, crossings: float) -> None:
+    """benchmarks/hops.py and overhead.py derive both bounds: so many tensors of 8 MB pass each of six lines for one microbatch."""
+    swarm = Swarm(lab(hops, 25 * MB))
+    outcome = swarm.run()
+    times = swarm.watch.commit_times
+    assert outcome.violations == () and len(times) == 3
+    least_s = 36 * crossings * 8 * MB / (25 * MB)
+    assert least_s < (times[-1] - times[0]) / 2 < 1.4 * least_s
+
+
+def test_where_lines_are_wide_compute_decides() -> None:
+    swarm = Swarm(lab("direct", 25_000 * MB, forward_s=0.2))
+    swarm.run()
+    times = swarm.watch.commit_times
+    assert 36 * 0.6 / 2 < (times[-1] - times[0]) / 2 < 1.4 * 36 * 0.6 / 2
+
+
+def test_lines_are_drawn_apart_from_everything_else() -> None:
+    with_lines = load("lines")
+    for seed in range(5):
+        one, other = draw(with_lines, seed), draw(msgspec.structs.replace(with_lines, lines=None), seed)
+        assert one.wire is not None and other.wire is None
+        assert msgspec.structs.replace(one, wire=None, scenario=other.scenario) == other
