@@ -232,6 +232,32 @@ def test_a_round_is_given_up_and_made_anew_without_the_member_that_died() -> Non
     assert leader.view.step == 1
 
 
+def test_no_round_is_begun_with_a_member_that_a_new_leader_has_not_heard() -> None:
+    """Its old leader, say, who died in the middle of averaging: that round could only be given up (tests/sim/test_lines.py)."""
+    leader = Leader()
+    leader.start()
+    leader.said += leader.mind.lead(leader.view, 2, leader.now)
+    leader.pulse("a", (0, 1, 2, 3))
+    leader.pulse("b", (0, 1, 2, 3))
+    leader.wait(2.0, alive=("b",))
+    assert leader.rounds() == [] and len(leader.view.members) == 3
+    leader.wait(5.0, alive=("b",))
+    assert [[share.peer for share in group] for group in leader.rounds()[-1].groups] == [["a"], ["b"]]
+    assert len(leader.rounds()) == 1
+
+
+def test_a_round_waits_for_a_member_whose_connections_broke_to_show_life_or_go() -> None:
+    leader = Leader()
+    leader.start()
+    leader.mind.doubt("c", leader.now)
+    leader.pulse("a", (0, 1, 2, 3))
+    leader.pulse("b", (0, 1, 2, 3))
+    assert leader.rounds() == []
+    leader.pulse("c")
+    leader.wait(0.5, alive=("b", "c"))
+    assert [share.peer for share in leader.rounds()[-1].groups[0]] == ["a", "c"]
+
+
 def test_a_member_that_booked_what_another_had_booked_goes() -> None:
     leader = Leader()
     leader.start()

@@ -154,3 +154,58 @@ def test_lines_are_drawn_apart_from_everything_else() -> None:
         one, other = draw(with_lines, seed), draw(msgspec.structs.replace(with_lines, lines=None), seed)
         assert one.wire is not None and other.wire is None
         assert msgspec.structs.replace(one, wire=None, scenario=other.scenario) == other
+
+
+def killed(peers: int, leader: bool, seed: int) -> tuple[dict[int, float], int]:
+    """100 MB averaged by `peers` at 200 Mbit/s; one, or the one that leads, dies in step 2 when half of the bytes are through. Seconds from
+    the first Cut to the last Gather of each step, and rounds of step 2."""
+    megabytes, width = 100, 25 * MB
+    settings = m.Settings(
+        stages=1, microbatches=peers, steps=4, peers=peers, inflight=6, hops="direct", save_last=False
+    )
+    wire = Wire(lines=(Line(width, width),), boundary_values=256, gradient_values=megabytes * MB // 4)
+    case = msgspec.structs.replace(
+        lab("direct", width), seed=seed, settings=settings, peers=peers, wire=wire, forward_s=0.01
+    )
+    begun, over, doing, rounds = dict[int, float](), dict[int, float](), dict[tuple[m.Peer, str], int](), set[int]()
+
+    def kill(_: object) -> None:
+        swarm.kill(next(node for node in reversed(swarm.nodes.values()) if node.machine.leading is leader))
+
+    def look(now: float, peer: m.Peer, event: m.Event, commands: list[m.Command]) -> None:
+        if isinstance(event, m.Done) and (peer, event.id) in doing:
+            over[doing[peer, event.id]] = now
+        for command in commands:
+            if isinstance(command, m.Send) and isinstance(command.message, m.Round) and command.message.step == 2:
+                rounds.add(command.message.round)
+            if isinstance(command, m.Do) and isinstance(command.task, m.Gather):
+                doing[peer, command.task.id] = command.task.step
+            if isinstance(command, m.Do) and isinstance(command.task, m.Cut) and command.task.step not in begun:
+                begun[command.task.step] = now
+                if command.task.step == 2:
+                    swarm.kernel.after(least_s(peers) / 2, kill)
+
+    def least_s(group: int) -> float:
+        return 2 * (group - 1) / group * megabytes * MB / width
+
+    swarm = Swarm(case, look)
+    assert swarm.run().violations == () and len(over) == 4
+    took = {step: over[step] - begun[step] for step in over}
+    assert least_s(peers) < took[1] < least_s(peers) / 0.85, "of the line's bound, undisturbed"
+    assert least_s(peers - 1) < took[3] < least_s(peers - 1) / 0.85
+    return took, len(rounds)
+
+
+@pytest.mark.parametrize("peers", [4, 16])
+def test_one_killed_in_the_middle_of_averaging_costs_one_round_more(peers: int) -> None:
+    took, rounds = killed(peers, leader=False, seed=0)
+    assert rounds == 2 and took[2] < took[1] + took[3]
+
+
+@pytest.mark.parametrize(("peers", "seed"), [(4, 0), (16, 1)])
+def test_the_leader_killed_in_the_middle_of_averaging_costs_one_round_more_and_an_election(
+    peers: int, seed: int
+) -> None:
+    """Both seeds needed a third round: the new leader began one that listed the dead."""
+    took, rounds = killed(peers, leader=True, seed=seed)
+    assert rounds == 2 and took[2] < took[1] + took[3] + 2 * lab("direct", 1.0).settings.silence_s

@@ -704,6 +704,8 @@ class Coordinator:
             return []
         if view.begun and not view.ahead:
             return []  # the next step goes on first
+        if not all(self._lives(member.peer) for member in view.members):
+            return []  # a round that lists the dead ends with them, and its bytes are in the way of the next
         if self.complete_at is None:
             self.complete_at = now
         ready = tuple(member for member in view.joining if self._ready(member, view))
@@ -735,6 +737,11 @@ class Coordinator:
         peers = [share.peer for group in groups for share in group]
         self.round_sent = dict.fromkeys(peers, now)
         return [Send(peer, self.round) for peer in peers]
+
+    def _lives(self, peer: Peer) -> bool:
+        """It has told of itself since I lead, and its connections have not broken since. Otherwise it shows life within a beat or is
+        removed."""
+        return peer == self.name or (peer in self.pulses and peer not in self.doubted)
 
     def _on_round_failed(self, peer: Peer, failed: RoundFailed, now: float) -> list[Command]:
         assert self.view is not None
