@@ -93,6 +93,12 @@ def measured(there: Path, text: str, steps: int) -> tuple[float, tuple[float, fl
 
 def averagings(path: Path) -> list[float]:
     """Of every step but the first: from the first Cut asked for to the last Gather that is done."""
+    found = spans(path)
+    return [over - begun for begun, over in (found[at] for at in sorted(found)[1:])]
+
+
+def spans(path: Path) -> dict[int, tuple[float, float]]:
+    """By step: when the first Cut was asked for, of whatever round, and when the last Gather was done."""
     begun: dict[int, float] = {}
     over: dict[int, float] = {}
     doing: dict[tuple[str, str], int] = {}
@@ -107,7 +113,7 @@ def averagings(path: Path) -> list[float]:
         at = doing.get((record.peer, record.event.id)) if isinstance(record.event, Done) else None
         if at is not None:
             over[at] = max(over.get(at, record.time_s), record.time_s)
-    return [over[at] - begun[at] for at in sorted(over)[1:]]
+    return {at: (begun[at], over[at]) for at in over}
 
 
 def formulas(known: cluster.Cluster, gradient_bytes: float, seats: step.Seats) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """How near to the line's bound a stage's replicas average: 100 MB among 4 and 16 peers over 200 Mbit/s and 50 ms.
 
-    python benchmarks/rounds.py [--megabytes 100] [--peers 4,16] [--steps 3]
+    python benchmarks/rounds.py [--megabytes 100] [--peers 4,16] [--steps 3] [--kill member|leader]
 
 Real processes, real TLS over modelled lines, executors that compute nothing. Measured: from the first part that is asked for to the
 last sum that is gathered. In a butterfly each of n replicas sends the n - 1 others its part of their chunks, and its own chunk's sum to
@@ -10,23 +10,39 @@ them: 2 (n - 1) / n of the gradient leaves every uplink and comes through every 
 
 and the last of each trip's delay is added by no bound. 0.85 of it is wanted.
 
+With --kill one replica, or the one that leads, is ended by SIGKILL in the step after those, when half of the bytes are through (half of
+the bound's time after the first part was asked for), and no other comes. Told then: how many rounds that step took, and the seconds
+from its first part asked for to its last sum gathered by the others, beside those of an undisturbed step and of the next one among
+those who are left. One round more is wanted: the one that was given up, and one that is done.
+
 The last line is one JSON object, about the smaller group.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from averaging import averagings
+import msgspec
+
+from averaging import averagings, spans
 from overhead import LAB, environment
 from report import report
+from shoal import trace
+from shoal.cli import process, rundir
+from shoal.cli.moments import MOMENTS, Traces
+from shoal.core.messages import Do, Gather, Round, Send
 
+RUN = Path("runs/rounds")
 MBIT, DELAY_MS = 200, 50
 BANDWIDTH_Bps = MBIT * 1e6 / 8
+SILENCE_S = 15.0  # a busy machine makes nobody silent; that one is dead is seen by its connections, which break
 
 
 def bound_s(peers: int, megabytes: float) -> float:
@@ -47,6 +63,7 @@ def command(peers: int, megabytes: float, steps: int) -> list[str]:
         "device.emulated_gradient": int(megabytes * 1e6 / 4),
         "network.bandwidth_Bps": BANDWIDTH_Bps,
         "network.delay_s": DELAY_MS / 1000,
+        "run.silence_s": SILENCE_S,
         "checkpoint.every": 0,
         "checkpoint.last": "false",
     }
@@ -62,7 +79,64 @@ def command(peers: int, megabytes: float, steps: int) -> list[str]:
 
 def played(folder: Path, peers: int, megabytes: float, steps: int) -> list[float]:
     subprocess.run(command(peers, megabytes, steps), cwd=folder, env=environment(), check=True, stdout=sys.stderr)
-    return averagings(folder / "runs/rounds/trace.jsonl")
+    return averagings(folder / RUN / "trace.jsonl")
+
+
+def struck(folder: Path, peers: int, megabytes: float, steps: int, whom: str) -> dict[str, float]:
+    """One is killed in the middle of averaging step `steps`; the next is undisturbed again."""
+    words = [*command(peers, megabytes, steps + 2), "network.faults=true"]  # its traces are written at once
+    with subprocess.Popen(words, cwd=folder, env=environment(), stdout=sys.stderr) as running:
+        kill(folder / RUN, running, peers, steps, bound_s(peers, megabytes) / 2, whom)
+        if running.wait():
+            raise SystemExit(f"{peers} peers: the run ended with {running.returncode}")
+    path = folder / RUN / "trace.jsonl"
+    took = {step: over - begun for step, (begun, over) in spans(path).items()}
+    before = sorted(took[step] for step in range(1, steps))
+    rounds, gathered = of_step(path, steps)
+    return {  # in seconds but for `rounds` and `gathered_in`
+        "undisturbed_s": round(before[len(before) // 2], 3),
+        "killed_s": round(took[steps], 3),
+        "rounds": rounds,
+        "gathered_in": gathered,
+        "after_s": round(took[steps + 1], 3),
+    }
+
+
+def kill(directory: Path, running: subprocess.Popen[bytes], peers: int, steps: int, half_s: float, whom: str) -> None:
+    """Half of the usual time after the first Cut of that step."""
+    while not (directory / "peers.json").exists():
+        wait(running)
+    wanted = rundir.Wanted(peers - 1, process.identify(os.getpid()))  # type: ignore[arg-type]
+    (directory / "wanted.json").write_bytes(msgspec.json.encode(wanted))
+    traces, cuts = Traces(directory), dict[str, int]()
+    while not cuts or max(cuts.values()) <= steps:
+        wait(running)
+        local = rundir.locals_of(directory).peers
+        for label, news in traces.news(one.label for one in local).items():
+            cuts[label] = cuts.get(label, 0) + news.count(MOMENTS["averaging"].tag)
+    time.sleep(half_s)
+    victim = next(one for one in local if one.leads is (whom == "leader"))
+    print(f"{victim.label} is killed", file=sys.stderr, flush=True)
+    if not process.send(victim.process, signal.SIGKILL):
+        raise SystemExit(f"{victim.label} was gone before it was killed")
+
+
+def wait(running: subprocess.Popen[bytes]) -> None:
+    if running.poll() is not None:
+        raise SystemExit(f"the run ended with {running.returncode} before anybody was killed")
+    time.sleep(0.01)
+
+
+def of_step(path: Path, step: int) -> tuple[int, int]:
+    """Rounds that were opened for that step, and in how many somebody gathered."""
+    opened, gathered = set[int](), set[int]()
+    for record in trace.read(path):
+        for command in record.commands if isinstance(record, trace.Record) else ():
+            if isinstance(command, Send) and isinstance(command.message, Round) and command.message.step == step:
+                opened.add(command.message.round)
+            if isinstance(command, Do) and isinstance(command.task, Gather) and command.task.step == step:
+                gathered.add(command.task.round)
+    return len(opened), len(gathered)
 
 
 def main() -> None:
@@ -70,9 +144,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--peers", default="4,16")
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
+    parser.add_argument("--kill", choices=("member", "leader"), help="one in the middle")
     asked = parser.parse_args()
     told: dict[str, dict[str, float]] = {}
     for peers in map(int, asked.peers.split(",")):
+        if asked.kill:
+            with tempfile.TemporaryDirectory() as folder:
+                row = told[str(peers)] = struck(Path(folder), peers, asked.megabytes, asked.steps, asked.kill)
+            print(f"{peers:3} peers, a {asked.kill} killed: {row}", flush=True)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             spans = played(Path(folder), peers, asked.megabytes, asked.steps)
         least, median = bound_s(peers, asked.megabytes), sorted(spans)[len(spans) // 2]
@@ -84,6 +164,10 @@ def main() -> None:
         print(f"{peers:3} peers: {median:6.2f} s, bound {least:6.2f} s ({least / median:.1%})", flush=True)
     first = told[asked.peers.split(",")[0]]
     setting = {"megabytes": asked.megabytes, "Mbit_per_s": MBIT, "delay_ms": DELAY_MS, "groups": told}
+    if asked.kill:
+        more = (first["killed_s"] - first["undisturbed_s"]) / first["after_s"]
+        report("rounds, one killed", more, "rounds more, in time", 1.0, setting | {"killed": asked.kill})
+        return
     rate, most = asked.megabytes / first["measured_s"], asked.megabytes / first["bound_s"]
     report("rounds", rate, "MB of gradient averaged per second", most, setting)
 
