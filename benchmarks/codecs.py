@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     values = torch.randn(asked.values, generator=torch.Generator().manual_seed(0))
     values[::64] *= 20.0
-    rivals = {how: ours(how) for how in ("bf16", "int8", "int4", f"topk/{asked.values // 100}")}
+    rivals = {how: ours(how) for how in ("bf16", "int8", "int4", "topk")}
     rivals |= hivemind() | bitsandbytes()
     found: dict[str, Any] = {}
     for name, rival in rivals.items():
@@ -48,15 +48,6 @@ def main() -> None:
         if name not in found:
             found[name] = "not installed"
             print(f"{name:24} not installed", flush=True)
-    rank = 4
-    side = int(asked.values**0.5)
-    power = Rival(
-        lambda x: compress.powersgd_encode(x.view(side, side), rank),
-        lambda data: compress.powersgd_decode(data, (side, side), rank),
-        lambda data: data.numel(),
-    )
-    found[f"powersgd/{rank}"] = measured(power, values[: side * side], asked.seconds)
-    tell(f"powersgd/{rank}", found[f"powersgd/{rank}"])
     found["cuda"] = on_gpu(values) if torch.cuda.is_available() else "no GPU here"
     int8 = found["int8"]
     report("codecs", min(int8["encode_GBps"], int8["decode_GBps"]), "GB/s of fp32 per core, int8", 1.0, found)

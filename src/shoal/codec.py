@@ -9,7 +9,6 @@ counts bytes. A changed layout gets another version; a version that is not known
     int8/1/B        per block of B values: an fp32 scale (all scales first), then one byte per value
     int4/1/64       m = values / 64, rounded up: m bf16 scales, then 32 m bytes of two values each
     topk/1/K        K int32 positions, ascending, then K bf16 values; all others are 0
-    powersgd/1/R    of a matrix (rows, columns): fp32 factors (rows, R), then (columns, R)
 """
 
 from __future__ import annotations
@@ -26,12 +25,19 @@ WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "ui
 FLOATS = ("float32", "bfloat16")  # what codecs encode: a code of float16 could decode to infinities
 
 # What a run may choose; bytes per value with the block sizes that compress.py writes.
-BYTES_PER_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024, "int4": 34 / 64}
+TOPK = 32  # of so many values topk keeps one
+BYTES_PER_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024, "int4": 34 / 64, "topk": 6 / TOPK}
 
 # fp32 bytes per second that one core encodes and decodes (benchmarks/codecs.py, AVX-512 EPYC): what a plan reckons with.
-SPEEDS_Bps = {"none": (math.inf, math.inf), "bf16": (22e9, 26e9), "int8": (3.5e9, 8.8e9), "int4": (1.2e9, 1.6e9)}
+SPEEDS_Bps = {
+    "none": (math.inf, math.inf),
+    "bf16": (22e9, 26e9),
+    "int8": (3.5e9, 8.8e9),
+    "int4": (1.2e9, 1.6e9),
+    "topk": (0.3e9, 7.0e9),
+}
 
-_MOST = {"int8": 2**20, "topk": 2**31 - 1, "powersgd": 4096}  # largest parameter; smallest is 1
+_MOST = {"int8": 2**20, "topk": 2**31 - 1}  # largest parameter; smallest is 1
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -100,6 +106,9 @@ def nbytes(text: str, shape: Sequence[int], dtype: str = "float32") -> int:
             if spec.parameter > count:
                 raise ValueError(f"the {spec.parameter} largest of {count} values")
             return 6 * spec.parameter
-    if len(shape) != 2 or spec.parameter > min(shape):
-        raise ValueError(f"powersgd of rank {spec.parameter} of shape {tuple(shape)}")
-    return 4 * spec.parameter * (shape[0] + shape[1])
+    raise AssertionError(spec)
+
+
+def keeps(count: int) -> int:
+    """Values that topk keeps of so many in a run."""
+    return max(1, count // TOPK)

@@ -134,7 +134,9 @@ class Network(Section, frozen=True):
     faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
     activations: Literal["none", "bf16", "int8", "int4"] = "none"  # how boundary tensors travel; none = as they are
     gradients: Literal["none", "bf16", "int8"] = "none"  # and their gradients
-    averaging: Literal["none", "bf16", "int8"] = "none"  # and a stage's gradient among its replicas, errors fed back
+    averaging: Literal["none", "bf16", "int8", "topk"] = (
+        "none"  # and a stage's gradient among its replicas, errors fed back
+    )
     hops: Literal["direct", "owner"] = (
         "direct"  # outputs go straight to the next stage's peer, or through the microbatch's owner
     )

@@ -9,7 +9,7 @@ near zero. Ours is a square law, value = scale * q|q| / 127^2 with q in -127..12
 needs no table and its error is lower on every distribution tried (docs/design/2026-11-21-codecs.md).
 int4: groups of 64 values far apart are rotated by a Hadamard matrix with signs, so that one outlier costs all of its group
 a little; then 16 levels per group. The signs are a bent function: a constant group becomes flat, not one spike.
-topk and powersgd (Vogels and others 2019) leave most of a gradient out: use them with an error that is fed back.
+topk leaves most of a gradient out: use it with an error that is fed back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Code(msgspec.Struct, frozen=True):
 
 
 def encode(values: Tensor, how: str) -> Code:
-    """`how`: none, bf16, int8, int4, or topk/K, powersgd/R with the number kept. ValueError: values that are not finite."""
+    """`how`: none, bf16, int8, int4, topk, or topk/K with the number kept. ValueError: values that are not finite."""
     name, _, number = how.partition("/")
     shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
     if name == "none":
@@ -57,11 +57,10 @@ def encode(values: Tensor, how: str) -> Code:
         case "int4":
             written, data = f"int4/1/{codec.INT4_BLOCK}", int4_encode(flat)
         case "topk":
-            written, data = f"topk/1/{number}", topk_encode(flat, int(number))
-        case "powersgd":
-            written, data = f"powersgd/1/{number}", powersgd_encode(values.detach().float(), int(number))
+            keep = int(number) if number else codec.keeps(len(flat))
+            written, data = f"topk/1/{keep}", topk_encode(flat, keep)
         case _:
-            raise ValueError(f"{how!r} is no codec; known are none, bf16, int8, int4, topk/K and powersgd/R")
+            raise ValueError(f"{how!r} is no codec; known are none, bf16, int8, int4, topk and topk/K")
     return Code(dtype, shape, written, data)
 
 
@@ -80,10 +79,8 @@ def decode(code: Code) -> Tensor:
             flat = int8_decode(code.data, count, spec.parameter)
         case "int4":
             flat = int4_decode(code.data, count)
-        case "topk":
-            flat = topk_decode(code.data, count, spec.parameter)
         case _:
-            flat = powersgd_decode(code.data, (code.shape[0], code.shape[1]), spec.parameter).view(-1)
+            flat = topk_decode(code.data, count, spec.parameter)
     return flat.to(dtype).view(code.shape)
 
 
@@ -113,8 +110,6 @@ def fault(code: Code) -> str:
             if int(places[0]) < 0 or int(places[-1]) >= count or not bool((places[1:] > places[:-1]).all()):
                 return f"positions of the largest values are not ascending within {count}"
             return "" if _finite(kept) else "values are not finite"
-        case "powersgd":
-            return "" if _finite(data.view(torch.float32)) else "values are not finite"
     return ""
 
 
@@ -272,37 +267,6 @@ def topk_decode(data: Tensor, count: int, keep: int) -> Tensor:
 
 def _topk_parts(data: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return data[: 4 * keep].view(torch.int32), data[4 * keep :].view(torch.bfloat16)
-
-
-def powersgd_encode(matrix: Tensor, rank: int, start: Tensor | None = None) -> Tensor:
-    """One step of power iteration on (rows, columns): an orthonormal basis (rows, rank), and matrix' basis (columns, rank).
-
-    `start` (columns, rank) is the second factor of the step before, whose subspace is improved; else a fixed draw."""
-    if matrix.dim() != 2 or not 1 <= rank <= min(matrix.shape):
-        raise ValueError(
-            f"powersgd of rank {rank} of shape {tuple(matrix.shape)}; give a matrix and 1 to its smaller side"
-        )
-    if not _finite(matrix):
-        raise ValueError("values that are not finite cannot be encoded")
-    if start is None:
-        drawn = torch.Generator().manual_seed(matrix.shape[1])  # the same everywhere, and no zero gradient's fault
-        start = torch.randn(matrix.shape[1], rank, generator=drawn).to(matrix.device)
-    basis = torch.linalg.qr(matrix @ start).Q
-    return torch.cat([_bytes(basis.contiguous().view(-1)), _bytes((matrix.T @ basis).contiguous().view(-1))])
-
-
-def powersgd_decode(data: Tensor, shape: tuple[int, int], rank: int) -> Tensor:
-    """(rows, columns) fp32."""
-    basis, other = powersgd_factors(data, shape, rank)
-    matrix = basis @ other.T
-    if not _finite(matrix):
-        raise ValueError("powersgd factors whose product is not finite")
-    return matrix
-
-
-def powersgd_factors(data: Tensor, shape: tuple[int, int], rank: int) -> tuple[Tensor, Tensor]:
-    values = data.view(torch.float32)
-    return values[: shape[0] * rank].view(shape[0], rank), values[shape[0] * rank :].view(shape[1], rank)
 
 
 # ------------------------------------------------------------------------------------------------------------ feedback
