@@ -301,6 +301,17 @@ def test_a_donor_that_was_moved_offers_its_new_stage_and_not_its_copy_of_the_old
     assert play.task(ReadChunk).step == 5
 
 
+def test_a_donor_that_built_its_stage_anew_offers_a_new_copy() -> None:
+    """Found by simulation (stopped 7): its hands had dropped the copy with the seat, and a joiner asked for a chunk of it for ever."""
+    play = a_donor()
+    ask(play, "x")
+    exported(play)
+    play.take(play.sync._build(Import("again", 1, 5, 1)))
+    play.take(play.server.seat(1, 5, 0, 10, "d", 0.0))
+    ask(play, "x")
+    assert play.sent(Offer) == [] and play.task(Export).step == 5
+
+
 def test_a_copy_in_use_is_offered_to_whom_it_suits_and_kept_from_whom_it_does_not() -> None:
     play = a_donor()
     ask(play, "x")

@@ -430,12 +430,17 @@ class Sync:
         if self.void:
             self.next = task
             return []
-        return [Do(task)]
+        return self._take(task)
 
     def _free(self) -> list[Command]:
         """The build that nobody wants any more has ended."""
         self.void, task, self.next = "", self.next, None
-        return [Do(task)] if task is not None else []
+        return self._take(task) if task is not None else []
+
+    def _take(self, task: Init | Import | Blend) -> list[Command]:
+        """With the seat that was mine goes the copy of its state."""
+        self.export, self.offered, self.takers = None, None, set()
+        return [Do(task)]
 
     def _seated(self, done: Done, now: float) -> list[Command]:
         assert self.seat is not None

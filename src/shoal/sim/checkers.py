@@ -106,6 +106,8 @@ class Watch:
         before = self._views.get(view.number - 1)
         if before is not None:
             self._follows(peer, before, view)
+        elif self.newest is not None and view.epoch > self.newest.epoch and not view.kept:
+            self._fresh = view.step  # an operator's word: its number is far ahead
         if self.newest is None or view.number > self.newest.number:
             self.newest = view
         if view.last is not None and (before is None or before.last != view.last):

@@ -151,7 +151,6 @@ class Hands:
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
         self._reduced.clear()
         self._kept.clear()
-        self._copy = None
         return m.Result(digest=digest, length=self.world.length(stage))
 
     # ------------------------------------------------------------------------------------------------------- hops
@@ -247,15 +246,19 @@ class Hands:
 
     # ------------------------------------------------------------------------------------------ state, checkpoints
 
+    def _build(self, stage: int, version: int, digest: str, previous: str) -> m.Result:
+        self._copy = None  # it goes with the seat that was
+        return self._seat(stage, version, digest, previous)
+
     def _init(self, task: m.Init, inputs: Sequence[Blob]) -> m.Result:
         self.sums.clear()
         if task.step == 0:
             digest = short("init", task.stage)
-            return self._seat(task.stage, 0, digest, digest)
+            return self._build(task.stage, 0, digest, digest)
         saved = self.world.storage.published.get(task.step)
         if saved is None:
             raise ValueError(f"there is no checkpoint of step {task.step}")
-        return self._seat(task.stage, task.step, saved[task.stage], saved[task.stage])
+        return self._build(task.stage, task.step, saved[task.stage], saved[task.stage])
 
     def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
         if task.step != self.version:
@@ -288,7 +291,7 @@ class Hands:
         if (stage, version) != (task.stage, task.step):
             raise ValueError(f"kept: stage {stage} version {version}; wanted: {task.stage} version {task.step}")
         self.sums.clear()
-        return self._seat(stage, version, digest, previous)
+        return self._build(stage, version, digest, previous)
 
     def _blend(self, task: m.Blend, inputs: Sequence[Blob]) -> m.Result:
         """Both neighbours at that version: whoever makes the stage of them gets the same."""
@@ -305,7 +308,7 @@ class Hands:
         self.sums.clear()
         digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*made, strict=True))
         self.world.versions.setdefault((task.stage, previous), max(task.step - 1, 0))
-        return self._seat(task.stage, task.step, digest, previous)
+        return self._build(task.stage, task.step, digest, previous)
 
     def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
         if self.world.storage.full:
