@@ -232,6 +232,41 @@ def test_a_machine_that_tls_does_not_reach_takes_part_over_libp2p_and_that_is_sa
     assert_balanced(summary(tmp_path), 4)
 
 
+# In one process, the first that gets there, every pass fails from the third on, and so does whatever else it asks of its device.
+LOST = """
+import os, sys
+if "shoal.cli.peer" in sys.orig_argv:
+    from shoal.executor import base
+    from shoal.executor.resident import Resident
+    real, passes = Resident.backward, [0]
+
+    def backward(self, *given):
+        passes[0] += 1
+        if passes[0] == 3:
+            try:
+                os.close(os.open("lost", os.O_CREAT | os.O_EXCL))
+                base.alive = lambda config: False
+            except FileExistsError:
+                pass
+        if not base.alive(None):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return real(self, *given)
+
+    base.alive = lambda config: True
+    Resident.backward = backward
+"""
+
+
+def test_a_peer_whose_device_is_lost_leaves_with_a_word_and_the_others_go_on(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "faulty").mkdir()
+    (tmp_path / "faulty/sitecustomize.py").write_text(LOST)
+    words = ("run.peers=4", "run.stages=1", "run.steps=12")
+    output = end(start("run", "tiny.toml", *words, first=str(tmp_path / "faulty")))
+    assert (tmp_path / "lost").exists()
+    assert re.search(r"p\d is gone: the device is lost: RuntimeError: CUDA error", output)
+    assert_balanced(summary(tmp_path), 12)
+
+
 def test_what_a_user_can_mend_ends_with_one_line_and_code_2(start: Start, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

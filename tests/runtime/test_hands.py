@@ -18,7 +18,7 @@ import torch
 from shoal import codec
 from shoal.config import Config, Data, Device, Model, Network, Run, Train
 from shoal.core import messages as m
-from shoal.executor import create
+from shoal.executor import base, create
 from shoal.executor.base import Executor, boundary
 from shoal.numerics import compress
 from shoal.runtime import coding, data, hands
@@ -135,6 +135,26 @@ def average(group: list[Hands], step: int, round_: int) -> list[m.Result]:
                 give(owner, held, m.Sum(0, step, round_, c), f"sum{c}")
     sums = tuple(f"sum{c}" for c in range(len(group)))
     return [done(held, m.Gather("s/g", step, round_, sums)) for held in group]
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["too little memory", "device lost"])
+def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
+    a_pair_of_hands: Maker, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = a_pair_of_hands(ONE)
+    done(held, m.Fetch("f", 0, 0, "tokens"))
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(held._seat.executor, "backward", fail)  # type: ignore[union-attr]
+        patched.setattr(base, "alive", lambda config: lives)
+        answer = outcome(held, m.RunBackward("b", 0, 0, 0, "tokens", "", ""))
+    assert isinstance(answer, m.Failed)
+    assert (answer.lost, answer.reason) == (not lives, "RuntimeError: CUDA error")
+    assert base.alive(ONE)
+    assert done(held, m.RunBackward("again", 0, 0, 0, "tokens", "", "")).loss is not None
 
 
 def test_two_replicas_per_stage_train_as_one_machine_does(a_pair_of_hands: Maker) -> None:

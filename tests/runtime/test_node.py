@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 import pytest
+import torch
 
 from shoal import codec, trace
 from shoal.config import Checkpoint, Config, Data, Device, Model, Network, Run, Train, microbatches, settings
@@ -31,11 +32,14 @@ from shoal.core.messages import (
     Peer,
     Pulse,
     Reduced,
+    Result,
+    RunBackward,
     Send,
     Sum,
     View,
 )
 from shoal.core.peer import PeerMachine
+from shoal.executor import base
 from shoal.runtime import data
 from shoal.runtime.account import Books
 from shoal.runtime.checkpoint import Store
@@ -174,6 +178,45 @@ def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path)
     # Of one step at most: input, output and gradient of every microbatch at every stage, and a round's parts.
     a_step = 4 * TINY.run.stages * 3 + 8
     assert max(node.hands.held() for node in swarm.nodes) <= a_step
+
+
+def test_a_peer_whose_device_is_lost_leaves_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = Swarm(msgspec.structs.replace(TINY, run=msgspec.structs.replace(TINY.run, peers=5, steps=4)), tmp_path)
+    for _ in range(5):
+        swarm.add()
+    victim, real, passes = swarm.nodes[1], Hands._backward, [0]
+
+    def broken(self: Hands, task: RunBackward, *given: torch.Tensor) -> Result:
+        passes[0] += self is victim.hands
+        if self is victim.hands and passes[0] >= 2:  # it has booked one microbatch, which others must redo
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return real(self, task, *given)
+
+    monkeypatch.setattr(Hands, "_backward", broken)
+    monkeypatch.setattr(base, "alive", lambda config: False)
+
+    async def part(node: Node) -> Finish:
+        finish = await node.run()
+        if not finish.ok:
+            await node.transport.close()  # as its process does
+        return finish
+
+    async def run() -> list[Finish]:
+        async with asyncio.timeout(LONG_S):
+            for node in swarm.nodes:
+                await node.transport.start()
+            return await asyncio.gather(*map(part, swarm.nodes))
+
+    finishes = asyncio.run(run())
+    swarm.close()
+    lost = finishes.pop(1)
+    assert not lost.ok and "the device is lost: RuntimeError: CUDA error" in lost.reason
+    assert all(finish.ok for finish in finishes)
+    totals = swarm.books().totals()
+    assert totals.balanced, totals.reason
+    assert (totals.steps, totals.issued, totals.committed, totals.lost) == (4, 16, 16, 0)
 
 
 @pytest.mark.parametrize("hops", ["direct", "owner"])

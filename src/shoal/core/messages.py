@@ -747,8 +747,11 @@ class Done(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
+    """A task was not done. `lost`: nor will any other be, since the device it needs is gone."""
+
     id: str
     reason: Text
+    lost: bool = False
 
 
 class Tick(Event, frozen=True):

@@ -181,6 +181,8 @@ class PeerMachine:
                 return self._received(event, now)
             case Done():
                 return self._owner(event.id).on_done(event, now)
+            case Failed(lost=True):  # all that I hold of the step is void, as if I had been killed: the others redo it
+                return self._finish(False, f"the device is lost: {event.reason}")
             case Failed():
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():

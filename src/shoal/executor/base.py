@@ -108,6 +108,19 @@ def check_device(config: Config) -> None:
         raise ValueError(f"device.kind = {kind!r}, but PyTorch finds only {found} here; try device.kind={found[-1]}")
 
 
+def alive(config: Config) -> bool:
+    """Whether the device still does the simplest thing. After most faults of a GPU nothing works until the process ends; a
+    microbatch for which memory was too small leaves it as it was."""
+    if config.device.executor == "emulated":
+        return True
+    try:
+        return bool(torch.ones(1, device=config.device.kind).add_(1).item() == 2)
+    except torch.OutOfMemoryError:
+        return True
+    except RuntimeError:
+        return False
+
+
 def digest_of(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:

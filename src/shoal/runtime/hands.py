@@ -55,7 +55,7 @@ from shoal.core.messages import (
     Sum,
     Task,
 )
-from shoal.executor import create
+from shoal.executor import base, create
 from shoal.executor.base import Executor, boundary
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics import compress
@@ -229,7 +229,8 @@ class Hands:
             answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__)
         except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
             log.exception("%s failed", task)
-            answer = Failed(task.id, f"{type(error).__name__}: {error}"[:REASON_LENGTH])
+            reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
+            answer = Failed(task.id, reason, lost=not base.alive(self._config))
         with self._lock:
             self._awaited.difference_update(_outputs(task))
             self._unwanted.difference_update(_outputs(task))
