@@ -95,6 +95,44 @@ def test_a_device_lost_in_the_middle_leaves_the_last_checkpoint_and_the_rest_goe
     assert reference.differing(reference.checkpoint(Path("runs/one"), 4), gone_on) == []
 
 
+def test_a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Swapping.state
+
+    def lost(self: Swapping) -> dict[str, torch.Tensor]:
+        if Path("runs/one/checkpoints/step-2/training.json").exists():
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Swapping, "state", lost)
+        assert trained("device.memory=110 kB") == train.FAILED
+    told = capsys.readouterr().out
+    assert "CUDA error" in told and "the checkpoint of step 2 is whole" in told
+    assert trained("--resume", "device.memory=110 kB") == 0
+    assert (summary()["steps"], summary()["balanced"]) == (4, True)
+
+
+@pytest.mark.parametrize("executor", ["resident", "swapping"])
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": 0}, "the model has no repeated blocks"),
+        ({"model_type": "bloom", "n_layer": 2}, "bare: this family has no pipeline plan"),
+    ],
+    ids=["no blocks", "blocks that the family does not name"],
+)
+def test_a_model_without_repeated_blocks_is_refused(
+    fields: dict[str, Any], complaint: str, executor: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bare").mkdir()
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 256}
+    Path("bare/config.json").write_text(json.dumps(sizes | fields))
+    said = refused(capsys, "model=bare", f"device.executor={executor}", "device.memory_bytes=1 MB")
+    assert said.startswith("shoal: ") and complaint in said
+
+
 def test_a_signal_ends_it_after_the_step_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     real = train.Training._step
 

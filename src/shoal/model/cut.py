@@ -44,6 +44,8 @@ def spans(blocks: int, stages: int, layers: tuple[int, ...] = ()) -> tuple[range
             f"run.layers = {list(layers)} for a model of {blocks} blocks in run.stages = {stages};"
             f" it must be {stages} numbers of 1 or more that add up to {blocks}, or []"
         )
+    if blocks < 1:
+        raise ValueError("the model has no repeated blocks, and only those can be cut or take turns on a device")
     if not 1 <= stages <= blocks:
         raise ValueError(
             f"run.stages = {stages}, but the model has {blocks} blocks and each stage needs at least one;"

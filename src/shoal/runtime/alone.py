@@ -63,8 +63,12 @@ class Alone:
         return self._agreed(sum(losses) / len(losses), norm, hashlib.sha256(raw(reduced)).hexdigest())
 
     def save(self) -> str:
-        """Write a checkpoint of the newest step and delete the oldest. Returns its path. OSError: the storage's."""
-        record = self._store.write_shard(self.done, 0, 1, self.executor.state())
+        """Write a checkpoint of the newest step and delete the oldest. Returns its path. OSError: the storage's. Broken: the
+        state cannot be read any more, and nothing is written."""
+        try:
+            record = self._store.write_shard(self.done, 0, 1, self.executor.state())
+        except (RuntimeError, MemoryError) as error:
+            raise Broken(f"the checkpoint of step {self.done} failed: {error}") from error
         about = checkpoint.about(self._config, self._dataset.digest, self._dataset.describe)
         path = self._store.publish(self.done, [record], about)
         self._store.prune(self._config.checkpoint.keep, self._config.run.name)
