@@ -26,6 +26,10 @@ import msgspec
 from shoal import units
 from shoal.core.messages import Settings
 
+# Of a piece's fp32 values, while a round runs: my own copy; the others' parts of my chunk, or the sums; parts of the next piece that
+# came early. My sums of this and the last piece are 1/n each, with parts and sums of n - 1 others: 3 together.
+ROUND_COPIES = 3
+
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of the tree."""
@@ -51,6 +55,9 @@ class Run(Section, frozen=True):
     )
     # A stage has lost its last replica: all go back to the newest checkpoint, or it is made from its neighbours, or the run waits
     lost: Literal["checkpoint", "neighbours", "wait"] = "checkpoint"
+    round_bytes: int = (
+        1 << 30
+    )  # memory that averaging takes at a peer, besides its result: what is larger is averaged piece by piece
     lost_wait_s: float = 5.0  # before that, a replica that was only cut off may come back with the state
     stage_seconds: tuple[
         float, ...
@@ -257,6 +264,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         staleness=config.train.staleness,
         keep_bytes=config.network.keep_bytes,
         stage_seconds=run.stage_seconds,
+        piece_values=min(run.round_bytes // ROUND_COPIES, config.network.blob_bytes) // 4,
         home=run.stages == 1 and not run.routes,
         seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
         seats=tuple(run.seats.values()),
@@ -287,6 +295,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "run.queue_limit": (1, 4096),
     "run.hold_s": (0, math.inf),
     "run.lost_wait_s": (0, math.inf),
+    "run.round_bytes": (2**10, 2**60),
     "model.hidden_size": (1, 2**20),
     "model.layers": (1, 4096),
     "model.heads": (1, 4096),

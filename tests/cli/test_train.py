@@ -12,9 +12,11 @@ import pytest
 import torch
 from tests import reference
 
+from shoal import config as configuration
 from shoal.cli import main, train
 from shoal.executor import fit
 from shoal.executor.swapping import Swapping
+from shoal.model import stages
 from shoal.runtime.data import open_dataset
 
 SMALL = (
@@ -191,3 +193,14 @@ def test_free_memory_is_what_the_container_and_the_machine_both_have(
     assert fit.free_bytes() == 2500
     (tmp_path / "memory.max").write_text("max")
     assert fit.free_bytes() != 2500
+
+
+@pytest.mark.parametrize(("round_bytes", "per_parameter", "besides"), [(1 << 30, 16 + 8 + 12, 0), (1024, 16 + 8, 1024)])
+def test_a_peer_that_averages_needs_room_for_that_too(round_bytes: int, per_parameter: int, besides: int) -> None:
+    words = ["run.stages=1", "run.peers=2", f"run.round_bytes={round_bytes}"]
+    config = configuration.load(None, [*SMALL, *words])
+    values = sum(value.numel() for _, value in stages.hollow(config, 0).named_parameters())
+    needed = values * per_parameter + besides
+    fit.check_host(configuration.load(None, [*SMALL, *words, f"device.host_bytes={needed}"]), 0)
+    with pytest.raises(ValueError, match=r"KiB for averaging\), device\.host_bytes allows"):
+        fit.check_host(configuration.load(None, [*SMALL, *words, f"device.host_bytes={needed - 1}"]), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
@@ -47,6 +47,22 @@ def test_chunks_cover_every_value_once_and_differ_by_at_most_one() -> None:
             sizes = [after - before for before, after in pairwise(bounds)]
             assert bounds[0] == 0 and bounds[-1] == length
             assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
+def test_pieces_cover_every_value_once_within_their_size_and_number_their_chunks_through() -> None:
+    for length in range(1, 40):
+        for group in ("a", "ab", "abcd"):
+            for most in (1, 3, 8, 100):
+                at, number, chunks = 0, 0, split(length, group, most)
+                for piece in count():
+                    chunks = split(length, group, most, piece)
+                    assert chunks.bounds[0] == at and chunks.first == piece * len(group)
+                    assert [chunks.of(peer) for peer in chunks.owners] == list(chunks.numbers)
+                    at, number = chunks.bounds[-1], number + 1
+                    assert 1 <= at - chunks.bounds[0] <= max(most, len(group))
+                    if chunks.last:
+                        break
+                assert at == length
 
 
 def test_a_replica_beyond_the_last_value_owns_no_chunk() -> None:

@@ -775,6 +775,122 @@ def test_a_part_and_a_sum_are_sent_again_when_asked_for_twice_or_when_the_connec
         assert play.commands == []
 
 
+PIECES = msgspec.structs.replace(SETTINGS, piece_values=5)  # two of them: 0 to 5 and 5 to 10
+
+
+def in_pieces() -> Play:
+    """In round 1, the first piece gathered, the second cut."""
+    play = Play(PIECES)
+    play.book(0, 2)
+    play.hear(OWNER, a_round())
+    play.done(play.task(Cut))
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.done(play.task(Add))
+    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.done(play.task(Gather))
+    play.done(play.task(Cut))
+    return play
+
+
+def test_a_large_gradient_goes_piece_by_piece_and_no_blob_stays() -> None:
+    play, held = Play(PIECES), set[str]()
+    play.book(0, 2)
+
+    def after(blobs: tuple[str, ...]) -> int:
+        held.update(blobs)
+        held.difference_update(play.dropped())
+        return len(held)
+
+    play.hear(OWNER, a_round())
+    first = play.task(Cut)
+    assert first.bounds == (0, 3, 5)
+    play.done(first)
+    assert [(m.chunk, blobs) for _, m, blobs in play.sends(Part)] == [(1, (first.outs[1],))]
+    after(first.outs)
+    after(play.hear(MATE, Part(0, 0, 1, 0), 1))
+    add = play.task(Add)
+    play.done(add)
+    after((add.out,))
+    after(play.hear(MATE, Sum(0, 0, 1, 1), 1))
+    gather = play.task(Gather)
+    assert (gather.start, gather.last) == (0, False)
+    play.done(gather)
+    second = play.task(Cut)
+    assert second.bounds == (5, 8, 10) and play.sends(Reduced) == []
+    assert after(()) == 1, "my own sum of the first piece, which the other may not have got"
+    play.done(second)
+    assert [m.chunk for _, m, _ in play.sends(Part)] == [3]
+    after(second.outs)
+    after(play.hear(MATE, Part(0, 0, 1, 2), 1))
+    add = play.task(Add)
+    play.done(add)
+    after((add.out,))
+    assert [m.chunk for _, m, _ in play.sends(Sum)] == [2]
+    after(play.hear(MATE, Sum(0, 0, 1, 3), 1))
+    gather = play.task(Gather)
+    assert (gather.start, gather.last) == (5, True)
+    play.done(gather, digest="g1", norm_sq=4.0)
+    assert [m.digest for _, m, _ in play.sends(Reduced)] == ["g1"]
+    after(())
+    play.view(a_commit())
+    assert play.task(Apply).round == 1
+    assert after(()) == 0
+
+
+def test_nothing_is_added_before_the_last_piece_is_cut() -> None:
+    play = Play(PIECES)
+    play.book(0, 2)
+    play.hear(OWNER, a_round())
+    first = play.task(Cut)
+    play.backward(3, 1)
+    play.done(first)
+    assert not any(isinstance(task, RunBackward) for task in play.tasks())
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.done(play.task(Add))
+    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.done(play.task(Gather))
+    last = play.task(Cut)
+    assert not any(isinstance(task, RunBackward) for task in play.tasks())
+    play.done(last)
+    assert play.task(RunBackward).index == 3
+
+
+def test_a_part_of_the_next_piece_that_comes_early_is_kept_for_it() -> None:
+    play = Play(PIECES)
+    play.book(0, 2)
+    play.hear(OWNER, a_round())
+    play.done(play.task(Cut))
+    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.done(play.task(Add))
+    (early,) = play.hear(MATE, Part(0, 0, 1, 2), 1)  # the sum before it was lost, and comes when it is asked for
+    assert play.commands == []
+    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.done(play.task(Gather))
+    play.done(play.task(Cut))
+    assert play.task(Add).parts[1] == early
+
+
+def test_a_sum_of_the_piece_before_is_sent_again() -> None:
+    play = in_pieces()
+    again = Resend(0, 0, 1, 0, True)
+    play.hear(MATE, again)
+    assert play.commands == [], "it may be on its way"
+    play.hear(MATE, again)
+    assert [m for _, m, _ in play.sends(Sum)] == [Sum(0, 0, 1, 0)]
+    play.hear(MATE, Resend(0, 0, 1, 1, False))
+    assert play.commands == [], "that part has been added: there is its sum"
+
+
+def test_a_joiner_applies_a_commit_of_which_it_heard_every_piece() -> None:
+    play = Play(PIECES, view=a_view(members=WITHOUT_ME, joining=JOINING))
+    sums = heard_sums(play)
+    play.view(a_commit_of_others())
+    assert play.tasks() == [], "of the second piece nothing is here"
+    (last,) = play.hear(THIRD, Sum(0, 0, 9, 3, heard=True), 1)
+    (third,) = play.hear(MATE, Sum(0, 0, 9, 2, heard=True), 1)
+    assert play.task(Gather).sums == (*sums, third, last)
+
+
 def test_reduced_is_repeated_to_whoever_leads() -> None:
     play = reduced()
     play.server.leader = OTHER

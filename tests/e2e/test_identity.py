@@ -23,6 +23,7 @@ from tests.runtime.test_node import TINY, Swarm
 from shoal import config as configuration
 from shoal import trace
 from shoal.config import Config
+from shoal.core.messages import Do, Gather
 from shoal.runtime.data import Dataset, open_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +171,7 @@ def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_sha
     assert_same_bits(left, reference.commits(left.directory))
 
 
+@pytest.mark.parametrize("hops", ["owner", "direct"])
 def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
     hops: str, tmp_path: Path
 ) -> None:
@@ -182,6 +184,22 @@ def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that
     in_time = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, staleness=0))
     other, _ = reference.follow(in_time, left.dataset, map(reference.as_recorded, commits))
     assert reference.relative(other.state(), process.state()) > 1e-5  # it does matter
+
+
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(tmp_path: Path, local_steps: int) -> None:
+    config = a_config(1, 4, steps=2, local_steps=local_steps, local_batch=4 if local_steps > 1 else 0)
+    config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, round_bytes=8000))
+    left = trained_in_memory(tmp_path, config)
+    gathers = [
+        command.task
+        for record in trace.read(left.trace)
+        if isinstance(record, trace.Record)
+        for command in record.commands
+        if isinstance(command, Do) and isinstance(command.task, Gather)
+    ]
+    assert sum(not gather.last for gather in gathers) > 4 * sum(gather.last for gather in gathers)
+    assert_same_bits(left, reference.commits(left.directory))
 
 
 def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in_memory: Left) -> None:

@@ -137,6 +137,31 @@ def average(group: list[Hands], step: int, round_: int) -> list[m.Result]:
     return [done(held, m.Gather("s/g", step, round_, sums)) for held in group]
 
 
+def test_what_the_codes_of_a_gradients_pieces_leave_out_is_fed_back_in_its_place() -> None:
+    config = msgspec.structs.replace(ONE, network=Network(averaging="int8"))
+    one, whole = coding.Averaging(config), torch.randn(2000, generator=torch.Generator().manual_seed(1))
+
+    def sent(values: torch.Tensor, name: str) -> torch.Tensor:
+        made = []
+        for bounds in ((0, 400, 1000), (1000, 1500, 2000)):
+            outs = tuple(f"{name}{start}" for start in bounds[:-1])
+            made += one.parts(values[bounds[0] : bounds[-1]].clone(), bounds, outs, 2000)
+        return torch.cat([coding.plain(part) for part in made])
+
+    first = sent(whole, "a")
+    left = one.left()
+    assert left is not None and left.any() and torch.equal(left, whole - first)
+    total = torch.randn(500, generator=torch.Generator().manual_seed(2))
+    summed = coding.plain(one.sum(total.clone(), ("a1000", "another's")))  # of the chunk that begins there
+    left_of_sum = torch.zeros(2000)
+    left_of_sum[1000:1500] = total - summed
+    one.applied(one.left())
+    second = sent(torch.zeros(2000), "b")
+    again = one.left()
+    assert again is not None
+    assert torch.allclose(second + again, whole - first + left_of_sum, atol=1e-6)
+
+
 @pytest.mark.parametrize("lives", [True, False], ids=["too little memory", "device lost"])
 def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
     a_pair_of_hands: Maker, lives: bool, monkeypatch: pytest.MonkeyPatch

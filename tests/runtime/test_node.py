@@ -16,6 +16,7 @@ from shoal import codec, trace
 from shoal.config import Checkpoint, Config, Data, Device, Model, Network, Run, Train, microbatches, settings
 from shoal.core.messages import (
     PROTOCOL,
+    Add,
     Backward,
     Boundary,
     Command,
@@ -24,6 +25,7 @@ from shoal.core.messages import (
     Event,
     Finish,
     Forward,
+    Gather,
     Gradient,
     Member,
     Output,
@@ -36,13 +38,16 @@ from shoal.core.messages import (
     RunBackward,
     Send,
     Sum,
+    Task,
     View,
 )
 from shoal.core.peer import PeerMachine
-from shoal.executor import base
+from shoal.executor import base, memory
+from shoal.numerics import optimizer
 from shoal.runtime import data
 from shoal.runtime.account import Books
 from shoal.runtime.checkpoint import Store
+from shoal.runtime.coding import Held
 from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
@@ -217,6 +222,71 @@ def test_a_peer_whose_device_is_lost_leaves_and_the_others_go_on(
     totals = swarm.books().totals()
     assert totals.balanced, totals.reason
     assert (totals.steps, totals.issued, totals.committed, totals.lost) == (4, 16, 16, 0)
+
+
+def in_memory(held: Hands) -> int:
+    """Bytes of all tensors of rounds that are held under names, each storage once."""
+    storages = {}
+    for name in held._blobs.names():
+        tensor = held._blobs.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("local_steps", [1, 2])
+def test_a_round_takes_no_more_memory_than_it_may(
+    local_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every peer and moment: what is held under names, and what the task that runs takes besides, the result apart."""
+
+    def most(round_bytes: int) -> tuple[int, int]:
+        directory = tmp_path / str(round_bytes)
+        directory.mkdir()
+        changed = msgspec.structs.replace
+        swarm = Swarm(
+            changed(
+                TINY,
+                run=changed(TINY.run, stages=1, steps=2, round_bytes=round_bytes),
+                model=changed(TINY.model, hidden_size=32, layers=4),
+                train=changed(TINY.train, local_steps=local_steps, local_batch=2 if local_steps > 1 else 0),
+            ),
+            directory,
+        )
+        for _ in range(TINY.run.peers):
+            swarm.add()
+        found: list[int] = []
+        put, run = Hands.put, Hands._run
+
+        def counted_put(self: Hands, name: str, value: Held) -> int:
+            nbytes = put(self, name, value)
+            found.append(in_memory(self))
+            return nbytes
+
+        def counted_run(self: Hands, task: Task, held: dict[str, Held]) -> Result:
+            if not isinstance(task, Cut | Add | Gather):
+                return run(self, task, held)
+            before = in_memory(self)
+            with memory.Watch("cpu") as watch:
+                result = run(self, task, held)
+            made = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
+            found.append(before + watch.peak - made)
+            return result
+
+        with monkeypatch.context() as patched:
+            patched.setattr(optimizer, "NORM_VALUES", 500)  # squares in fp64 take up to 16 MiB, whatever the limit
+            patched.setattr(Hands, "put", counted_put)
+            patched.setattr(Hands, "_run", counted_run)
+            finishes = asyncio.run(swarm.run())
+        swarm.close()
+        assert all(finish.ok for finish in finishes)
+        return max(found), 4 * swarm.nodes[0].hands._seated().executor.length
+
+    limit = 60_000
+    peak, gradient_bytes = most(limit)
+    assert gradient_bytes > 2 * limit
+    assert limit / 2 < peak <= limit
+    assert most(1 << 30)[0] > 2 * gradient_bytes
 
 
 @pytest.mark.parametrize("hops", ["direct", "owner"])

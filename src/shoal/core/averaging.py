@@ -1,8 +1,9 @@
 """How a stage's replicas add up their gradients: who owns which chunk of it, and whether a round may be taken part in.
 
 For rounds.py, which exchanges the chunks, and for the coordinator, which may ask the same questions before it opens a round.
-Pure arithmetic on what the round lists. A group of n replicas cuts the stage's flat gradient into n chunks, one owner each
-(reduce-scatter, then all-gather), and every owner adds in group order, so that all replicas get the same bits.
+Pure arithmetic on what the round lists. A stage's flat gradient is averaged piece by piece, so that memory for it has a bound;
+most are one piece. A group of n replicas cuts a piece into n chunks, one owner each (reduce-scatter, then all-gather), and
+every owner adds in group order, so that all replicas get the same bits, whatever the pieces.
 """
 
 from __future__ import annotations
@@ -14,25 +15,42 @@ import msgspec
 
 from shoal.core.messages import Peer, Round, Share, View
 
+MOST_CHUNKS = 1 << 19  # in all pieces together: half of what a message can name
+
 
 class Chunks(msgspec.Struct, frozen=True):
-    """Chunk c is values bounds[c] to bounds[c + 1]; owners[c] adds it up."""
+    """Of one piece: chunk number `first` + c is values bounds[c] to bounds[c + 1] of the gradient; owners[c] adds it up."""
 
     bounds: tuple[int, ...]
     owners: tuple[Peer, ...]
+    first: int = 0
+    last: bool = True  # no piece comes after this one
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + len(self.owners))
 
     def of(self, peer: Peer) -> int | None:
-        """The chunk that `peer` owns; None when there are fewer values than replicas and it got none."""
-        return self.owners.index(peer) if peer in self.owners else None
+        """Number of the chunk that `peer` owns; None when there are fewer values than replicas and it got none."""
+        return self.first + self.owners.index(peer) if peer in self.owners else None
 
 
-def split(length: int, group: Sequence[Peer]) -> Chunks:
-    """Cut `length` values as evenly as whole values allow. Later replicas own nothing when length < len(group)."""
+def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0) -> Chunks:
+    """Cut `length` values into the fewest even pieces of at most `most` (0: one), and piece number `piece` into chunks, as evenly
+    as whole values allow. Later replicas own nothing when a piece has fewer values than the group has replicas."""
     assert group, "a group has at least one replica"
-    count = max(1, min(length, len(group)))
+    pieces = -(-length // max(most, len(group))) if most else 1
+    pieces = max(1, min(pieces, MOST_CHUNKS // len(group)))
+    start, stop = _cut(length, pieces, piece), _cut(length, pieces, piece + 1)
+    count = max(1, min(stop - start, len(group)))
+    bounds = tuple(start + _cut(stop - start, count, chunk) for chunk in range(count + 1))
+    return Chunks(bounds, tuple(group[:count]), piece * len(group), piece + 1 == pieces)
+
+
+def _cut(length: int, count: int, place: int) -> int:
+    """Where part `place` of `count` even ones begins."""
     each, over = divmod(length, count)
-    bounds = tuple(each * chunk + min(chunk, over) for chunk in range(count + 1))
-    return Chunks(bounds, tuple(group[:count]))
+    return each * place + min(place, over)
 
 
 def fenced(message: Round, view: View) -> Peer | None:

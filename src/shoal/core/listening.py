@@ -11,6 +11,7 @@ What was not heard (a message lost, too far behind) cannot be applied: `since` m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import msgspec
 
@@ -31,14 +32,15 @@ from shoal.core.messages import (
 )
 from shoal.core.seat import Seat, drop
 
+PIECES = 4096  # of one gradient that are heard at most
 HEARD = 16  # steps whose sums are kept at most: each is as large as the stage's gradient
 
 
 class Heard(msgspec.Struct):
-    """Sums of one step's newest round, by the peer that added them up: chunk and blob."""
+    """Sums of one step's newest round, by number of the chunk: who added it up, and blob."""
 
     round: int
-    sums: dict[Peer, tuple[int, str]] = msgspec.field(default_factory=dict)
+    sums: dict[int, tuple[Peer, str]] = msgspec.field(default_factory=dict)
 
     def blobs(self) -> tuple[str, ...]:
         return tuple(blob for _, blob in self.sums.values())
@@ -111,9 +113,9 @@ class Listening:
         if message.round > heard.round:
             commands = drop(heard.blobs())
             heard.round, heard.sums = message.round, {}
-        if peer in heard.sums:
+        if message.chunk in heard.sums or sum(other == peer for other, _ in heard.sums.values()) >= PIECES:
             return commands + drop(blobs)
-        heard.sums[peer] = message.chunk, blobs[0]
+        heard.sums[message.chunk] = peer, blobs[0]
         return commands
 
     def go_on(self) -> list[Command]:
@@ -126,7 +128,7 @@ class Listening:
             return []
         commit, _ = self._commits[seat.step]
         heard = self._heard[seat.step]
-        sums = tuple(blob for _, blob in sorted(heard.sums.values()))
+        sums = tuple(heard.sums[chunk][1] for chunk in self._owners(commit))
         self._task = Gather(f"s/{next(self._serial)}", seat.step, commit.round, sums)
         return [Do(self._task)]
 
@@ -168,10 +170,23 @@ class Listening:
         commit, heard = self._commits[step][0], self._heard.get(step)
         if heard is None or heard.round != commit.round or self._key is None or self._key[1] >= len(commit.groups):
             return False
+        return all(
+            chunk in heard.sums and heard.sums[chunk][0] == owner for chunk, owner in self._owners(commit).items()
+        )
+
+    def _owners(self, commit: Committed) -> dict[int, Peer]:
+        """Of every chunk of that round, in order. Without a seat the length is not known: of the first piece only."""
+        assert self._key is not None
         group = tuple(share.peer for share in commit.groups[self._key[1]])
         seated = self._seat.seated and self._seat.stage == self._key[1]
-        owners = split(self._seat.length if seated else len(group), group).owners
-        return all(owner in heard.sums and heard.sums[owner][0] == chunk for chunk, owner in enumerate(owners))
+        most = self._settings.piece_values if seated else 0
+        found: dict[int, Peer] = {}
+        for piece in count():
+            chunks = split(self._seat.length if seated else len(group), group, most, piece)
+            found.update(zip(chunks.numbers, chunks.owners, strict=True))
+            if chunks.last:
+                break
+        return found
 
     def _give_up(self, since: int) -> list[Command]:
         """Nothing before step `since` is needed, or can be had."""

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 11  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 12  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -494,7 +494,7 @@ class Round(Wire, frozen=True):
 
 
 class Part(Wire, frozen=True):
-    """Replica to chunk owner: blob 0 is my sum's values of that chunk."""
+    """Replica to chunk owner: blob 0 is my sum's values of that chunk. Chunks are numbered through all pieces of the gradient."""
 
     epoch: Count
     step: Count
@@ -863,13 +863,15 @@ class Add(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Concatenate `sums` into the reduced gradient of `round`. Result: digest, norm_sq (fp64). Failed: non-finite
-    values."""
+    """Put `sums` one after another into the reduced gradient of `round`, from value `start` on. With `last` it is whole.
+    Result, then: digest, norm_sq (fp64). Failed: non-finite values."""
 
     id: str
     step: int
     round: int
     sums: tuple[str, ...]
+    start: int = 0
+    last: bool = True
 
 
 class Apply(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -993,6 +995,7 @@ class Settings(msgspec.Struct, frozen=True):
     lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
     ban_s: float = 10.0  # first ban of a failing peer; doubles up to 8 times this
     stage_seconds: tuple[float, ...] = ()  # planned seconds per microbatch, for placement before anything is measured
+    piece_values: int = 0  # of a stage's gradient that are averaged at a time; 0: all at once
     home: bool = (
         False  # owners run what they can themselves: with one stage nothing but tokens could be gained elsewhere
     )

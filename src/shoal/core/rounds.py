@@ -3,6 +3,10 @@
 For server.py, which owns the books and decides whether a round may start now and what a commit does. averaging.py decides
 chunk bounds and who takes part. Here: Part, Sum and Resend, the order of the tasks, what an abort leaves behind. At most one
 round is held; a newer number replaces it. A task that is under way when its round ends goes on, and its blobs go with it.
+
+A large gradient goes piece by piece: the next one is cut when this one is gathered. Nobody is further than one piece ahead of me,
+since its chunk of a piece needs my part, which I send when I have all sums of the piece before. So what another may still ask
+for is, of the piece before, my own sum; and what comes too early is a part of the next piece.
 """
 
 from __future__ import annotations
@@ -58,12 +62,16 @@ class Current(msgspec.Struct):
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
     asks: int = 0  # for what is missing, so far
-    sent: set[tuple[Peer, bool]] = msgspec.field(default_factory=set)  # Part or (True) Sum, and not asked for since
-    cut: tuple[str, ...] = ()  # my part of each chunk, once cut
+    sent: set[tuple[Peer, int, bool]] = msgspec.field(
+        default_factory=set
+    )  # Part or (True) Sum, and not asked for since
+    cut: dict[int, str] = msgspec.field(default_factory=dict)  # my part of each chunk of the piece, once cut
     parts: dict[Peer, str] = msgspec.field(default_factory=dict)  # of the chunk I own
-    sums: dict[int, str] = msgspec.field(default_factory=dict)
+    sums: dict[int, str] = msgspec.field(default_factory=dict)  # of the piece's chunks
     tasks: dict[str, Cut | Add | Gather] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
+    piece: int = 0
+    before: dict[int, str] = msgspec.field(default_factory=dict)  # my sum of the piece before this one
     adding: bool = False
     gathering: bool = False
     reduced: Reduced | None = None
@@ -85,9 +93,12 @@ class Rounds:
 
     @property
     def cutting(self) -> int | None:
-        """The step whose sum is being copied: nothing may be added to it."""
-        tasks = self._current.tasks.values() if self._current is not None else ()
-        return next((task.step for task in tasks if isinstance(task, Cut)), None)
+        """The step whose sum is being copied, or pieces of it still will be: nothing may be added to it."""
+        current = self._current
+        if current is None:
+            return None
+        copied = current.chunks.last and not any(isinstance(task, Cut) for task in current.tasks.values())
+        return None if copied else current.message.step
 
     @property
     def active(self) -> int | None:
@@ -115,14 +126,12 @@ class Rounds:
         if self._name not in group:
             self._reason = f"{self._name} is not listed"
             return commands
-        chunks = split(self._seat.length, group)
+        chunks = split(self._seat.length, group, self._settings.piece_values)
         known = self._seat.known.present
         listed = message.listeners[stage] if stage < len(message.listeners) else ()
         listeners = tuple(peer for peer in dict.fromkeys(listed) if known.get(peer) == stage and peer not in group)
         self._current = current = Current(message, group, listeners, chunks, now, now + self._patience_s)
-        outs = tuple(f"s/{next(self._serial)}" for _ in chunks.owners)
-        commands += self._do(current, Cut(self._task_id(), message.step, chunks.bounds, outs))
-        return commands + self._take_early(current, now)
+        return commands + self._cut(current) + self._take_early(current, now)
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
@@ -180,6 +189,8 @@ class Rounds:
                 return drop(blobs)
             if isinstance(message, Resend):
                 return self._send_again(current, peer, message) + drop(blobs)
+            if message.chunk // len(current.group) > current.piece:
+                return self._hold(peer, Early(message, blobs, fault))
             return self._take(current, peer, Early(message, blobs, fault), now)
         if isinstance(message, Resend) or message.round <= self._newest:
             return drop(blobs)
@@ -191,10 +202,10 @@ class Rounds:
         return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
 
     def _hold(self, peer: Peer, early: Early) -> list[Command]:
-        """Two per sender at most, a Part and a Sum: of its newest round."""
+        """Two per sender at most, a Part and a Sum: of its newest round and piece."""
         key = peer, isinstance(early.message, Sum)
         held = self._early.get(key)
-        if held is not None and held.message.round >= early.message.round:
+        if held is not None and _when(held) >= _when(early):
             return drop(early.blobs)
         self._early[key] = early
         return drop(held.blobs) if held is not None else []
@@ -202,8 +213,9 @@ class Rounds:
     def _take_early(self, current: Current, now: float) -> list[Command]:
         commands: list[Command] = []
         for key in list(self._early):
-            number = self._early[key].message.round
-            if number > current.message.round:
+            number, chunk = _when(self._early[key])
+            later = key[0] in current.group and chunk // len(current.group) > current.piece
+            if number > current.message.round or (number == current.message.round and later):
                 continue
             early = self._early.pop(key)
             if number == current.message.round and key[0] in current.group and self._current is current:
@@ -235,22 +247,23 @@ class Rounds:
     def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
         """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
         it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
-        chunks = current.chunks
-        if (peer, message.sum) in current.sent:
-            current.sent.discard((peer, message.sum))
+        chunks, asked = current.chunks, (peer, message.chunk, message.sum)
+        if asked in current.sent:
+            current.sent.discard(asked)
             return []
         if not message.sum:
-            if not current.cut or chunks.of(peer) != message.chunk:
+            if message.chunk not in current.cut or chunks.of(peer) != message.chunk:
                 return []
             return [Send(peer, self._part(current, message.chunk), (current.cut[message.chunk],))]
-        if chunks.of(self._name) != message.chunk or message.chunk not in current.sums:
-            return []
-        return [Send(peer, self._sum(current, message.chunk), (current.sums[message.chunk],))]
+        held = current.before.get(message.chunk)
+        if chunks.of(self._name) == message.chunk:
+            held = current.sums.get(message.chunk)
+        return [] if held is None else [Send(peer, self._sum(current, message.chunk), (held,))]
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""
         if self._current is not None:
-            self._current.sent -= {(peer, False), (peer, True)}
+            self._current.sent = {asked for asked in self._current.sent if asked[0] != peer}
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
@@ -270,12 +283,14 @@ class Rounds:
                 chunk = current.chunks.of(self._name)
                 assert chunk is not None
                 current.sums[chunk] = task.out
-                current.sent |= {(peer, True) for peer in current.group}
+                current.sent |= {(peer, chunk, True) for peer in current.group}
                 sends: list[Command] = [
                     Send(peer, self._sum(current, chunk), (task.out,)) for peer in _turn(current.group, self._name)
                 ]
                 sends += self._tell_listeners(current, chunk)
                 return sends + _forget(current, task.parts) + self._go_on(current)
+            case Gather() if not task.last:
+                return self._next_piece(current, now)
             case Gather():
                 self._usual.add(now - current.began)
                 current.reduced = Reduced(
@@ -301,20 +316,38 @@ class Rounds:
             return []
         return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
 
+    def _cut(self, current: Current) -> list[Command]:
+        outs = tuple(f"s/{next(self._serial)}" for _ in current.chunks.owners)
+        return self._do(current, Cut(self._task_id(), current.message.step, current.chunks.bounds, outs))
+
+    def _next_piece(self, current: Current, now: float) -> list[Command]:
+        """This piece is gathered: let go of it, but for my own sum, which may be lost on its way, and begin the next one."""
+        own = current.chunks.of(self._name) if len(current.group) > 1 else None
+        current.before = {} if own is None else {own: current.sums[own]}
+        kept = current.before.values()
+        commands = _forget(current, tuple(blob for blob in current.live if blob not in kept))
+        current.sent = {asked for asked in current.sent if asked[1] == own and asked[2]}
+        current.piece += 1
+        current.chunks = split(self._seat.length, current.group, self._settings.piece_values, current.piece)
+        current.cut, current.parts, current.sums = {}, {}, {}
+        current.adding = current.gathering = False
+        current.asks, current.wake = 0, now + self._patience_s
+        return commands + self._cut(current) + self._take_early(current, now)
+
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
-        current.cut = task.outs
+        current.cut = dict(zip(current.chunks.numbers, task.outs, strict=True))
         sends: list[Command] = []
         for owner in _turn(current.group, self._name):
             chunk = current.chunks.of(owner)
             if chunk is not None:
-                sends.append(Send(owner, self._part(current, chunk), (task.outs[chunk],)))
-                current.sent.add((owner, False))
+                sends.append(Send(owner, self._part(current, chunk), (current.cut[chunk],)))
+                current.sent.add((owner, chunk, False))
         mine = current.chunks.of(self._name)
         if mine is not None and len(current.group) == 1:
-            current.sums[mine] = task.outs[mine]
+            current.sums[mine] = current.cut[mine]
             sends += self._tell_listeners(current, mine)
         elif mine is not None:
-            current.parts[self._name] = task.outs[mine]
+            current.parts[self._name] = current.cut[mine]
         return sends + self._go_on(current)
 
     def _go_on(self, current: Current) -> list[Command]:
@@ -326,8 +359,10 @@ class Rounds:
             commands += self._do(current, Add(self._task_id(), parts, f"s/{next(self._serial)}"))
         if len(current.sums) == len(current.chunks.owners) and not current.gathering:
             current.gathering = True
-            sums = tuple(current.sums[chunk] for chunk in range(len(current.sums)))
-            commands += self._do(current, Gather(self._task_id(), current.message.step, current.message.round, sums))
+            chunks, round_ = current.chunks, current.message
+            sums = tuple(current.sums[chunk] for chunk in chunks.numbers)
+            gather = Gather(self._task_id(), round_.step, round_.round, sums, chunks.bounds[0], chunks.last)
+            commands += self._do(current, gather)
         return commands
 
     # ----------------------------------------------------------------------------------------------------------- time
@@ -349,7 +384,7 @@ class Rounds:
                 for peer in current.group
                 if peer != self._name and peer not in current.parts
             ]
-        for chunk, owner in enumerate(current.chunks.owners):
+        for chunk, owner in zip(current.chunks.numbers, current.chunks.owners, strict=True):
             if owner != self._name and chunk not in current.sums:
                 commands.append(Send(owner, self._resend(current, chunk, True)))
         return commands
@@ -392,6 +427,10 @@ class Rounds:
 
     def _task_id(self) -> str:
         return f"s/{next(self._serial)}"
+
+
+def _when(early: Early) -> tuple[int, int]:
+    return early.message.round, early.message.chunk
 
 
 def _inputs(task: Cut | Add | Gather) -> tuple[str, ...]:

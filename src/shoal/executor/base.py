@@ -48,8 +48,8 @@ class Executor(Protocol):
         """Empty the sum: what is added from now on belongs to version `step`."""
         ...
 
-    def brought(self) -> Tensor:
-        """What this replica brings into a round, (length,) fp32 in the CPU's memory: a copy of the sum."""
+    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """What this replica brings into a round, values `start` up to `stop` of (length,) fp32, in the CPU's memory: a copy."""
         ...
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:

@@ -47,8 +47,8 @@ class Emulated:
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()
 
-    def brought(self) -> Tensor:
-        return self.sum.clone()
+    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.sum[start:stop].clone()
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         if tuple(reduced.shape) != (self.length,):

@@ -10,13 +10,13 @@ import math
 import os
 from pathlib import Path
 
-from shoal.config import Config
+from shoal.config import ROUND_COPIES, Config
 from shoal.executor.groups import Runner
 from shoal.model import stages
 from shoal.model.cut import Stage, spans
 from shoal.units import size
 
-ROUND_BYTES = 8  # per parameter while a round runs: what this replica brings, what came of it
+ROUND_BYTES = 8  # per parameter while a round runs, besides run.round_bytes: what came of it, and that clipped
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -81,16 +81,21 @@ def check_host(config: Config, stage: int) -> Stage:
     """That stage, without values, found to fit the host's memory that is free now. ValueError: it does not."""
     made = stages.hollow(config, stage)
     values, where = _values(made), _where(config, stage)
-    each = host_bytes(config) + (ROUND_BYTES if config.run.peers > 1 else 0)
-    needed, free = values * each, config.device.host_bytes or free_bytes()
+    rounds = config.run.peers > 1
+    each, copies = host_bytes(config) + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
+    in_rounds = min(config.run.round_bytes, copies * values)
+    needed, free = values * each + in_rounds, config.device.host_bytes or free_bytes()
     if free is None or needed <= free:
         return made
     told = "device.host_bytes allows" if config.device.host_bytes else "this machine has free"
     enough = config.run.stages * math.ceil(needed / free)
     blocks = sum(map(len, _blocks(config)))
+    fitting = max(free // (each + copies), (free - config.run.round_bytes) // each)
     raise ValueError(
-        f"{where} takes {size(needed)} of host memory ({each} bytes for each of {values:,} parameters), {told} {size(free)};"
-        f" about {free // each:,} parameters would fit" + (f"; try run.stages={enough}" if enough <= blocks else "")
+        f"{where} takes {size(needed)} of host memory ({each} bytes for each of {values:,} parameters"
+        + (f", {size(in_rounds)} for averaging" if in_rounds else "")
+        + f"), {told} {size(free)}; about {fitting:,} parameters would fit"
+        + (f"; try run.stages={enough}" if enough <= blocks else "")
     )
 
 

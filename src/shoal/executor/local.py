@@ -66,11 +66,12 @@ class LocalSteps:
             self._begin(step)
         self._version = step
 
-    def brought(self) -> Tensor:
+    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
         """From here to where the round began, weighted by the share of the round that was booked here."""
         if self._waiting:
             self._step_alone()  # a last step of fewer microbatches
-        return (self._start - _flat(self._inner)) * (self._booked / self._of_round)
+        here = _flat(self._inner, start, self.length if stop is None else stop)
+        return torch.sub(self._start[start:stop], here, out=here).mul_(self._booked / self._of_round)
 
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         """The outer step. `norm` clips nothing: each local step was clipped by its own."""
@@ -124,6 +125,13 @@ class LocalSteps:
         self._version, self._booked, self._waiting, self._taken = version, 0, 0, 0
 
 
-def _flat(executor: Executor) -> Tensor:
-    """Its parameters, (length,) fp32 in the CPU's memory: a copy."""
-    return torch.cat([value.reshape(-1).cpu() for name, value in executor.state().items() if name.startswith(MODEL)])
+def _flat(executor: Executor, start: int = 0, stop: int | None = None) -> Tensor:
+    """Values `start` up to `stop` of its parameters, (length,) fp32 in the CPU's memory: a copy."""
+    found, at = [torch.empty(0)], 0
+    for name, value in executor.state().items():
+        if name.startswith(MODEL):
+            low, high = max(start - at, 0), value.numel() if stop is None else min(stop - at, value.numel())
+            if low < high:
+                found.append(value.reshape(-1)[low:high].cpu())
+            at += value.numel()
+    return torch.cat(found)

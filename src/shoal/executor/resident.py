@@ -75,8 +75,8 @@ class Resident:
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()
 
-    def brought(self) -> Tensor:
-        return self.sum.to("cpu", copy=True)
+    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.sum[start:stop].to("cpu", copy=True)
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         self._master.apply(reduced, norm, step, age)

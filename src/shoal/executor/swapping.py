@@ -67,9 +67,9 @@ class Swapping:
         self.sum.zero_()
         self._empty = True
 
-    def brought(self) -> Tensor:
+    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
         self._link.settle()
-        return self.sum.clone()
+        return self.sum[start:stop].clone()
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         self._link.settle()

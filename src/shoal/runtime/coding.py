@@ -57,8 +57,7 @@ def nbytes(held: Held) -> int:
 class _Cut(msgspec.Struct):
     """The sum as it was last cut. `left` (length,) fp32 is what the codes of my parts, and of my sum, leave out."""
 
-    outs: tuple[str, ...]
-    bounds: tuple[int, ...]
+    spans: dict[str, tuple[int, int]]  # by name of the part
     left: torch.Tensor | None
 
 
@@ -70,28 +69,37 @@ class Averaging:
         self._left: torch.Tensor | None = None  # of the steps that were applied
         self._cut: _Cut | None = None
 
-    def parts(self, whole: torch.Tensor, bounds: tuple[int, ...], outs: tuple[str, ...]) -> list[Held]:
-        """`whole` (length,) fp32, a copy of the step's sum, cut at `bounds` into blobs to be named `outs`."""
+    def parts(self, piece: torch.Tensor, bounds: tuple[int, ...], outs: tuple[str, ...], length: int = 0) -> list[Held]:
+        """`piece` fp32, a copy of values bounds[0] to bounds[-1] of the step's sum, cut at `bounds` into blobs to be named
+        `outs`. `length`: of the sum, where the piece is not all of it. Pieces come in order."""
+        low, high, length = bounds[0], bounds[-1], length or bounds[-1]
         if self._left is not None:
-            whole += self._left
-        slices = [whole[start:end] for start, end in pairwise(bounds)]
-        if compress.lossless(self._how) or len(outs) == 1:  # a lone replica shares its sum with nobody
-            self._cut = _Cut(outs, bounds, None)
+            piece += self._left[low:high]
+        slices = [piece[start - low : end - low] for start, end in pairwise(bounds)]
+        whole = high - low == length
+        if low == 0 or self._cut is None:
+            self._cut = _Cut({}, None)
+        if compress.lossless(self._how) or (whole and len(outs) == 1):  # a lone replica shares its sum with nobody
             return list(slices)
         made = [packed(part, self._how) for part in slices]
         for part, held in zip(slices, made, strict=True):
             part -= plain(held)
-        self._cut = _Cut(outs, bounds, whole)
+        if whole:
+            self._cut.left = piece
+        else:
+            self._cut.left = torch.zeros(length) if self._cut.left is None else self._cut.left
+            self._cut.left[low:high] = piece
+        self._cut.spans.update(zip(outs, pairwise(bounds), strict=True))
         return made
 
     def sum(self, total: torch.Tensor, parts: tuple[str, ...]) -> Held:
         """`total` (n,) fp32 of the chunk that I own, added up from `parts`, of which one is mine."""
         cut = self._cut
-        mine = [chunk for chunk, out in enumerate(cut.outs) if out in parts] if cut is not None else []
+        mine = [cut.spans[name] for name in parts if name in cut.spans] if cut is not None else []
         if compress.lossless(self._how) or cut is None or cut.left is None or not mine:  # nobody waits for it any more
             return total
         held = packed(total, self._how)
-        left = cut.left[cut.bounds[mine[0]] : cut.bounds[mine[0] + 1]]
+        left = cut.left[slice(*mine[0])]
         left += total.sub_(plain(held))
         return held
 

@@ -130,6 +130,7 @@ class Hands:
         self._about: checkpoint.About | None = None
         self._seat: Seat | None = None
         self._reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
+        self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = None  # of which round, how far, into what
         self._averaging = coding.Averaging(config)
         on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
         self._decodes_on = "cuda" if on_gpu else "cpu"  # the code crosses the bus, not the values
@@ -337,7 +338,8 @@ class Hands:
         bounds = task.bounds
         if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
-        parts = self._averaging.parts(executor.brought(), bounds, task.outs)
+        brought = executor.brought(bounds[0], bounds[-1])
+        parts = self._averaging.parts(brought, bounds, task.outs, executor.length)
         return Result(nbytes=sum(self._keep(name, part).nbytes for name, part in zip(task.outs, parts, strict=True)))
 
     def _add(self, task: Add, parts: list[torch.Tensor]) -> Result:
@@ -345,14 +347,28 @@ class Hands:
 
     def _gather(self, task: Gather, sums: list[torch.Tensor]) -> Result:
         executor = self._at(self._seated().stage, task.step)
-        reduced = torch.cat([flat(part) for part in sums])
-        if len(reduced) != executor.length:
-            raise ValueError(f"the sums have {len(reduced)} values together, the stage {executor.length}")
-        if not finite(reduced):
+        length, key, at = executor.length, (task.step, task.round), task.start
+        if at == 0:
+            self._gathering = key, 0, torch.empty(length)
+        begun, filled, reduced = self._gathering or (None, 0, torch.empty(0))
+        if begun != key or filled != at:
+            raise ValueError(
+                f"values from {at} on of round {task.round}, of which {filled if begun == key else 0} are here"
+            )
+        stop = at + sum(len(flat(part)) for part in sums)
+        if stop > length or (task.last and stop != length):
+            raise ValueError(f"the sums have {stop} values together, the stage {length}")
+        for part in sums:
+            reduced[at : at + len(part)] = part
+            at += len(part)
+        if not finite(reduced[task.start : stop]):
             raise ValueError("the reduced gradient is not finite")
-        self._reduced[task.step, task.round] = Gathered(reduced, self._averaging.left())
-        for key in list(self._reduced)[:-ROUNDS_KEPT]:
-            del self._reduced[key]
+        self._gathering = None if task.last else (key, stop, reduced)
+        if not task.last:
+            return Result()
+        self._reduced[key] = Gathered(reduced, self._averaging.left())
+        for old in list(self._reduced)[:-ROUNDS_KEPT]:
+            del self._reduced[old]
         return Result(digest=hashlib.sha256(raw(reduced)).hexdigest(), norm_sq=norm_sq(reduced))
 
     def _apply(self, task: Apply) -> Result:
@@ -366,6 +382,7 @@ class Hands:
             executor.zero(task.step + 1)
         self._averaging.applied(gathered.left)
         self._reduced.clear()
+        self._gathering = None
         seat.step = task.step + 1
         if task.save:
             self._saved = self._copy(seat)
@@ -375,6 +392,7 @@ class Hands:
         if self._seat is not None:
             self._seat.executor.zero(self._seat.step)
         self._reduced.clear()
+        self._gathering = None
         self._averaging.void(seat=False)
         return Result()
 
@@ -383,6 +401,7 @@ class Hands:
     def _take_seat(self, task: Init | Import | Blend) -> Result:
         self._seat = None  # two stages may not fit beside each other
         self._reduced.clear()
+        self._gathering = None
         self._averaging.void(seat=True)
         self._saved = self._exported = None
         executor = self._make(self._config, task.stage)

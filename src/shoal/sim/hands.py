@@ -95,6 +95,8 @@ class Hands:
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
         self._reduced: dict[int, Reduced] = {}
+        self._gathered: list[Blob] = []  # of the round that goes piece by piece
+        self._share = 1.0  # of the gradient, that the piece is
         self._copy: tuple[int, int, str, str] | None = None  # (version, stage, digest, previous) exported
         self._kept: dict[int, Blob] = {}  # chunks of a download
         self._saves: dict[tuple[int, int], str] = {}
@@ -107,8 +109,10 @@ class Hands:
             seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
         else:
             seconds = SECONDS[kind] * self.slowness
+            if isinstance(task, m.Cut):
+                self._share = (task.bounds[-1] - task.bounds[0]) / max(1, self.world.length(self.stage))
             if kind in ROUNDS:
-                seconds *= self.rounds
+                seconds *= self.rounds * (1.0 if kind is m.Apply else self._share)
             elif kind is not m.Fetch:
                 seconds *= self.states
             seconds = min(seconds, LONGEST_S)
@@ -149,6 +153,7 @@ class Hands:
         self.stage, self.version, self.digest, self.previous = stage, version, digest, previous
         self.world.versions.setdefault((stage, digest), version)
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
+        self._share = 1.0
         self._reduced.clear()
         self._kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
@@ -216,14 +221,22 @@ class Hands:
         return m.Result()
 
     def _gather(self, task: m.Gather, inputs: Sequence[Blob]) -> m.Result:
-        bounds = [0]
+        if task.start == 0:
+            self._gathered = []
+        end = self._gathered[-1][3] if self._gathered else 0
+        if task.start != end:
+            raise ValueError(f"sums from {task.start} on, where {end} are here")
         for part in inputs:
-            if part[:3] != ("part", self.stage, bounds[-1]):
-                raise ValueError(f"sums do not join: {part[:4]} after {bounds[-1]} of stage {self.stage}")
-            bounds.append(part[3])
-        if bounds[-1] != self.world.length(self.stage):
-            raise ValueError(f"sums end at {bounds[-1]}, not at {self.world.length(self.stage)}")
-        reduced = Reduced(self.stage, tuple(bounds), tuple(part[4] for part in inputs))
+            if part[:3] != ("part", self.stage, end):
+                raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {self.stage}")
+            end = part[3]
+            self._gathered.append(part)
+        if not task.last:
+            return m.Result()
+        if end != self.world.length(self.stage):
+            raise ValueError(f"sums end at {end}, not at {self.world.length(self.stage)}")
+        bounds = (0, *(part[3] for part in self._gathered))
+        reduced = Reduced(self.stage, bounds, tuple(part[4] for part in self._gathered))
         digest = short(reduced.stage, reduced.bounds, reduced.chunks)
         self.world.reduced[digest] = reduced
         self._reduced[task.round] = reduced

@@ -299,6 +299,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
     drawn = chance.choice(("owner", "direct"))
     hops = drawn if scenario.hops == "drawn" else scenario.hops
     late = Random(f"{scenario.name}/{seed}/staleness").choice((0, 1))
+    pieces = Random(f"{scenario.name}/{seed}/pieces")
     settings = Settings(
         stages=stages,
         microbatches=microbatches,
@@ -316,6 +317,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         hops=hops,
         staleness=late if scenario.staleness < 0 else scenario.staleness,
         keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
+        piece_values=pieces.choice((0, 0, scenario.values // 2, scenario.values // 7)),
     )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
