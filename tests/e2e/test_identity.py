@@ -171,7 +171,6 @@ def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_sha
     assert_same_bits(left, reference.commits(left.directory))
 
 
-@pytest.mark.parametrize("hops", ["owner", "direct"])
 def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
     hops: str, tmp_path: Path
 ) -> None:
