@@ -5,12 +5,16 @@ cost the same. Here every candidate is priced along a path that anneals with the
 the best of greedy.py's rules and at random, and a second term, small and fading, prefers on a plateau what is
 about to become cheaper: mean instead of largest exchange, mean instead of largest hop.
 
-What counts as an evaluation: a candidate whose matchings were made. Candidates refused by a bound alone are not counted (as
-the gains inside the published algorithm's local search are not), but there are at most PROPOSALS of them for each evaluation of
-the budget. What a chain ends with is priced with its best path.
+What counts as an evaluation: as many matchings as pricing one placement takes from scratch, S (S - 1) / 2, which is what the
+published algorithm pays for each of its children. A swap changes at most four hops of the path, so that on eight stages
+an evaluation pays for seven candidates or more. Candidates refused by a bound alone are not counted (as the gains inside the
+published algorithm's local search are not), but there are at most PROPOSALS of them for each evaluation of the budget. What a
+chain ends with is priced with its best path.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -19,10 +23,10 @@ from shoal.planner.greedy import starts
 from shoal.planner.search import Best, Found, exhaustive, random_placement
 
 EXHAUSTIVE_MOST = 2000  # placements up to which all are priced
-PROPOSALS = 40  # candidates per evaluation of the budget
-AT_ONCE = 256  # candidates between two looks at the clock of the annealing
-WARM, COLD = 1e-2, 1e-4  # temperature at the start and the end, of the start's cost: tuned on networks 101 to 104
-GUIDE, GUIDE_END = 1.0, 0.01  # weight of the second term at the start and the end
+PROPOSALS = 200  # candidates per evaluation of the budget
+AT_ONCE = 64  # candidates between two looks at the clock of the annealing
+WARM, COLD = 2e-2, 1e-4  # temperature at the start and the end, of the start's cost: tuned on networks 101 to 104
+GUIDE, GUIDE_END = 2.0, 0.02  # weight of the second term at the start and the end
 CHAIN = 5  # evaluations of a chain per pair of devices, either way: more gain little, and new starts more
 POLISH = 0.1  # of the budget: the last chain is cool and starts from the best
 
@@ -49,22 +53,24 @@ def _chain(
 ) -> None:  # six values that belong to one chain and are read once
     from shoal.planner import swaps  # numba: half a second that only searches pay
 
-    budget = until - best.evaluations
+    first = best.evaluations + 2  # its start and its end are priced from scratch
+    budget = until - first
     if best.proven or budget <= model.stages:
         return
     state = swaps.chain(model.share, model.hop, groups, np.array(model.cost(groups).order))
-    scale_s, first, proposed = float(state.told[0]), best.evaluations, 0
+    scale_s, proposed = float(state.told[0]), 0
+    whole = model.stages * (model.stages - 1) / 2  # matchings of an evaluation
+    state.told[2] = budget * whole
     lead_s = np.inf
     while True:
-        used = int(state.told[1])
-        done = max(used / budget, proposed / (PROPOSALS * budget))
-        if done >= 1 or best.proven:
+        done = max((state.told[1] + swaps.CHANGED) / state.told[2], proposed / (PROPOSALS * budget))
+        if done > 1 or best.proven:
             break
         heat_s = scale_s * warm * (COLD / warm) ** done
-        many = min(AT_ONCE, budget - used)
-        swaps.advance(model.share, model.hop, state, rng.random((many, swaps.DRAWS)), heat_s, GUIDE * GUIDE_END**done)
-        proposed += many
-        best.evaluations = first + int(state.told[1])
+        guide = GUIDE * (GUIDE_END / GUIDE) ** done
+        swaps.advance(model.share, model.hop, state, rng.random((AT_ONCE, swaps.DRAWS)), heat_s, guide)
+        proposed += AT_ONCE
+        best.evaluations = first + math.ceil(state.told[1] / whole)
         if state.told[0] < min(lead_s, best.total_s):
             lead_s = float(state.told[0])
             best.see(state.best_groups, lead_s, 0)

@@ -2,8 +2,9 @@
 
 A state is a placement (S, n) and an order of its stages. Swapping two devices changes two exchanges and at most four hops
 of the path, so that a candidate costs microseconds. A candidate is refused by a bound wherever that is enough (no matching
-is cheaper than its worst row's or column's least entry): the same refusals as with the matching, but it is not counted, as it
-was not priced. numba compiles this once per machine and keeps it beside the file, or in the user's cache.
+is cheaper than its worst row's or column's least entry): the same refusals as with the matching, but nothing is counted, as
+nothing was matched. What is counted are matchings. numba compiles this once per machine and keeps it beside the file, or in
+the user's cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shoal.planner.cost import Floats, Ints
 
 DRAWS = 6  # uniform numbers that a proposal takes
 TURN = 0.15  # of the proposals reverse a stretch of the path; the others swap devices
+CHANGED = 4  # hops of the path at most that a proposal changes
 WORST = 0.25  # of the swaps take the stage whose exchange is the longest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,7 +37,7 @@ class Chain(NamedTuple):
     links: Floats  # (S - 1,) hops along the path
     means: Floats  # (S - 1,) their smooth companions
     best_groups: Ints
-    told: Floats  # (2,) best cost along a path, evaluations
+    told: Floats  # (3,) best cost along a path, matchings made, matchings allowed
 
 
 def chain(share: Floats, hop: Floats, groups: Ints, order: Ints) -> Chain:
@@ -48,7 +50,7 @@ def chain(share: Floats, hop: Floats, groups: Ints, order: Ints) -> Chain:
         np.zeros(stages - 1),
         np.zeros(stages - 1),
         groups.astype(np.int64).copy(),
-        np.array([np.inf, 0.0]),
+        np.array([np.inf, 0.0, np.inf]),
     )
     measure(share, hop, made)
     return made
@@ -56,7 +58,7 @@ def chain(share: Floats, hop: Floats, groups: Ints, order: Ints) -> Chain:
 
 @_compiled
 def measure(share: Floats, hop: Floats, state: Chain) -> None:
-    """Everything from scratch; one evaluation."""
+    """Everything from scratch: S - 1 matchings."""
     stages, size = state.groups.shape
     worst = 0.0
     for stage in range(stages):
@@ -72,7 +74,7 @@ def measure(share: Floats, hop: Floats, state: Chain) -> None:
         bound, mean = bounds(hop, left, right)
         state.links[at], state.means[at] = matched(hop, left, right, bound), mean
         length += state.links[at]
-    state.told[1] += 1
+    state.told[1] += stages - 1
     if worst + 2 * length < state.told[0]:
         state.told[0] = worst + 2 * length
         state.best_groups[:] = state.groups
@@ -82,7 +84,7 @@ def measure(share: Floats, hop: Floats, state: Chain) -> None:
 def advance(
     share: Floats, hop: Floats, state: Chain, draws: Floats, heat_s: float, guide: float
 ) -> int:  # what a chain is made of, its chance, and how warm it is
-    """One proposal for each row of `draws` (P, 6); how many were taken."""
+    """One proposal for each row of `draws` (P, 6), while there are matchings left; how many were taken."""
     stages, size = state.groups.shape
     groups, order, place, sums, links, means = (
         state.groups,
@@ -100,6 +102,8 @@ def advance(
         worst_of[stage] = sums[stage].max()
     taken = 0
     for row in range(len(draws)):
+        if state.told[1] + CHANGED > state.told[2]:
+            break
         draw = draws[row]
         largest, mean, worst_at = 0.0, 0.0, 0
         for stage in range(stages):
@@ -129,7 +133,7 @@ def advance(
                 soft += new_means[k] - means[touched[k]]
             if largest + guide * mean + 2 * (length + guide * soft) >= limit:
                 continue
-            state.told[1] += 1
+            state.told[1] += count
             for k in range(count):
                 left = order[first - 1] if touched[k] == first - 1 else order[first]
                 right = order[last] if touched[k] == first - 1 else order[last + 1]
@@ -186,7 +190,7 @@ def advance(
                 length += new_links[k] - links[at]
                 soft += new_means[k] - means[at]
             if largest + guide * mean + 2 * (length + guide * soft) < limit:
-                state.told[1] += 1
+                state.told[1] += count
                 for k in range(count):
                     at = touched[k]
                     exact = matched(hop, groups[order[at]], groups[order[at + 1]], new_links[k])
