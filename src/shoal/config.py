@@ -236,6 +236,21 @@ def local_batch(config: Config) -> int:
     return config.train.local_batch or config.train.batch // config.run.peers
 
 
+def narrow_shelf(config: Config, tensor_bytes: float, stages: int, inflight: int) -> str:
+    """What is wrong with network.keep_bytes for boundary tensors of that size, in words; '' when it is wide enough.
+
+    Below 2 * stages * inflight tensors servers answer Busy while they wait for one another, and a run is slow and right
+    without saying why (docs/design/2026-11-21-direct-hops.md). A step that keeps fewer needs no more."""
+    wanted = min(2 * stages * inflight, 3 * microbatches(config.train))
+    if config.network.hops != "direct" or stages == 1 or config.network.keep_bytes >= wanted * tensor_bytes:
+        return ""
+    return (
+        f"network.keep_bytes = {config.network.keep_bytes} holds {int(config.network.keep_bytes / tensor_bytes)} boundary"
+        f" tensors of {math.ceil(tensor_bytes)} bytes; with {stages} stages and {inflight} microbatches in flight fewer than"
+        f" {wanted} make the run slow; try network.keep_bytes={math.ceil(wanted * tensor_bytes)}"
+    )
+
+
 def slices(config: Config) -> int:
     """Parts of a microbatch that are on the device one after another."""
     return config.train.microbatch // (config.device.sequences or config.train.microbatch)

@@ -148,3 +148,20 @@ def test_a_plan_made_for_a_lab_is_run_and_compared(
     assert program.main(["run", "lab.toml", "--plan", "plan.json"]) == 0
     assert "the plan predicted" in capsys.readouterr().out
     assert configuration.load("runs/lab/config.toml").run.stages == len(stages)
+
+
+def test_a_run_says_that_its_shelf_is_too_narrow_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(msgspec.structs.replace(EVEN, boundary_bytes=1000.0), "plan.json")
+    Path("run.toml").write_text("[model]\nlayers = 6\n[network]\nkeep_bytes = 15999\n")
+    for words, told in (
+        (["--plan", "plan.json"], "tensors of 1000 bytes"),
+        (["run.stages=2"], "tensors of 262144 bytes"),
+    ):
+        assert program.main(["run", "run.toml", *words, "--here", "99"]) == program.USER_ERROR, "nothing is started"
+        err = capsys.readouterr().err
+        assert "warning: network.keep_bytes = 15999 holds" in err and told in err
+    assert program.main(["run", "run.toml", "--plan", "plan.json", "network.keep_bytes=16000", "--here", "99"]) != 0
+    assert "warning" not in capsys.readouterr().err

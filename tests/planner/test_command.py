@@ -184,3 +184,23 @@ def test_machines_that_are_taken_away_show_in_the_plan(tmp_path: Path, capsys: p
     file.write_text(CLUSTER + "losses_per_h = 0.5\n")
     assert call(str(CONFIGS / "machines.toml"), "--cluster", str(file)) == 0
     assert "churn         2 losses an hour cost" in capsys.readouterr().out
+
+
+def test_a_shelf_too_narrow_for_the_planned_stages_is_told(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--stages", "2"]
+    assert call(*words) == 0
+    told = capsys.readouterr()
+    assert "warning" not in told.err and "kept of a step" in told.out
+    tensor_bytes = 4 * 4 * 128 * 128  # microbatch, sequence, hidden size, fp32
+    assert call(*words, f"network.keep_bytes={16 * tensor_bytes - 1}") == 0
+    told = capsys.readouterr()
+    assert f"holds 15 boundary tensors of {tensor_bytes} bytes" in told.err
+    assert f"try network.keep_bytes={16 * tensor_bytes}" in told.err, "2 * stages * inflight"
+    for enough in (f"network.keep_bytes={16 * tensor_bytes}", "network.hops=owner"):
+        assert call(*words, enough) == 0
+        assert "warning" not in capsys.readouterr().err
+
+
+def test_with_local_steps_a_step_of_the_run_has_the_microbatches_of_all_of_them() -> None:
+    tree = load(CONFIGS / "quickstart.toml", ["run.stages=1", "train.local_steps=6", "run.peers=4"])
+    assert command.work(tree).microbatches == 6 * tree.train.batch // tree.train.microbatch

@@ -297,3 +297,50 @@ def test_memory_that_is_not_stated_is_not_checked() -> None:
     need = memory.resident(profile(SHAPE, WORK).stage(range(16)), 1e6, 2)
     assert memory.lacking(need, Device(name="a", flops=1.0)) == 0.0
     assert memory.lacking(need, Device(name="a", flops=1.0, memory_bytes=1e9)) > 0.0
+
+
+# ---------------------------------------------------------------------------------- boundary tensors that servers keep
+
+
+@pytest.mark.parametrize(
+    ("inner", "last", "tensors"),
+    [(False, False, 10 * (3 + 2)), (True, False, 10 * (3 + 3 + 2 + 2)), (True, True, 10 * (3 + 2)), (False, True, 0)],
+)
+def test_a_server_keeps_both_ends_of_its_boundaries_for_the_whole_step(inner: bool, last: bool, tensors: int) -> None:
+    """Ten microbatches, tensors of 3 bytes there and of 2 back."""
+    everything = memory.Shelf(keep_bytes=1e9, spill_bytes=0)
+    assert everything.kept_bytes(10, inner, last, 3.0, 2.0) == tensors
+    assert memory.Shelf(1e9, spill_bytes=7).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, 7)
+    own_gradients = 10 * 2 * inner  # they stay beyond the limit
+    assert memory.Shelf(4, spill_bytes=0).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, own_gradients + 4)
+
+
+def test_what_servers_keep_is_in_the_plans_peak_memory_where_it_lies() -> None:
+    shelf = memory.Shelf(2.0**40, 0)
+    given = problem(direct=True, shelf=shelf)
+    made, plain = decided(given, 4), decided(problem(shelf=shelf), 4)
+    tensor_bytes, share = given.profile.boundary_bytes, WORK.microbatches / 2
+    assert [stage.kept_bytes for stage in made.stages] == [k * share * tensor_bytes for k in (2, 4, 4, 2)]
+    assert [stage.kept_bytes for stage in plain.stages] == [0.0] * 4
+    more = [one.memory_bytes - other.memory_bytes for one, other in zip(made.stages, plain.stages, strict=True)]
+    assert more == pytest.approx([stage.kept_bytes for stage in made.stages]), "no host's memory stated: one memory"
+    apart = decided(problem(machines(host_memory_bytes=64e9), direct=True, shelf=shelf), 4)
+    assert [stage.memory_bytes for stage in apart.stages] == [stage.memory_bytes for stage in plain.stages]
+    assert apart.stages[1].kept_bytes == made.stages[1].kept_bytes
+
+
+@pytest.mark.parametrize("fields", [{"memory_bytes": 5.3e9}, {"host_memory_bytes": 1.5e9}])
+def test_a_stage_whose_tensors_have_no_room_until_the_commit_does_not_fit(fields: dict[str, float]) -> None:
+    """Four stages of two: a middle one takes 1.8 GB and its tensors 1.07 GB for every eight microbatches."""
+    cluster = machines(**fields)
+    roomy = problem(cluster, direct=True)
+    narrow = problem(
+        cluster, direct=True, shelf=memory.Shelf(2.0**40, 0), work=msgspec.structs.replace(WORK, microbatches=512)
+    )
+    made = decided(roomy, 4)
+    assert plan.validate(made, roomy.profile, cluster, 2) == []
+    with pytest.raises(ValueError, match="fits no device left"):
+        decided(narrow, 4)
+    stages = tuple(msgspec.structs.replace(stage, kept_bytes=9e9) for stage in made.stages)
+    told = plan.validate(msgspec.structs.replace(made, stages=stages), roomy.profile, cluster, 2)
+    assert len(told) == 8 and "does not fit" in told[0]

@@ -28,7 +28,7 @@ import numpy as np
 from shoal import codec, config, units
 from shoal.cli import standing
 from shoal.cli.config import configured
-from shoal.planner import anneal, churn, cluster, cost, dtfm, greedy, plan, search, step, strategy
+from shoal.planner import anneal, churn, cluster, cost, dtfm, greedy, memory, plan, search, step, strategy
 from shoal.planner.profile import Profile, Shape, Work, spans
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
@@ -61,7 +61,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.dtfm:
         return _dtfm(args)
-    problem, name = _problem(args)
+    tree = _tree(args)
+    problem, name = _problem(args, tree)
     if args.check:
         return _check(plan.load(args.check), problem)
     if args.replan:
@@ -73,6 +74,10 @@ def main(args: argparse.Namespace) -> int:
         made = strategy.decide(problem, np.random.default_rng(seed), budget, args.stages)
     if args.out:
         plan.save(made, args.out)
+    if text := config.narrow_shelf(
+        tree, max(problem.profile.boundary_bytes, problem.returned_bytes), len(made.stages), made.inflight
+    ):
+        print(f"warning: {text}", file=sys.stderr)
     other = None
     if args.what_if:
         changed = what_if(problem, args.what_if)
@@ -89,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     print(_table(made))
     print(_numbers(made, problem))
     if any(device.losses_per_h for device in problem.cluster.devices):
-        print(_churn(made, problem, _tree(args)))
+        print(_churn(made, problem, tree))
     if other is not None:
         print(_compared(made, other, args.what_if))
     for what, step_s, stages in around:
@@ -111,8 +116,7 @@ def _tree(args: argparse.Namespace) -> config.Config:
     return config.load(files[0] if files else None, [word for word in args.words if "=" in word])
 
 
-def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
-    tree = _tree(args)
+def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Problem, str]:
     lab = tree.device.executor == "emulated"
     if args.cluster:
         machines = cluster.read(args.cluster)
@@ -125,7 +129,7 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         print(f"FLOPs and bytes by formula, as of a plain decoder: {why_not}", file=sys.stderr)
     problem = strategy.Problem(
         shape=shape(tree),
-        work=_work(tree),
+        work=work(tree),
         cluster=machines,
         emulated_s=tree.device.emulated_s if lab else 0.0,
         emulated_bytes=4.0 * tree.device.emulated_values if lab else 0.0,
@@ -136,6 +140,7 @@ def _problem(args: argparse.Namespace) -> tuple[strategy.Problem, str]:
         travel=travel(tree),
         direct=tree.network.hops == "direct",
         staleness=tree.train.staleness,
+        shelf=memory.Shelf(tree.network.keep_bytes, tree.network.spill_bytes),
         counted=counted,
         counted_sequences=tree.train.microbatch,
     )
@@ -152,14 +157,24 @@ def _counted(tree: config.Config) -> tuple[Profile | None, str]:
         return None, str(error)
 
 
-def _work(tree: config.Config) -> Work:
+def work(tree: config.Config) -> Work:
     train = tree.train
     return Work(
-        microbatches=train.batch // train.microbatch,
+        microbatches=config.microbatches(train),
         sequences=train.microbatch,
         tokens=tree.data.sequence,
         value_bytes=4 if train.dtype == "float32" else 2,
         inflight=tree.run.inflight,
+    )
+
+
+def tensor_bytes(tree: config.Config) -> float:
+    """The larger of a boundary tensor and its gradient, as they are kept and travel."""
+    lab = tree.device.emulated_values if tree.device.executor == "emulated" else 0
+    values = lab or tree.train.microbatch * tree.data.sequence * shape(tree).hidden / travel(tree).narrow
+    raw_bytes = 4 if lab or tree.train.dtype == "float32" else 2
+    return max(
+        values * codec.bytes_per_value(how, raw_bytes) for how in (tree.network.activations, tree.network.gradients)
     )
 
 
@@ -290,12 +305,12 @@ def _headline(problem: strategy.Problem, name: str) -> str:
 
 
 def _table(made: plan.Plan) -> str:
-    rows = [("stage", "blocks", "peers", "executor", "memory", "a microbatch")]
+    rows = [("stage", "blocks", "peers", "executor", "memory", "kept of a step", "a microbatch")]
     for number, stage in enumerate(made.stages):
         peers = ", ".join(stage.peers[:4]) + (f" and {len(stage.peers) - 4} more" if len(stage.peers) > 4 else "")
         blocks = f"{stage.first}-{stage.end - 1}"
-        row = (str(number), blocks, peers, stage.executor, units.size(stage.memory_bytes), _seconds(stage.microbatch_s))
-        rows.append(row)
+        sizes = units.size(stage.memory_bytes), units.size(stage.kept_bytes)
+        rows.append((str(number), blocks, peers, stage.executor, *sizes, _seconds(stage.microbatch_s)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -20,6 +21,7 @@ from shoal import config as configuration
 from shoal.cli import planned, rundir
 from shoal.cli.files import Files
 from shoal.cli.launch import Child, Crew, Spec, Start
+from shoal.cli.plan import tensor_bytes
 from shoal.cli.process import identify
 from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
@@ -91,6 +93,8 @@ def main(args: argparse.Namespace) -> int:
     if args.cluster and plan is None:
         raise ValueError("--cluster says what the peers of a plan are; name the plan too, with --plan FILE")
     cluster = planned.read_cluster(args.cluster, plan, config) if args.cluster and plan is not None else None
+    if text := _slow_shelf(config, plan):
+        print(f"warning: {text}", file=sys.stderr)
     kill_every_s, peers = args.kill_every, config.run.peers
     if kill_every_s is not None and not kill_every_s > 0:
         raise ValueError(f"--kill-every {kill_every_s}: seconds between kills must be above 0; try 20")
@@ -116,6 +120,18 @@ def main(args: argparse.Namespace) -> int:
             kill_every_s=kill_every_s,
         )
         return asyncio.run(Run(job).run())
+
+
+def _slow_shelf(config: Config, plan: Plan | None) -> str:
+    """Why the run would be slow for want of room for boundary tensors; '' when it would not."""
+    if config.run.stages == 1:
+        return ""
+    known_bytes = plan.boundary_bytes if plan is not None else 0.0
+    try:
+        size_bytes = known_bytes or tensor_bytes(config)
+    except ValueError:  # a family whose shape only transformers knows: its tensors' size is not known here
+        return ""
+    return configuration.narrow_shelf(config, size_bytes, config.run.stages, config.run.inflight)
 
 
 def _ended(config: Config, directory: Path) -> Summary | None:

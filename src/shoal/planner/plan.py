@@ -23,9 +23,12 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
     peers: tuple[str, ...]
     executor: str = "resident"  # or swapping: some of its devices cannot hold it
-    memory_bytes: float = 0.0  # predicted, on each device
+    memory_bytes: float = 0.0  # predicted, on the device where it is most
     microbatch_s: float = 0.0  # predicted compute of one microbatch on its slowest device, forward and backward
     gradient_bytes: float = 0.0  # that its replicas average
+    kept_bytes: float = (
+        0.0  # of boundary tensors that each of its peers keeps in memory until the step commits, at most
+    )
 
 
 class PeerPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +111,7 @@ def validate(plan: Plan, profile: Profile, cluster: Cluster, value_bytes: int) -
 def need_of(stage: StagePlan, profile: Profile, value_bytes: int) -> Need:
     work = profile.stage(range(stage.first, stage.end))
     form = swapping if stage.executor == "swapping" else resident
-    return form(work, profile.boundary_bytes, value_bytes)
+    return msgspec.structs.replace(form(work, profile.boundary_bytes, value_bytes), kept_bytes=stage.kept_bytes)
 
 
 def _cuts(plan: Plan) -> list[str]:

@@ -22,7 +22,7 @@ from shoal.planner import memory, wiring
 from shoal.planner.cluster import Cluster, Device
 from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.profile import BACKWARD, FORWARD, Profile, Shape, Work, profile, spans
-from shoal.planner.step import Seats, Step, predict, rough_s
+from shoal.planner.step import Seats, Step, hop_s, predict, rough_s
 
 SIZES = (0.25, 0.5, 1, 2, 4)  # of the configured microbatch
 PLAYED = 4  # numbers of stages whose step is played, the best by the rough formula
@@ -56,6 +56,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     counted_sequences: int = 1
     direct: bool = False  # network.hops: boundary tensors go straight from server to server
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
+    shelf: memory.Shelf = memory.Shelf()
+
+    def kept_bytes(self, span: range, microbatches: float) -> float:
+        """Of one that serves so many microbatches of a stage, at most; see memory.py."""
+        if not self.direct:
+            return 0.0
+        there_bytes, inner, last = self.profile.boundary_bytes, span.start > 0, span.stop == self.shape.layers
+        return self.shelf.kept_bytes(microbatches, inner, last, there_bytes, self.returned_bytes)
 
     @property
     def profile(self) -> Profile:
@@ -371,7 +379,7 @@ def _lacks(problem: Problem, span: range, device: Device) -> float:
         return resident
     made = problem.profile
     need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes)
-    return min(resident, memory.lacking(need, device))
+    return min(resident, memory.lacking(_keeping(problem, span, need), device))
 
 
 def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
@@ -379,7 +387,14 @@ def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
         return 0.0
     made = problem.profile
     need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.staleness)
-    return memory.lacking(need, device)
+    return memory.lacking(_keeping(problem, span, need), device)
+
+
+def _keeping(problem: Problem, span: range, need: memory.Need) -> memory.Need:
+    """With what it keeps of an even share of the microbatches: who else serves that stage is not known yet."""
+    stages = problem.shape.layers / len(span)
+    share = min(problem.work.microbatches * stages / len(problem.cluster.devices), problem.work.microbatches)
+    return msgspec.structs.replace(need, kept_bytes=problem.kept_bytes(span, share))
 
 
 def _uniform(cluster: Cluster) -> bool:
@@ -398,12 +413,18 @@ def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pl
         group = seats.replicas(number)
         what = made.stage(span), made.boundary_bytes, problem.work.value_bytes
         need = memory.swapping(*what) if best.swaps[number] else memory.resident(*what, problem.staleness)
+        rates = [1 / hop_s(seats, d) for d in group]
+        kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
+        need = msgspec.structs.replace(need, kept_bytes=kept_bytes)
+        memory_bytes = max(memory.peak(need, devices[d]) for d in group)
         last = number == best.stages - 1
         slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
         names = tuple(devices[d].name for d in group)
         kind = "swapping" if best.swaps[number] else "resident"
         gradient_bytes = seats.gradient_bytes[number]
-        stages.append(StagePlan(span.start, span.stop, names, kind, need.device_bytes, slowest_s, gradient_bytes))
+        stages.append(
+            StagePlan(span.start, span.stop, names, kind, memory_bytes, slowest_s, gradient_bytes, kept_bytes)
+        )
     left_out = tuple(devices[d].name for d, stage in enumerate(seats.stage_of) if stage < 0)
     runners_up = tuple(
         f"{stages_text(option.stages)}: {option.step.step_s:.3g} s a step ({option.step.bottleneck})"
