@@ -177,6 +177,14 @@ class Checkpoint(Section, frozen=True):
     url: str = ""  # any fsspec URL or path; "" = checkpoints/ in the run's directory
 
 
+class Plan(Section, frozen=True):
+    """What `shoal plan` may choose that changes what is learned; else it plans with what network and train say."""
+
+    allow: tuple[
+        Literal["bf16", "int8", "int4", "local_steps"], ...
+    ] = ()  # codes for tensors on their way, and train.local_steps, such as ["int8", "local_steps"]
+
+
 class Config(Section, frozen=True):
     """The whole tree."""
 
@@ -187,6 +195,7 @@ class Config(Section, frozen=True):
     network: Network = Network()
     device: Device = Device()
     checkpoint: Checkpoint = Checkpoint()
+    plan: Plan = Plan()
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -578,6 +587,9 @@ def _wanted(kind: Any, value: object) -> str:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"must be {' or '.join(map(repr, choices))}{hint}"
+    inner = typing.get_args(kind)[:1]
+    if inner and typing.get_origin(kind) is tuple and typing.get_origin(inner[0]) is Literal:
+        return f"must be a list of {', '.join(map(repr, typing.get_args(inner[0])))}"
     return f"must be {_KINDS.get(kind, 'a section of plain values')}"
 
 

@@ -165,3 +165,32 @@ def test_a_run_says_that_its_shelf_is_too_narrow_before_it_starts(
         assert "warning: network.keep_bytes = 15999 holds" in err and told in err
     assert program.main(["run", "run.toml", "--plan", "plan.json", "network.keep_bytes=16000", "--here", "99"]) != 0
     assert "warning" not in capsys.readouterr().err
+
+
+def test_what_the_plan_chose_beside_places_reaches_the_run() -> None:
+    coded = msgspec.structs.replace(EVEN, activations="int4", gradients="int8", averaging="bf16")
+    network = configuration.load(None, planned.decided(coded, "plan.json")).network
+    assert (network.activations, network.gradients, network.averaging) == ("int4", "int8", "bf16")
+    kept = configuration.load(None, ["network.activations=int8", *planned.decided(EVEN, "plan.json")])
+    assert kept.network.activations == "int8"
+
+
+def test_local_steps_of_a_plan_keep_the_run_as_long() -> None:
+    stages = (StagePlan(0, 6, ("a", "b")),)
+    local = msgspec.structs.replace(EVEN, stages=stages, predicted=None, local_steps=8)
+    settings = ["run.steps=100", "checkpoint.every=20", "train.batch=64", "train.microbatch=4"]
+    train = planned.load(None, settings, local, "plan.json")
+    assert (train.train.local_steps, train.run.steps, train.checkpoint.every) == (8, 13, 3)
+    same = planned.load(None, [*settings, "train.local_steps=8"], local, "plan.json")
+    assert (same.train.local_steps, same.run.steps, same.checkpoint.every) == (8, 100, 20)
+
+
+def test_a_rehearsal_encodes_tensors_of_the_planned_number_of_values() -> None:
+    """2,000 values as int8 are what the plan counted; the peer makes them whole and encodes them itself."""
+    peers = tuple(PeerPlan(name, 0.1, 0.2) for name in ("a", "b", "c"))
+    plan = msgspec.structs.replace(
+        EVEN, peers=peers, boundary_bytes=2000 * (1 + 4 / 1024), activations="int8", gradients="int8"
+    )
+    words = ["device.executor=emulated", "device.emulated_s=0"]
+    config = planned.load(None, words, plan, "plan.json")
+    assert planned.of_seat(config, plan, 0, None).device.emulated_values == 2000

@@ -11,6 +11,7 @@ from shoal.cli import main as program
 from shoal.cli import plan as command
 from shoal.config import load
 from shoal.model import analysis
+from shoal.planner.plan import load as load_plan
 
 CLUSTER = """
 [link]
@@ -204,3 +205,18 @@ def test_a_shelf_too_narrow_for_the_planned_stages_is_told(cluster: str, capsys:
 def test_with_local_steps_a_step_of_the_run_has_the_microbatches_of_all_of_them() -> None:
     tree = load(CONFIGS / "quickstart.toml", ["run.stages=1", "train.local_steps=6", "run.peers=4"])
     assert command.work(tree).microbatches == 6 * tree.train.batch // tree.train.microbatch
+
+
+def test_what_is_allowed_is_priced_printed_and_written_and_nothing_else_is_chosen(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    words = [str(CONFIGS / "machines.toml"), "--cluster", cluster, "--stages", "2", "--out", str(out)]
+    assert call(*words) == 0
+    assert "none there, none back; averaging every step, none: as configured" in capsys.readouterr().out
+    assert call(*words, 'plan.allow=["int8"]') == 0
+    told = capsys.readouterr().out
+    assert "boundary    int8 there, int8 back: " in told and "averaging   int8: " in told and "(taken)" in told
+    assert load_plan(out).averaging == "int8"
+    assert call(*words, 'plan.allow=["int2"]') == program.USER_ERROR
+    assert "must be a list of 'bf16', 'int8', 'int4', 'local_steps'" in capsys.readouterr().err

@@ -28,7 +28,7 @@ import numpy as np
 from shoal import codec, config, units
 from shoal.cli import standing
 from shoal.cli.config import configured
-from shoal.planner import anneal, churn, cluster, cost, dtfm, greedy, memory, plan, search, step, strategy
+from shoal.planner import anneal, choices, churn, cluster, cost, dtfm, greedy, memory, plan, search, step, strategy
 from shoal.planner.profile import Profile, Shape, Work, spans
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
@@ -64,14 +64,19 @@ def main(args: argparse.Namespace) -> int:
     tree = _tree(args)
     problem, name = _problem(args, tree)
     if args.check:
-        return _check(plan.load(args.check), problem)
+        given = plan.load(args.check)
+        return _check(given, choices.chosen(problem, given))
     if args.replan:
         return _replan(args, problem)
     seed, budget = 0, 400
-    if args.sizes:
-        made = strategy.decide_sizes(problem, lambda: np.random.default_rng(seed), budget, args.stages)
-    else:
-        made = strategy.decide(problem, np.random.default_rng(seed), budget, args.stages)
+
+    def decide(given: strategy.Problem) -> plan.Plan:
+        if args.sizes:
+            return strategy.decide_sizes(given, lambda: np.random.default_rng(seed), budget, args.stages)
+        return strategy.decide(given, np.random.default_rng(seed), budget, args.stages)
+
+    made = choices.choose(problem, tree.plan.allow, decide, lambda peers: _shares_out(tree, peers))
+    problem = choices.chosen(problem, made)
     if args.out:
         plan.save(made, args.out)
     if text := config.narrow_shelf(
@@ -140,6 +145,7 @@ def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Pr
         travel=travel(tree),
         direct=tree.network.hops == "direct",
         staleness=tree.train.staleness,
+        local_steps=tree.train.local_steps,
         shelf=memory.Shelf(tree.network.keep_bytes, tree.network.spill_bytes),
         counted=counted,
         counted_sequences=tree.train.microbatch,
@@ -335,6 +341,7 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
     ]
     routes = f"planned: routes for {len(made.routes)} owners" if made.routes else "stochastic: by measured times"
     lines.append(f"wiring        {routes}")
+    lines += _chosen(made)
     lines += [f"next best     {text}" for text in made.runners_up]
     if made.left_out:
         lines.append(f"left out      {', '.join(made.left_out)}")
@@ -346,6 +353,27 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
         f"to run        --plan FILE of --out, or by hand run.stages={len(made.stages)} run.peers={seated}{layers}"
     )
     return "\n".join(lines)
+
+
+def _chosen(made: plan.Plan) -> list[str]:
+    """How tensors travel and how often is averaged, and what else plan.allow has and would give."""
+    often = f"every {made.local_steps} local steps" if made.local_steps > 1 else "every step"
+    travel = f"boundary tensors {made.activations} there, {made.gradients} back; averaging {often}, {made.averaging}"
+    if not made.choices:
+        return [f"travel        {travel}: as configured; plan.allow names nothing else to choose from"]
+    lines = [f"travel        {travel}: what is allowed must give {choices.GAIN - 1:.0%}"]
+    for option in made.choices:
+        lines.append(
+            f"  {option.what:<12}{option.how}: {_count(option.tokens_per_s)} tokens/s, {_seconds(option.step_s)} a step, sends"
+            f" {units.size(option.sent_bytes)}, codes for {_seconds(option.codec_s)}{' (taken)' if option.taken else ''}"
+        )
+    return lines
+
+
+def _shares_out(tree: config.Config, peers: int) -> bool:
+    """Are a local step's sequences whole microbatches, with so many peers?"""
+    train = tree.train
+    return bool(train.local_batch) or (train.batch % peers == 0 and train.batch // peers % train.microbatch == 0)
 
 
 def _churn(made: plan.Plan, problem: strategy.Problem, tree: config.Config) -> str:

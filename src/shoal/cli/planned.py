@@ -7,11 +7,13 @@ and device.emulated_s = 0, the seconds and sizes that the plan predicts for it: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shoal import codec
 from shoal import config as configuration
 from shoal.config import Config
 from shoal.planner import cluster as clusters
@@ -26,8 +28,19 @@ Tree = dict[str, dict[str, Any]]
 def load(path: str | None, settings: Sequence[str], plan: Plan, where: str) -> Config:
     """The run's configuration with what the plan decides; ValueError for a plan of another model or run."""
     whole = ["run.stages=1", "run.peers=1", "run.layers=[]", "run.stage_seconds=[]"]  # its model, whatever its cut was
-    refuse_other_model(plan, configuration.load(path, [*settings, *whole]), where)
-    return configuration.load(path, [*settings, *decided(plan, where)])
+    given = configuration.load(path, [*settings, *whole])
+    refuse_other_model(plan, given, where)
+    return configuration.load(path, [*settings, *decided(plan, where), *as_long(plan, given)])
+
+
+def as_long(plan: Plan, given: Config) -> list[str]:
+    """Settings that keep the run as long, and its checkpoints as far apart, when the plan has other local steps: a step of the
+    run is all that lead to one averaging."""
+    now = given.train.local_steps
+    if plan.local_steps in (0, now):
+        return []
+    steps, every = (math.ceil(count * now / plan.local_steps) for count in (given.run.steps, given.checkpoint.every))
+    return [f"run.steps={steps}", f"checkpoint.every={every}"]
 
 
 def decided(plan: Plan, where: str) -> list[str]:
@@ -47,7 +60,10 @@ def decided(plan: Plan, where: str) -> list[str]:
         f"run.routes={[[list(turns) for turns in ways] for ways in plan.routes]}",
     ]
     settings += [f"train.microbatch={plan.microbatch}"] if plan.microbatch else []
-    return settings + ([f"run.inflight={plan.inflight}"] if plan.inflight else [])
+    settings += [f"run.inflight={plan.inflight}"] if plan.inflight else []
+    settings += [f"train.local_steps={plan.local_steps}"] if plan.local_steps else []
+    travel = {"activations": plan.activations, "gradients": plan.gradients, "averaging": plan.averaging}
+    return settings + [f"network.{what}={how}" for what, how in travel.items() if how]
 
 
 def refuse_other_model(plan: Plan, config: Config, where: str) -> None:
@@ -101,8 +117,9 @@ def against(plan: Plan, steps: tuple[Step, ...]) -> str:
 def _rehearse(tree: Tree, plan: Plan, number: int) -> None:
     device, peer = tree["device"], plan.peers[number]
     device["emulated_s"], device["emulated_backward_s"] = peer.forward_s, peer.backward_s
-    device["emulated_values"] = max(1, round(plan.boundary_bytes / 4))
-    device["emulated_gradient"] = max(1, round(plan.stages[plan.seats[peer.name]].gradient_bytes / 4))
+    value_bytes, sum_bytes = (codec.bytes_per_value(tree["network"][way], 4) for way in ("activations", "averaging"))
+    device["emulated_values"] = max(1, round(plan.boundary_bytes / value_bytes))
+    device["emulated_gradient"] = max(1, round(plan.stages[plan.seats[peer.name]].gradient_bytes / sum_bytes))
 
 
 def _shape(tree: Tree, names: list[str], number: int, cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.cli import planned, rundir
 from shoal.dashboard.terminal import Snapshot
-from shoal.planner import plan, replan
+from shoal.planner import choices, plan, replan
 from shoal.planner.replan import Running, Verdict
 from shoal.planner.strategy import Problem
 
@@ -21,7 +21,8 @@ def verdict(directory: Path, problem: Problem) -> Verdict:
     file = planned.plan_file(directory)
     if not file.is_file():
         raise ValueError(f"{file} is not there: only a run that was started with --plan can be planned anew")
-    return replan.replan(plan.load(file), problem, running(directory), lambda: np.random.default_rng(0))
+    old = plan.load(file)
+    return replan.replan(old, choices.chosen(problem, old), running(directory), lambda: np.random.default_rng(0))
 
 
 def running(directory: Path) -> Running:

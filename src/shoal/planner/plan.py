@@ -2,7 +2,8 @@
 
 Made by strategy.py or written by hand, read by `shoal plan --check` and by whoever starts a run. Predicted numbers carry their
 basis in words; a plan is JSON. What decides: `layers` and `stages` (with blocks, peers and executor), `routes` (none: stochastic
-wiring), `microbatch` and `inflight` (0: as the configuration says). A plan's seats are its peers in the order of its stages.
+wiring), `microbatch`, `inflight`, `local_steps` and how tensors travel (0 or "": as the configuration says). A plan's seats are its
+peers in the order of its stages.
 """
 
 from __future__ import annotations
@@ -56,6 +57,19 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bottleneck: str
     price_per_day: float = 0.0  # 0: no prices were given
     basis: str = ""  # of the predicted figures
+    codec_s: float = 0.0  # per step, that the busiest peer's processor encodes and decodes
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to travel or to average that was priced, and what the whole run is predicted to do with it."""
+
+    what: str  # boundary, averaging or local steps
+    how: str
+    step_s: float
+    tokens_per_s: float
+    sent_bytes: float  # by the busiest peer, per step
+    codec_s: float
+    taken: bool
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +84,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microbatch: int = 0  # sequences
     inflight: int = 0  # microbatches that an owner drives at once
     boundary_bytes: float = 0.0  # of one microbatch between two stages
+    activations: str = (
+        ""  # how tensors travel: network.activations, gradients and averaging; "": as the configuration says
+    )
+    gradients: str = ""
+    averaging: str = ""
+    local_steps: int = 0  # train.local_steps; 0: as the configuration says
+    choices: tuple[Choice, ...] = ()  # what plan.allow let the planner choose from
 
     @property
     def seats(self) -> dict[str, int]:

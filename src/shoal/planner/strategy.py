@@ -57,6 +57,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     direct: bool = False  # network.hops: boundary tensors go straight from server to server
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
     shelf: memory.Shelf = memory.Shelf()
+    local_steps: int = 1  # between two averagings; `work` holds the microbatches of all of them
 
     def kept_bytes(self, span: range, microbatches: float) -> float:
         """Of one that serves so many microbatches of a stage, at most; see memory.py."""
@@ -141,6 +142,12 @@ def best_stages(problem: Problem, local_steps: int = 1) -> float:
 
 def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages: int | None = None) -> Plan:
     """The plan with the shortest predicted step. `budget` placements are priced roughly for each number of stages."""
+    if problem.local_steps > 1:
+        if stages not in (None, 1):
+            raise ValueError(
+                f"{stages_text(stages or 0)}: local steps need the whole model on every peer; try --stages 1"
+            )
+        stages = 1
     wanted = [stages] if stages is not None else candidates(problem)
     options: list[Option] = []
     refusals: list[Refusal] = []
@@ -198,7 +205,7 @@ def _step_s(option: Option) -> tuple[float, int]:
 
 def _wired(problem: Problem, option: Option, rng: np.random.Generator) -> Option:
     """With planned wiring, where that is asked for or pays."""
-    if problem.wiring == "stochastic" or len(option.seats.members) > WIRED_PEERS:
+    if problem.wiring == "stochastic" or problem.local_steps > 1 or len(option.seats.members) > WIRED_PEERS:
         return option
     seats = msgspec.structs.replace(option.seats, routes=wiring.planned(option.seats, problem.cluster))
     other = _played(problem, msgspec.structs.replace(option, seats=seats), rng)
@@ -443,6 +450,10 @@ def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pl
         problem.work.sequences,
         problem.work.inflight,
         made.boundary_bytes,
+        problem.travel.activations,
+        problem.travel.gradients,
+        problem.travel.averaging,
+        problem.local_steps,
     )
 
 
@@ -489,7 +500,19 @@ def _told(problem: Problem, option: Option) -> Prediction:
         step.bottleneck,
         price,
         basis(problem),
+        _codec_s(problem, option),
     )
+
+
+def _codec_s(problem: Problem, option: Option) -> float:
+    """Of a step, on the busiest peer's processor."""
+    seats, most_s = option.seats, 0.0
+    for stage in range(option.stages):
+        rates = [1 / hop_s(seats, device) for device in seats.replicas(stage)]
+        once_s = problem.codec_s(stage, option.stages, True)
+        once_s += problem.codec_s(stage, option.stages, False) if stage < option.stages - 1 else 0.0
+        most_s = max(most_s, seats.microbatches * max(rates) / sum(rates) * once_s)
+    return most_s + seats.averaging_codec_s
 
 
 def basis(problem: Problem) -> str:
