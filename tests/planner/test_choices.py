@@ -48,6 +48,8 @@ def test_nothing_that_changes_learning_is_chosen_unless_it_is_allowed() -> None:
     configured = problem(SLOW, travel=codec.Travel("int8", "bf16", "int8"))
     assert travel(chosen(configured)) == ("int8", "bf16", "int8", 1)
     assert travel(chosen(problem(SLOW), "int8", stages=2))[3] == 1
+    only_int4 = chosen(problem(SLOW), "int4", stages=2)
+    assert [option.how for option in only_int4.choices] == ["none there, none back", "int4 there, none back"]
     assert "int4" not in travel(chosen(problem(SLOW), "bf16", "int8", stages=2))
     assert travel(chosen(problem(SLOW), "local_steps"))[:3] == ("none", "none", "none")
 
@@ -103,6 +105,15 @@ def test_the_fewest_local_steps_that_bring_nearly_all_are_taken() -> None:
     enough = choices.ENOUGH * max(rates)
     assert local[made.local_steps].tokens_per_s >= enough > local[made.local_steps // 2].tokens_per_s
     assert [steps for steps, option in local.items() if option.taken] == [made.local_steps]
+
+
+def test_an_average_of_local_steps_is_encoded_where_that_pays_and_boundaries_that_are_gone_are_not() -> None:
+    made = chosen(problem(SLOW), "int8", "local_steps")
+    assert travel(made)[:3] == ("none", "none", "int8") and made.local_steps > 1
+    assert made.predicted is not None
+    assert made.predicted.tokens_per_s == max(option.tokens_per_s for option in made.choices)
+    without = chosen(problem(SLOW), "local_steps")
+    assert without.predicted is not None and made.predicted.tokens_per_s > without.predicted.tokens_per_s
 
 
 def test_local_steps_need_the_whole_model_on_every_peer_and_whole_microbatches() -> None:

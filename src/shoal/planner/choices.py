@@ -20,7 +20,7 @@ from shoal.planner.strategy import Problem
 GAIN = 1.05  # what a lossy choice must give: less is within what the prediction is off by
 LOCAL_STEPS = (2, 4, 8, 16, 32, 64)
 ENOUGH = 0.95  # of the best rate: the fewest local steps that reach so much of it are taken
-BACK = {"int4": "int8"}  # gradients of boundary tensors and averages have no int4 (config.py)
+BACK = ("bf16", "int8")  # gradients of boundary tensors and averages have no int4 (config.py)
 
 Decide = Callable[[Problem], Plan]
 
@@ -30,15 +30,26 @@ def choose(problem: Problem, allow: tuple[str, ...], decide: Decide, peers_divid
 
     `peers_divide(peers)`: can a local step's batch be shared out to so many? The problem has the configured travel and local
     steps, from which each option differs in one thing."""
-    best, told = decide(problem), list[Choice]()
-    codes = [how for how in ("bf16", "int8", "int4") if how in allow]
-    boundary = [msgspec.structs.replace(problem.travel, activations=how, gradients=BACK.get(how, how)) for how in codes]
+    told: list[Choice] = []
+    best, configured = decide(problem), problem.travel
+    codes: list[str] = [how for how in ("bf16", "int8", "int4") if how in allow]
+    backwards = [how for how in codes if how in BACK]
+    boundary = []
+    for how in codes:
+        back = how if how in BACK else backwards[-1] if backwards else configured.gradients
+        boundary.append(msgspec.structs.replace(configured, activations=how, gradients=back))
     problem, best = _step(problem, best, "boundary", boundary, decide, told)
-    averaging = [msgspec.structs.replace(problem.travel, averaging=how) for how in codes if how not in BACK]
-    problem, best = _step(problem, best, "averaging", averaging, decide, told)
+    problem, best = _step(problem, best, "averaging", _averaging(problem, codes), decide, told)
     if "local_steps" in allow:
-        best = _local(problem, best, decide, peers_divide, told)
+        travel = msgspec.structs.replace(configured, averaging=problem.travel.averaging)  # one stage has no boundaries
+        local, made = _local(msgspec.structs.replace(problem, travel=travel), best, decide, peers_divide, told)
+        if made is not best:  # and what is left of averaging may be encoded
+            problem, best = _step(local, made, "averaging", _averaging(local, codes), decide, told)
     return msgspec.structs.replace(best, choices=tuple(told))
+
+
+def _averaging(problem: Problem, codes: list[str]) -> list[codec.Travel]:
+    return [msgspec.structs.replace(problem.travel, averaging=how) for how in codes if how in BACK]
 
 
 def _step(
@@ -60,24 +71,25 @@ def _step(
 
 def _local(
     problem: Problem, best: Plan, decide: Decide, peers_divide: Callable[[int], bool], told: list[Choice]
-) -> Plan:
-    """With the fewest local steps that bring nearly all that more of them would."""
+) -> tuple[Problem, Plan]:
+    """With the fewest local steps that bring nearly all that more of them would; the plan itself when that gives too little."""
     if problem.emulated_s or problem.local_steps > 1 or not peers_divide(len(problem.cluster.devices)):
-        return best
-    found = [(1, best)]
+        return problem, best
+    found = [(problem, best)]
     for steps in LOCAL_STEPS:
         work = msgspec.structs.replace(problem.work, microbatches=steps * problem.work.microbatches)
+        other = msgspec.structs.replace(problem, work=work, local_steps=steps)
         try:
-            made = decide(msgspec.structs.replace(problem, work=work, local_steps=steps))
+            made = decide(other)
         except ValueError:  # the whole model, which every peer must hold for them, fits on none
             break
         if peers_divide(len(made.seats)):
-            found.append((steps, made))
+            found.append((other, made))
     most = max(tokens_per_s(made) for _, made in found)
-    steps, chosen = next(entry for entry in found if tokens_per_s(entry[1]) >= ENOUGH * most)
-    if tokens_per_s(chosen) < GAIN * tokens_per_s(best):
-        steps, chosen = found[0]
-    told += [_told("local steps", str(each), made, each == steps) for each, made in found]
+    chosen = next(entry for entry in found if tokens_per_s(entry[1]) >= ENOUGH * most)
+    if tokens_per_s(chosen[1]) < GAIN * tokens_per_s(best):
+        chosen = found[0]
+    told += [_told("local steps", str(other.local_steps), made, other is chosen[0]) for other, made in found]
     return chosen
 
 
