@@ -132,7 +132,7 @@ def test_a_chain_keeps_what_its_swaps_leave(stages: int, size: int) -> None:
     taken = sum(
         swaps.advance(model.share, model.hop, state, chance.random((40, swaps.DRAWS)), 5.0, 0.5) for _ in range(10)
     )
-    assert 0 < taken <= state.told[1] <= 401
+    assert 0 < taken <= state.told[1] <= 400 * swaps.CHANGED + stages - 1
     assert sorted(state.groups.ravel().tolist()) == list(range(stages * size))
     assert state.place[state.order].tolist() == list(range(stages))
     fresh = swaps.chain(model.share, model.hop, state.groups, state.order)
@@ -140,6 +140,18 @@ def test_a_chain_keeps_what_its_swaps_leave(stages: int, size: int) -> None:
         assert kept == pytest.approx(anew)
     along_its_best_path_s = model.cost(state.best_groups).total_s
     assert along_its_best_path_s <= state.told[0] * (1 + 1e-12)
+
+
+def test_a_chain_makes_no_more_matchings_than_it_may_and_the_search_no_more_evaluations() -> None:
+    model, chance = irregular(1, 6, 5), rng(2)
+    state = swaps.chain(model.share, model.hop, chance.permutation(30).reshape(6, 5), np.arange(6))
+    assert state.told[1] == 5, "the path's"
+    state.told[2] = 60
+    for _ in range(20):
+        swaps.advance(model.share, model.hop, state, chance.random((40, swaps.DRAWS)), 5.0, 0.5)
+    assert 60 - swaps.CHANGED < state.told[1] <= 60
+    for budget in (20, 100, 700):
+        assert anneal(model, rng(), budget).evaluations <= budget
 
 
 def test_a_cold_chain_takes_nothing_dearer_and_a_hot_one_does() -> None:
