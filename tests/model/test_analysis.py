@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal import config
-from shoal.cli.plan import _work, shape
+from shoal.cli.plan import shape, work
 from shoal.model import analysis
 from shoal.model.cut import spans
 from shoal.model.stages import build
@@ -17,7 +17,7 @@ WORK = ("model.vocab_size=256", "data.sequence=16", "train.batch=4", "train.micr
 
 def test_a_plain_decoder_counts_what_its_formula_says() -> None:
     tree = config.load(None, [*SMALL, *WORK])
-    counted, formula = analysis.count(tree), profile(shape(tree), _work(tree))
+    counted, formula = analysis.count(tree), profile(shape(tree), work(tree))
     assert counted.basis == COUNTED != formula.basis
     assert [part.name for part in counted.parts] == [part.name for part in formula.parts]
     assert [part.flops for part in counted.parts] == [part.flops for part in formula.parts]
