@@ -185,9 +185,12 @@ def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that
     assert reference.relative(other.state(), process.state()) > 1e-5  # it does matter
 
 
-@pytest.mark.parametrize("local_steps", [1, 3])
-def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(tmp_path: Path, local_steps: int) -> None:
-    config = a_config(1, 4, steps=2, local_steps=local_steps, local_batch=4 if local_steps > 1 else 0)
+@pytest.mark.parametrize(("local_steps", "staleness"), [(1, 0), (3, 0), (1, 1)])
+def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
+    tmp_path: Path, local_steps: int, staleness: int
+) -> None:
+    local_batch = 4 if local_steps > 1 else 0
+    config = a_config(1, 4, steps=3, local_steps=local_steps, local_batch=local_batch, staleness=staleness)
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, round_bytes=8000))
     left = trained_in_memory(tmp_path, config)
     gathers = [

@@ -62,8 +62,10 @@ class Delayed:
         self._aside.clear()
         self._version = self._meant = self._inside = step
 
-    def brought(self) -> Tensor:
-        return self._inner.brought() if self._meant == self._inside else self.sum.to("cpu", copy=True)
+    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
+        if self._meant == self._inside:
+            return self._inner.brought(start, stop)
+        return self.sum[start:stop].to("cpu", copy=True)
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         """Make version `step` + 1 of the newest, `step`, which stays for the hops of step + 1. The sum of `step` is emptied."""

@@ -250,7 +250,7 @@ _LONG = Scenario(
     silence_s=80.0,
     faults_s=36_000.0,
     start_s=1800.0,
-    progress_s=4000.0,
+    progress_s=8000.0,  # one owner may have several microbatches left, which take 500 s each and go one after another
     finish_s=300_000.0,
 )
 LONG = (  # hours of machines that come and go: what only shows after hundreds of steps
