@@ -271,7 +271,11 @@ def suite(name: str) -> tuple[Scenario, ...]:
     """`all`: a scenario for every fault, all of them together, and the long ones. Else one scenario (`load`)."""
     if name != "all":
         return (load(name),)
-    return (*FAULTS, *(SCENARIOS[one] for one in ("churn", "network", "chaos", "wild", "lost", "fleet")), *LONG)
+    return (
+        *FAULTS,
+        *(SCENARIOS[one] for one in ("churn", "network", "chaos", "wild", "lost", "fleet", "lines")),
+        *LONG,
+    )
 
 
 def load(name: str) -> Scenario:
@@ -299,7 +303,11 @@ def draw(scenario: Scenario, seed: int) -> Case:
     drawn = chance.choice(("owner", "direct"))
     hops = drawn if scenario.hops == "drawn" else scenario.hops
     late = Random(f"{scenario.name}/{seed}/staleness").choice((0, 1))
+    forward_s = min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5))
+    wired = Random(f"{scenario.name}/{seed}/lines")
+    wire = lines.draw(scenario.lines, peers, forward_s, wired) if scenario.lines is not None else None
     pieces = Random(f"{scenario.name}/{seed}/pieces")
+    values = wire.gradient_values if wire is not None else scenario.values
     settings = Settings(
         stages=stages,
         microbatches=microbatches,
@@ -317,12 +325,10 @@ def draw(scenario: Scenario, seed: int) -> Case:
         hops=hops,
         staleness=late if scenario.staleness < 0 else scenario.staleness,
         keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
-        piece_values=pieces.choice((0, 0, scenario.values // 2, scenario.values // 7)),
+        piece_values=pieces.choice((0, 0, values // 2, values // 7)),
     )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
-    forward_s = min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5))
-    wired = Random(f"{scenario.name}/{seed}/lines")
     return Case(
         scenario=scenario,
         seed=seed,
@@ -330,7 +336,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         peers=peers,
         speeds=speeds,
         forward_s=forward_s,
-        wire=lines.draw(scenario.lines, peers, forward_s, wired) if scenario.lines is not None else None,
+        wire=wire,
         rounds=rng.choice((1.0, 1.0, 10.0, 30.0)),
         states=rng.choice((1.0, 5.0, 15.0, 50.0)),
         messages=_some(scenario.messages, rng, whole=False),
