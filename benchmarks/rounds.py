@@ -106,7 +106,9 @@ def kill(directory: Path, running: subprocess.Popen[bytes], peers: int, steps: i
     """Half of the usual time after the first Cut of that step."""
     while not (directory / "peers.json").exists():
         wait(running)
-    wanted = rundir.Wanted(peers - 1, process.identify(os.getpid()))  # type: ignore[arg-type]
+    me = process.identify(os.getpid())
+    assert me is not None, "this process lives"
+    wanted = rundir.Wanted(peers - 1, me)  # or the launcher starts another
     (directory / "wanted.json").write_bytes(msgspec.json.encode(wanted))
     traces, cuts = Traces(directory), dict[str, int]()
     while not cuts or max(cuts.values()) <= steps:

@@ -278,7 +278,8 @@ class Coordinator:
         joining += tuple(msgspec.structs.replace(member, back=True) for member in again)
         killed = sum(peer in gone for peer in view.voters)
         if gone and view.started and len({member.stage for member in members}) == self.settings.stages:
-            moves = self._moves(members, joining, now, left_s=self._left_s(view.step), passed=self._share(view))
+            left_s, passed = self._left_s(view.step), self._share(view)
+            moves = self._moves(self._fleet(members, joining, now, left_s, passed))
             members, joining = _moving(members, joining, moves)
             words += [move.reason for move in moves]
             left |= {move.peer for move in moves}
@@ -320,7 +321,7 @@ class Coordinator:
             return True
         if complete(self.settings, view.members):
             return False
-        return bool(self._would_move(view.members, view.joining, now, left_s=self._left_s(view.step + 1)))
+        return bool(rebalance(self._fleet(view.members, view.joining, now, self._left_s(view.step + 1))))
 
     def _promote(self, view: View, now: float) -> View | None:
         """Joiners that hold their stage become members in the middle of a step: at once where no other is left, and where the end
@@ -486,7 +487,7 @@ class Coordinator:
             return None
         if {member.stage for member in everyone} == set(range(self.settings.stages)) or self._lost(view):
             return None
-        moves = self._moves(everyone, (), now)
+        moves = self._moves(self._fleet(everyone, (), now))
         if not moves:
             return None
         to = {move.peer: move.stage for move in moves}
@@ -638,7 +639,7 @@ class Coordinator:
         words += [f"{member.peer} serves stage {member.stage}" for member in new]
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
         quiet = over or goes_on or complete(self.settings, members)  # while everybody is as planned, the plan balances
-        moves = () if quiet else self._moves(members, joining, now, left_s=self._left_s(view.step + 1))
+        moves = () if quiet else self._moves(self._fleet(members, joining, now, self._left_s(view.step + 1)))
         members, joining = _moving(members, joining, moves)
         words += [move.reason for move in moves]
         begins = not (over or goes_on)
@@ -855,40 +856,31 @@ class Coordinator:
                 rates[member.peer] = pulse.rate
         return measure(members, rates, self.settings.stages, self.settings.stage_seconds)
 
-    def _moves(
-        self,
-        members: tuple[Member, ...],
-        loading: tuple[Member, ...],
-        now: float,
-        left_s: float = math.inf,
-        passed: float = 0.0,
-    ) -> tuple[Move, ...]:
-        """Who should go to another stage now."""
-        moves = self._would_move(members, loading, now, left_s, passed)
+    def _moves(self, fleet: Fleet) -> tuple[Move, ...]:
+        """Who goes to another stage now."""
+        moves = rebalance(fleet)
         self.recent = (*self.recent, *moves)[-MOVES_KEPT:]
         return moves
 
-    def _would_move(
+    def _fleet(
         self,
         members: tuple[Member, ...],
         loading: tuple[Member, ...],
         now: float,
         left_s: float = math.inf,
         passed: float = 0.0,
-    ) -> tuple[Move, ...]:
+    ) -> Fleet:
         seconds, speeds = self._measured(members)
-        return rebalance(
-            Fleet(
-                members=members,
-                stages=self.settings.stages,
-                seconds=seconds,
-                speeds=speeds,
-                loading=loading,
-                recent=self.recent,
-                now=now,
-                left_s=left_s,
-                passed=passed,
-            )
+        return Fleet(
+            members=members,
+            stages=self.settings.stages,
+            seconds=seconds,
+            speeds=speeds,
+            loading=loading,
+            recent=self.recent,
+            now=now,
+            left_s=left_s,
+            passed=passed,
         )
 
     def _left_s(self, step: int) -> float:

@@ -325,9 +325,10 @@ class Sync:
         return any(m.peer == peer and m.stage in beside for m in self.view.members + self.view.joining)
 
     def _suits(self, ask: AskState) -> bool:
-        export = self.export
-        same = export is not None and self.offered is not None and export[:2] == (ask.epoch, ask.stage)
-        return same and export is not None and export[2] >= ask.since
+        if self.export is None or self.offered is None:
+            return False
+        epoch, stage, step = self.export
+        return (epoch, stage) == (ask.epoch, ask.stage) and step >= ask.since
 
     def _offer(self, stage: int) -> Offer:
         assert self.export is not None and self.offered is not None

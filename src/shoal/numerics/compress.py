@@ -269,16 +269,6 @@ def _topk_parts(data: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return data[: 4 * keep].view(torch.int32), data[4 * keep :].view(torch.bfloat16)
 
 
-# ------------------------------------------------------------------------------------------------------------ feedback
-
-
-def with_feedback(values: Tensor, error: Tensor, how: str) -> tuple[Code, Tensor]:
-    """The code of values + error, and what it leaves out, to be added the next time (error feedback; Karimireddy 2019)."""
-    wanted = values + error
-    code = encode(wanted, how)
-    return code, wanted.sub_(decode(code))
-
-
 # ------------------------------------------------------------------------------------------------------------- private
 
 
