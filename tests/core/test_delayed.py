@@ -8,6 +8,7 @@ from tests.core.test_server import ME, MEMBERS, OTHER, OWNER, Play, a_view
 from tests.core.test_server import SETTINGS as SERVED
 
 from shoal.core.messages import (
+    Add,
     Apply,
     AskBooks,
     Booking,
@@ -20,12 +21,14 @@ from shoal.core.messages import (
     Gradient,
     Leave,
     Member,
+    Part,
     Reduced,
     Reset,
     Round,
     RunBackward,
     RunForward,
     Share,
+    Sum,
     View,
 )
 from shoal.core.trainer import Trainer
@@ -235,6 +238,27 @@ def test_a_commit_is_applied_beside_the_step_under_way() -> None:
     assert not play.server.ready
     play.done(applying, digest="d1")
     assert (play.server.step, play.server.ready, len(play.server.books)) == (1, True, 1)
+
+
+def test_a_part_of_the_next_round_that_overtakes_its_view_is_kept_for_it() -> None:
+    play = a_replica()
+    play.hear(OWNER, Round(0, 0, 5, 2, GROUPS))
+    play.done(play.task(Cut))
+    play.hear("mate", Part(0, 0, 5, 0), 1)
+    play.done(play.task(Add))
+    play.hear("mate", Sum(0, 0, 5, 1), 1)
+    play.done(play.task(Gather), digest="sum", norm_sq=1.0)
+    play.backward(0, 3 << 20, step=1, view=2)
+    play.done(play.task(RunBackward), loss=1.0)
+    (early,) = play.hear("mate", Part(0, 1, 6, 0), 1)  # the mate has seen the commit
+    (later,) = play.hear("mate", Part(0, 2, 7, 0), 1)
+    assert play.dropped() == [later]  # nobody can be two steps ahead
+    play.view(a_view(3, step=1, last=a_commit(), since=2))
+    play.done(play.task(Apply), digest="d1")
+    play.view(ahead(4, step=1, last=a_commit(), since=4))
+    play.hear(OWNER, Round(0, 1, 6, 4, (GROUPS[0], (Share(ME, (0,)), Share("mate", (1, 2, 3))))))
+    play.done(play.task(Cut))
+    assert play.task(Add).parts[1] == early
 
 
 def test_what_is_opened_again_takes_nothing_that_was_sent_before() -> None:

@@ -45,7 +45,7 @@ ASKS = 6  # after so many the pause between two does not double any more
 
 
 class Early(msgspec.Struct, frozen=True):
-    """A Part or Sum that came before the Round it belongs to."""
+    """A Part or Sum that came before the Round it belongs to, or before the view that this round needs."""
 
     message: Part | Sum
     blobs: tuple[str, ...]
@@ -150,10 +150,13 @@ class Rounds:
             read.update(_inputs(task))
         return drop(tuple(blob for blob in current.live if blob not in read))
 
-    def turn(self) -> list[Command]:
-        """The step is over, or what I held of it is void."""
-        early = tuple(blob for held in self._early.values() for blob in held.blobs)
-        self._early.clear()
+    def turn(self, everything: bool = True) -> list[Command]:
+        """What I held of the step is void, or (not everything) it is over. Then what came early for the view's own step stays: with
+        delayed updates a round may begin with the very view that commits the one before, and a mate hears of it first."""
+        view = self._seat.view
+        stays = (view.epoch, view.step) if view is not None and not everything else None
+        gone = [key for key, held in self._early.items() if (held.message.epoch, held.message.step) != stays]
+        early = tuple(blob for key in gone for blob in self._early.pop(key).blobs)
         commands = self.end("the step is over")
         self._newest, self._reason = -1, ""
         return commands + drop(early)
@@ -181,7 +184,11 @@ class Rounds:
         self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
         view = self._seat.view
-        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._serves(peer):
+        if view is None or message.epoch != view.epoch or not self._serves(peer):
+            return drop(blobs)
+        if message.step == view.step + 1 and not isinstance(message, Resend):
+            return self._hold(peer, Early(message, blobs, fault))
+        if message.step != view.step:
             return drop(blobs)
         current = self._current
         if current is not None and message.round == current.message.round:

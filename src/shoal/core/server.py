@@ -199,7 +199,7 @@ class Server:
     def _forget(self, empty_sum: bool = False, everything: bool = True) -> list[Command]:
         """Let go of everything that belongs to the step: it is over, or what I hold of it is void."""
         self.changed = self.changed or bool(self.books)
-        commands = self._rounds.turn()
+        commands = self._rounds.turn(everything)
         drops, dirty = self._hops.forget(everything)
         reset: list[Command] = [Do(Reset(self._id()))] if empty_sum and dirty else []
         return commands + drops + reset
@@ -261,7 +261,7 @@ class Server:
             commands = self._forget(empty_sum=True)
         else:
             self.changed = self.changed or bool(self.books)
-            commands = self._rounds.turn() + self._hops.turn(before, view)
+            commands = self._rounds.turn(everything=False) + self._hops.turn(before, view)
         if not seat.ready or last is None or not held or seat.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
         seat.applying = Apply(self._id(), seat.step, last.round, last.norm, last.save)
