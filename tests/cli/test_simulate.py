@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from shoal.cli import main as program
+from shoal.cli import process
 
 
 def line(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
@@ -54,3 +59,38 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, capsys: pytes
     path.write_text("[1,2]\n")
     assert program.main(["replay", str(path)]) == 2
     assert f"{path}, line 1" in capsys.readouterr().err
+
+
+def test_seeds_played_at_once_print_what_they_print_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> list[dict[str, object]]:
+        assert program.main(["simulate", "calm", "seeds=0:3", "--json", *words]) == 0
+        lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+        return [{key: value for key, value in line.items() if key != "events_per_s"} for line in lines]
+
+    assert told("--jobs", "2") == told()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_that_play_seeds_do_not_outlive_the_command(number: signal.Signals) -> None:
+    words = [sys.executable, "-m", "shoal.cli.main", "simulate", "calm", "seeds=0:100000", "--json", "--jobs", "2"]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert command.stdout is not None
+    command.stdout.readline()  # they play
+    players = _children(command.pid)
+    command.send_signal(number)
+    command.communicate(timeout=60)
+    assert command.returncode != 0
+    assert len(players) >= 2
+    deadline = time.monotonic() + 60
+    while any(process.lives(player) for player in players):
+        assert time.monotonic() < deadline, f"{players} still run"
+        time.sleep(0.05)
+
+
+def _children(pid: int) -> list[process.Process]:
+    """Every process that descends from this one."""
+    found: list[process.Process] = []
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        known = process.identify(child)
+        found += [*([known] if known else []), *_children(child)]
+    return found

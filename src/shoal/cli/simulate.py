@@ -23,6 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--staleness", choices=("0", "1"), help="1: delayed updates; else drawn by the seed")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that fails")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="seeds played at once, one process each")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -38,5 +39,6 @@ def main(args: argparse.Namespace) -> int:
     words += ["--hops", args.hops] if args.hops else []
     words += ["--staleness", args.staleness] if args.staleness else []
     words += ["--keep-going"] if args.keep_going else []
+    words += ["--jobs", str(args.jobs)]
     words += ["--trace", args.trace] if args.trace else []
     return run.main(words)

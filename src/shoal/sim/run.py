@@ -7,9 +7,18 @@ simulated node-hours. Each failure prints the command that reruns it. Wall time 
 from __future__ import annotations
 
 import argparse
+import itertools
+import multiprocessing
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
@@ -155,7 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided, with virtual times")
     parser.add_argument("--trace", default="", help="write the trace of the last seed here")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds played at once, one process each")
     given = parser.parse_args(arguments)
+    if given.jobs < 1:
+        parser.error(f"--jobs {given.jobs}: at least one process plays; this machine has {os.cpu_count()} cores")
+    if given.jobs > 1 and given.trace:
+        parser.error("--trace writes one seed's trace; play that seed with --jobs 1")
     try:
         scenarios, seeds = suite(given.scenario), _seeds(given.seeds)
     except ValueError as error:
@@ -166,11 +180,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scenarios = [msgspec.structs.replace(one, hops=given.hops) for one in scenarios]
     many = len(scenarios) > 1
     plan = [(one, [seed for seed in seeds if not many or seed % one.one_of == 0]) for one in scenarios]
+    try:
+        with _players(given.jobs) as pool:
+            failed = _all(given, plan, many, pool)
+    except BrokenProcessPool:
+        print("a process that played a seed was killed (out of memory?); try fewer --jobs", file=sys.stderr, flush=True)
+        return 1
+    return 1 if failed else 0
+
+
+def _all(
+    given: argparse.Namespace, plan: list[tuple[Scenario, list[int]]], many: bool, pool: ProcessPoolExecutor | None
+) -> bool:
+    """Play and print; true when an invariant was broken."""
     tally = Tally(sum(len(chosen) for _, chosen in plan))
     for scenario, chosen in plan:
         before, struck = Tally(len(chosen)), dict[str, int]()
-        for seed in chosen:
-            line, notes = _one(given, scenario, seed, many)
+        play_all = pool.map if pool else map
+        for line, notes in play_all(
+            _one, itertools.repeat(given), itertools.repeat(scenario), chosen, itertools.repeat(many)
+        ):
             for kind, count in line.struck.items():
                 struck[kind] = struck.get(kind, 0) + count
             if notes:
@@ -191,7 +220,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
     if not given.json:
         print(tally)
-    return 1 if tally.failed else 0
+    return bool(tally.failed)
+
+
+@contextmanager
+def _players(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes that play seeds; none of them outlives this, however it ends."""
+    if jobs == 1:
+        yield None
+        return
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for player in multiprocessing.active_children():  # a long seed's result is not waited for
+            player.terminate()
+
+
+def _end_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is told once, by the parent
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _one(given: argparse.Namespace, scenario: Scenario, seed: int, many: bool) -> tuple[Line, list[str] | None]:
