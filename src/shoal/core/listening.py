@@ -64,6 +64,8 @@ class Listening:
 
     @property
     def deadline(self) -> float | None:
+        if not self._commits:
+            return None
         waiting = [at for step, (_, at) in self._commits.items() if not self._complete(step)]
         return min(waiting) + self._settings.hold_s if waiting else None
 

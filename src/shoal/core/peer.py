@@ -75,6 +75,7 @@ from shoal.core.planned import seated
 from shoal.core.quorum import Register
 from shoal.core.server import Server
 from shoal.core.sync import Sync
+from shoal.core.timers import soonest
 from shoal.core.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class PeerMachine:
 
     @property
     def deadline(self) -> float | None:
-        times = (
+        return soonest(
             self.register.deadline,
             self.server.deadline,
             self.trainer.deadline,
@@ -140,7 +141,6 @@ class PeerMachine:
             self.linger_at,
             self.pass_on_at,
         )
-        return min((at for at in times if at is not None), default=None)
 
     # --------------------------------------------------------------------------------------------------- driving
 

@@ -86,8 +86,7 @@ class Register:
 
     @property
     def deadline(self) -> float | None:
-        times = [at for at in (self.beat_at if self.leading else self.election_at,) if at is not None]
-        return min(times) if times else None
+        return self.beat_at if self.leading else self.election_at
 
     def votes(self) -> bool:
         """Am I a voter of the newest view I hold?"""

@@ -48,6 +48,7 @@ from shoal.core.messages import (
 from shoal.core.rounds import Rounds
 from shoal.core.seat import Seat, drop, member_of
 from shoal.core.shards import Shards
+from shoal.core.timers import soonest
 
 REPEAT_BEATS = 4  # between two calls for a fresh state
 
@@ -131,8 +132,7 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        times = (self._hops.shelf.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
-        return min((at for at in times if at is not None), default=None)
+        return soonest(self._hops.shelf.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
 
     @property
     def since(self) -> int:

