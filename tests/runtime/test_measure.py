@@ -79,15 +79,15 @@ def test_a_visitor_learns_of_all_pairs_and_what_each_peers_machine_is(monkeypatc
     monkeypatch.setattr(measure, "ANSWER_S", 60.0)
 
     async def story() -> None:
-        async with meters(Link(), Link(0.0, 1e6, 1e6), Link(0.0, 1e6, 1e6), Link()) as found:
+        async with meters(Link(), Link(0.0, 8e6, 8e6), Link(0.0, 8e6, 8e6), Link()) as found:
             found[1].facts = "one"
             told: list[str] = []
             result = await survey(found[0], ["p1", "p2", "p3"], 1 << 20, told.append)
             assert result.peers == ["p1", "p2", "p3"] and result.facts["p1"] == "one"
             assert sorted(result.links) == [(f"p{a}", f"p{b}") for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
             assert not any(link.reason for link in result.links.values())
-            assert result.links["p1", "p2"].bandwidth_Bps <= 2e6
-            assert result.up_Bps["p1"] <= 2e6 and result.down_Bps["p2"] <= 2e6
+            assert result.links["p1", "p2"].bandwidth_Bps <= 16e6
+            assert result.up_Bps["p1"] <= 16e6 and result.down_Bps["p2"] <= 16e6
             assert told and "round 1 of 3" in told[0]
 
     run(story)

@@ -83,7 +83,7 @@ class Meter:
             await asyncio.gather(*(tell(peer) for peer in peers))
 
     async def ping(
-        self, peer: Peer, nbytes: int = 0, facts: bool = False, patience_s: float = ANSWER_S
+        self, peer: Peer, nbytes: int = 0, facts: bool = False, patience_s: float | None = None
     ) -> tuple[float, Pong]:
         """Seconds until that many bytes were there and the answer here. TimeoutError."""
         self._serial += 1
@@ -92,7 +92,7 @@ class Meter:
         before = time.monotonic()
         self._transport.send(peer, Ping(self._serial, 0, facts), _load(nbytes))
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(ANSWER_S if patience_s is None else patience_s):
                 pong = await answer
         finally:
             self._pongs.pop(key, None)
