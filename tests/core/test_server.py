@@ -497,6 +497,29 @@ def test_books_wait_for_the_view_and_for_what_a_former_owner_runs() -> None:
     assert play.sends(Books) == [(OWNER, Books(0, 0, 2, 1, (0, 1)), ())]
 
 
+@pytest.mark.parametrize("skipped", [False, True])
+def test_an_owner_that_left_and_came_back_in_one_step_is_another_one(skipped: bool) -> None:
+    play = Play()
+    play.backward(1, 1)
+    running = play.task(RunBackward)
+    waiting = play.backward(3, 1)
+    if not skipped:
+        play.view(without(OTHER))
+        assert play.dropped() == list(waiting)
+    back = tuple(msgspec.structs.replace(one, since=3) if one.peer == OTHER else one for one in MEMBERS)
+    play.view(a_view(3, back))
+    assert not skipped or play.dropped() == list(waiting)
+    play.hear(OTHER, AskBooks(0, 0, 3))
+    assert play.sends(Books) == []  # it is running what OTHER asked for before and knows nothing of
+    late = play.backward(3, 2)
+    assert play.dropped() == list(late) and play.sends(Busy) == []
+    play.done(running)
+
+    assert play.sends(Books) == [(OTHER, Books(0, 0, 3, 1, (1,)), ())]
+    play.backward(3, 3 << 20, view=3)
+    assert play.task(RunBackward).index == 3
+
+
 def test_books_do_not_wait_for_what_the_present_owner_runs() -> None:
     play = Play()
     play.backward(0, 1)

@@ -341,7 +341,7 @@ class Coordinator:
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
-            members=view.members + _arrived(able),
+            members=view.members + _arrived(able, view.number + 1),
             joining=tuple(member for member in view.joining if member not in able),
             account=_counting(view.account, able),
             reason="; ".join(words)[:2000],
@@ -566,7 +566,7 @@ class Coordinator:
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
-            members=_arrived(ready),
+            members=_arrived(ready, view.number + 1),
             joining=rest,
             owners=_owners(ready, self.settings.microbatches),
             started=True,
@@ -628,7 +628,7 @@ class Coordinator:
             member for member in view.joining if member.peer in took_part and (member.peer, member.stage) not in void
         )
         leavers = {member.peer for member in view.members if member.peer in self.leaves and not goes_on}
-        staying = view.members + _arrived(new)
+        staying = view.members + _arrived(new, view.number + 1)
         members = tuple(member for member in staying if member.peer not in leavers)
         if {member.stage for member in members} != {member.stage for member in staying}:
             members, leavers = staying, set()  # a stage is never emptied by a leave
@@ -913,9 +913,9 @@ def _moving(
     return stay, joining + tuple(Member(peer=move.peer, stage=move.stage, back=True) for move in moves)
 
 
-def _arrived(joiners: tuple[Member, ...]) -> tuple[Member, ...]:
-    """As members."""
-    return tuple(msgspec.structs.replace(member, back=False) for member in joiners)
+def _arrived(joiners: tuple[Member, ...], number: int) -> tuple[Member, ...]:
+    """As members, from the view of that number on."""
+    return tuple(msgspec.structs.replace(member, back=False, since=number) for member in joiners)
 
 
 def _counting(account: Account, joiners: tuple[Member, ...], issued: int = 0) -> Account:

@@ -46,7 +46,7 @@ from shoal.core.messages import (
     Settings,
     View,
 )
-from shoal.core.seat import TEXT, Seat, complain, drop, owner_of
+from shoal.core.seat import TEXT, Seat, complain, drop, owner_of, speaks_for
 from shoal.core.shelf import Key, Shelf, keys_of, needs
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
@@ -166,7 +166,7 @@ class Hops:
         backward, current, owned = (
             isinstance(message, Backward),
             message.step == view.work,
-            owner_of(view, index) == peer and message.view >= view.since,
+            speaks_for(view, index, peer, message.view),
         )
         if backward and self._declined.has(peer, message.step, index, message.attempt):
             return drop(blobs)
@@ -476,7 +476,7 @@ class Hops:
 
 def _void(view: View, job: Job) -> bool:
     """Whoever sent it has no say any more."""
-    return owner_of(view, job.message.index) != job.sender or job.message.view < view.since
+    return not speaks_for(view, job.message.index, job.sender, job.message.view)
 
 
 def _name(message: Forward | Backward) -> str:

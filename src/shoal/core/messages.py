@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 12  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 13  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -47,12 +47,14 @@ class Command(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 class Member(Value, frozen=True):
     """`back`, of a joiner: it has been a member before (it moves, or lost its state), so it votes and is not counted again.
-    `seat`: its number in the run's plan; -1 of a peer that the plan does not know."""
+    `seat`: its number in the run's plan; -1 of a peer that the plan does not know. `since`: number of the view that made it a member.
+    A peer may leave and come back in one step and get its microbatches back: what it asked for before is void."""
 
     peer: Peer
     stage: Stage
     back: bool = False
     seat: Seat = -1
+    since: Count = 0
 
 
 class Share(Value, frozen=True):

@@ -74,6 +74,13 @@ def member_of(members: tuple[Member, ...], peer: Peer) -> Member | None:
     return next((member for member in members if member.peer == peer), None)
 
 
+def speaks_for(view: View, index: Index, peer: Peer, number: int) -> bool:
+    """Whether that microbatch is that peer's, and has been without a break since the view of that number, in which it asked for it."""
+    if owner_of(view, index) != peer:
+        return False
+    return number >= max(view.since, view.members[view.owners[index]].since)
+
+
 def owner_of(view: View, index: Index) -> Peer | None:
     if index >= len(view.owners) or view.owners[index] >= len(view.members):
         return None
