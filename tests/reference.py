@@ -30,7 +30,7 @@ from shoal.runtime.data import Dataset
 
 Shares = tuple[
     tuple[int, ...], ...
-]  # of one stage: what each replica added, in its order; the sums are added in this order
+]  # of one stage: what each replica added, in its order; the sums are added in this order, those of more than 16 in rows
 Order = tuple[Shares, ...]  # of one step: one per stage
 Tensors = dict[str, Tensor]
 
@@ -132,14 +132,13 @@ class OneProcess:
 
     def _sum(self, found: Sequence[Tensors], names: Sequence[str], shares: Shares) -> Tensor:
         """Each share by itself, from nothing, then the shares: fp32 addition depends on it."""
-        whole: Tensor | None = None
+        parts = []
         for share in shares:
             part = torch.zeros(sum(found[0][name].numel() for name in names))
             for index in share:
                 part += torch.cat([found[index][name].reshape(-1) for name in names])
-            whole = part if whole is None else whole + part
-        assert whole is not None
-        return whole
+            parts.append(part)
+        return added(parts)
 
     def _hand_out(self, names: Sequence[str], flat: Tensor) -> None:
         parts = flat.split([self.parameters[name].numel() for name in names])
@@ -164,14 +163,13 @@ class ApartAndBack(OneProcess):
         (names,), (shares,) = self.names, order
         start = torch.cat([value.detach().reshape(-1) for value in self.outer])
         losses: dict[int, float] = {}
-        way: Tensor | None = None
+        ways = []
         for share in shares:
             self._alone(names, share, losses)
             here = torch.cat([self.parameters[name].detach().reshape(-1) for name in names])
-            part = (start - here) * (len(share) / self.microbatches)
-            way = part if way is None else way + part
+            ways.append((start - here) * (len(share) / self.microbatches))
             self._back(names)
-        assert way is not None
+        way = added(ways)
         for value, part in zip(self.outer, way.split([value.numel() for value in self.outer]), strict=True):
             value.grad = part.view_as(value)
         self.sgd.step()
@@ -212,6 +210,36 @@ class ApartAndBack(OneProcess):
         return {f"model/{name}": self.parameters[name].detach() for name in names} | {
             f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)
         }
+
+
+def rows(replicas: int) -> list[int]:
+    """How many replicas of a group stand in each row: all in one up to 16. Of more each has a connection to its own row, and to one of
+    each row that is as long, one or two of each that is one longer or shorter; there are as many rows as keep the most of those least."""
+    if replicas <= 16:
+        return [replicas]
+    best: tuple[int, list[int]] | None = None
+    for count in range(2, math.isqrt(replicas) + 1):
+        sizes = [replicas // count + (row < replicas % count) for row in range(count)]
+        most = max(size - 1 + sum(1 if other == size else 2 for other in sizes) - 1 for size in sizes)
+        if best is None or most < best[0]:
+            best = most, sizes
+    assert best is not None
+    return best[1]
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """What the replicas of a group bring, in the listed order: each row by itself, then the rows."""
+    sums, at = [], 0
+    for size in rows(len(parts)):
+        whole = parts[at]
+        for part in parts[at + 1 : at + size]:
+            whole = whole + part
+        sums.append(whole)
+        at += size
+    total = sums[0]
+    for row in sums[1:]:
+        total = total + row
+    return total
 
 
 def _squares(flat: Tensor) -> float:

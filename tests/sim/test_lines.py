@@ -90,9 +90,14 @@ def test_codecs_take_the_seconds_of_what_a_task_encodes_and_decodes() -> None:
     assert forwards == pytest.approx([encode_s, encode_s + decode_s, decode_s])
     backwards = [wire.codec_s(m.RunBackward("", 0, 0, stage, "", "", ""), 3) for stage in range(3)]
     assert backwards == pytest.approx([decode_s, encode_s + 2 * decode_s, encode_s + decode_s])
-    assert wire.codec_s(m.Cut("", 0, (), ()), 3) == codec.encode_s("int8", 2 * MB)
-    assert wire.codec_s(m.Gather("", 0, 0, ()), 3) == codec.decode_s("int8", 2 * MB)
-    assert a_wire().codec_s(m.Cut("", 0, (), ()), 3) == 0.0
+    whole, quarters = (0, 2 * MB), [("part", 0, low, low + MB // 2, ()) for low in range(0, 2 * MB, MB // 2)]
+    assert wire.codec_s(m.Cut("", 0, whole, ("a",)), 3) == codec.encode_s("int8", 2 * MB)
+    assert wire.codec_s(m.Cut("", 0, (MB, 2 * MB), ("a",)), 3) == codec.encode_s("int8", MB), "one piece of two"
+    assert wire.codec_s(m.Gather("", 0, 0, ("a", "b", "c", "d")), 3, quarters) == codec.decode_s("int8", 2 * MB)
+    added = codec.decode_s("int8", 3 * MB // 2) + codec.encode_s("int8", MB // 2)
+    for task in (m.Add("", ("a",) * 3, "b"), m.AddRow("", ("a",) * 3, (0, 1, 2), ("b", "c"))):
+        assert wire.codec_s(task, 3, quarters[:1] * 3) == added
+    assert a_wire().codec_s(m.Cut("", 0, whole, ("a",)), 3) == 0.0
 
 
 def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

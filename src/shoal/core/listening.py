@@ -1,9 +1,9 @@
 """How a joiner keeps up with the run while it downloads: it hears the sums of every round, and applies them later.
 
 A download of version v takes minutes over the internet, and nobody waits for it: the run commits steps v, v + 1, ... meanwhile.
-Chunk owners send their sums to the joiners of their stage too (`Round.listeners`), and every agreed view says which round was
-committed with which norm. So a joiner that has taken the state of version v applies what it heard, step by step, until it
-holds the version being trained, with the same bytes and in the same order as everybody else. For server.py.
+Chunk owners, in a group of several rows those of one row, send the sums to the joiners of their stage too (`Round.listeners`), and
+every agreed view says which round was committed with which norm. So a joiner that has taken the state of version v applies what it
+heard, step by step, until it holds the version being trained, with the same bytes and in the same order as everybody else. For server.py.
 
 What was not heard (a message lost, too far behind) cannot be applied: `since` moves up, and sync.py downloads a newer version.
 """
@@ -32,7 +32,8 @@ from shoal.core.messages import (
 )
 from shoal.core.seat import Seat, drop
 
-PIECES = 4096  # of one gradient that are heard at most
+CHUNKS = 1 << 16  # of one gradient that are heard of one peer at most: of 4096 pieces among 64 replicas
+LONG = 1 << 40  # values; of a gradient so long every chunk is there that the group may have
 HEARD = 16  # steps whose sums are kept at most: each is as large as the stage's gradient
 
 
@@ -115,7 +116,7 @@ class Listening:
         if message.round > heard.round:
             commands = drop(heard.blobs())
             heard.round, heard.sums = message.round, {}
-        if message.chunk in heard.sums or sum(other == peer for other, _ in heard.sums.values()) >= PIECES:
+        if message.chunk in heard.sums or sum(other == peer for other, _ in heard.sums.values()) >= CHUNKS:
             return commands + drop(blobs)
         heard.sums[message.chunk] = peer, blobs[0]
         return commands
@@ -130,7 +131,7 @@ class Listening:
             return []
         commit, _ = self._commits[seat.step]
         heard = self._heard[seat.step]
-        sums = tuple(heard.sums[chunk][1] for chunk in self._owners(commit))
+        sums = tuple(heard.sums[chunk][1] for chunk in self._tellers(commit))
         self._task = Gather(f"s/{next(self._serial)}", seat.step, commit.round, sums)
         return [Do(self._task)]
 
@@ -173,10 +174,10 @@ class Listening:
         if heard is None or heard.round != commit.round or self._key is None or self._key[1] >= len(commit.groups):
             return False
         return all(
-            chunk in heard.sums and heard.sums[chunk][0] == owner for chunk, owner in self._owners(commit).items()
+            chunk in heard.sums and heard.sums[chunk][0] == teller for chunk, teller in self._tellers(commit).items()
         )
 
-    def _owners(self, commit: Committed) -> dict[int, Peer]:
+    def _tellers(self, commit: Committed) -> dict[int, Peer]:
         """Of every chunk of that round, in order. Without a seat the length is not known: of the first piece only."""
         assert self._key is not None
         group = tuple(share.peer for share in commit.groups[self._key[1]])
@@ -184,9 +185,9 @@ class Listening:
         most = self._settings.piece_values if seated else 0
         found: dict[int, Peer] = {}
         for piece in count():
-            chunks = split(self._seat.length if seated else len(group), group, most, piece)
-            found.update(zip(chunks.numbers, chunks.owners, strict=True))
-            if chunks.last:
+            layout = split(self._seat.length if seated else LONG, group, most, piece)
+            found.update(layout.hears(self._name))
+            if layout.last:
                 break
         return found
 

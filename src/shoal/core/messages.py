@@ -496,7 +496,8 @@ class Round(Wire, frozen=True):
 
 
 class Part(Wire, frozen=True):
-    """Replica to chunk owner: blob 0 is my sum's values of that chunk. Chunks are numbered through all pieces of the gradient."""
+    """Replica to chunk owner: blob 0 is my sum's values of that chunk, or my row's. Chunks are numbered through all pieces of the
+    gradient, in each piece those of the group's sum before those of a row's (core/averaging.py)."""
 
     epoch: Count
     step: Count
@@ -505,7 +506,8 @@ class Part(Wire, frozen=True):
 
 
 class Sum(Wire, frozen=True):
-    """Chunk owner to replicas: blob 0 is the chunk added up over the group, in group order. `heard`: to a listener."""
+    """Chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order within a row,
+    then the rows in theirs. `heard`: to a listener."""
 
     epoch: Count
     step: Count
@@ -864,6 +866,16 @@ class Add(msgspec.Struct, frozen=True, tag=True, gc=False):
     out: str
 
 
+class AddRow(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Add blobs `parts` in that order, and copy slices of their sum, which is values `bounds[0]` to `bounds[-1]` of the gradient,
+    into blobs `outs`."""
+
+    id: str
+    parts: tuple[str, ...]
+    bounds: tuple[int, ...]
+    outs: tuple[str, ...]
+
+
 class Gather(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Put `sums` one after another into the reduced gradient of `round`, from value `start` on. With `last` it is whole.
     Result, then: digest, norm_sq (fp64). Failed: non-finite values."""
@@ -967,7 +979,7 @@ class RunPublish(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 Task = (
-    Fetch | RunForward | RunBackward | Cut | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk | Import
+    Fetch | RunForward | RunBackward | Cut | AddRow | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk | Import
     | Blend | RunSave | RunPublish
 )  # fmt: skip
 

@@ -1,12 +1,16 @@
 """One replica's part in a round: cut its sum, exchange parts and sums, hold the group's reduced gradient.
 
 For server.py, which owns the books and decides whether a round may start now and what a commit does. averaging.py decides
-chunk bounds and who takes part. Here: Part, Sum and Resend, the order of the tasks, what an abort leaves behind. At most one
-round is held; a newer number replaces it. A task that is under way when its round ends goes on, and its blobs go with it.
+who takes part, who adds which chunk, brought by whom, and who tells whom. Here: Part, Sum and Resend, the order of the tasks, what an
+abort leaves behind. At most one round is held; a newer number replaces it. A task that is under way when its round ends goes
+on, and its blobs go with it.
+
+In a group of one row what everybody brings is added once, and told to all. Of several rows the owner of a row's chunk adds what its row
+brings, cuts that and brings it to those who add up the rows; what they tell it, it tells its row.
 
 A large gradient goes piece by piece: the next one is cut when this one is gathered. Nobody is further than one piece ahead of me,
-since its chunk of a piece needs my part, which I send when I have all sums of the piece before. So what another may still ask
-for is, of the piece before, my own sum; and what comes too early is a part of the next piece.
+since every sum of a piece needs my part, which I send when I have all sums of the piece before. So what another may still ask
+for is, of the piece before, a sum that I tell; and what comes too early is a part of the next piece.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shoal.core.averaging import Chunks, fenced, objection, split
+from shoal.core.averaging import Layout, Place, early_parts, fenced, objection, split, stride
 from shoal.core.messages import (
     Add,
+    AddRow,
     Command,
     Committed,
     Cut,
@@ -44,6 +49,9 @@ COLD_Bps = 5e6  # what a replica is thought to send and receive before a round h
 ASKS = 6  # after so many the pause between two does not double any more
 
 
+Work = Cut | AddRow | Add | Gather
+
+
 class Early(msgspec.Struct, frozen=True):
     """A Part or Sum that came before the Round it belongs to, or before the view that this round needs."""
 
@@ -57,22 +65,23 @@ class Current(msgspec.Struct):
 
     message: Round
     group: tuple[Peer, ...]
-    listeners: tuple[Peer, ...]  # joiners of the stage, who get the sums and bring nothing
-    chunks: Chunks
+    listeners: tuple[Peer, ...]  # joiners of the stage, who get the sums from my row and bring nothing
+    layout: Layout
+    place: Place  # mine in it
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
     asks: int = 0  # for what is missing, so far
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
     )  # Part or (True) Sum, and not asked for since
-    cut: dict[int, str] = msgspec.field(default_factory=dict)  # my part of each chunk of the piece, once cut
-    parts: dict[Peer, str] = msgspec.field(default_factory=dict)  # of the chunk I own
+    cut: dict[int, str] = msgspec.field(default_factory=dict)  # my, or my row's, part of each chunk, once cut
+    parts: dict[int, dict[Peer, str]] = msgspec.field(default_factory=dict)  # of each chunk that I add up
     sums: dict[int, str] = msgspec.field(default_factory=dict)  # of the piece's chunks
-    tasks: dict[str, Cut | Add | Gather] = msgspec.field(default_factory=dict)
+    tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     piece: int = 0
-    before: dict[int, str] = msgspec.field(default_factory=dict)  # my sum of the piece before this one
-    adding: bool = False
+    before: dict[int, str] = msgspec.field(default_factory=dict)  # sums of the piece before this one, that I tell
+    adding: dict[str, int] = msgspec.field(default_factory=dict)  # by task, also past ones of the piece: which chunk
     gathering: bool = False
     reduced: Reduced | None = None
 
@@ -87,7 +96,7 @@ class Rounds:
         self._current: Current | None = None
         self._newest = -1  # the highest round of this step that I began or refused
         self._reason = ""  # why I am not in that round (any more)
-        self._early: dict[tuple[Peer, bool], Early] = {}
+        self._early: dict[tuple[Peer, bool], list[Early]] = {}
         self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: its inputs, outputs
         self._usual = Latency()  # seconds from a round's start to its reduced gradient
 
@@ -97,7 +106,7 @@ class Rounds:
         current = self._current
         if current is None:
             return None
-        copied = current.chunks.last and not any(isinstance(task, Cut) for task in current.tasks.values())
+        copied = current.layout.last and not any(isinstance(task, Cut) for task in current.tasks.values())
         return None if copied else current.message.step
 
     @property
@@ -126,11 +135,17 @@ class Rounds:
         if self._name not in group:
             self._reason = f"{self._name} is not listed"
             return commands
-        chunks = split(self._seat.length, group, self._settings.piece_values)
+        layout = split(self._seat.length, group, self._settings.piece_values)
         known = self._seat.known.present
         listed = message.listeners[stage] if stage < len(message.listeners) else ()
-        listeners = tuple(peer for peer in dict.fromkeys(listed) if known.get(peer) == stage and peer not in group)
-        self._current = current = Current(message, group, listeners, chunks, now, now + self._patience_s)
+        row = layout.row_of(self._name)
+        listeners = tuple(
+            peer
+            for peer in dict.fromkeys(listed)
+            if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
+        )
+        place = layout.place(self._name)
+        self._current = current = Current(message, group, listeners, layout, place, now, now + self._patience_s)
         return commands + self._cut(current) + self._take_early(current, now)
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
@@ -155,8 +170,13 @@ class Rounds:
         delayed updates a round may begin with the very view that commits the one before, and a mate hears of it first."""
         view = self._seat.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
-        gone = [key for key, held in self._early.items() if (held.message.epoch, held.message.step) != stays]
-        early = tuple(blob for key in gone for blob in self._early.pop(key).blobs)
+        early: tuple[str, ...] = ()
+        for key, held in list(self._early.items()):
+            kept = [one for one in held if (one.message.epoch, one.message.step) == stays]
+            early += tuple(blob for one in held if one not in kept for blob in one.blobs)
+            self._early[key] = kept
+            if not kept:
+                del self._early[key]
         commands = self.end("the step is over")
         self._newest, self._reason = -1, ""
         return commands + drop(early)
@@ -164,7 +184,7 @@ class Rounds:
     def on_view(self, view: View) -> list[Command]:
         """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
         gone = [key for key in self._early if not self._serves(key[0])]
-        commands = drop(tuple(blob for key in gone for blob in self._early.pop(key).blobs))
+        commands = drop(tuple(blob for key in gone for one in self._early.pop(key) for blob in one.blobs))
         lost = fenced(self._current.message, view) if self._current is not None else None
         return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
 
@@ -196,7 +216,7 @@ class Rounds:
                 return drop(blobs)
             if isinstance(message, Resend):
                 return self._send_again(current, peer, message) + drop(blobs)
-            if message.chunk // len(current.group) > current.piece:
+            if message.chunk // stride(len(current.group)) > current.piece:
                 return self._hold(peer, Early(message, blobs, fault))
             return self._take(current, peer, Early(message, blobs, fault), now)
         if isinstance(message, Resend) or message.round <= self._newest:
@@ -209,34 +229,47 @@ class Rounds:
         return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
 
     def _hold(self, peer: Peer, early: Early) -> list[Command]:
-        """Two per sender at most, a Part and a Sum: of its newest round and piece."""
-        key = peer, isinstance(early.message, Sum)
-        held = self._early.get(key)
-        if held is not None and _when(held) >= _when(early):
+        """Few per sender, parts and sums apart: of its newest round and piece."""
+        replicas = sum(stage == self._seat.stage for stage in self._seat.known.present.values())
+        held = self._early.setdefault((peer, isinstance(early.message, Sum)), [])
+        if any(_when(one) == _when(early) or one.message.round > early.message.round for one in held):
             return drop(early.blobs)
-        self._early[key] = early
-        return drop(held.blobs) if held is not None else []
+        stale = [one for one in held if one.message.round < early.message.round]
+        if len(held) - len(stale) >= early_parts(replicas):
+            lowest = min(held, key=_when)
+            if _when(lowest) > _when(early):
+                return drop(early.blobs)
+            stale.append(lowest)
+        held[:] = [*(one for one in held if one not in stale), early]
+        return [command for one in stale for command in drop(one.blobs)]
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
         commands: list[Command] = []
-        for key in list(self._early):
-            number, chunk = _when(self._early[key])
-            later = key[0] in current.group and chunk // len(current.group) > current.piece
-            if number > current.message.round or (number == current.message.round and later):
-                continue
-            early = self._early.pop(key)
-            if number == current.message.round and key[0] in current.group and self._current is current:
-                commands += self._take(current, key[0], early, now)
-            else:
-                commands += drop(early.blobs)
+        for key, held in list(self._early.items()):
+            peer = key[0]
+            for early in list(held):
+                number, chunk = _when(early)
+                later = peer in current.group and chunk // stride(len(current.group)) > current.piece
+                if number > current.message.round or (number == current.message.round and later):
+                    continue
+                held.remove(early)
+                if number == current.message.round and peer in current.group and self._current is current:
+                    commands += self._take(current, peer, early, now)
+                else:
+                    commands += drop(early.blobs)
+            if not held:
+                del self._early[key]
         return commands
 
     def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
-        message, chunks = early.message, current.chunks
+        message, place = early.message, current.place
         if isinstance(message, Part):
-            wanted = message.chunk == chunks.of(self._name) and peer not in current.parts and not current.adding
+            held = current.parts.get(message.chunk, {})
+            adding = message.chunk in current.adding.values()
+            wanted = peer in place.adds.get(message.chunk, ()) and peer not in held and not adding
         else:
-            wanted = message.chunk == chunks.of(peer) and message.chunk not in current.sums and not current.gathering
+            told = place.hears.get(message.chunk) == peer
+            wanted = told and message.chunk not in current.sums and not current.gathering
         if not wanted:
             return drop(early.blobs)
         if early.fault or len(early.blobs) != 1:
@@ -246,24 +279,24 @@ class Rounds:
         blob = early.blobs[0]
         current.live[blob] = None
         if isinstance(message, Part):
-            current.parts[peer] = blob
-        else:
-            current.sums[message.chunk] = blob
-        return self._go_on(current)
+            current.parts.setdefault(message.chunk, {})[peer] = blob
+            return self._go_on(current)
+        return self._tell(current, message.chunk, blob) + self._go_on(current)
 
     def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
         """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
         it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
-        chunks, asked = current.chunks, (peer, message.chunk, message.sum)
+        place, asked = current.place, (peer, message.chunk, message.sum)
         if asked in current.sent:
             current.sent.discard(asked)
             return []
         if not message.sum:
-            if message.chunk not in current.cut or chunks.of(peer) != message.chunk:
+            adds = {**place.brings, **place.passes}.get(message.chunk)
+            if message.chunk not in current.cut or adds != peer:
                 return []
             return [Send(peer, self._part(current, message.chunk), (current.cut[message.chunk],))]
         held = current.before.get(message.chunk)
-        if chunks.of(self._name) == message.chunk:
+        if message.chunk in place.tells:
             held = current.sums.get(message.chunk)
         return [] if held is None else [Send(peer, self._sum(current, message.chunk), (held,))]
 
@@ -286,15 +319,11 @@ class Rounds:
         match task:
             case Cut():
                 return self._on_cut(current, task)
+            case AddRow():
+                cut = dict(zip(sorted(current.place.passes), task.outs, strict=True))
+                return _forget(current, task.parts) + self._bring(current, current.place.passes, cut)
             case Add():
-                chunk = current.chunks.of(self._name)
-                assert chunk is not None
-                current.sums[chunk] = task.out
-                current.sent |= {(peer, chunk, True) for peer in current.group}
-                sends: list[Command] = [
-                    Send(peer, self._sum(current, chunk), (task.out,)) for peer in _turn(current.group, self._name)
-                ]
-                sends += self._tell_listeners(current, chunk)
+                sends = self._tell(current, current.adding[task.id], task.out)
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather() if not task.last:
                 return self._next_piece(current, now)
@@ -308,10 +337,8 @@ class Rounds:
                     done.result.norm_sq,
                 )
                 current.wake = now + 2 * self._settings.beat_s
-                own = (
-                    current.chunks.of(self._name) if len(current.group) > 1 else None
-                )  # nobody asks a lone replica again
-                return _forget(current, tuple(b for c, b in current.sums.items() if c != own)) + self._report()
+                told = _told(current)
+                return _forget(current, tuple(b for c, b in current.sums.items() if c not in told)) + self._report()
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id in self._void:
@@ -324,53 +351,78 @@ class Rounds:
         return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
 
     def _cut(self, current: Current) -> list[Command]:
-        outs = tuple(f"s/{next(self._serial)}" for _ in current.chunks.owners)
-        return self._do(current, Cut(self._task_id(), current.message.step, current.chunks.bounds, outs))
+        outs = tuple(f"s/{next(self._serial)}" for _ in current.place.brings)
+        return self._do(current, Cut(self._task_id(), current.message.step, current.place.cuts, outs))
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
-        """This piece is gathered: let go of it, but for my own sum, which may be lost on its way, and begin the next one."""
-        own = current.chunks.of(self._name) if len(current.group) > 1 else None
-        current.before = {} if own is None else {own: current.sums[own]}
+        """This piece is gathered: let go of it, but for the sums I told, which may be lost on their way, and begin the next one."""
+        current.before = _told(current)
         kept = current.before.values()
         commands = _forget(current, tuple(blob for blob in current.live if blob not in kept))
-        current.sent = {asked for asked in current.sent if asked[1] == own and asked[2]}
+        current.sent = {asked for asked in current.sent if asked[1] in current.before and asked[2]}
         current.piece += 1
-        current.chunks = split(self._seat.length, current.group, self._settings.piece_values, current.piece)
-        current.cut, current.parts, current.sums = {}, {}, {}
-        current.adding = current.gathering = False
+        current.layout = split(self._seat.length, current.group, self._settings.piece_values, current.piece)
+        current.place = current.layout.place(self._name)
+        current.cut, current.parts, current.sums, current.adding = {}, {}, {}, {}
+        current.gathering = False
         current.asks, current.wake = 0, now + self._patience_s
         return commands + self._cut(current) + self._take_early(current, now)
 
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
-        current.cut = dict(zip(current.chunks.numbers, task.outs, strict=True))
+        cut = dict(zip(sorted(current.place.brings), task.outs, strict=True))
+        if len(current.group) == 1:
+            ((number, blob),) = cut.items()
+            return self._tell(current, number, blob) + self._go_on(current)
+        return self._bring(current, current.place.brings, cut)
+
+    def _bring(self, current: Current, adds: dict[int, Peer], cut: dict[int, str]) -> list[Command]:
+        """Send what was cut to those who add it up."""
+        current.cut |= cut
         sends: list[Command] = []
-        for owner in _turn(current.group, self._name):
-            chunk = current.chunks.of(owner)
-            if chunk is not None:
-                sends.append(Send(owner, self._part(current, chunk), (current.cut[chunk],)))
-                current.sent.add((owner, chunk, False))
-        mine = current.chunks.of(self._name)
-        if mine is not None and len(current.group) == 1:
-            current.sums[mine] = current.cut[mine]
-            sends += self._tell_listeners(current, mine)
-        elif mine is not None:
-            current.parts[self._name] = current.cut[mine]
+        for number, peer in adds.items():
+            if peer == self._name:
+                current.parts.setdefault(number, {})[peer] = cut[number]
+                continue
+            sends.append(Send(peer, self._part(current, number), (cut[number],)))
+            current.sent.add((peer, number, False))
         return sends + self._go_on(current)
 
+    def _tell(self, current: Current, number: int, blob: str) -> list[Command]:
+        """The group's sum of that chunk is here: those who have it from me get it."""
+        current.sums[number] = blob
+        if number not in current.place.tells:
+            return []
+        peers = current.place.tells[number]
+        current.sent |= {(peer, number, True) for peer in peers}
+        sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
+        heard = Sum(current.message.epoch, current.message.step, current.message.round, number, heard=True)
+        return sends + [Send(peer, heard, (blob,)) for peer in current.listeners]
+
     def _go_on(self, current: Current) -> list[Command]:
-        """Start what has all it needs: adding my chunk, gathering the whole."""
+        """Start what has all it needs: adding up chunks, gathering the whole."""
         commands: list[Command] = []
-        if len(current.parts) == len(current.group) and not current.adding:
-            current.adding = True
-            parts = tuple(current.parts[peer] for peer in current.group)
-            commands += self._do(current, Add(self._task_id(), parts, f"s/{next(self._serial)}"))
-        if len(current.sums) == len(current.chunks.owners) and not current.gathering:
+        place, round_ = current.place, current.message
+        for number, peers in place.adds.items():
+            held = current.parts.get(number, {})
+            if len(held) == len(peers) and number not in current.adding.values():
+                commands += self._add(current, number, tuple(held[peer] for peer in peers))
+        if len(current.sums) == len(place.hears) and not current.gathering:
             current.gathering = True
-            chunks, round_ = current.chunks, current.message
-            sums = tuple(current.sums[chunk] for chunk in chunks.numbers)
-            gather = Gather(self._task_id(), round_.step, round_.round, sums, chunks.bounds[0], chunks.last)
-            commands += self._do(current, gather)
+            sums = tuple(current.sums[number] for number in place.hears)
+            start, last = current.layout.bounds[0], current.layout.last
+            commands += self._do(current, Gather(self._task_id(), round_.step, round_.round, sums, start, last))
         return commands
+
+    def _add(self, current: Current, number: int, parts: tuple[str, ...]) -> list[Command]:
+        """Of the group's sum, or of my row's, which is cut for those who add up the rows."""
+        task: Add | AddRow
+        if number in current.place.hears:
+            task = Add(self._task_id(), parts, f"s/{next(self._serial)}")
+        else:
+            outs = tuple(f"s/{next(self._serial)}" for _ in current.place.passes)
+            task = AddRow(self._task_id(), parts, current.place.seams, outs)
+        current.adding[task.id] = number
+        return self._do(current, task)
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -384,16 +436,15 @@ class Rounds:
         current.asks = min(current.asks + 1, ASKS)
         current.wake = now + self._patience_s * 2**current.asks
         commands: list[Command] = []
-        mine = current.chunks.of(self._name)
-        if mine is not None and not current.adding:
-            commands += [
-                Send(peer, self._resend(current, mine, False))
-                for peer in current.group
-                if peer != self._name and peer not in current.parts
-            ]
-        for chunk, owner in zip(current.chunks.numbers, current.chunks.owners, strict=True):
-            if owner != self._name and chunk not in current.sums:
-                commands.append(Send(owner, self._resend(current, chunk, True)))
+        for number, peers in current.place.adds.items():
+            if number in current.adding.values():
+                continue
+            held = current.parts.get(number, {})
+            lacking = [peer for peer in peers if peer != self._name and peer not in held]
+            commands += [Send(peer, self._resend(current, number, False)) for peer in lacking]
+        for number, peer in current.place.hears.items():
+            if peer != self._name and number not in current.sums:
+                commands.append(Send(peer, self._resend(current, number, True)))
         return commands
 
     @property
@@ -421,14 +472,10 @@ class Rounds:
     def _sum(self, current: Current, chunk: int) -> Sum:
         return Sum(current.message.epoch, current.message.step, current.message.round, chunk)
 
-    def _tell_listeners(self, current: Current, chunk: int) -> list[Command]:
-        message = Sum(current.message.epoch, current.message.step, current.message.round, chunk, heard=True)
-        return [Send(peer, message, (current.sums[chunk],)) for peer in current.listeners]
-
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)
 
-    def _do(self, current: Current, task: Cut | Add | Gather) -> list[Command]:
+    def _do(self, current: Current, task: Work) -> list[Command]:
         current.tasks[task.id] = task
         return [Do(task)]
 
@@ -440,19 +487,19 @@ def _when(early: Early) -> tuple[int, int]:
     return early.message.round, early.message.chunk
 
 
-def _inputs(task: Cut | Add | Gather) -> tuple[str, ...]:
+def _inputs(task: Work) -> tuple[str, ...]:
     match task:
         case Cut():
             return ()
-        case Add():
+        case AddRow() | Add():
             return task.parts
         case Gather():
             return task.sums
 
 
-def _outputs(task: Cut | Add | Gather) -> tuple[str, ...]:
+def _outputs(task: Work) -> tuple[str, ...]:
     match task:
-        case Cut():
+        case Cut() | AddRow():
             return task.outs
         case Add():
             return (task.out,)
@@ -466,8 +513,6 @@ def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
     return drop(blobs)
 
 
-def _turn(group: tuple[Peer, ...], name: Peer) -> tuple[Peer, ...]:
-    """The others, beginning after me: when all begin with the first, its line is the bound and the others' lines wait
-    (8 replicas on shaped lines: 10.1 s against 7.1 s in the planner's model)."""
-    at = group.index(name)
-    return group[at + 1 :] + group[:at]
+def _told(current: Current) -> dict[int, str]:
+    """Sums that others may ask me for again."""
+    return {number: current.sums[number] for number, peers in current.place.tells.items() if peers}

@@ -3,8 +3,9 @@
 A boundary tensor is encoded once, where it was computed, and stays as those bytes until somebody computes with it: both ends,
 the owner who keeps it for a repeated hop, and the replica that recomputes from it all decode the same values. Parts and
 sums of a round likewise: the owner of a chunk decodes its own sum as the others do, so replicas stay equal bit for bit.
-What a replica's codes leave out of its part, and as a chunk's owner out of the sum, is added to its part of the next step
-(error feedback). It counts only once that round's gradient was applied; it dies with the replica, or when it moves.
+What a replica's codes leave out of its part, and as a chunk's owner out of the sum (in a group of several rows: of its row's, and of
+the group's), is added to its part of the next step (error feedback). It counts only once that round's gradient was applied; it dies with
+the replica, or when it moves.
 """
 
 from __future__ import annotations
@@ -90,6 +91,25 @@ class Averaging:
             self._cut.left = torch.zeros(length) if self._cut.left is None else self._cut.left
             self._cut.left[low:high] = piece
         self._cut.spans.update(zip(outs, pairwise(bounds), strict=True))
+        return made
+
+    def row_parts(
+        self, total: torch.Tensor, parts: tuple[str, ...], bounds: tuple[int, ...], outs: tuple[str, ...]
+    ) -> list[Held]:
+        """`total` (n,) fp32, my row's sum of the chunk that I own there, added up from `parts`, of which one is mine: values
+        bounds[0] to bounds[-1] of the gradient, cut at `bounds` into what those who add up the rows get, to be named `outs`."""
+        cut, slices = self._cut, list(total.split([high - low for low, high in pairwise(bounds)]))
+        if (
+            compress.lossless(self._how)
+            or cut is None
+            or cut.left is None
+            or not any(name in cut.spans for name in parts)
+        ):
+            return list(slices)  # as it is, or for nobody any more
+        made = [packed(part, self._how) for part in slices]
+        for part, held, span in zip(slices, made, pairwise(bounds), strict=True):
+            cut.left[slice(*span)] += part.sub_(plain(held))
+        cut.spans.update(zip(outs, pairwise(bounds), strict=True))
         return made
 
     def sum(self, total: torch.Tensor, parts: tuple[str, ...]) -> Held:

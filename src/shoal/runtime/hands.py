@@ -26,6 +26,7 @@ from shoal.config import Config
 from shoal.core.messages import (
     BULK,
     Add,
+    AddRow,
     Apply,
     Backward,
     Blend,
@@ -202,7 +203,7 @@ class Hands:
             self._awaited.update(_outputs(task))
         lane = "read" if isinstance(task, Fetch | ReadChunk | CheckChunk) else "compute"
         lane = "write" if isinstance(task, RunSave | RunPublish) else lane
-        lane = "average" if isinstance(task, Add | Gather) and "average" in self._lanes else lane
+        lane = "average" if isinstance(task, AddRow | Add | Gather) and "average" in self._lanes else lane
         self._lanes[lane].put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -250,6 +251,8 @@ class Hands:
                 return self._backward(task, take(task.x, self._decodes_on), grad)
             case Cut():
                 return self._cut(task)
+            case AddRow():
+                return self._add_row(task, [take(name) for name in task.parts])
             case Add():
                 return self._add(task, [take(name) for name in task.parts])
             case Gather():
@@ -287,6 +290,9 @@ class Hands:
             if name not in self._unwanted:
                 self._blobs.put(name, held)
         return Result(nbytes=coding.nbytes(held))
+
+    def _keep_all(self, names: tuple[str, ...], held: list[Held]) -> Result:
+        return Result(nbytes=sum(self._keep(name, one).nbytes for name, one in zip(names, held, strict=True)))
 
     # --------------------------------------------------------------------------------------------------------- hops
 
@@ -340,7 +346,14 @@ class Hands:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
         brought = executor.brought(bounds[0], bounds[-1])
         parts = self._averaging.parts(brought, bounds, task.outs, executor.length)
-        return Result(nbytes=sum(self._keep(name, part).nbytes for name, part in zip(task.outs, parts, strict=True)))
+        return self._keep_all(task.outs, parts)
+
+    def _add_row(self, task: AddRow, parts: list[torch.Tensor]) -> Result:
+        total, bounds = added(parts), task.bounds
+        cut = list(bounds) == sorted(bounds) and len(bounds) == len(task.outs) + 1
+        if not cut or len(total) != bounds[-1] - bounds[0]:
+            raise ValueError(f"bounds {bounds} do not cut {len(total)} values into {len(task.outs)}")
+        return self._keep_all(task.outs, self._averaging.row_parts(total, task.parts, bounds, task.outs))
 
     def _add(self, task: Add, parts: list[torch.Tensor]) -> Result:
         return self._keep(task.out, self._averaging.sum(added(parts), task.parts))
@@ -511,7 +524,7 @@ def _inputs(task: Task) -> tuple[str, ...]:
             return (task.x,)
         case RunBackward():
             return (task.x, task.grad)
-        case Add():
+        case AddRow() | Add():
             return task.parts
         case Gather():
             return task.sums
@@ -521,7 +534,7 @@ def _inputs(task: Task) -> tuple[str, ...]:
 
 
 def _outputs(task: Task) -> tuple[str, ...]:
-    if isinstance(task, Cut):
+    if isinstance(task, Cut | AddRow):
         return task.outs
     return (task.out,) if isinstance(task, Fetch | RunForward | RunBackward | Add | ReadChunk) else ()
 

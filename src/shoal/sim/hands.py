@@ -26,12 +26,12 @@ After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, wi
 
 # Seconds of the tasks that do not depend on the model's size; about what small stages take.
 SECONDS: dict[type, float] = {
-    m.Fetch: 0.01, m.Cut: 0.01, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
+    m.Fetch: 0.01, m.Cut: 0.01, m.AddRow: 0.02, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 BESIDE = (m.Fetch, m.ReadChunk, m.CheckChunk, m.RunSave, m.RunPublish)  # not in the line of computing tasks
-ROUNDS = (m.Cut, m.Add, m.Gather, m.Apply)
+ROUNDS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
 
 
@@ -117,7 +117,7 @@ class Hands:
                 seconds *= self.states
             seconds = min(seconds, LONGEST_S)
         if self.world.wire is not None:
-            seconds += self.world.wire.codec_s(task, self.world.stages) * self.slowness
+            seconds += self.world.wire.codec_s(task, self.world.stages, inputs) * self.slowness
         now = self._now()
         if kind in BESIDE:
             wait = seconds
@@ -215,9 +215,15 @@ class Hands:
         return m.Result()
 
     def _add(self, task: m.Add, inputs: Sequence[Blob]) -> m.Result:
-        if any(part[:4] != inputs[0][:4] or part[0] != "part" for part in inputs):
-            raise ValueError(f"parts of different chunks: {[part[:4] for part in inputs]}")
-        self._put(task.out, (*inputs[0][:4], tuple(one for part in inputs for one in part[4])))
+        self._put(task.out, _added(inputs))
+        return m.Result()
+
+    def _add_row(self, task: m.AddRow, inputs: Sequence[Blob]) -> m.Result:
+        kind, stage, low, high, held = _added(inputs)
+        if (low, high) != (task.bounds[0], task.bounds[-1]):
+            raise ValueError(f"the row's sum is of values {low} to {high}, not {task.bounds}")
+        for start, end, out in zip(task.bounds[:-1], task.bounds[1:], task.outs, strict=True):
+            self._put(out, (kind, stage, start, end, held))
         return m.Result()
 
     def _gather(self, task: m.Gather, inputs: Sequence[Blob]) -> m.Result:
@@ -345,12 +351,18 @@ class Hands:
         return m.Result(record=f"checkpoints/step-{task.step}")
 
 
+def _added(parts: Sequence[Blob]) -> Blob:
+    if any(part[:4] != parts[0][:4] or part[0] != "part" for part in parts):
+        raise ValueError(f"parts of different chunks: {[part[:4] for part in parts]}")
+    return (*parts[0][:4], tuple(one for part in parts for one in part[4]))
+
+
 def _inputs(task: m.Task) -> tuple[str, ...]:
     if isinstance(task, m.RunForward):
         return (task.x,)
     if isinstance(task, m.RunBackward):
         return (task.x, task.grad) if task.grad else (task.x,)
-    if isinstance(task, m.Add):
+    if isinstance(task, m.Add | m.AddRow):
         return task.parts
     if isinstance(task, m.Gather):
         return task.sums
@@ -359,7 +371,7 @@ def _inputs(task: m.Task) -> tuple[str, ...]:
 
 _WORK: dict[type, Callable[[Hands, Any, Sequence[Blob]], m.Result]] = {
     m.Fetch: Hands._fetch, m.RunForward: Hands._forward, m.RunBackward: Hands._backward, m.Cut: Hands._cut,
-    m.Add: Hands._add, m.Gather: Hands._gather, m.Apply: Hands._apply, m.Reset: Hands._reset, m.Init: Hands._init,
+    m.AddRow: Hands._add_row, m.Add: Hands._add, m.Gather: Hands._gather, m.Apply: Hands._apply, m.Reset: Hands._reset, m.Init: Hands._init,
     m.Export: Hands._export, m.ReadChunk: Hands._read, m.CheckChunk: Hands._check, m.Import: Hands._import,
     m.Blend: Hands._blend,
     m.RunSave: Hands._save, m.RunPublish: Hands._publish,

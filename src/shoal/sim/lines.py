@@ -8,7 +8,9 @@ drawn from a stream of its own, so that histories without lines are what they we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -49,7 +51,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         """`p7.2` is the third process of peer 7."""
         return self.lines[int(peer[1 : peer.index(".")]) % len(self.lines)]
 
-    def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
+    def nbytes(self, blob: tuple[Any, ...], chunks: int) -> int:
         """Of what sim/hands.py makes of a tensor, a state being cut into `chunks`. One that is no tensor at all takes a boundary's."""
         match blob:
             case ("x", _, _, 0, _):
@@ -62,9 +64,9 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
                 return int(self.boundary_values * bytes_per_value(self.travel.gradients, FP32))
         return int(self.boundary_values * bytes_per_value(self.travel.activations, FP32))
 
-    def codec_s(self, task: m.Task, stages: int) -> float:
-        """Seconds that a peer of usual speed encodes and decodes for that task."""
-        travel, boundary, gradient = self.travel, self.boundary_values, self.gradient_values
+    def codec_s(self, task: m.Task, stages: int, inputs: Sequence[tuple[Any, ...]] = ()) -> float:
+        """Seconds that a peer of usual speed encodes and decodes for that task. `inputs`: what it adds or gathers."""
+        travel, boundary = self.travel, self.boundary_values
         match task:
             case m.RunForward():
                 x = decode_s(travel.activations, boundary) if task.stage > 0 else 0.0
@@ -73,12 +75,18 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
                 x = decode_s(travel.activations, boundary) + encode_s(travel.gradients, boundary) if task.stage else 0.0
                 return x + (decode_s(travel.gradients, boundary) if task.stage < stages - 1 else 0.0)
             case m.Cut():
-                return encode_s(travel.averaging, gradient)
-            case m.Add():  # as many parts as the gradient has chunks, and their sum
-                return decode_s(travel.averaging, gradient) + encode_s(travel.averaging, gradient / len(task.parts))
+                return encode_s(travel.averaging, task.bounds[-1] - task.bounds[0])
+            case m.AddRow() | m.Add():  # parts as long as their sum
+                came = sum(map(_values, inputs))
+                return decode_s(travel.averaging, came) + encode_s(travel.averaging, came / len(inputs))
             case m.Gather():
-                return decode_s(travel.averaging, gradient)
+                return decode_s(travel.averaging, sum(map(_values, inputs)))
         return 0.0
+
+
+def _values(blob: tuple[Any, ...]) -> int:
+    """Of a part or sum; 0 of what was found bad."""
+    return blob[3] - blob[2] if blob[0] == "part" else 0
 
 
 class Downlinks:

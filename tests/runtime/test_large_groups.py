@@ -1,0 +1,136 @@
+"""Real tensors of groups that stand in rows: the sum in its recorded order bit for bit, and with codes what is left out is fed back."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests import reference
+from tests.rounds import Group
+
+from shoal.config import Config, Device, Network, Run, Train
+from shoal.core import messages as m
+from shoal.core.averaging import rows_of
+from shoal.runtime.hands import Hands
+
+LENGTH = 5003
+STEP = 3
+ANSWER_S = 60.0
+
+
+class Tensors:
+    """tests/rounds.py's hands, around real ones. What comes is checked, as a driver would, and lies in memory of its own."""
+
+    def __init__(self, config: Config) -> None:
+        self.hands = Hands(config)
+        self.do(m.Init("init", 0, 0))
+        seat = self.hands._seat
+        assert seat is not None
+        seat.step = STEP
+        self.executor: Any = seat.executor
+
+    def get(self, name: str) -> Any:
+        return self.hands.blob(name)
+
+    def put(self, name: str, value: Any) -> None:
+        blob = msgspec.structs.replace(value, data=bytearray(value.data))
+        assert self.hands.check(m.Part(0, STEP, 7, 0), (blob,)) == ""
+        self.hands.put(name, blob)
+
+    def drop(self, name: str) -> None:
+        self.hands.drop(name)
+
+    def do(self, task: Any) -> m.Done | m.Failed:
+        answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
+        self.hands.submit(task, answers.put)
+        answer = answers.get(timeout=ANSWER_S)
+        assert isinstance(answer, m.Done), answer
+        return answer
+
+    def reduced(self, round_: int) -> torch.Tensor:
+        return self.hands._reduced[STEP, round_].reduced
+
+
+@pytest.fixture
+def made() -> Iterator[list[Tensors]]:
+    found: list[Tensors] = []
+    yield found
+    for one in found:
+        one.hands.close()
+
+
+def a_group(made: list[Tensors], replicas: int, how: str = "none", piece_values: int = 0) -> Group:
+    config = Config(
+        run=Run(name="large", stages=1),
+        train=Train(batch=replicas, microbatch=1),
+        network=Network(averaging=how),
+        device=Device(executor="emulated", emulated_s=0.0, emulated_gradient=LENGTH, threads=1),
+    )
+
+    def hands(name: m.Peer, length: int) -> Tensors:
+        made.append(Tensors(config))
+        return made[-1]
+
+    return Group(tuple(f"p{number:02}" for number in range(replicas)), LENGTH, piece_values, hands=hands, seed=replicas)
+
+
+def brought(group: Group, made: list[Tensors], seed: int) -> list[torch.Tensor]:
+    """What each replica has added up, of sizes so different that the order of additions shows."""
+    chance = torch.Generator().manual_seed(seed)
+    found = [torch.randn(LENGTH, generator=chance) * 10.0 ** (number % 7) for number in range(len(group.names))]
+    for one, values in zip(made, found, strict=True):
+        one.executor.sum.copy_(values)
+    return found
+
+
+@pytest.mark.parametrize("piece_values", [0, 2100])
+@pytest.mark.parametrize("replicas", [16, 17, 20, 24])
+def test_a_round_is_the_sum_in_its_recorded_order_bit_for_bit(
+    made: list[Tensors], replicas: int, piece_values: int
+) -> None:
+    group = a_group(made, replicas, piece_values=piece_values)
+    values = brought(group, made, seed=replicas)
+    group.begin()
+    group.run()
+    assert len(group.reduced) == replicas and not group.failures
+    wanted = reference.added(values)
+    assert all(torch.equal(one.reduced(7), wanted) for one in made)
+    flat = values[0].clone()
+    for part in values[1:]:
+        flat += part
+    assert torch.equal(flat, wanted) is (replicas == 16), "rows are another order of additions"
+
+
+@pytest.mark.parametrize("how", ["int8", "topk"])
+@pytest.mark.parametrize(("replicas", "piece_values"), [(18, 0), (24, 2100)])
+def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
+    made: list[Tensors], how: str, replicas: int, piece_values: int
+) -> None:
+    """What two rounds have applied, and what all have left to send, is together all that was ever brought."""
+    group = a_group(made, replicas, how, piece_values)
+    total, applied = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH, dtype=torch.float64)
+    for number in (7, 8):
+        values = brought(group, made, seed=number)
+        total += torch.stack(values).double().sum(0)
+        group.reduced.clear()
+        group.begin(number=number)
+        group.run()
+        digests = {one.digest for one in group.reduced.values()}
+        assert len(group.reduced) == replicas and len(digests) == 1
+        for name, one in zip(group.names, made, strict=True):
+            gathered = one.hands._reduced[STEP, number]
+            one.hands._averaging.applied(gathered.left)
+            group.carry(name, group.rounds[name].end("committed"))
+        applied += made[0].reduced(number).double()
+    left = sum(one.hands._averaging._left.double() for one in made if one.hands._averaging._left is not None)
+    assert float((applied + left - total).norm() / total.norm()) < 1e-6
+    assert float((applied - total).norm() / total.norm()) > 1e-4, "the codes do leave something out"
+
+
+def test_rows_of_the_reference_are_those_of_the_rounds() -> None:
+    for replicas in range(1, 101):
+        assert reference.rows(replicas) == [len(row) for row in rows_of([str(n) for n in range(replicas)])]
