@@ -71,6 +71,30 @@ def test_one_chunk_that_lacks_a_microbatch_is_caught() -> None:
     )  # an empty chunk holds nothing
 
 
+def test_additions_in_another_order_than_the_commit_lists_are_caught() -> None:
+    watch = a_watch()
+    watch.agreed("a", a_commit(watch, (a_gradient(0, (0, 2, 1)), a_gradient(1))))
+    assert found(watch) == {"order"}
+
+
+def met(group: str, *others: str) -> set[str]:
+    watch = a_watch()
+    shares = tuple(m.Share(peer, ()) for peer in group)
+    watch.sent("leader", "a", m.Round(epoch=0, step=0, round=7, view=5, groups=(shares,)))
+    for to in others:
+        watch.sent("a", to, m.Part(epoch=0, step=0, round=7, chunk=1))
+        watch.sent("a", to, m.Sum(epoch=0, step=0, round=7, chunk=1))
+    return found(watch)
+
+
+def test_whoever_meets_more_of_a_large_group_than_a_round_needs_is_caught() -> None:
+    sixteen, twenty = "abcdefghijklmnop", "abcdefghijklmnopqrst"
+    assert met(sixteen, *sixteen[1:]) == set()
+    assert met(twenty, *twenty[1:12]) == set()
+    assert met(twenty, *twenty[1:]) == {"connections"}
+    assert met(sixteen, "z") == {"connections"}, "a stranger to the group"
+
+
 def test_gradients_of_another_step_or_of_other_parameters_are_caught() -> None:
     watch = a_watch()
     watch.agreed("a", a_commit(watch, (a_gradient(0, step=1), a_gradient(1))))

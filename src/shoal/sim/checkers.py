@@ -15,6 +15,9 @@ from shoal.core import messages as m
 from shoal.sim.hands import Reduced, World
 
 HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
+ALL_MEET = 16  # replicas of a group, at most
+MEETS = 2.5  # times the root of how many they are: others that one of a larger group exchanges its gradient with
+Shares = tuple[m.Share, ...]
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -44,6 +47,8 @@ class Watch:
         self._views: dict[int, m.View] = {}
         self._leaders: dict[int, m.Peer] = {}
         self._sent: dict[tuple[object, ...], m.Peer] = {}
+        self._rounds: dict[tuple[int, int, int], tuple[Shares, ...]] = {}  # epoch, step, round
+        self._met: dict[tuple[object, ...], set[m.Peer]] = {}
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
         self._fresh = settings.first_step  # the version that the run began with, or went back to
 
@@ -58,7 +63,7 @@ class Watch:
     # ---------------------------------------------------------------------------------------------------- sending
 
     def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None:
-        """No request twice to different peers; one leader per term."""
+        """No request twice to different peers; one leader per term; no more connections than a round needs."""
         if isinstance(message, HOPS):
             kind = type(message).__name__ if isinstance(message, (m.Forward, m.Backward)) else "Ask"
             if kind == "Ask":
@@ -69,10 +74,32 @@ class Watch:
                 self.report(peer, "attempt", f"{message} to {to}, after the same attempt to {other}")
         elif type(message) is m.Pulse:
             self._booked(peer, message)
+        elif type(message) is m.Round:
+            self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
+        elif type(message) is m.Part or (type(message) is m.Sum and not message.heard):
+            self._meets(peer, to, message)
         elif type(message) is m.Lead or (type(message) is m.Propose):
             other = self._leaders.setdefault(message.term, peer)
             if other != peer:
                 self.report(peer, "leader", f"leads term {message.term} beside {other}")
+
+    def group_of(self, peer: m.Peer, message: m.Part | m.Sum) -> tuple[m.Peer, ...]:
+        """With whom that peer averages in that round, itself too."""
+        groups = self._rounds.get((message.epoch, message.step, message.round), ())
+        found = ([share.peer for share in group] for group in groups)
+        return next((tuple(names) for names in found if peer in names), ())
+
+    def _meets(self, peer: m.Peer, to: m.Peer, message: m.Part | m.Sum) -> None:
+        """Gradients go to those of the own group, and in a large one to few of them."""
+        key = message.epoch, message.step, message.round, peer
+        met = self._met.setdefault(key, set())
+        if to in met:
+            return
+        met.add(to)
+        group = self.group_of(peer, message)
+        most = len(group) - 1 if len(group) <= ALL_MEET else MEETS * len(group) ** 0.5
+        if to not in group or len(met) > most:
+            self.report(peer, "connections", f"{message} to {to}, one of {len(met)} in a group of {len(group)}")
 
     def _booked(self, peer: m.Peer, pulse: m.Pulse) -> None:
         """No microbatch is booked at two members; a fenced one's bookings are void."""
@@ -186,6 +213,18 @@ class Watch:
                 self.report(peer, "exactly once", f"step {last.step} of epoch {epoch}, stage {stage}: {text}")
             else:
                 self._aged(peer, last.step, stage, below)
+                self._in_order(peer, last, stage, reduced)
+
+    def _in_order(self, peer: m.Peer, last: m.Committed, stage: int, reduced: Reduced) -> None:
+        """What was added is what the commit lists, in its order: all that one process needs to get the same bits."""
+        listed = [index for share in last.groups[stage] for index in share.indices]
+        for number, chunk in enumerate(reduced.chunks):
+            if [one[1] for one in chunk] != listed:
+                text = (
+                    f"step {last.step}, stage {stage}: chunk {number} is of {[one[1] for one in chunk]}, not {listed}"
+                )
+                self.report(peer, "order", text)
+                return
 
     def _aged(self, peer: m.Peer, step: int, stage: int, parameters: str) -> None:
         """A step's gradient is made with parameters that hold all gradients but those of the last `staleness` steps before it; the

@@ -67,6 +67,9 @@ class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cuts: int = 0  # one peer is cut off, both ways
     ways: int = 0  # one peer is cut off, one way
     wipes: int = 0  # everybody; the same command is started again
+    rows: int = 0  # in the exchanges of an averaging: what a row adds up (or a group of one row),
+    columns: int = 0  # what the rows' sums add up to,
+    tellings: int = 0  # that every replica is told
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -198,6 +201,15 @@ SCENARIOS = {
             happenings=_HARSH,
         ),
         Scenario(
+            name="large_group",
+            peers=(17, 40),
+            stages=(1, 2),
+            microbatches=(20, 44),
+            messages=Messages(drop=0.03, delay=0.01, stranger=0.01, fail=0.01),
+            happenings=Happenings(kills=3, restarts=3, leaves=2, joiners=4, pauses=2, one_ways=2, halves=1, liars=1),
+            strikes=Strikes(rows=2, columns=2, tellings=2),
+        ),
+        Scenario(
             name="large",
             peers=(24, 40),
             stages=(3, 6),
@@ -273,7 +285,7 @@ def suite(name: str) -> tuple[Scenario, ...]:
         return (load(name),)
     return (
         *FAULTS,
-        *(SCENARIOS[one] for one in ("churn", "network", "chaos", "wild", "lost", "fleet", "lines")),
+        *(SCENARIOS[one] for one in ("churn", "network", "chaos", "wild", "lost", "fleet", "lines", "large_group")),
         *LONG,
     )
 

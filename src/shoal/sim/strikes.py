@@ -1,4 +1,5 @@
-"""Deaths at the worst moment, and of several peers at once: in the middle of averaging, of the optimizer's step, of a checkpoint.
+"""Deaths at the worst moment, and of several peers at once: in the middle of averaging (in a large group: in each of its exchanges, in
+a row, between rows, in the row again), of the optimizer's step, of a checkpoint.
 
 A trap waits for a peer that is about to do what it is set for; that peer's process ends with some of its commands carried out and the
 others not. Who is struck is chosen as in churn.py, so that the run can go on; a trap whose next peer cannot be spared stays set.
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.core import messages as m
+from shoal.core.averaging import of_row
 from shoal.sim import faults
 from shoal.sim.churn import Planned
 from shoal.sim.network import region
@@ -28,7 +30,10 @@ SKIPS = 6  # a trap lets up to so many of its moments pass
 
 # What a peer is about to do, as tasks or as messages that it sends.
 MOMENTS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
-    "averaging": ((m.Cut, m.Add, m.Gather), (m.Part, m.Sum, m.Reduced)),
+    "averaging": ((m.Cut, m.AddRow, m.Add, m.Gather), (m.Part, m.Sum, m.Reduced)),
+    "rows": ((m.Cut, m.AddRow), (m.Part,)),
+    "columns": ((m.Add,), (m.Part,)),
+    "tellings": ((m.Gather,), (m.Sum,)),
     "applying": ((m.Apply,), ()),
     "saving": ((m.RunSave, m.RunPublish), (m.Saved, m.Published)),
     "downloading": ((m.CheckChunk, m.Import), (m.AskChunk,)),
@@ -59,7 +64,7 @@ def sprung(swarm: Swarm, node: Node, commands: Sequence[m.Command]) -> int | Non
     """How many of these commands the peer still carries out before it dies; None: no trap has caught it."""
     for trap in swarm.traps:
         for at, command in enumerate(commands):
-            if not _meant(trap.kind, command):
+            if not _meant(swarm, node, trap.kind, command):
                 continue
             if trap.skip:
                 trap.skip -= 1
@@ -73,11 +78,17 @@ def sprung(swarm: Swarm, node: Node, commands: Sequence[m.Command]) -> int | Non
     return None
 
 
-def _meant(kind: str, command: m.Command) -> bool:
+def _meant(swarm: Swarm, node: Node, kind: str, command: m.Command) -> bool:
     tasks, messages = MOMENTS[kind]
     if type(command) is m.Do:
         return isinstance(command.task, tasks)
-    return type(command) is m.Send and isinstance(command.message, messages)
+    if type(command) is not m.Send or not isinstance(command.message, messages):
+        return False
+    message = command.message
+    if isinstance(message, m.Part) and kind != "averaging":
+        group = swarm.watch.group_of(node.name, message)
+        return of_row(message.chunk, len(group)) is (kind == "rows")
+    return True
 
 
 def trap(swarm: Swarm, planned: Planned, rng: Random) -> None:
