@@ -112,6 +112,17 @@ def test_nobody_meets_but_its_row_and_its_columns_and_bytes_are_those_of_the_bou
         assert max(Counter(place.passes.values()).values()) <= averaging.early_parts(replicas)
 
 
+def test_what_all_send_at_once_goes_to_another_first_from_each() -> None:
+    layout = split(20_000, group := names(64))
+    places = [layout.place(peer) for peer in group]
+    firsts = [Counter(next(iter(sends.values())) for sends in (one.brings, one.passes)) for one in places]
+    assert sum(firsts, Counter()) == Counter(2 * group), "one of its row and one of its column"
+    for exchange in zip(
+        *(zip(*[one.brings.values(), one.passes.values()], strict=True) for one in places), strict=True
+    ):
+        assert len({first for first, _ in exchange}) == len({second for _, second in exchange}) == 64
+
+
 def test_more_replicas_need_few_more_connections() -> None:
     assert [connections(replicas) for replicas in (16, 17, 20, 24, 32, 64, 100)] == [15, 8, 7, 8, 10, 14, 18]
     assert all(connections(replicas) < 15 for replicas in range(17, 40))

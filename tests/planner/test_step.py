@@ -247,10 +247,11 @@ def test_one_stage_is_run_by_its_owners_unless_a_plan_shares_it_out() -> None:
     assert told(shared, wide).microbatches_s == pytest.approx(18 * 0.2)
 
 
-def test_many_replicas_are_averaged_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = seats((0,) * 6, gradient_bytes=(60e6,))
-    played = told(given, lines(6))
+@pytest.mark.parametrize("replicas", [6, 20, 21])
+def test_many_replicas_are_averaged_by_formula(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
+    given = seats((0,) * replicas, gradient_bytes=(60e6,))
+    played = told(given, lines(replicas))
     monkeypatch.setattr(step, "PAIRS_MOST", 0)
-    formula = told(given, lines(6))
+    formula = told(given, lines(replicas))
     assert formula.averaging_s == pytest.approx(played.averaging_s, rel=0.05)
     assert formula.sent_bytes == pytest.approx(played.sent_bytes, rel=0.05)

@@ -122,6 +122,10 @@ def rows_of(group: Sequence[Peer]) -> tuple[tuple[Peer, ...], ...]:
     return tuple(tuple(group[low:high]) for low, high in pairwise(bounds))
 
 
+def row_lengths(replicas: int) -> tuple[int, ...]:
+    return tuple(high - low for low, high in pairwise(_bounds(0, replicas, _rows(replicas))))
+
+
 def stride(replicas: int) -> int:
     """The numbers of one piece's chunks: those of the group's sum, then one row's."""
     return replicas if replicas <= ONE_ROW else _most_owned(replicas) + _longest(replicas, _rows(replicas))

@@ -5,9 +5,9 @@ one, what its request carries and which replica gets it is asked of core itself 
 plan's routes where there are any, so the wiring that is predicted is the one that runs. Tensors go through the owner, or
 straight from server to server, and then a hop runs when its request and its tensor are both there. A replica computes one
 hop at a time, backwards first; uplinks and downlinks pass one message after the other and links of several pairs are filled
-side by side, as in transport/shaped.py; a stage's replicas average by a butterfly of one chunk each (core/averaging.py); and
-agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses on the wire, full
-queues and shelves, and that gradients go first on a line.
+side by side, as in transport/shaped.py; who sends which chunk to whom when a stage's replicas average is core's too
+(averaging.py); and agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses
+on the wire, full queues and shelves, and that gradients go first on a line.
 
 Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
 """
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 
 import msgspec
 import numpy as np
 
+from shoal.core.averaging import Place, row_lengths, split
 from shoal.core.choice import Choice
 from shoal.core.messages import Member, Settings, View
 from shoal.core.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
@@ -35,6 +37,7 @@ from shoal.slots import Inflow
 LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
 ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
 PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
+VALUES = 1 << 20  # of a round that is played, for each replica: a power of two, so that even shares have no rounding
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
 BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
 TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
@@ -394,7 +397,7 @@ def timeline(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[
 
 
 def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
-    """The slowest stage's butterfly: every replica sends each owner its part, then every owner each replica the sum."""
+    """The slowest stage's, and what every device sends."""
     lines, end_s = _Lines(cluster), 0.0
     if sum(len(seats.replicas(stage)) ** 2 for stage in range(seats.stages)) > PAIRS_MOST:
         sent = np.zeros(len(cluster.devices))
@@ -403,33 +406,63 @@ def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
             sent[group] = 2 * nbytes * (1 - 1 / len(group))
         return _rough_averaging_s(seats, cluster), sent
     for stage in range(seats.stages):
-        end_s = max(end_s, _butterfly_s(lines, seats.replicas(stage), seats.gradient_bytes[stage]))
+        end_s = max(end_s, _round_s(lines, seats.replicas(stage), seats.gradient_bytes[stage]))
     return end_s, lines.sent
 
 
-def _butterfly_s(lines: _Lines, group: list[int], gradient_bytes: float) -> float:
-    """Parts and sums go to the replica after the sender first and so round the group, as in core/rounds.py."""
-    nbytes, end_s, serial = gradient_bytes / len(group), 0.0, count()
-    missing = dict.fromkeys(group, len(group) - 1)
-    on_the_way: list[tuple[float, int, int, int, bool]] = []  # when, serial, from, to, is a sum
+def _round_s(lines: _Lines, group: list[int], gradient_bytes: float) -> float:
+    """One stage's, as core/averaging.py lays it out: parts to those who add them, of rows' sums too, and sums to those who lack them."""
+    places, share, end_s, serial = _places(len(group)), gradient_bytes / (len(group) * VALUES), 0.0, count()
+    missing = [{number: len(peers) for number, peers in place.adds.items()} for place, _ in places]
+    on_the_way: list[tuple[float, int, int, int, int, bool]] = []  # when, serial, from, to, chunk, is a sum
 
-    def send(source: int, target: int, now: float, is_sum: bool) -> None:
-        at = lines.leave(source, target, nbytes, now)
-        heappush(on_the_way, (at, next(serial), source, target, is_sum))
+    def send(source: int, target: int, number: int, now: float, is_sum: bool) -> None:
+        nbytes = share * places[source][1][number]
+        at = lines.leave(group[source], group[target], nbytes, now)
+        heappush(on_the_way, (at, next(serial), source, target, number, is_sum))
 
-    after = {peer: group[at + 1 :] + group[:at] for at, peer in enumerate(group)}
-    for source in group:
-        for owner in after[source]:
-            send(source, owner, 0.0, False)
+    def brought(adds: dict[int, str], at: int, now: float) -> None:
+        for number, peer in adds.items():
+            if int(peer) != at:
+                send(at, int(peer), number, now, False)
+        for number, peer in adds.items():
+            if int(peer) == at:
+                came(at, number, now)
+
+    def came(at: int, number: int, now: float) -> None:
+        missing[at][number] -= 1
+        if not missing[at][number]:
+            place = places[at][0]
+            if number in place.hears:
+                told(at, number, now)
+            else:
+                brought(place.passes, at, now)
+
+    def told(at: int, number: int, now: float) -> None:
+        for peer in places[at][0].tells.get(number, ()):
+            send(at, int(peer), number, now, True)
+
+    for at, (place, _) in enumerate(places):
+        brought(place.brings, at, 0.0)
     while on_the_way:
-        now, _, source, target, is_sum = heappop(on_the_way)
-        done_s = lines.arrive(source, target, nbytes, now)
+        now, _, source, target, number, is_sum = heappop(on_the_way)
+        done_s = lines.arrive(group[source], group[target], share * places[source][1][number], now)
         end_s = max(end_s, done_s)
-        missing[target] -= not is_sum
-        if not is_sum and missing[target] == 0:
-            for other in after[target]:
-                send(target, other, done_s, True)
+        (told if is_sum else came)(target, number, done_s)
     return end_s
+
+
+@cache
+def _places(replicas: int) -> tuple[tuple[Place, dict[int, int]], ...]:
+    """Of every replica, by number; and the values of each chunk that it sends, of VALUES for each replica."""
+    names = tuple(map(str, range(replicas)))
+    layout = split(replicas * VALUES, names)
+    whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
+    found = []
+    for place in map(layout.place, names):
+        cut = [high - low for low, high in pairwise(place.cuts)]
+        found.append((place, whole | dict(zip(sorted(place.brings), cut, strict=True))))
+    return tuple(found)
 
 
 def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
@@ -443,9 +476,14 @@ def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
         line_Bps = min(min(machine.up_Bps or math.inf, machine.down_Bps or math.inf) for machine in machines)
         at = np.ix_(group, group)
         off = ~np.eye(len(group), dtype=bool)
-        pair_s = float(nbytes / len(group) / cluster.bandwidth_Bps[at][off].min())
-        line_s = nbytes * (1 - 1 / len(group)) / line_Bps
-        worst = max(worst, 2 * (max(pair_s, line_s) + float(cluster.delay_s[at][off].max())))
+        pair_Bps, delay_s = float(cluster.bandwidth_Bps[at][off].min()), float(cluster.delay_s[at][off].max())
+        rows = row_lengths(len(group))
+        held, exchanges = nbytes, (rows[0], len(rows)) if len(rows) > 1 else rows  # among so many, there and back
+        there_s = 0.0
+        for among in exchanges:
+            there_s += max(held / among / pair_Bps, held * (1 - 1 / among) / line_Bps) + delay_s
+            held /= among
+        worst = max(worst, 2 * there_s)
     return worst
 
 

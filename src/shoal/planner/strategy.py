@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from shoal import codec
+from shoal.core.averaging import row_lengths
 from shoal.planner import memory, wiring
 from shoal.planner.cluster import Cluster, Device
 from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
@@ -98,12 +99,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return seconds + (codec.encode_s(how.gradients, values) if stage else 0.0)
 
     def averaging_codec_s(self, gradient_bytes: float, replicas: int) -> float:
-        """Of one replica in a round: its parts and its own sum are encoded; what it added up, what it left out and the
-        whole sum are decoded."""
+        """Of one replica in a round: its parts, its row's if there are several, and its own sum are encoded; what it added up,
+        what it left out and the whole sum are decoded."""
         if replicas < 2:
             return 0.0
         values, how = gradient_bytes / codec.bytes_per_value(self.travel.averaging, 4), self.travel.averaging
-        return codec.encode_s(how, values * (1 + 1 / replicas)) + codec.decode_s(how, values * (3 + 1 / replicas))
+        rows = row_lengths(replicas)
+        of_row = 1 / rows[0] if len(rows) > 1 else 0.0
+        encoded, added = 1 + of_row + 1 / replicas, 1 + of_row
+        return codec.encode_s(how, values * encoded) + codec.decode_s(how, values * (added + encoded + 1))
 
 
 @cache
