@@ -10,7 +10,7 @@ import pytest
 from shoal.core import messages as m
 from shoal.sim import run, strikes
 from shoal.sim.network import FAR_S, NEAR_S, Network, region
-from shoal.sim.scenario import FAULTS, LONG, SCENARIOS, Scenario, Strikes, draw, suite
+from shoal.sim.scenario import FAULTS, LONG, SCENARIOS, Happenings, Scenario, Strikes, draw, suite
 from shoal.sim.swarm import HAPPEN, Swarm
 
 AIMED = [scenario for scenario in FAULTS if scenario.strikes != Strikes()]
@@ -31,6 +31,21 @@ def test_what_is_aimed_strikes_and_the_run_goes_on(scenario: Scenario) -> None:
         if all(kind in struck for kind in Strikes.__struct_fields__ if getattr(scenario.strikes, kind)):
             return
     pytest.fail(f"{scenario.strikes}: only {struck} in three seeds")
+
+
+def test_a_large_group_is_struck_in_each_of_its_exchanges() -> None:
+    quick = {"stages": (1, 1), "peers": (17, 19), "steps": (4, 5), "microbatches": (19, 19), "faults_s": 15.0}
+    scenario = msgspec.structs.replace(SCENARIOS["large_group"], happenings=Happenings(), **quick)
+    struck = dict[str, int]()
+    for seed in range(3):
+        struck |= played(scenario, seed).struck
+    assert set(struck) == {"rows", "columns", "tellings"}
+
+
+@pytest.mark.slow
+def test_twenty_seeds_of_large_groups() -> None:
+    for seed in range(100, 120):
+        played(SCENARIOS["large_group"], seed)
 
 
 @pytest.mark.slow

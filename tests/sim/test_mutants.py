@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from shoal.core import averaging, coordinator, microbatch, quorum, rounds
+from shoal.core.averaging import Layout, Place
 from shoal.core.coordinator import Coordinator
 from shoal.core.hops import Hops
 from shoal.core.ledger import Ledger
@@ -59,6 +60,18 @@ ROUNDS = Scenario(
     step_s=1.0,
     messages=Messages(drop=0.05, delay=0.1),
     happenings=Happenings(kills=3, restarts=4, pauses=5, halves=2, one_ways=2),
+)
+LARGE = Scenario(
+    name="a large group",
+    hops="owner",
+    staleness=0,
+    peers=(17, 19),
+    stages=(1, 1),
+    steps=(2, 3),
+    microbatches=(18, 20),
+    step_s=1.0,
+    happenings=Happenings(kills=1),
+    faults_s=10.0,
 )
 LATE = msgspec.structs.replace(ROUNDS, staleness=1)  # with delayed updates
 Patch = pytest.MonkeyPatch
@@ -194,6 +207,33 @@ def goes_on_without_asking_for_books(patch: Patch) -> None:
     patch.setattr(Trainer, "on_view", as_if_new)
 
 
+def adds_the_rows_but_for_the_last(patch: Patch) -> None:
+    place = Layout.place
+
+    def short(self: Layout, peer: str) -> Place:
+        found = place(self, peer)
+        fewer = {number: peers[: len(self.rows) - 1] for number, peers in found.adds.items() if number in found.hears}
+        return msgspec.structs.replace(found, adds=found.adds | fewer)
+
+    patch.setattr(Layout, "place", short)
+
+
+def adds_as_it_comes(patch: Patch) -> None:
+    """Each replica first adds what it has itself."""
+    place = Layout.place
+
+    def own_first(self: Layout, peer: str) -> Place:
+        found = place(self, peer)
+        turned = {number: tuple(sorted(peers, key=lambda one: one != peer)) for number, peers in found.adds.items()}
+        return msgspec.structs.replace(found, adds=turned)
+
+    patch.setattr(Layout, "place", own_first)
+
+
+def meets_everybody(patch: Patch) -> None:
+    patch.setattr(averaging, "ONE_ROW", 1000)
+
+
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
     (accepts_a_stale_answer, STORM, (55, 57)),
     (forgets_a_waiting_microbatch, ROUNDS, (2, 1)),
@@ -208,6 +248,9 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, .
     (computes_with_the_newest_parameters, LATE, (1, 3)),
     (never_opens_a_closed_step_again, LATE, (1, 3)),
     (goes_on_without_asking_for_books, LATE, (1, 3)),
+    (adds_the_rows_but_for_the_last, LARGE, (0,)),
+    (adds_as_it_comes, LARGE, (0,)),
+    (meets_everybody, LARGE, (0,)),
 ]
 
 
