@@ -3,12 +3,13 @@
     python benchmarks/rounds.py [--megabytes 100] [--peers 4,16] [--steps 3] [--kill member|leader]
 
 Real processes, real TLS over modelled lines, executors that compute nothing. Measured: from the first part that is asked for to the
-last sum that is gathered. In a butterfly each of n replicas sends the n - 1 others its part of their chunks, and its own chunk's sum to
-them: 2 (n - 1) / n of the gradient leaves every uplink and comes through every downlink, whatever else is done, so
+last sum that is gathered. Among n replicas each sends the others its part of their chunks, and its own chunk's sum to them, in groups of
+more than 16 by way of rows: 2 (n - 1) / n of the gradient leaves every uplink and comes through every downlink, whatever else is done, so
 
     bound = 2 (n - 1) / n * gradient / bandwidth
 
-and the last of each trip's delay is added by no bound. 0.85 of it is wanted.
+and the last of each trip's delay is added by no bound. 0.85 of it is wanted. What every step's commit says of the sum is compared with
+tests/reference.py, which adds in the order that the commit lists.
 
 With --kill one replica, or the one that leads, is ended by SIGKILL in the step after those, when half of the bytes are through (half of
 the bound's time after the first part was asked for), and no other comes. Told then: how many rounds that step took, and the seconds
@@ -21,6 +22,7 @@ The last line is one JSON object, about the smaller group.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import signal
 import subprocess
@@ -30,6 +32,11 @@ import time
 from pathlib import Path
 
 import msgspec
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.reference
+
+from tests import reference
 
 from averaging import averagings, spans
 from overhead import LAB, environment
@@ -79,7 +86,24 @@ def command(peers: int, megabytes: float, steps: int) -> list[str]:
 
 def played(folder: Path, peers: int, megabytes: float, steps: int) -> list[float]:
     subprocess.run(command(peers, megabytes, steps), cwd=folder, env=environment(), check=True, stdout=sys.stderr)
+    compare(folder / RUN, peers, int(megabytes * 1e6 / 4), steps)
     return averagings(folder / RUN / "trace.jsonl")
+
+
+def compare(directory: Path, microbatches: int, values: int, steps: int) -> None:
+    """Every microbatch adds the same share of the batch to all values (executor/emulated.py)."""
+    commits = reference.commits(directory)
+    if len(commits) != steps:
+        raise SystemExit(f"{len(commits)} commits of {steps} steps")
+    for commit in commits:
+        ((shares,),) = [reference.as_recorded(commit)]
+        parts = [torch.zeros(values) for _ in shares]
+        for part, share in zip(parts, shares, strict=True):
+            for _ in share:
+                part += 1.0 / microbatches
+        wanted = hashlib.sha256(reference.added(parts).numpy().tobytes()).hexdigest()
+        if commit.digests != (wanted,):
+            raise SystemExit(f"step {commit.step}: {commit.digests[0]} was committed, the listed order gives {wanted}")
 
 
 def struck(folder: Path, peers: int, megabytes: float, steps: int, whom: str) -> dict[str, float]:

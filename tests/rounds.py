@@ -39,7 +39,7 @@ from shoal.core.messages import (
 from shoal.core.rounds import Rounds
 from shoal.core.seat import Seat
 
-MOST = 200_000  # events of a round; more are a round that does not end
+MOST = 60_000  # events of a round; more are a round that does not end
 
 
 class Hands(Protocol):

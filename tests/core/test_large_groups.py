@@ -200,7 +200,7 @@ def test_a_group_of_one_row_adds_in_the_listed_order() -> None:
     assert len(play.sent) == 2 * 16 * 15
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_what_is_lost_in_any_exchange_is_asked_for_and_comes(seed: int) -> None:
     group = names(17 + seed)
     play = Group(group, 1500, 600, seed=seed)
@@ -227,13 +227,16 @@ def kind(group: tuple[Peer, ...], message: object) -> str:
 
 
 def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:
-    """The last replica hears of the round when all the others wait for it. Nobody has to ask for anything again."""
-    group = names(20)
+    """One replica hears of the round when all the others wait for it. Nobody has to ask for anything again."""
+    group = names(23)
+    layout = split(2000, group, 500)
+    late = group[2]
+    assert max(list(layout.place(peer).passes.values()).count(late) for peer in group if peer != late) == 2
     play = Group(group, 2000, 500, seed=4)
-    play.begin(*group[:-1])
+    play.begin(*(peer for peer in group if peer != late))
     play.run(until=lambda: not any(play._lines.values()) and not any(play._doing.values()))
     assert not play.reduced
-    play.begin(group[-1])
+    play.begin(late)
     play.run()
     whole(play, of=in_rows(group))
     assert not any(isinstance(message, Resend) for _, _, message in play.sent)

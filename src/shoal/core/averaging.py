@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from math import isqrt
 
@@ -147,9 +148,12 @@ def connections(replicas: int) -> int:
 
 
 def _rows(replicas: int) -> int:
-    """So many that nobody needs more connections than it must."""
-    if replicas <= ONE_ROW:
-        return 1
+    return 1 if replicas <= ONE_ROW else _several(replicas)
+
+
+@cache  # asked for with every part and sum
+def _several(replicas: int) -> int:
+    """So many rows that nobody needs more connections than it must."""
     return min(range(2, isqrt(replicas) + 1), key=lambda rows: _connections(replicas, rows))
 
 

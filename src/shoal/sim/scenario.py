@@ -203,8 +203,10 @@ SCENARIOS = {
         Scenario(
             name="large_group",
             peers=(17, 40),
+            many=False,
             stages=(1, 2),
-            microbatches=(20, 44),
+            steps=(3, 5),
+            microbatches=(18, 30),
             messages=Messages(drop=0.03, delay=0.01, stranger=0.01, fail=0.01),
             happenings=Happenings(kills=3, restarts=3, leaves=2, joiners=4, pauses=2, one_ways=2, halves=1, liars=1),
             strikes=Strikes(rows=2, columns=2, tellings=2),
