@@ -18,6 +18,7 @@ from shoal.core.averaging import Layout, Place
 from shoal.core.coordinator import Coordinator
 from shoal.core.hops import Hops
 from shoal.core.ledger import Ledger
+from shoal.core.members import inherit
 from shoal.core.messages import View
 from shoal.core.microbatch import Hop, Microbatch, Owned
 from shoal.core.rounds import Rounds
@@ -190,7 +191,7 @@ def never_opens_a_closed_step_again(patch: Patch) -> None:
         after = remove(self, view, now)
         if after is None or after.ahead == view.ahead:
             return after
-        owners = coordinator._inherit(view, after.members)
+        owners = inherit(view, after.members, self._ledger(view.work).open(after.members))
         return msgspec.structs.replace(after, ahead=True, since=view.since, owners=owners)
 
     patch.setattr(Coordinator, "_remove", stubborn)

@@ -8,27 +8,23 @@ list of rules (`_rules`), each with its reason. For peer.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from heapq import heapify, heapreplace
 
 import msgspec
 
-from shoal.core import ahead
+from shoal.core import ahead, recovery
 from shoal.core.averaging import fenced
 from shoal.core.ledger import Ledger, counted_twice
+from shoal.core.members import arrived, counting, inherit, moving, names, owners_of
 from shoal.core.messages import (
-    Account,
     Command,
     Committed,
     Complaint,
-    Holding,
     Join,
     Leave,
     Member,
     Note,
     Peer,
     Pulse,
-    Rebuilt,
     Reduced,
     Removed,
     Round,
@@ -280,7 +276,7 @@ class Coordinator:
         if gone and view.started and len({member.stage for member in members}) == self.settings.stages:
             left_s, passed = self._left_s(view.step), self._share(view)
             moves = self._moves(self._fleet(members, joining, now, left_s, passed))
-            members, joining = _moving(members, joining, moves)
+            members, joining = moving(members, joining, moves)
             words += [move.reason for move in moves]
             left |= {move.peer for move in moves}
         redone = sum(len(ledger.books.get(peer, ())) for ledger in self.ledgers.values() for peer in left)
@@ -292,7 +288,7 @@ class Coordinator:
             number=view.number + 1,
             members=members,
             joining=joining,
-            owners=_inherit(view, members, self._ledger(view.work).open(members)),
+            owners=inherit(view, members, self._ledger(view.work).open(members)),
             fenced=(*view.fenced, *(member for member in view.members if member.peer in left)),
             account=account,
             reason="; ".join(words)[:2000],
@@ -300,7 +296,7 @@ class Coordinator:
         closed = self._ledger(view.step)
         if not view.ahead or (closed.complete(view.members) and not any(closed.books.get(peer) for peer in left)):
             return after
-        return ahead.opened_again(after, _owners(members, self.settings.microbatches) if members else ())
+        return ahead.opened_again(after, owners_of(members, self.settings.microbatches) if members else ())
 
     def _go_ahead(self, view: View, now: float) -> View | None:
         """With delayed updates (ahead.py) whole books are closed, and the next step is computed while the step is averaged.
@@ -313,7 +309,7 @@ class Coordinator:
         if not view.begun and (view.fenced or self._awaited(view, now)):
             return None
         microbatches = self.settings.microbatches
-        return ahead.opened(view, _owners(view.members, microbatches), microbatches)
+        return ahead.opened(view, owners_of(view.members, microbatches), microbatches)
 
     def _awaited(self, view: View, now: float) -> bool:
         """Somebody has to do something that needs a moment between two steps."""
@@ -328,7 +324,7 @@ class Coordinator:
         of the step is far. Else at its end."""
         if not view.started or not view.joining or self.round is not None:
             return None
-        empty = self._empty(view)
+        empty = recovery.empty(view, self.settings.stages)
         void = {(member.peer, member.stage) for member in view.fenced}
         able = tuple(
             member for member in view.joining if (member.peer, member.stage) not in void and self._ready(member, view)
@@ -341,9 +337,9 @@ class Coordinator:
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
-            members=view.members + _arrived(able, view.number + 1),
+            members=view.members + arrived(able, view.number + 1),
             joining=tuple(member for member in view.joining if member not in able),
-            account=_counting(view.account, able),
+            account=counting(view.account, able),
             reason="; ".join(words)[:2000],
         )
 
@@ -362,45 +358,14 @@ class Coordinator:
         return max(passed_s, self.step_s) if self.step_s < math.inf else passed_s
 
     def _take_back(self, view: View, now: float) -> View | None:
-        """A peer comes back with the state of a stage that lost its last member: all go on from this step, under a new epoch.
-
-        The books of the step are void: whoever was put out in the middle of it may have missed anything."""
-        empty = self._empty(view)
-        if not view.started or not empty:
-            return None
-        wanted = {Holding(epoch=view.epoch, stage=stage, step=view.step): stage for stage in empty}
-        taken = {member.seat for member in view.members + view.joining}
-        back: tuple[Member, ...] = ()
-        for peer, asked in self.joins.items():
-            if asked.holds in wanted:
-                seat = holder(self.settings, asked.seat, wanted[asked.holds], taken)
-                back, taken = (*back, Member(peer, wanted[asked.holds], seat=seat)), taken | {seat}
-        if not back:
-            return None
-        words = ", ".join(f"{member.peer} comes back with the state of stage {member.stage}" for member in back)
-        members = view.members + back
-        return msgspec.structs.replace(
-            view,
-            number=view.number + 1,
-            members=members,
-            owners=_owners(members, self.settings.microbatches),
-            epoch=view.epoch + 1,
-            kept=True,
-            rebuilt=(),
-            last=None,
-            fenced=(),
-            **ahead.nothing_ahead(view.number + 1),
-            account=msgspec.structs.replace(
-                _counting(view.account, back, issued=-self.settings.microbatches if view.begun else 0),
-                redone=view.account.redone + self._booked,
-            ),
-            reason=f"{words}: step {view.step} begins again",
-        )
+        """A peer comes back with the state of a stage that lost its last member."""
+        return recovery.taken_back(view, self.settings, self.joins, self._booked)
 
     def _recover(self, view: View, now: float) -> View | None:
         """A stage has lost every copy of its state: all go back to the newest checkpoint, or make it from its neighbours, under
         a new epoch. Not at once: a replica that was only cut off may come back with it."""
-        empty = self._empty(view) if view.started else self._lost(view)
+        stages = self.settings.stages
+        empty = recovery.empty(view, stages) if view.started else recovery.lost(view, stages)
         over = view.step >= self.settings.steps and self.saving.idle
         if not empty or over:
             self.lost_at = None
@@ -410,82 +375,22 @@ class Coordinator:
         if self.settings.lost == "wait" or now - self.lost_at < self.settings.lost_wait_s:
             return None
         self.lost_at = None
-        neighbours, why_not = self._neighbours(empty)
-        if self.settings.lost == "neighbours" and neighbours and view.started:
-            return self._rebuild(view, neighbours)
+        why_not = ""
+        if self.settings.lost == "neighbours":
+            neighbours, why_not = recovery.neighbours(empty, stages, self.norms)
+            if neighbours and view.started:
+                return recovery.rebuilt(view, neighbours, self.settings.microbatches, self._booked)
         back = max(view.saved, self.saving.published)
-        undone = (view.step - back) * self.settings.microbatches
-        account = msgspec.structs.replace(
-            view.account,
-            issued=view.account.committed - undone,
-            committed=view.account.committed - undone,
-            undone=view.account.undone + undone,
-        )
-        return msgspec.structs.replace(
-            view,
-            number=view.number + 1,
-            step=back,
-            owners=(),
-            started=False,
-            fenced=(),
-            epoch=view.epoch + 1,
-            **ahead.nothing_ahead(view.number + 1),
-            last=None,
-            account=account,
-            saved=back,
-            kept=False,
-            rebuilt=(),
-            reason=f"stage {empty[0]} lost its last replica: back from step {view.step} to the state of step {back}, "
-            f"{view.step - back} steps are trained again{why_not if self.settings.lost == 'neighbours' else ''}",
-        )
-
-    def _neighbours(self, empty: list[int]) -> tuple[tuple[Rebuilt, ...], str]:
-        """How the lost stages would be made from the two beside each, weighted by the squared norms of their last gradients
-        (CheckFree, arXiv 2506.15461); or why that is impossible."""
-        last = self.settings.stages - 1
-        for stage in empty:
-            if stage in (0, last):
-                return (), f"; stage {stage} has no two neighbours to be made from"
-            if {stage - 1, stage + 1} & set(empty):
-                return (), f"; a neighbour of stage {stage} is lost too"
-        norms = self.norms if len(self.norms) == last + 1 else (1.0,) * (last + 1)
-        both = [norms[stage - 1] + norms[stage + 1] for stage in empty]
-        return tuple(
-            Rebuilt(stage=stage, below=norms[stage - 1] / whole if whole > 0 else 0.5)
-            for stage, whole in zip(empty, both, strict=True)
-        ), ""
-
-    def _rebuild(self, view: View, rebuilt: tuple[Rebuilt, ...]) -> View:
-        words = ", ".join(
-            f"stage {one.stage} lost its last replica and is made from its neighbours ({one.below:.0%} of the one below)"
-            for one in rebuilt
-        )
-        return msgspec.structs.replace(
-            view,
-            number=view.number + 1,
-            owners=(),
-            started=False,
-            fenced=(),
-            epoch=view.epoch + 1,
-            kept=True,
-            rebuilt=rebuilt,
-            **ahead.nothing_ahead(view.number + 1),
-            last=None,
-            account=msgspec.structs.replace(
-                view.account,
-                # issued again when the steps begin again
-                issued=view.account.issued - self.settings.microbatches * (1 + view.begun),
-                redone=view.account.redone + self._booked,
-            ),
-            reason=f"{words}: nothing is undone, the loss will show it; step {view.step} begins again",
-        )
+        return recovery.gone_back(view, empty[0], back, self.settings.microbatches, why_not)
 
     def _restage(self, view: View, now: float) -> View | None:
         """Before a first step, a stage without anybody gets a peer of the stage that can best spare one."""
         everyone = view.members + view.joining
         if view.started or len(everyone) < max(self.settings.stages, 0 if view.epoch else self.settings.peers):
             return None
-        if {member.stage for member in everyone} == set(range(self.settings.stages)) or self._lost(view):
+        if {member.stage for member in everyone} == set(range(self.settings.stages)) or recovery.lost(
+            view, self.settings.stages
+        ):
             return None
         moves = self._moves(self._fleet(everyone, (), now))
         if not moves:
@@ -505,15 +410,6 @@ class Coordinator:
             joining=moved(view.joining),
             reason="; ".join(move.reason for move in moves)[:2000],
         )
-
-    def _lost(self, view: View) -> list[int]:
-        """Before an epoch's first step: stages whose state nobody has and nobody can make. Who is moved there has nothing to hold."""
-        made = {one.stage for one in view.rebuilt}  # or will be, as soon as somebody is there
-        return [stage for stage in self._empty(view) if view.kept and stage not in made]
-
-    def _empty(self, view: View) -> list[int]:
-        """Stages that no member serves."""
-        return sorted(set(range(self.settings.stages)) - set(self.serving.values()))
 
     def _admit(self, view: View, now: float) -> View | None:
         """Give every new peer a stage to prepare: at once, but one view for all who come within a beat after the last.
@@ -552,7 +448,7 @@ class Coordinator:
             waited = now - self.served_at >= self.settings.hold_s
             enough = there == len(view.members) or (waited and 2 * there > len(view.members))  # without me, too
         else:
-            enough = len(ready) >= self.settings.peers and self.name in _names(ready)
+            enough = len(ready) >= self.settings.peers and self.name in names(ready)
         if not enough:
             return None
         rest = tuple(
@@ -566,12 +462,12 @@ class Coordinator:
         return msgspec.structs.replace(
             view,
             number=view.number + 1,
-            members=_arrived(ready, view.number + 1),
+            members=arrived(ready, view.number + 1),
             joining=rest,
-            owners=_owners(ready, self.settings.microbatches),
+            owners=owners_of(ready, self.settings.microbatches),
             started=True,
             fenced=(),
-            account=_counting(view.account, new, issued=self.settings.microbatches),
+            account=counting(view.account, new, issued=self.settings.microbatches),
             reason=f"{len(ready)} peers hold all {self.settings.stages} stages: step {view.step} begins",
         )
 
@@ -628,7 +524,7 @@ class Coordinator:
             member for member in view.joining if member.peer in took_part and (member.peer, member.stage) not in void
         )
         leavers = {member.peer for member in view.members if member.peer in self.leaves and not goes_on}
-        staying = view.members + _arrived(new, view.number + 1)
+        staying = view.members + arrived(new, view.number + 1)
         members = tuple(member for member in staying if member.peer not in leavers)
         if {member.stage for member in members} != {member.stage for member in staying}:
             members, leavers = staying, set()  # a stage is never emptied by a leave
@@ -640,13 +536,13 @@ class Coordinator:
         words += [f"{peer} leaves: {self.leaves[peer]}" for peer in sorted(leavers)]
         quiet = over or goes_on or complete(self.settings, members)  # while everybody is as planned, the plan balances
         moves = () if quiet else self._moves(self._fleet(members, joining, now, self._left_s(view.step + 1)))
-        members, joining = _moving(members, joining, moves)
+        members, joining = moving(members, joining, moves)
         words += [move.reason for move in moves]
         begins = not (over or goes_on)
         owners = (
-            _owners(members, self.settings.microbatches) if begins else _inherit(view, members, ()) if goes_on else ()
+            owners_of(members, self.settings.microbatches) if begins else inherit(view, members, ()) if goes_on else ()
         )
-        account = _counting(view.account, new, issued=self.settings.microbatches if begins else 0)
+        account = counting(view.account, new, issued=self.settings.microbatches if begins else 0)
         account = msgspec.structs.replace(
             account,
             committed=account.committed + self.settings.microbatches,
@@ -902,54 +798,3 @@ class Coordinator:
     def dismissed(self) -> bool:
         """Everybody has been told that the run is over."""
         return self.farewell_at == float("-inf")
-
-
-def _moving(
-    members: tuple[Member, ...], joining: tuple[Member, ...], moves: tuple[Move, ...]
-) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    """Members and joiners once those have gone to download the state of their new stage."""
-    going = {move.peer for move in moves}
-    stay = tuple(member for member in members if member.peer not in going)
-    return stay, joining + tuple(Member(peer=move.peer, stage=move.stage, back=True) for move in moves)
-
-
-def _arrived(joiners: tuple[Member, ...], number: int) -> tuple[Member, ...]:
-    """As members, from the view of that number on."""
-    return tuple(msgspec.structs.replace(member, back=False, since=number) for member in joiners)
-
-
-def _counting(account: Account, joiners: tuple[Member, ...], issued: int = 0) -> Account:
-    """With so many microbatches more, and those of the new members that were none before."""
-    arrived = sum(not member.back for member in joiners)
-    return msgspec.structs.replace(account, issued=account.issued + issued, joined=account.joined + arrived)
-
-
-def _names(members: tuple[Member, ...]) -> set[Peer]:
-    return {member.peer for member in members}
-
-
-def _owners(members: tuple[Member, ...], microbatches: int) -> tuple[int, ...]:
-    """Microbatch i is owned by member i modulo their number; members with a seat in the plan come first, by seat."""
-    at = sorted(range(len(members)), key=lambda i: (members[i].seat < 0, members[i].seat, i))
-    return tuple(at[i % len(at)] for i in range(microbatches))
-
-
-def _inherit(view: View, members: tuple[Member, ...], unfinished: Collection[int]) -> tuple[int, ...]:
-    """Owners after some members left: the others keep theirs, and what is orphaned goes to those who have least left to do.
-
-    By turns it would pile up at the first of the view: 29 members of whom two owned 21 of 60 unfinished microbatches."""
-    if not members or not view.owners:
-        return ()
-    position = {member.peer: at for at, member in enumerate(members)}
-    owners = [position.get(view.members[owner].peer, -1) for owner in view.owners]
-    left = [0] * len(members)
-    for index, at in enumerate(owners):
-        if at >= 0:
-            left[at] += index in unfinished
-    least = [(count, at) for at, count in enumerate(left)]
-    heapify(least)
-    for index, at in enumerate(owners):
-        if at < 0:
-            count, owners[index] = least[0]
-            heapreplace(least, (count + (index in unfinished), owners[index]))
-    return tuple(owners)
