@@ -9,7 +9,8 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal.core.coordinator import Coordinator, _owners
+from shoal.core.coordinator import Coordinator
+from shoal.core.members import owners_of
 from shoal.core.messages import Accept, Done, Fetch, Forward, Join, Member, Note, Result, Send, Settings, View
 from shoal.core.planned import Planned, complete, seated
 from shoal.core.quorum import Register
@@ -213,4 +214,4 @@ def test_a_run_is_complete_with_every_seat_and_nobody_else() -> None:
 
 def test_microbatches_go_round_the_seats_and_then_those_without_one() -> None:
     members = (Member("late", 0), MEMBERS[2], MEMBERS[0], MEMBERS[3], MEMBERS[1])
-    assert [members[at].peer for at in _owners(members, 6)] == ["a", "b", "c", "d", "late", "a"]
+    assert [members[at].peer for at in owners_of(members, 6)] == ["a", "b", "c", "d", "late", "a"]
