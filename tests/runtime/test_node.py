@@ -6,11 +6,13 @@ import asyncio
 import time
 from pathlib import Path
 from random import Random
+from string import ascii_lowercase
 from typing import Literal
 
 import msgspec
 import pytest
 import torch
+from tests import reference
 
 from shoal import codec, trace
 from shoal.config import Checkpoint, Config, Data, Device, Model, Network, Run, Train, microbatches, settings
@@ -113,7 +115,7 @@ class Swarm:
 
     def add(self) -> Node:
         number = len(self.names) + 1
-        name = f"{'abcdefgh'[number] * 32}.{number}"
+        name = f"{ascii_lowercase[number] * 32}.{number}"
         self.names.append(name)
         header = trace.Header(PROTOCOL, name, settings(self.config), seed=f"s/{name}", found=number == 1)
         record = Heard(header, self.directory / f"{number}.jsonl")
@@ -124,8 +126,8 @@ class Swarm:
         self.nodes.append(node)
         return node
 
-    async def run(self) -> list[Finish]:
-        async with asyncio.timeout(LONG_S):
+    async def run(self, long_s: float = LONG_S) -> list[Finish]:
+        async with asyncio.timeout(long_s):
             for node in self.nodes:
                 await node.transport.start()
             return await asyncio.gather(*(node.run() for node in self.nodes))
@@ -360,6 +362,32 @@ def test_replicas_that_encode_everything_keep_equal_parameters(tmp_path: Path) -
         server = node.machine.server
         digests.setdefault((server.stage, server.step), set()).add(server.digest)
     assert all(len(found) == 1 for found in digests.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("round_bytes", [1 << 30, 1 << 15], ids=["at once", "in pieces"])
+def test_eighteen_replicas_of_the_whole_model_have_one_processs_bits(round_bytes: int, tmp_path: Path) -> None:
+    """More than stand in one row: what they sum up is told by the commits' order of additions, and by nothing else."""
+    run = msgspec.structs.replace(TINY.run, peers=18, stages=1, steps=2, round_bytes=round_bytes)
+    train = msgspec.structs.replace(TINY.train, batch=48)  # 24 microbatches: some peers bring two
+    config = msgspec.structs.replace(TINY, run=run, train=train)
+    swarm = Swarm(config, tmp_path)
+    for _ in range(18):
+        swarm.add()
+    finishes = asyncio.run(swarm.run(8 * LONG_S))
+    swarm.close()
+    assert all(finish.ok for finish in finishes)
+    length = swarm.nodes[0].hands._seated().executor.length
+    assert (settings(config).piece_values < length) is (round_bytes < 1 << 30)
+    commits = [step.commit for step in swarm.books().steps]
+    assert [len(commit.groups[0]) for commit in commits] == [18, 18]
+    _, trained = reference.follow(config, swarm.dataset, map(reference.as_recorded, commits))
+    servers = [
+        node.machine.server for node in swarm.nodes
+    ]  # who finished before its last step was applied holds the one before
+    assert all(server.digest == trained[server.step - 1].digests[0] for server in servers)
+    assert max(server.step for server in servers) == 2
 
 
 def test_what_was_recorded_replays_without_a_difference(swarm: Swarm, tmp_path: Path) -> None:
