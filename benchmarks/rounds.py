@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,11 +44,12 @@ from overhead import LAB, environment
 from report import report
 from shoal import trace
 from shoal.cli import process, rundir
-from shoal.cli.moments import MOMENTS, Traces
+from shoal.cli.moments import Traces
 from shoal.core.messages import Do, Gather, Round, Send
 
 RUN = Path("runs/rounds")
 MBIT, DELAY_MS = 200, 50
+CUT_OF = re.compile(rb'"type":"Cut","id":"[^"]*","step":(\d+)')  # in a trace: averaging begins
 BANDWIDTH_Bps = MBIT * 1e6 / 8
 SILENCE_S = 15.0  # a busy machine makes nobody silent; that one is dead is seen by its connections, which break
 
@@ -127,19 +129,19 @@ def struck(folder: Path, peers: int, megabytes: float, steps: int, whom: str) ->
 
 
 def kill(directory: Path, running: subprocess.Popen[bytes], peers: int, steps: int, half_s: float, whom: str) -> None:
-    """Half of the usual time after the first Cut of that step."""
+    """Half of the usual time after the first Cut of that step, in whichever round: busy machines average a step twice."""
     while not (directory / "peers.json").exists():
         wait(running)
     me = process.identify(os.getpid())
     assert me is not None, "this process lives"
     wanted = rundir.Wanted(peers - 1, me)  # or the launcher starts another
     (directory / "wanted.json").write_bytes(msgspec.json.encode(wanted))
-    traces, cuts = Traces(directory), dict[str, int]()
-    while not cuts or max(cuts.values()) <= steps:
+    traces, newest = Traces(directory), -1
+    while newest < steps:
         wait(running)
         local = rundir.locals_of(directory).peers
-        for label, news in traces.news(one.label for one in local).items():
-            cuts[label] = cuts.get(label, 0) + news.count(MOMENTS["averaging"].tag)
+        for news in traces.news(one.label for one in local).values():
+            newest = max([newest, *(int(step) for step in CUT_OF.findall(news))])
     time.sleep(half_s)
     victim = next(one for one in local if one.leads is (whom == "leader"))
     print(f"{victim.label} is killed", file=sys.stderr, flush=True)
