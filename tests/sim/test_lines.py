@@ -203,7 +203,7 @@ def killed(peers: int, leader: bool, seed: int) -> tuple[dict[int, float], int]:
     return took, len(rounds)
 
 
-@pytest.mark.parametrize("peers", [4, 16])
+@pytest.mark.parametrize("peers", [4, 16, 20])
 def test_one_killed_in_the_middle_of_averaging_costs_one_round_more(peers: int) -> None:
     took, rounds = killed(peers, leader=False, seed=0)
     assert rounds == 2 and took[2] < took[1] + took[3]
