@@ -106,6 +106,7 @@ class Pipeline:
     def _averaged(self, stage: int, names: tuple[str, ...], sums: list[Tensor]) -> Tensor:
         """As a round does it: parts to the owners of chunks, sums back."""
         chunks = split(len(sums[0]), names)
+        assert len(chunks.rows) == 1, "larger groups: tests/runtime/test_large_groups.py"
         known = self.averaging[stage]
         group = [known.setdefault(name, Averaging(self.config)) for name in names]
         outs = [tuple(f"{name}/{chunk}" for chunk in range(len(chunks.owners))) for name in names]

@@ -185,7 +185,12 @@ def test_every_replica_is_added_once_and_in_the_same_order_everywhere(replicas: 
     assert not any(isinstance(message, Resend) for _, _, message in play.sent)
     pieces = 3 if piece_values else 1
     assert play.tasks[Cut] == play.tasks[AddRow] == play.tasks[Gather] == pieces * replicas
+    *_, before, last = (None, *layouts(replicas, 2000, piece_values))
     for name in group:
+        place = last.place(name)
+        told = len(place.tells) + (len(before.place(name).tells) if before is not None else 0)
+        asked = told + sum(owner != name for owner in place.brings.values())
+        assert len(play.hands[name].blobs) == asked, "what may be asked for again"  # type: ignore[attr-defined]
         play.carry(name, play.rounds[name].turn())
         assert play.hands[name].blobs == {}, "all is let go of"  # type: ignore[attr-defined]
 

@@ -281,7 +281,10 @@ class Rounds:
         if isinstance(message, Part):
             current.parts.setdefault(message.chunk, {})[peer] = blob
             return self._go_on(current)
-        return self._tell(current, message.chunk, blob) + self._go_on(current)
+        commands = self._tell(current, message.chunk, blob)
+        if message.chunk in place.passes and message.chunk in current.cut:  # nobody asks for my row's part of it again
+            commands += _forget(current, (current.cut.pop(message.chunk),))
+        return commands + self._go_on(current)
 
     def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
         """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
