@@ -196,7 +196,7 @@ class ApartAndBack(OneProcess):
             self._hand_out(names, flat * (min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0))
             step = self.step * apart + min(number, apart - 1)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(train, run.steps * apart, step)
+                group["lr"] = learning_rate(train, run.steps * apart, step, number)
             optimizer.step()
 
     def _back(self, names: Sequence[str]) -> None:

@@ -119,6 +119,7 @@ class Train(Section, frozen=True):
         1  # optimizer steps that every peer makes alone between two averagings (DiLoCo); needs run.stages = 1
     )
     local_batch: int = 0  # sequences per local step of one peer; 0 = train.batch / run.peers
+    round_warmup: int = 0  # local steps at the start of every round over which the learning rate rises anew
     outer_rate: float = 0.7  # of the outer Nesterov step, which local steps lead to
     outer_momentum: float = 0.9
     staleness: int = 0  # 1: a step is computed while the one before is averaged and applied, without its gradient
@@ -337,6 +338,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "train.local_steps": (1, 2**20),
     "train.staleness": (0, 1),
     "train.local_batch": (0, 2**24),
+    "train.round_warmup": (0, 2**20),
     "train.outer_momentum": (0, 1),
     "network.port": (0, 65535),
     "network.delay_s": (0, math.inf),
@@ -448,6 +450,11 @@ def _local_problems(config: Config) -> Iterator[str]:
         yield f"train.local_steps = {train.local_steps} needs the whole model on every peer; try run.stages=1"
     if config.device.executor == "emulated":
         yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"
+    if train.round_warmup > train.local_steps:
+        yield (
+            f"train.round_warmup = {train.round_warmup} does not end within train.local_steps = {train.local_steps}; "
+            f"try {train.local_steps // 4}"
+        )
     own = local_batch(config)
     if not own or own % train.microbatch:
         told = (

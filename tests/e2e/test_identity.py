@@ -166,8 +166,11 @@ def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(tmp_p
         assert {frozenset(share.indices) for share in group} == owned
 
 
-def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_share_alone(tmp_path: Path) -> None:
-    left = trained_in_memory(tmp_path, a_config(1, 4, steps=2, local_steps=3, local_batch=4))
+@pytest.mark.parametrize("round_warmup", [0, 2])
+def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_share_alone(
+    tmp_path: Path, round_warmup: int
+) -> None:
+    left = trained_in_memory(tmp_path, a_config(1, 4, steps=2, local_steps=3, local_batch=4, round_warmup=round_warmup))
     assert_same_bits(left, reference.commits(left.directory))
 
 

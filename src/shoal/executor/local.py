@@ -7,7 +7,8 @@ with Nesterov momentum takes as its gradient, train as well as workers that aver
 What we changed: a worker's way is weighted by the microbatches that it booked, so that uneven peers, a death and a joiner leave
 an average in which every sample counts once; and the moments of AdamW begin anew in every round. So a round is a function of
 the outer state and of what each replica booked in which order: the ledger repeats it bit for bit, what a fenced peer did
-leaves no trace, and a joiner or a resumed run needs the outer state alone, which is all that `state` holds.
+leaves no trace, and a joiner or a resumed run needs the outer state alone, which is all that `state` holds. Steps with young
+moments are the size of signs, so over the first `train.round_warmup` steps of a round the learning rate rises anew.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Master:
         clipped = reduced.to(self.parameters[0].device) * clip_factor(norm, self._train.clip)
         for value, part in zip(self.parameters, self.views(clipped), strict=True):
             value.grad = part
-        step_(self._optimizer, learning_rate(self._train, self._steps, step), step if age is None else age)
+        step_(self._optimizer, learning_rate(self._train, self._steps, step, age), step if age is None else age)
         for value in self.parameters:
             value.grad = None  # it would keep `clipped` alive until the next step
 

@@ -18,8 +18,15 @@ NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces: 16 MiB instead of
 FUSED = ("cpu", "cuda", "mps")  # device types with a fused AdamW kernel in torch 2.13
 
 
-def learning_rate(train: Train, steps: int, step: int) -> float:
-    """Rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then down to `final_ratio` of it at the last."""
+def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -> float:
+    """Rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then down to `final_ratio` of it at the last.
+
+    `age`: steps since the moments were empty, where those are fewer; over the first `round_warmup` of these the rate rises anew."""
+    rising = 1.0 if age is None or age >= train.round_warmup else (age + 1) / train.round_warmup
+    return rising * _scheduled(train, steps, step)
+
+
+def _scheduled(train: Train, steps: int, step: int) -> float:
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
     after = min(1.0, (step - train.warmup) / max(1, steps - 1 - train.warmup))  # 0 at the peak, 1 at the last step
