@@ -110,6 +110,9 @@ class Train(Section, frozen=True):
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
+    moments: Literal["float32", "8bit"] = (
+        "float32"  # of AdamW, in memory, checkpoints and downloads; 8bit: a byte per value, with torchao
+    )
     weight_decay: float = 0.1  # for matrices; vectors (norms, biases) have none
     clip: float = 1.0  # global norm over the whole model; 0 = off
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -410,6 +413,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield "train.staleness = 1 with train.local_steps above 1, which already hide the averaging; try train.staleness=0"
     if train.staleness and config.device.executor == "swapping":
         yield "device.executor = 'swapping' holds one version of the parameters; try train.staleness=0"
+    if train.moments == "8bit" and run.lost == "neighbours":
+        yield "run.lost = 'neighbours' blends moments, which 8-bit codes do not allow; try run.lost=checkpoint"
     yield from _plan_problems(config)
     if config.network.links and config.network.transport != "tls":
         yield "network.links are by host, which network.transport = 'libp2p' does not know; try network.transport=tls"

@@ -145,6 +145,7 @@ def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Pr
         travel=travel(tree),
         direct=tree.network.hops == "direct",
         staleness=tree.train.staleness,
+        moments=tree.train.moments,
         local_steps=tree.train.local_steps,
         shelf=memory.Shelf(tree.network.keep_bytes, tree.network.spill_bytes),
         counted=counted,

@@ -59,8 +59,8 @@ class Executor(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters (`model/NAME`), then moments (`exp_avg/NAME`, `exp_avg_sq/NAME`), fp32, in an order that is always the
-        same: the live tensors, which the next `apply` changes."""
+        """Parameters (`model/NAME`, fp32), then moments (`exp_avg/NAME`, `exp_avg_sq/NAME`; with train.moments = "8bit" also their
+        scales), in an order that is always the same: the live tensors, which the next `apply` changes."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from shoal.config import ROUND_COPIES, Config
 from shoal.executor.groups import Runner
 from shoal.model import stages
 from shoal.model.cut import Stage, spans
+from shoal.numerics.eightbit import nbytes, require
 from shoal.units import size
 
 ROUND_BYTES = 8  # per parameter while a round runs, besides run.round_bytes: what came of it, and that clipped
@@ -41,7 +42,7 @@ def check_stage(config: Config, stage: int) -> None:
                 runner.refuse()
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    elif limit and (needed := values * resident_bytes(config)) > limit:
+    elif limit and (needed := values * resident_bytes(config) + _moments(made, config)) > limit:
         raise ValueError(
             f"{where}: device.memory_bytes = {size(limit)}, but with device.executor = 'resident' its {values:,} parameters"
             f" take {size(needed)} before anything is computed; try device.executor=swapping, or more stages"
@@ -55,18 +56,23 @@ def _blocks(config: Config) -> tuple[range, ...]:
 
 
 def resident_bytes(config: Config) -> int:
-    """Per parameter: fp32 parameter, two moments and the sum; with bfloat16 the copy that computes too; with delayed updates
-    the version before, and the sum of a second step."""
-    return 16 + (0 if config.train.dtype == "float32" else 2) + (8 if config.train.staleness else 0)
+    """Per parameter, besides AdamW's moments: fp32 parameter and the sum; with bfloat16 the copy that computes too; with delayed
+    updates the version before, and the sum of a second step."""
+    return 8 + (0 if config.train.dtype == "float32" else 2) + (8 if config.train.staleness else 0)
 
 
 def host_bytes(config: Config) -> int:
-    """Per parameter, on the host, besides what a round takes."""
+    """Per parameter, on the host, besides AdamW's moments and what a round takes."""
     copies = 0 if config.train.dtype == "float32" else 2
     apart = 8 if config.train.local_steps > 1 else 0  # where a round began, and the outer momentum
     if config.device.executor == "swapping":
-        return 20 + copies + apart
+        return 12 + copies + apart
     return apart + (resident_bytes(config) if config.device.kind == "cpu" else 0)
+
+
+def _moments(made: Stage, config: Config) -> int:
+    """Bytes of AdamW's two."""
+    return sum(nbytes(value.numel(), config.train.moments) for _, value in made.named_parameters())
 
 
 def _values(stage: Stage) -> int:
@@ -79,10 +85,14 @@ def _where(config: Config, stage: int) -> str:
 
 def check_host(config: Config, stage: int) -> Stage:
     """That stage, without values, found to fit the host's memory that is free now. ValueError: it does not."""
+    if config.train.moments == "8bit":
+        require()
     made = stages.hollow(config, stage)
     values, where = _values(made), _where(config, stage)
     rounds = config.run.peers > 1
-    each, copies = host_bytes(config) + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
+    on_host = config.device.executor == "swapping" or config.device.kind == "cpu"
+    moments = _moments(made, config) / values if on_host else 0.0
+    each, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
     in_rounds = min(config.run.round_bytes, copies * values)
     needed, free = values * each + in_rounds, config.device.host_bytes or free_bytes()
     if free is None or needed <= free:
@@ -90,9 +100,9 @@ def check_host(config: Config, stage: int) -> Stage:
     told = "device.host_bytes allows" if config.device.host_bytes else "this machine has free"
     enough = config.run.stages * math.ceil(needed / free)
     blocks = sum(map(len, _blocks(config)))
-    fitting = max(free // (each + copies), (free - config.run.round_bytes) // each)
+    fitting = int(max(free // (each + copies), (free - config.run.round_bytes) // each))
     raise ValueError(
-        f"{where} takes {size(needed)} of host memory ({each} bytes for each of {values:,} parameters"
+        f"{where} takes {size(needed)} of host memory ({each:.4g} bytes for each of {values:,} parameters"
         + (f", {size(in_rounds)} for averaging" if in_rounds else "")
         + f"), {told} {size(free)}; about {fitting:,} parameters would fit"
         + (f"; try run.stages={enough}" if enough <= blocks else "")

@@ -63,7 +63,7 @@ class Runner:
         self.row: Row = row(stage)
         self.fixed_bytes = self.row.buffers_to(self.device)
         counts = {name: shape.numel() for name, shape in self.shapes.items()}
-        self.sizes = memory.Sizes(self.row.units, counts, self.dtype.itemsize)
+        self.sizes = memory.Sizes(self.row.units, counts, self.dtype.itemsize, config.train.moments)
         self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's
         self._config = config
 

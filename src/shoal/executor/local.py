@@ -24,7 +24,7 @@ from shoal.config import Config, local_batch, microbatches
 from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of
 from shoal.numerics.optimizer import nesterov_, norm_sq
 
-MODEL, MOMENTS, OUTER = "model/", ("exp_avg/", "exp_avg_sq/"), "momentum/"
+MODEL, MOMENTS, OUTER = "model/", "exp_avg", "momentum/"
 
 
 class LocalSteps:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shoal.config import Config
 from shoal.executor.base import copy_state_, digest_of
-from shoal.numerics.optimizer import adamw, clip_factor, learning_rate, step_
+from shoal.numerics.eightbit import EightBit
+from shoal.numerics.optimizer import AdamW, Optimizer, clip_factor, learning_rate
 
 
 class Master:
@@ -23,7 +24,9 @@ class Master:
         self.length = sum(value.numel() for value in self.parameters)
         self._names = tuple(names)
         self._train, self._steps = config.train, config.run.steps
-        self._optimizer = adamw(dict(zip(self._names, self.parameters, strict=True)), config.train)
+        named = dict(zip(self._names, self.parameters, strict=True))
+        coded = config.train.moments == "8bit"
+        self._optimizer: Optimizer = EightBit(named, config.train) if coded else AdamW(named, config.train)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """`flat` (length,) as one tensor per parameter."""
@@ -36,18 +39,13 @@ class Master:
         clipped = reduced.to(self.parameters[0].device) * clip_factor(norm, self._train.clip)
         for value, part in zip(self.parameters, self.views(clipped), strict=True):
             value.grad = part
-        step_(self._optimizer, learning_rate(self._train, self._steps, step, age), step if age is None else age)
+        self._optimizer.step_(learning_rate(self._train, self._steps, step, age), step if age is None else age)
         for value in self.parameters:
             value.grad = None  # it would keep `clipped` alive until the next step
 
     def state(self) -> dict[str, Tensor]:
-        named = list(zip(self._names, self.parameters, strict=True))
-        moments = self._optimizer.state
-        return {
-            **{f"model/{name}": value.detach() for name, value in named},
-            **{f"exp_avg/{name}": moments[value]["exp_avg"] for name, value in named},
-            **{f"exp_avg_sq/{name}": moments[value]["exp_avg_sq"] for name, value in named},
-        }
+        named = zip(self._names, self.parameters, strict=True)
+        return {**{f"model/{name}": value.detach() for name, value in named}, **self._optimizer.moments()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         copy_state_(self.state(), state)

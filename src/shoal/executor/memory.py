@@ -9,7 +9,7 @@ executor measures by running a group once. A limit is kept by construction: no p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from shoal.numerics.eightbit import nbytes
 
 ALIGN = 256  # bytes: what allocators give by themselves; matrix kernels may add in another order on less
 
@@ -33,6 +35,7 @@ class Sizes(msgspec.Struct, frozen=True):
     units: tuple[tuple[str, ...], ...]
     values: Mapping[str, int]  # per name
     itemsize: int  # of the dtype that computes
+    moments: str = "float32"  # train.moments
 
     def slot_bytes(self, start: int, stop: int) -> int:
         """Parameters of the units `start` up to `stop` as they lie in a slot."""
@@ -43,6 +46,10 @@ class Sizes(msgspec.Struct, frozen=True):
         """Names whose gradient is complete once these units have run back: those that no earlier unit uses too."""
         earlier = {name for unit in self.units[:start] for name in unit}
         return tuple(dict.fromkeys(name for unit in self.units[start:stop] for name in unit if name not in earlier))
+
+    def optimizer_bytes(self, names: Iterable[str]) -> int:
+        """fp32 parameters and AdamW's two moments."""
+        return sum(4 * self.values[name] + nbytes(self.values[name], self.moments) for name in names)
 
     def shared(self) -> tuple[str, ...]:
         """Names in more than one unit."""
@@ -132,20 +139,20 @@ def _kept(made: Plan, limit: int) -> Plan:
 
 
 def _plan(sizes: Sizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int, slabs: int) -> Plan:
-    values = sum(sizes.values.values())
-    copies = 0 if sizes.itemsize == 4 else sizes.itemsize
+    copies = 2 * 4 + (0 if sizes.itemsize == 4 else sizes.itemsize)
+    host_bytes = sizes.optimizer_bytes(sizes.values) + copies * sum(sizes.values.values())
     groups = tuple(_group(sizes, start, stop, live(start, stop)) for start, stop in spans)
-    return Plan(groups, fixed_bytes, min(slabs, len(groups)), host_bytes=values * (4 + 8 + 2 * 4 + copies))
+    return Plan(groups, fixed_bytes, min(slabs, len(groups)), host_bytes=host_bytes)
 
 
 def _group(sizes: Sizes, start: int, stop: int, live_bytes: int) -> Group:
-    own = sum(sizes.values[name] for name in sizes.own(start, stop))
+    own = sizes.own(start, stop)
     return Group(
         start,
         stop,
         parameter_bytes=sizes.slot_bytes(start, stop),
-        gradient_bytes=4 * own,
-        optimizer_bytes=12 * own,
+        gradient_bytes=4 * sum(sizes.values[name] for name in own),
+        optimizer_bytes=sizes.optimizer_bytes(own),
         activation_bytes=live_bytes,
     )
 

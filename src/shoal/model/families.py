@@ -9,12 +9,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from shoal.config import Config
 from shoal.model import boundary
 from shoal.model.cut import spans
+
+# transformers imports torchao where it is installed, which then tells of GPU libraries that do not load.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 NAMES = {  # our word: theirs
     "hidden_size": "hidden_size",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -92,3 +93,35 @@ def step_(optimizer: torch.optim.AdamW, lr: float, step: int) -> None:
         for parameter in group["params"]:
             optimizer.state[parameter]["step"].fill_(float(step))
     optimizer.step()
+
+
+class Optimizer(Protocol):
+    """AdamW over fp32 parameters of one device, by name."""
+
+    def step_(self, lr: float, step: int) -> None:
+        """One step from the parameters' `.grad`, as the one that follows `step` earlier ones."""
+        ...
+
+    def moments(self) -> dict[str, Tensor]:
+        """The live tensors, named by kind and parameter (`exp_avg/NAME`), in an order that is always the same. Zeros are none."""
+        ...
+
+
+class AdamW:
+    """With moments in fp32, as `adamw` and `step_` are."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], train: Train) -> None:
+        self._parameters = dict(parameters)
+        self._inner = adamw(self._parameters, train) if parameters else None
+
+    def step_(self, lr: float, step: int) -> None:
+        if self._inner is not None:
+            step_(self._inner, lr, step)
+
+    def moments(self) -> dict[str, Tensor]:
+        state = self._inner.state if self._inner is not None else {}
+        return {
+            f"{kind}/{name}": state[value][kind]
+            for kind in ("exp_avg", "exp_avg_sq")
+            for name, value in self._parameters.items()
+        }

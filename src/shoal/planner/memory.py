@@ -1,6 +1,6 @@
 """How much memory a stage needs on a device, resident or swapping, and whether it fits. For strategy.py.
 
-Resident (executor/resident.py): fp32 master values, two moments and the step's sum, the compute copy when the dtype is
+Resident (executor/resident.py): fp32 master values, two moments (fp32 or 8-bit) and the step's sum, the compute copy when the dtype is
 narrower, the activations of one microbatch through the whole stage, and the boundary tensors in hand. Swapping (atom.py):
 the optimizer's state lives in the host's memory, and two of the stage's largest parts are on the device at a time.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from shoal.planner.cluster import Device
-from shoal.planner.profile import ADAM_BYTES, StageProfile
+from shoal.planner.profile import FP32_BYTES, MOMENTS_BYTES, StageProfile
 
 RESERVE_BYTES = 1e9  # context, kernels and allocator slack of an accelerator: papers' rule of thumb
 SMALL_BYTES = 8e9  # a device with less is a CPU process or a small card: it reserves an eighth
@@ -51,15 +51,29 @@ def peak(need: Need, device: Device) -> float:
     return need.device_bytes + (need.kept_bytes if shared(device) else 0.0)
 
 
-def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, staleness: int = 0) -> Need:
+class Optimizer(msgspec.Struct, frozen=True):
+    """What is kept beside the values that compute: train.moments and train.staleness."""
+
+    moments: str = "float32"
+    staleness: int = 0
+
+    @property
+    def nbytes(self) -> float:
+        """Per parameter: fp32 value, sum and moments; with staleness the version before and the sum of a second step, fp32
+        (executor/delayed.py)."""
+        return FP32_BYTES * (1 + self.staleness) + MOMENTS_BYTES[self.moments]
+
+
+def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     copy_bytes = value_bytes if value_bytes < 4 else 0
-    copy_bytes += 8 * staleness  # the version before and the sum of a second step, fp32 (executor/delayed.py)
-    return Need(stage.parameters * (ADAM_BYTES + copy_bytes) + stage.activation_bytes + 4 * boundary_bytes)
+    return Need(stage.parameters * (optimizer.nbytes + copy_bytes) + stage.activation_bytes + 4 * boundary_bytes)
 
 
-def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int) -> Need:
+def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     part_bytes = 2 * stage.largest_parameters * (value_bytes + 4)
-    return Need(part_bytes + stage.activation_bytes + 4 * boundary_bytes, stage.parameters * (ADAM_BYTES + value_bytes))
+    return Need(
+        part_bytes + stage.activation_bytes + 4 * boundary_bytes, stage.parameters * (optimizer.nbytes + value_bytes)
+    )
 
 
 def reserve(device: Device) -> float:

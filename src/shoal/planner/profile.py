@@ -11,7 +11,11 @@ from functools import cache
 
 import msgspec
 
-ADAM_BYTES = 16.0  # per parameter: value, two moments, gradient sum, all fp32
+FP32_BYTES = 8.0  # per parameter: value and gradient sum
+MOMENTS_BYTES = {
+    "float32": 8.0,
+    "8bit": 2.0 + 8.0 / 256,
+}  # per parameter, of AdamW's two, by train.moments: codes with scales
 FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward recomputes
 
 

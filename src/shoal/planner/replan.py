@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 
 from shoal.planner.plan import Plan
+from shoal.planner.profile import MOMENTS_BYTES
 from shoal.planner.step import predict
 from shoal.planner.strategy import Problem, decide, placed
 
 THRESHOLD = 0.2  # of the planned fleet: below it the search's own noise is as large as what it finds
-STATE_BYTES = 12.0  # per parameter: value and two moments in fp32, as a checkpoint holds them
+VALUE_BYTES = 4.0  # per parameter, beside its moments, as a checkpoint holds them
 START_S = 60.0  # until processes that were stopped train again, besides loading their state
 GAIN = 1.1  # a change must save so many times what it costs: both are predictions
 
@@ -101,10 +102,11 @@ def as_it_is(old: Plan, problem: Problem, serving: Mapping[str, int], rng: np.ra
 
 def change_s(fresh: Plan, problem: Problem, running: Running, now_s: float) -> float:
     """Seconds that are lost by changing over: starting, loading, and the steps since the checkpoint once more."""
+    each_bytes = VALUE_BYTES + MOMENTS_BYTES[problem.moments]
     line = {device.name: device.down_Bps or math.inf for device in problem.cluster.devices}
     load_s = 0.0
     for stage in fresh.stages:
-        state_bytes = STATE_BYTES * problem.profile.stage(range(stage.first, stage.end)).parameters
+        state_bytes = each_bytes * problem.profile.stage(range(stage.first, stage.end)).parameters
         load_s = max(load_s, *(state_bytes / min(line[peer], running.storage_Bps) for peer in stage.peers))
     assert fresh.predicted is not None
     step_s = now_s if math.isfinite(now_s) else fresh.predicted.step_s

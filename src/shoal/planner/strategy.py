@@ -57,8 +57,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     counted_sequences: int = 1
     direct: bool = False  # network.hops: boundary tensors go straight from server to server
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
+    moments: str = "float32"  # train.moments
     shelf: memory.Shelf = memory.Shelf()
     local_steps: int = 1  # between two averagings; `work` holds the microbatches of all of them
+
+    @property
+    def optimizer(self) -> memory.Optimizer:
+        return memory.Optimizer(self.moments, self.staleness)
 
     def kept_bytes(self, span: range, microbatches: float) -> float:
         """Of one that serves so many microbatches of a stage, at most; see memory.py."""
@@ -389,7 +394,7 @@ def _lacks(problem: Problem, span: range, device: Device) -> float:
     if resident <= 0 or not problem.swapping or problem.staleness:  # a swapping stage holds one version
         return resident
     made = problem.profile
-    need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes)
+    need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
     return min(resident, memory.lacking(_keeping(problem, span, need), device))
 
 
@@ -397,7 +402,7 @@ def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
     if problem.emulated_s:
         return 0.0
     made = problem.profile
-    need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.staleness)
+    need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
     return memory.lacking(_keeping(problem, span, need), device)
 
 
@@ -422,8 +427,8 @@ def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pl
     stages = []
     for number, span in enumerate(best.cut):
         group = seats.replicas(number)
-        what = made.stage(span), made.boundary_bytes, problem.work.value_bytes
-        need = memory.swapping(*what) if best.swaps[number] else memory.resident(*what, problem.staleness)
+        what = made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer
+        need = memory.swapping(*what) if best.swaps[number] else memory.resident(*what)
         rates = [1 / hop_s(seats, d) for d in group]
         kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
         need = msgspec.structs.replace(need, kept_bytes=kept_bytes)

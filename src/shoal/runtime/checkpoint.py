@@ -385,6 +385,7 @@ def refuse_foreign(training: Training, config: Config, data: str) -> None:
     pairs += [
         *([("run.stages", theirs.run.stages, config.run.stages)] if config.model.boundary != "none" else []),
         ("train.batch", theirs.train.batch, config.train.batch),  # the cursor is counted in it
+        ("train.moments", theirs.train.moments, config.train.moments),
         ("train.local_steps", theirs.train.local_steps, config.train.local_steps),
         ("data.sequence", theirs.data.sequence, config.data.sequence),
         ("run.seed", theirs.run.seed, config.run.seed),
