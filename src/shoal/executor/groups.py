@@ -61,7 +61,8 @@ class Runner:
         self.device, self.dtype = config.device.kind, DTYPES[config.train.dtype]
         self.shapes: Shapes = {name: value.shape for name, value in stage.named_parameters()}
         self.row: Row = row(stage)
-        self.fixed_bytes = self.row.buffers_to(self.device)
+        spare = memory.spare_bytes(self.device, config.device.memory_bytes)
+        self.fixed_bytes = self.row.buffers_to(self.device) + spare
         counts = {name: shape.numel() for name, shape in self.shapes.items()}
         self.sizes = memory.Sizes(self.row.units, counts, self.dtype.itemsize, config.train.moments)
         self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's

@@ -25,6 +25,10 @@ from shoal.numerics.eightbit import nbytes
 ALIGN = 256  # bytes: what allocators give by themselves; matrix kernels may add in another order on less
 
 CUDA_BLOCK = 512  # bytes: PyTorch's allocator rounds up to it
+CUDA_SPARE = (
+    128 << 20
+)  # bytes: workspaces of matrix kernels (32 MiB on an H100), and the ends of the allocator's segments
+CUDA_CAPPED = 2 * CUDA_SPARE  # bytes: a smaller limit is planned for, but the allocator's first segments may pass it
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 
@@ -185,6 +189,21 @@ def _filled(sizes: Sizes, cap: int) -> list[tuple[int, int]]:
 
 def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
+
+
+# ------------------------------------------------------------------------------------------------ kept by the allocator
+
+
+def spare_bytes(device: str, limit: int) -> int:
+    """Device memory that no plan fills: what PyTorch's allocator takes beside tensors where it is held to the limit itself."""
+    return CUDA_SPARE if device == "cuda" and limit >= CUDA_CAPPED else 0
+
+
+def cap_(device: str, limit: int) -> None:
+    """Have the allocator refuse what passes `limit`, in this process: a plan that is wrong ends in an error, not above it."""
+    if spare_bytes(device, limit):
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
 
 
 # --------------------------------------------------------------------------------------------------- seen while it runs

@@ -44,6 +44,7 @@ class Swapping:
         for _, parameter in named:
             parameter.data = torch.empty(0)  # the groups' own will take its place
         self.plan = runner.plan()
+        memory.cap_(self._device, config.device.memory_bytes)
         spans = [(group.start, group.stop) for group in self.plan.groups]
         cargo = [self._host.cargo(runner.names(*span), runner.sizes.own(*span)) for span in spans]
         self._link = Link(self._host.computing, cargo, self._device, self.plan.slabs, streams)
