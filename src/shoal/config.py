@@ -411,8 +411,6 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _local_problems(config)
     if train.staleness and train.local_steps > 1:
         yield "train.staleness = 1 with train.local_steps above 1, which already hide the averaging; try train.staleness=0"
-    if train.staleness and config.device.executor == "swapping":
-        yield "device.executor = 'swapping' holds one version of the parameters; try train.staleness=0"
     if train.moments == "8bit" and run.lost == "neighbours":
         yield "run.lost = 'neighbours' blends moments, which 8-bit codes do not allow; try run.lost=checkpoint"
     yield from _plan_problems(config)

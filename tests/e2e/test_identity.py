@@ -29,6 +29,7 @@ from shoal.runtime.data import Dataset, open_dataset
 ROOT = Path(__file__).parents[2]
 STAGES, REPLICAS = 3, 2
 STEPS = 50
+PIECES_BYTES = 200_000  # for averaging at a peer: a fifth of the gradient of the real processes' model
 SWAPPING_BYTES = 110_000  # half of what the whole model of these tests takes: its layers take turns
 # Real kills come on top of whatever else makes this machine slow: a run takes as long as it takes.
 RUN_S = 1500.0
@@ -153,9 +154,11 @@ def in_memory(hops: str, tmp_path: Path) -> Left:
     )
 
 
-@pytest.mark.parametrize("executor", ["resident", "swapping"])
-def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(tmp_path: Path, executor: str) -> None:
-    config = a_config(1, 4, steps=2)
+@pytest.mark.parametrize(("executor", "staleness"), [("resident", 0), ("swapping", 0), ("swapping", 1)])
+def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(
+    tmp_path: Path, executor: str, staleness: int
+) -> None:
+    config = a_config(1, 4, steps=2 + staleness, staleness=staleness)
     device = msgspec.structs.replace(config.device, executor=executor, memory_bytes=SWAPPING_BYTES)
     left = trained_in_memory(tmp_path, msgspec.structs.replace(config, device=device))
     commits = reference.commits(left.directory)
@@ -231,7 +234,8 @@ def shoal_run(directory: Path, hops: str, *words: str, staleness: int = 0) -> Le
         timeout=RUN_S,
     )
     assert done.returncode == 0, done.stdout[-5000:]
-    config = configuration.load(directory / "real.toml", [f"data.path={directory / 'a.txt'}"])
+    settings = [word for word in words if "=" in word]
+    config = configuration.load(directory / "real.toml", [*settings, f"data.path={directory / 'a.txt'}"])
     made = directory / "runs" / config.run.name
     summary = json.loads((made / "summary.json").read_bytes())
     return Left(directory=made, config=config, dataset=open_dataset(config), summary=summary)
@@ -256,7 +260,8 @@ def assert_every_sample_once(left: Left) -> None:
             assert sorted(index for share in group for index in share.indices) == list(range(microbatches))
     said = left.summary
     assert said["balanced"], said["reason"]
-    assert (said["steps"], said["issued"], said["committed"]) == (STEPS, STEPS * microbatches, STEPS * microbatches)
+    steps = left.config.run.steps
+    assert (said["steps"], said["issued"], said["committed"]) == (steps, steps * microbatches, steps * microbatches)
     assert (said["lost"], said["counted_twice"]) == (0, 0)
 
 
@@ -293,6 +298,35 @@ def test_with_kills_and_delayed_updates_every_replica_has_the_bits_of_one_proces
     assert_every_sample_once(left)
     assert_same_bits(left, reference.commits(left.directory))
     assert trace.replay(left.trace).differing == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * RUN_S)
+def test_processes_that_average_the_whole_model_piece_by_piece_keep_one_processs_bits_and_the_memory_limit(
+    tmp_path: Path,
+) -> None:
+    """What any peer held of tensors at its worst moment is told in its trace: parts and sums of the piece that is averaged, those of the
+    next that came early, and the tokens of microbatches in progress."""
+    words = ("run.peers=4", "run.stages=1", "run.steps=6", f"run.round_bytes={PIECES_BYTES}")
+    left = shoal_run(tmp_path, "direct", *words)
+    assert_every_sample_once(left)
+    process = assert_same_bits(left, reference.commits(left.directory))
+    gradient_bytes = 4 * sum(value.numel() for value in process.parameters.values())
+    assert gradient_bytes > 4 * PIECES_BYTES
+    records = list(trace.read(left.trace))
+    gathers = [
+        command.task
+        for record in records
+        if isinstance(record, trace.Record)
+        for command in record.commands
+        if isinstance(command, Do) and isinstance(command.task, Gather)
+    ]
+    assert sum(not gather.last for gather in gathers) >= 12 * sum(gather.last for gather in gathers) > 0
+    train, data = left.config.train, left.config.data
+    tokens_bytes = 8 * train.batch * (data.sequence + 1)  # of a whole step: more than a peer ever holds
+    most = {record.peer: record.kept.memory for record in records if isinstance(record, trace.Carried)}
+    assert len(most) == 4
+    assert PIECES_BYTES / 4 < max(most.values()) <= PIECES_BYTES + tokens_bytes < gradient_bytes
 
 
 @pytest.mark.slow

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from tests.executor.test_resident import BATCH, a_config
 from torch import Tensor
 
 from shoal import executor
-from shoal.config import Config
+from shoal.config import Config, Device
 from shoal.executor.delayed import Delayed
 from shoal.model.cut import inputs
 
+SMALL = {"float32": 180_000, "bfloat16": 110_000}  # bytes: too little for the whole model, so that its units take turns
 
-def late(dtype: str = "float32") -> tuple[Delayed, Config]:
-    made = executor.create(a_config(dtype=dtype, staleness=1), 0)
+
+@pytest.fixture(params=["resident", "swapping"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """What computes: with layers that stay, or that take turns on the device."""
+    return str(request.param)
+
+
+def late(kind: str, dtype: str = "float32") -> tuple[Delayed, Config]:
+    config = a_config(dtype=dtype, staleness=1)
+    if kind == "swapping":
+        device = Device(executor="swapping", memory_bytes=SMALL[dtype])
+        config = msgspec.structs.replace(config, device=device)
+    made = executor.create(config, 0)
     assert isinstance(made, Delayed)
+    if kind == "swapping":
+        assert made._inner.plan.count > 1  # type: ignore[attr-defined]
     made.zero(0)
     return made, a_config(dtype=dtype)
 
@@ -52,8 +67,8 @@ class Plain:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_goes_on_with_its_own_parameters_while_the_next_version_is_made(dtype: str) -> None:
-    made, config = late(dtype)
+def test_a_step_goes_on_with_its_own_parameters_while_the_next_version_is_made(kind: str, dtype: str) -> None:
+    made, config = late(kind, dtype)
     plain = Plain(config)
     sums = [plain.gradient(0, 0, 1, 2, 3)]
     add(made, 0, 1, 2, 3)
@@ -74,8 +89,8 @@ def test_a_step_goes_on_with_its_own_parameters_while_the_next_version_is_made(d
     assert all(torch.equal(value, state[name]) for name, value in made.state().items())
 
 
-def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum_stays() -> None:
-    made, config = late()
+def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum_stays(kind: str) -> None:
+    made, config = late(kind)
     plain = Plain(config)
     plain.apply(plain.gradient(0, 0), 0)
     add(made, 0)
@@ -92,17 +107,17 @@ def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum
     assert torch.equal(made.brought(), plain.gradient(2, 3, 0))
 
 
-def test_the_step_after_next_is_refused() -> None:
-    made, _ = late()
+def test_the_step_after_next_is_refused(kind: str) -> None:
+    made, _ = late(kind)
     with pytest.raises(ValueError, match="step 2 is not computed with versions -1 and 0"):
         made.at(2)
 
 
-def test_a_joiner_takes_both_versions_and_a_checkpoint_has_one() -> None:
-    made, _ = late()
+def test_a_joiner_takes_both_versions_and_a_checkpoint_has_one(kind: str) -> None:
+    made, _ = late(kind)
     add(made, 0)
     made.apply(made.brought(), 1.0, 0)
-    joiner, resumed = late()[0], late()[0]
+    joiner, resumed = late(kind)[0], late(kind)[0]
     joiner.load_state({**made.state(), **made.previous()})
     resumed.load_state(made.state())
     for one in (joiner, resumed):
@@ -113,13 +128,13 @@ def test_a_joiner_takes_both_versions_and_a_checkpoint_has_one() -> None:
     assert losses[2] == [losses[0][1]] * 2  # the first step after a start has no other parameters
 
 
-def test_a_joiner_takes_the_versions_of_a_replica_in_the_middle_of_a_step() -> None:
-    made, _ = late()
+def test_a_joiner_takes_the_versions_of_a_replica_in_the_middle_of_a_step(kind: str) -> None:
+    made, _ = late(kind)
     add(made, 0)
     made.apply(made.brought(), 1.0, 0)  # the older version is inside when the copy is made
     made.at(1)
     add(made, 1)
-    joiner = late()[0]
+    joiner = late(kind)[0]
     joiner.load_state({name: value.clone() for name, value in {**made.state(), **made.previous()}.items()})
     joiner.zero(1)
     for step in (1, 2):
@@ -128,8 +143,8 @@ def test_a_joiner_takes_the_versions_of_a_replica_in_the_middle_of_a_step() -> N
         assert add(made, 2) == add(joiner, 2)
 
 
-def test_what_is_void_is_void_in_both_sums() -> None:
-    made, _ = late()
+def test_what_is_void_is_void_in_both_sums(kind: str) -> None:
+    made, _ = late(kind)
     add(made, 0)
     made.at(1)
     add(made, 1)

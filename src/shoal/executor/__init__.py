@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.config import Config
 from shoal.executor.base import Executor, check_device
+from shoal.executor.delayed import Delayed, Restorable
 
 
 def check(config: Config) -> None:
@@ -22,14 +23,10 @@ def create(config: Config, stage: int, *, source: str | None = None) -> Executor
 
         return LocalSteps(lambda alone: _plain(alone, stage, source), config)
     plain = _plain(config, stage, source)
-    if config.train.staleness:
-        from shoal.executor.delayed import Delayed
-
-        return Delayed(plain)
-    return plain
+    return Delayed(plain) if config.train.staleness else plain
 
 
-def _plain(config: Config, stage: int, source: str | None) -> Executor:
+def _plain(config: Config, stage: int, source: str | None) -> Restorable:
     if config.device.executor == "emulated":  # imports are here: an emulated peer never loads transformers
         from shoal.executor.emulated import Emulated
 

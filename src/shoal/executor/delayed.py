@@ -6,13 +6,15 @@ gradients of the steps 0 to s - 2; only the first step after a beginning has no 
 versions of the parameters and the sums of two steps are here at once: a step that has begun goes on with its own while the next
 version is made, and a step that a death has opened again is computed with what it was computed with before.
 
-Around an executor that keeps its parameters and its sum where they can be written (`resident`, `emulated`). It computes with the
-values that its parameters hold: the two versions change places there, which costs three copies of the parameters twice a step.
+Around an executor whose parameters can be written and whose sum can be restored. It computes with the values that its parameters
+hold: the two versions change places there, which costs three copies of the parameters twice a step. With `swapping` both versions
+and both sums lie in the host's memory, and the device holds what it holds without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +24,18 @@ from shoal.executor.base import Executor, copy_state_, digest_of
 MODEL, PREVIOUS = "model/", "previous/"
 
 
+class Restorable(Executor, Protocol):
+    """What a delayed executor stands on."""
+
+    def restore(self, brought: Tensor) -> None:
+        """The sum is again what `brought` gave, (length,) fp32."""
+        ...
+
+
 class Delayed:
     """See base.Executor; of several steps at once, of which `at` says which one is meant. `inner` computes, adds and steps."""
 
-    def __init__(self, inner: Executor) -> None:
+    def __init__(self, inner: Restorable) -> None:
         self._inner = inner
         self.length = inner.length
         self._other = {name: value.clone() for name, value in _parameters(inner).items()}  # the version that waits
@@ -115,7 +125,7 @@ class Delayed:
             self._aside[self._inside] = self._inner.sum.clone()
             self._inner.zero()
             if self._meant in self._aside:
-                self._inner.sum.copy_(self._aside.pop(self._meant))
+                self._inner.restore(self._aside.pop(self._meant))
             self._inside = self._meant
 
     def _hold(self, older: bool) -> None:

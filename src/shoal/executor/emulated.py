@@ -50,6 +50,10 @@ class Emulated:
     def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.sum[start:stop].clone()
 
+    def restore(self, brought: Tensor) -> None:
+        """The sum is again what `brought` gave, (length,) fp32."""
+        self.sum.copy_(brought)
+
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         if tuple(reduced.shape) != (self.length,):
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)}, not ({self.length},)")

@@ -65,8 +65,10 @@ def host_bytes(config: Config) -> int:
     """Per parameter, on the host, besides AdamW's moments and what a round takes."""
     copies = 0 if config.train.dtype == "float32" else 2
     apart = 8 if config.train.local_steps > 1 else 0  # where a round began, and the outer momentum
-    if config.device.executor == "swapping":
-        return 12 + copies + apart
+    if (
+        config.device.executor == "swapping"
+    ):  # value, the sum and the one being made; both versions and sums with delayed updates
+        return 12 + copies + apart + (8 if config.train.staleness else 0)
     return apart + (resident_bytes(config) if config.device.kind == "cpu" else 0)
 
 

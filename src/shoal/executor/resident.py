@@ -78,6 +78,10 @@ class Resident:
     def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.sum[start:stop].to("cpu", copy=True)
 
+    def restore(self, brought: Tensor) -> None:
+        """The sum is again what `brought` gave, (length,) fp32."""
+        self.sum.copy_(brought)
+
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         self._master.apply(reduced, norm, step, age)
         self.refresh()

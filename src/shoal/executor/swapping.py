@@ -72,6 +72,12 @@ class Swapping:
         self._link.settle()
         return self.sum[start:stop].clone()
 
+    def restore(self, brought: Tensor) -> None:
+        """The sum is again what `brought` gave, (length,) fp32."""
+        self._link.settle()
+        self.sum.copy_(brought)
+        self._empty = False
+
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         self._link.settle()
         self._master.apply(reduced, norm, step, age)

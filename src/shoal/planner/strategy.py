@@ -391,7 +391,7 @@ def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tu
 
 def _lacks(problem: Problem, span: range, device: Device) -> float:
     resident = _lacks_resident(problem, span, device)
-    if resident <= 0 or not problem.swapping or problem.staleness:  # a swapping stage holds one version
+    if resident <= 0 or not problem.swapping:
         return resident
     made = problem.profile
     need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
