@@ -1,0 +1,80 @@
+"""How many parameters a second AdamW steps on the host, with fp32 moments and with 8-bit ones, on so many threads.
+
+    python benchmarks/optimizer.py [--values 8388608] [--threads 1] [--repeats 5]
+
+Beside them torchao's own step with its 8-bit moments, as it is without a compiler. Rates are by CPU time of the process, divided by
+its threads, so that other work on the machine counts little. The last line is one JSON object: value is the rate with 8-bit
+moments, its bound that with fp32 ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from report import report
+from shoal.config import Train
+from shoal.numerics import eightbit
+from shoal.numerics.eightbit import EightBit
+from shoal.numerics.optimizer import AdamW
+
+TORCHAO_VALUES = 1 << 20  # it makes 8-byte indices of all values at once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--values", type=int, default=1 << 23)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    found = {}
+    for name, kind in (("fp32", AdamW), ("8bit", EightBit)):
+        parameter = nn.Parameter(torch.randn(given.values // 1024, 1024))
+        parameter.grad = torch.randn_like(parameter)
+        optimizer = kind({"a": parameter}, Train())
+        found[name] = parameter.numel() / seconds(lambda step, one=optimizer: one.step_(1e-3, step), given)
+    found["torchao, not compiled"] = TORCHAO_VALUES / seconds(torchaos(), given)
+    for name, rate in found.items():
+        print(f"{name:<24} {rate / 1e6:8.1f} million parameters a second")
+    held = eightbit.nbytes(given.values, "8bit") / given.values
+    setting = {"values": given.values, "threads": given.threads, "moment_bytes": round(held, 3)}
+    setting["torchao_not_compiled"] = round(found["torchao, not compiled"] / 1e6, 1)
+    report(
+        "optimizer", found["8bit"] / 1e6, "million parameters/s of a core, 8-bit moments", found["fp32"] / 1e6, setting
+    )
+
+
+def seconds(step: Callable[[int], object], given: argparse.Namespace) -> float:
+    """Of one step, by CPU time."""
+    step(0)
+    before = time.process_time()
+    for number in range(given.repeats):
+        step(number + 1)
+    return (time.process_time() - before) / given.repeats / given.threads
+
+
+def torchaos() -> Callable[[int], object]:
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    values, gradient = torch.randn(TORCHAO_VALUES), torch.randn(TORCHAO_VALUES)
+    moments = [OptimState8bit.zeros(values.shape, signed) for signed in (True, False)]
+    rate, train = torch.tensor(1e-3), Train()
+
+    def step(number: int) -> None:
+        count = torch.tensor(number + 1.0)
+        betas = train.betas
+        single_param_adam(
+            values, gradient, count, *moments, None, rate, *betas, train.weight_decay, train.epsilon, True, False
+        )
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
