@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.planner import cost
+from shoal.planner import cost, paths, swaps
 from shoal.planner.cluster import network, read_matrices
 from shoal.planner.cost import PUBLISHED, Model
 
@@ -89,18 +89,19 @@ def test_the_matching_is_perfect_and_no_other_has_a_smaller_largest_entry() -> N
             matrix = rng.integers(0, 6, (n, n)).astype(float)  # many ties
             least = min(max(matrix[i, p[i]] for i in range(n)) for p in permutations(range(n)))
             threshold, columns = cost.matched(matrix)
-            assert threshold == least == cost.bottlenecks(matrix[None])[0]
+            assert threshold == least == swaps.matched(matrix, np.arange(n), np.arange(n), 0.0)
             assert sorted(columns) == list(range(n))
             assert max(matrix[i, column] for i, column in enumerate(columns)) == least
 
 
 def test_both_ways_to_match_agree_on_matrices_of_any_size() -> None:
     rng = np.random.default_rng(4)
-    matrices = rng.random((40, 8, 8))
-    assert cost.bottlenecks(matrices).tolist() == [cost.bottleneck(matrix) for matrix in matrices]
-    large = rng.random((14, 14))
-    threshold = cost.bottleneck(large)
-    assert (large <= threshold).any(axis=1).all() and (large <= threshold).any(axis=0).all()
+    for n in (2, 8, 14):
+        model = random_model(rng, 4, n)
+        groups = rng.permutation(4 * n).reshape(4, n)
+        found = model.hops(groups)
+        for i, j in permutations(range(4), 2):
+            assert found[i, j] == cost.bottleneck(model.hop[np.ix_(groups[i], groups[j])])
 
 
 def test_the_path_is_the_cheapest_of_all() -> None:
@@ -112,7 +113,7 @@ def test_the_path_is_the_cheapest_of_all() -> None:
         length, order = cost.path(weights)
         assert length == pytest.approx(least)
         assert sum(weights[a, b] for a, b in pairwise(order)) == pytest.approx(least)
-        assert cost.path_lengths(weights[:, :, None]) == pytest.approx([least])
+        assert cost.path_length(weights) == length
 
 
 def test_a_long_path_visits_every_node_once_and_is_near_the_exact_one() -> None:
@@ -120,7 +121,7 @@ def test_a_long_path_visits_every_node_once_and_is_near_the_exact_one() -> None:
     points = rng.random((12, 2))
     weights = np.linalg.norm(points[:, None] - points, axis=2)
     exact, _ = cost.path(weights)
-    order = cost._improved(weights)
+    order = paths.improved(weights).tolist()
     assert sorted(order) == list(range(12))
     assert sum(weights[a, b] for a, b in pairwise(order)) <= 1.15 * exact
     many = rng.random((30, 30))

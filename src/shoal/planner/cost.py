@@ -18,13 +18,13 @@ that hops are 8 % too cheap. `PUBLISHED` keeps them, to compare with published n
 that differ are averaged, as in the paper. Its limits stand: transfers one after another, no overlap, no compute;
 step.py predicts what a step of this program takes.
 
-Groups of equal size are an (S, n) array of device numbers. `Model` prices many candidates at once: numpy over a batch.
+Groups of equal size are an (S, n) array of device numbers. What takes long is compiled: matchings in swaps.py, paths
+in paths.py.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -34,7 +34,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
-SUBSETS_MOST = 9  # devices per stage up to which a matching is found over subsets of columns, batched
 EXACT_PATH_MOST = 12  # stages up to which the path is exact: 2^12 * 12 partial paths
 
 
@@ -89,25 +88,14 @@ class Model:
 
     def hops(self, groups: Ints) -> Floats:
         """Eq. 3 for every pair of groups, (S, n) -> (S, S)."""
-        found = np.zeros((self.stages, self.stages))
-        left, right = np.triu_indices(self.stages, 1)
-        if len(left):
-            found[left, right] = found[right, left] = self.hop_s(groups[left], groups[right])
-        return found
+        from shoal.planner import swaps  # numba: half a second that only searches pay
+
+        return np.asarray(swaps.hops(self.hop, groups))
 
     def totals_s(self, groups: Ints) -> Floats:
         """Eq. 5 for a batch of placements, (B, S, n) -> (B,)."""
-        batch = len(groups)
-        weights = np.zeros((self.stages, self.stages, batch))
-        left, right = np.triu_indices(self.stages, 1)
-        if len(left):
-            pairs = groups[:, left].reshape(-1, self.size), groups[:, right].reshape(-1, self.size)
-            weights[left, right] = weights[right, left] = self.hop_s(*pairs).reshape(batch, len(left)).T
-        return np.asarray(self.data_parallel_s(groups).max(axis=1) + 2 * path_lengths(weights))
-
-    def hop_s(self, left: Ints, right: Ints) -> Floats:
-        """Eq. 3 for a batch of pairs of groups, each (B, n) -> (B,)."""
-        return bottlenecks(self.hop[left[:, :, None], right[:, None, :]])
+        lengths = np.array([path_length(self.hops(each)) for each in groups])
+        return np.asarray(self.data_parallel_s(groups).max(axis=1) + 2 * lengths)
 
     def lower_bound_s(self) -> float:
         """No placement costs less.
@@ -123,33 +111,6 @@ class Model:
 
 
 # ------------------------------------------------------------------------------------------------- matching (eq. 3)
-
-
-def bottlenecks(costs: Floats) -> Floats:
-    """The least possible largest entry of a perfect matching, for a batch of square matrices (B, n, n) -> (B,)."""
-    n = costs.shape[-1]
-    if n > SUBSETS_MOST:
-        from shoal.planner.swaps import matched as compiled  # numba: half a second that only large stages pay
-
-        every = np.arange(n)
-        return np.array([compiled(matrix, every, every, 0.0) for matrix in costs])
-    flat = np.ascontiguousarray(costs.reshape(len(costs), n * n).T)  # (n * n, B): the batch is contiguous
-    best = np.empty((1 << n, len(costs)))
-    best[0] = -np.inf
-    for row, (masks, before, columns) in enumerate(_subsets(n)):
-        best[masks] = np.maximum(best[before], flat[row * n + columns]).min(axis=1)
-    return np.asarray(best[-1])
-
-
-@cache
-def _subsets(n: int) -> tuple[tuple[Ints, Ints, Ints], ...]:
-    """Per row: sets of columns with row + 1 members; each without one of its columns; that column."""
-    levels = []
-    for size in range(1, n + 1):
-        chosen = np.array(list(combinations(range(n), size)), dtype=np.intp)
-        masks = (1 << chosen).sum(axis=1)
-        levels.append((masks, masks[:, None] ^ (1 << chosen), chosen))
-    return tuple(levels)
 
 
 def bottleneck(matrix: Floats) -> float:
@@ -203,13 +164,13 @@ def matched(matrix: Floats) -> tuple[float, tuple[int, ...]]:
 
 def path(weights: Floats) -> tuple[float, tuple[int, ...]]:
     """The cheapest path through all nodes, ends free, and its length. Exact up to EXACT_PATH_MOST nodes, improved beyond."""
+    from shoal.planner import paths  # numba, as above
+
     nodes = len(weights)
-    if nodes == 1:
-        return 0.0, (0,)
     if nodes > EXACT_PATH_MOST:
-        order = _improved(weights)
+        order = paths.improved(weights).tolist()
         return float(sum(weights[a, b] for a, b in pairwise(order))), tuple(order)
-    table = _partial_paths(weights[:, :, None])[:, 0].reshape(1 << nodes, nodes)
+    table = paths.partial_paths(weights)
     mask, last = (1 << nodes) - 1, int(table[-1].argmin())
     order, length = [last], float(table[mask, last])
     while len(order) < nodes:
@@ -219,74 +180,10 @@ def path(weights: Floats) -> tuple[float, tuple[int, ...]]:
     return length, tuple(reversed(order))
 
 
-def path_lengths(weights: Floats) -> Floats:
-    """The lengths for a batch, (S, S, B) -> (B,)."""
-    nodes, _, batch = weights.shape
-    if nodes == 1:
-        return np.zeros(batch)
-    if nodes > EXACT_PATH_MOST:
-        return np.array([path(weights[:, :, k])[0] for k in range(batch)])
-    return np.asarray(_partial_paths(weights)[-nodes:].min(axis=0))
+def path_length(weights: Floats) -> float:
+    """Its length alone."""
+    from shoal.planner import paths  # numba, as above
 
-
-def _partial_paths(weights: Floats) -> Floats:
-    """Held-Karp: row mask * S + last is the cheapest path over the mask's nodes that ends at `last`."""
-    nodes, _, batch = weights.shape
-    flat = np.ascontiguousarray(weights.reshape(nodes * nodes, batch))
-    table = np.full(((1 << nodes) * nodes, batch), np.inf)
-    single = np.arange(nodes)
-    table[(1 << single) * nodes + single] = 0.0
-    for rows, before, steps in _extensions(nodes):
-        table[rows] = (table[before] + flat[steps]).min(axis=1)
-    return table
-
-
-@cache
-def _extensions(nodes: int) -> tuple[tuple[Ints, Ints, Ints], ...]:
-    """Per number of nodes: rows of the table; the rows they may extend; the step each extension takes."""
-    levels = []
-    for size in range(2, nodes + 1):
-        rows, before, steps = [], [], []
-        for chosen in combinations(range(nodes), size):
-            mask = sum(1 << node for node in chosen)
-            for last in chosen:
-                others = [node for node in chosen if node != last]
-                rows.append(mask * nodes + last)
-                before.append([(mask ^ 1 << last) * nodes + node for node in others])
-                steps.append([node * nodes + last for node in others])
-        levels.append((np.array(rows), np.array(before), np.array(steps)))
-    return tuple(levels)
-
-
-def _improved(weights: Floats) -> list[int]:
-    """Nearest neighbour from every start, the best one mended by reversing stretches until none helps."""
-    nodes = len(weights)
-    best: list[int] = []
-    best_s = np.inf
-    for start in range(nodes):
-        left = np.ones(nodes, dtype=bool)
-        left[start], order = False, [start]
-        while left.any():
-            step = np.where(left, weights[order[-1]], np.inf)
-            order.append(int(step.argmin()))
-            left[order[-1]] = False
-        length = float(weights[order[:-1], order[1:]].sum())
-        if length < best_s:
-            best, best_s = order, length
-    better = True
-    while better:
-        better = False
-        at = np.array(best)
-        for i in range(nodes - 1):
-            ends = np.arange(i + 1, nodes)
-            before = weights[at[i - 1], at[i]] if i else 0.0
-            joined = weights[at[i - 1], at[ends]] if i else np.zeros(len(ends))
-            after = np.append(weights[at[ends[:-1]], at[ends[:-1] + 1]], 0.0)
-            closed = np.append(weights[at[i], at[ends[:-1] + 1]], 0.0)
-            gain = before + after - joined - closed
-            k = int(gain.argmax())
-            if gain[k] > 1e-12:
-                at[i : ends[k] + 1] = at[i : ends[k] + 1][::-1].copy()
-                better = True
-        best = at.tolist()
-    return best
+    if len(weights) > EXACT_PATH_MOST:
+        return path(weights)[0]
+    return float(paths.partial_paths(weights)[-1].min())

@@ -8,8 +8,7 @@ cycle of which is never taken.
 
     `evolve`      population, crossover of five devices, replacement
     `repaired`    sizes made equal again
-    `improved`    the local search: cycles of moves, each closed by bringing a device back
-    `_gains`      mean time to the other stage's devices minus the time to the nearest one of the own stage
+    `improved`    the local search: cycles of moves, each closed by bringing a device back (moves.py, compiled)
 
 What we changed: the draws come from the generator that is handed in (the program overwrote its seed functions), and
 replacement can be the one meant (`Replacement.MEANT`): its misplaced parenthesis compares the child with the first parent
@@ -21,15 +20,12 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-from shoal.planner.cost import Floats, Ints, Model
+from shoal.planner.cost import Ints, Model
 from shoal.planner.search import Best, Found
 
 POPULATION = 100  # the program's
 CROSSED = 5  # devices that take the other parent's stage: the program's
-
-Flags = npt.NDArray[np.bool_]
 
 
 class Replacement(Enum):
@@ -76,75 +72,25 @@ def repaired(labels: Ints, model: Model) -> Ints:
 
 def improved(labels: Ints, model: Model) -> Ints:
     """One pass of the local search. The true cost is not consulted: gains look at single links."""
+    from shoal.planner.moves import cycle  # numba: half a second that only searches pay
+
     results, totals = [labels], [0.0]
-    locked: Flags = np.zeros(model.devices, dtype=bool)
-    marked: Flags = np.zeros(model.stages, dtype=bool)
+    locked, marked = np.zeros(model.devices, dtype=np.intp), np.zeros(model.stages, dtype=np.intp)
     for _ in range(model.stages):
-        closed = _cycle(results[-1], model, locked, marked)
-        if closed is None:
+        closed = results[-1].copy()
+        gained = cycle(model.hop, closed, locked, marked)
+        if gained < 0:
             break
-        results.append(closed[0])
-        totals.append(closed[1])
+        results.append(closed)
+        totals.append(gained)
         if marked.all():
             break
     chosen, top, total = 0, 0.0, 0.0
-    for cycle in range(1, len(totals)):
-        total += totals[cycle - 1]
+    for number in range(1, len(totals)):
+        total += totals[number - 1]
         if total > top:
-            chosen, top = cycle - 1, total
+            chosen, top = number - 1, total
     return results[chosen]
-
-
-def _cycle(labels: Ints, model: Model, locked: Flags, marked: Flags) -> tuple[Ints, float] | None:
-    """A chain of moves out of the stage with the highest gain and back into it; None when nothing can move."""
-    labels = labels.copy()
-    movers, between = _gains(labels, model, locked)
-    highest = between.max(axis=1)
-    home = stage = int(highest.argmax())
-    if movers[home] < 0:
-        return None
-    moves: list[tuple[int, int]] = []  # (device, the stage it came from)
-    gained: list[float] = []
-    back: list[float] = []
-    for _ in range(model.devices):
-        device, target = int(movers[stage]), int(between[stage].argmax())
-        if device < 0:
-            device, target = moves[-1][0], home
-        moves.append((device, stage))
-        gained.append(float(highest[stage]))
-        back.append(float(between[stage, home]))
-        labels[device] = target
-        locked[device] = marked[target] = True
-        stage = target
-        if stage == home:
-            break
-        movers, between = _gains(labels, model, locked)
-        highest = between.max(axis=1)
-    best, kept, total = 0.0, 0, 0.0
-    for move in range(1, len(moves)):
-        total += gained[move - 1]
-        if total + back[move] > best:
-            best, kept = total + back[move], move
-    for device, came_from in reversed(moves[kept + 1 :]):
-        labels[device] = came_from
-    labels[moves[kept][0]] = home
-    return labels, best
-
-
-def _gains(labels: Ints, model: Model, locked: Flags) -> tuple[Ints, Floats]:
-    """Per stage the device that would leave it (-1: none may), and what its move to each other stage gains."""
-    of_stage = labels[:, None] == np.arange(model.stages)  # (N, S)
-    counts = of_stage.sum(axis=0)
-    together = labels[:, None] == labels
-    np.fill_diagonal(together, False)
-    nearest = np.where(together, model.hop, np.inf).min(axis=1)
-    free = np.where(of_stage & ~locked[:, None], nearest[:, None], np.inf)
-    movers = free.argmin(axis=0)
-    least = free[movers, np.arange(model.stages)]
-    between = (model.hop[movers] @ of_stage) / np.maximum(counts, 1) - np.where(np.isinf(least), 0.0, least)[:, None]
-    between[np.isinf(least)] = -np.inf
-    np.fill_diagonal(between, -np.inf)
-    return np.where(np.isinf(least), -1, movers), between
 
 
 def _labels(order: Ints, model: Model) -> Ints:

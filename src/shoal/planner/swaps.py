@@ -24,7 +24,7 @@ CHANGED = 4  # hops of the path at most that a proposal changes
 WORST = 0.25  # of the swaps take the stage whose exchange is the longest
 
 F = TypeVar("F", bound=Callable[..., Any])
-_compiled = cast(Callable[[F], F], numba.njit(cache=True))
+compiled = cast(Callable[[F], F], numba.njit(cache=True))
 
 
 class Chain(NamedTuple):
@@ -56,7 +56,7 @@ def chain(share: Floats, hop: Floats, groups: Ints, order: Ints) -> Chain:
     return made
 
 
-@_compiled
+@compiled
 def measure(share: Floats, hop: Floats, state: Chain) -> None:
     """Everything from scratch: S - 1 matchings."""
     stages, size = state.groups.shape
@@ -80,7 +80,7 @@ def measure(share: Floats, hop: Floats, state: Chain) -> None:
         state.best_groups[:] = state.groups
 
 
-@_compiled
+@compiled
 def advance(
     share: Floats, hop: Floats, state: Chain, draws: Floats, heat_s: float, guide: float
 ) -> int:  # what a chain is made of, its chance, and how warm it is
@@ -216,7 +216,19 @@ def advance(
     return taken
 
 
-@_compiled
+@compiled
+def hops(hop: Floats, groups: Ints) -> Floats:
+    """Eq. 3 for every pair of groups, (S, n) -> (S, S)."""
+    stages = len(groups)
+    found = np.zeros((stages, stages))
+    for i in range(stages):
+        for j in range(i + 1, stages):
+            least, _ = bounds(hop, groups[i], groups[j])
+            found[i, j] = found[j, i] = matched(hop, groups[i], groups[j], least)
+    return found
+
+
+@compiled
 def bounds(hop: Floats, left: Ints, right: Ints) -> tuple[float, float]:
     """What no matching undercuts, and the mean of what each device's nearest partner costs."""
     size = len(left)
@@ -237,7 +249,7 @@ def bounds(hop: Floats, left: Ints, right: Ints) -> tuple[float, float]:
     return worst, total / (2 * size)
 
 
-@_compiled
+@compiled
 def matched(hop: Floats, left: Ints, right: Ints, threshold: float) -> float:
     """Eq. 3: the least possible largest entry of a perfect matching, at least `threshold` (a bound, such as 0).
 
