@@ -60,7 +60,7 @@ def test_a_file_names_devices_and_links_by_region_or_name(tmp_path: Path) -> Non
         ('"24 GB"', '"24 GHz"', "device 1.memory_bytes: '24 GHz' has a unit that does not fit"),
         ('"35 TFLOP/s"', '"35 GB"', "device 1.flops: '35 GB' is not a speed"),
         ('"20 Mbit/s"', '"0 Mbit/s"', "no bandwidth from gpu-0 to laptop"),
-        ('"200 Mbit/s"', '"0 bit/s"', "no bandwidth from gpu-0 to gpu-1"),
+        ('"200 Mbit/s"', '"0 bit/s"', "link.bandwidth_Bps = 0: nothing would ever arrive"),
         ("count = 2", "count = 0", "device 1.count = 0 is no number of machines"),
         ("memory_bytes", "memory", "device 1: memory is not known; did you mean memory_bytes?"),
         ('to = "laptop"', 'to = "labtop"', "links 1.to = 'labtop' is no device or region; did you mean laptop?"),
@@ -87,6 +87,21 @@ def test_matrices_that_are_not_square_or_of_other_devices_are_refused() -> None:
         from_matrices(devices, np.zeros((2, 3)), np.ones((3, 3)))
     with pytest.raises(ValueError, match="2 x 2, but there are 3 devices"):
         from_matrices(devices, np.zeros((3, 3)), np.ones((2, 2)))
+
+
+def test_a_cluster_in_parts_is_told_its_parts_and_one_with_holes_its_pairs() -> None:
+    devices = tuple(Device(name=name, flops=1.0) for name in "abcde")
+    parts, holes = np.zeros((5, 5)), np.ones((5, 5))
+    parts[:2, :2] = parts[2:, 2:] = 1e6
+    with pytest.raises(ValueError, match=r"disconnected: no link joins a, b with c, d, e; .* from = 'a', to = 'c'"):
+        from_matrices(devices, np.zeros((5, 5)), parts)
+    holes[1, 2] = holes[3, 4] = holes[4, 3] = 0
+    with pytest.raises(
+        ValueError, match=r"no bandwidth from b to c, nor for 2 more pairs; .*a relay's bandwidth would do"
+    ):
+        from_matrices(devices, np.zeros((5, 5)), holes)
+    with pytest.raises(ValueError, match="the delay from b to a is nan; it must be a number from 0 up"):
+        from_matrices(devices[:2], np.array([[0, 1.0], [np.nan, 0]]), np.ones((2, 2)))
 
 
 def test_a_file_may_take_its_links_from_measured_matrices(tmp_path: Path) -> None:

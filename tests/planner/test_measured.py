@@ -88,7 +88,7 @@ def test_matrices_may_be_csv_and_must_be_square_numbers(tmp_path: Path) -> None:
     assert np.allclose(found.delay_s, [[0, 0.02], [0.03, 0]])
     assert np.allclose(found.bandwidth_Bps, [[0, 1e8], [2e8, 0]])
     (tmp_path / "delay_ms.csv").write_text("0,20,1\n30,0,1\n")
-    with pytest.raises(ValueError, match="both must be N x N"):
+    with pytest.raises(ValueError, match=r"delay_ms.csv is 2 x 3 and gbps.csv 2 x 2; both must be N x N"):
         cluster.read(file)
     (tmp_path / "delay_ms.csv").write_text("0,far\n30,0\n")
     with pytest.raises(ValueError, match="is no matrix of numbers"):

@@ -116,7 +116,7 @@ def test_devices_that_would_hold_the_others_up_are_left_out_with_a_reason() -> N
 
 def test_a_model_that_fits_nowhere_is_told_by_how_much() -> None:
     small = problem(machines(memory_bytes=0.4e9))
-    with pytest.raises(ValueError, match=r"lacks \d+\.\d GB; more stages, devices or memory"):
+    with pytest.raises(ValueError, match=r"lacks \d+\.\d GiB; more stages, devices or memory"):
         decided(small)
     with pytest.raises(ValueError, match="17 stages of a model of 16 blocks"):
         decided(problem(machines(32)), 17)
@@ -263,7 +263,20 @@ def test_a_plan_too_large_for_its_devices_is_told_stage_by_stage() -> None:
     assert plan.validate(given, problem().profile, machines(), 2) == []
     problems = plan.validate(given, problem().profile, machines(memory_bytes=1e9), 2)
     assert len(problems) == 8
-    assert "stage 0 does not fit on p0" in problems[0] and "GB too much" in problems[0]
+    assert "stage 0 does not fit on p0" in problems[0] and "GiB too much" in problems[0]
+
+
+def test_a_plan_of_another_model_with_as_many_blocks_is_told_by_its_gradients() -> None:
+    here = problem()
+    made = decide(here, np.random.default_rng(0), 50, stages=2)
+    assert strategy.of_another_model(here, made) == []
+    wide = msgspec.structs.replace(here, shape=msgspec.structs.replace(here.shape, hidden=2 * here.shape.hidden))
+    told = strategy.of_another_model(wide, made)
+    assert len(told) == 2 and "stage 0 averages" in told[0] and "another model; plan anew" in told[0]
+    by_somebody = msgspec.structs.replace(
+        made, stages=tuple(msgspec.structs.replace(stage, gradient_bytes=0.0) for stage in made.stages)
+    )
+    assert strategy.of_another_model(wide, by_somebody) == []
 
 
 # --------------------------------------------------------------------------------------------------------- the profile

@@ -424,6 +424,7 @@ def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
 
 def _check(given: plan.Plan, problem: strategy.Problem) -> int:
     problems = plan.validate(given, problem.profile, problem.cluster, problem.work.value_bytes)
+    problems = problems or strategy.of_another_model(problem, given)
     for found in problems:
         print(found)
     if not problems:

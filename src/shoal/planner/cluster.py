@@ -128,23 +128,55 @@ def from_matrices(
     count = len(devices)
     for name, matrix in (("delay", delay_s), ("bandwidth", bandwidth_Bps)):
         if matrix.shape != (count, count):
-            shape = " x ".join(map(str, matrix.shape))
-            raise ValueError(f"{where}: the {name} matrix is {shape}, but there are {count} devices; it must be square")
-        off = matrix[~np.eye(count, dtype=bool)]
-        if not np.isfinite(off).all() or (off < 0).any():
-            raise ValueError(f"{where}: the {name} matrix holds a negative or infinite value")
+            raise ValueError(
+                f"{where}: the {name} matrix is {_shape(matrix)}, but there are {count} devices; it must be square"
+            )
+        wrong = [pair for pair in np.argwhere(~(np.isfinite(matrix) & (matrix >= 0))).tolist() if pair[0] != pair[1]]
+        if wrong:
+            i, j = wrong[0]
+            raise ValueError(
+                f"{where}: the {name} from {devices[i].name} to {devices[j].name} is {matrix[i, j]}; it must be a number"
+                " from 0 up"
+            )
     dead = [(i, j) for i, j in np.argwhere(bandwidth_Bps <= 0).tolist() if i != j]
     if dead:
-        i, j = dead[0]
-        raise ValueError(
-            f"{where}: no bandwidth from {devices[i].name} to {devices[j].name};"
-            f" every pair must be connected, a relay's bandwidth would do"
-        )
+        raise ValueError(f"{where}: {_unconnected(devices, dead)}")
     names = [device.name for device in devices]
     twice = {name for name in names if names.count(name) > 1} if len(set(names)) < count else set()
     if twice:
         raise ValueError(f"{where}: two devices are called {min(twice)}; names must differ")
     return Cluster(devices, delay_s, bandwidth_Bps)
+
+
+def _unconnected(devices: tuple[Device, ...], dead: list[tuple[int, int]]) -> str:
+    """Which pairs lack a link: all between two parts of the cluster, or some."""
+    i, j = dead[0]
+    none = set(dead)
+    cut = {frozenset(pair) for pair in dead if pair[::-1] in none}  # neither way
+    part, left = {0}, [0]
+    while left:
+        here = left.pop()
+        near = [k for k in range(len(devices)) if k not in part and frozenset((here, k)) not in cut]
+        part.update(near)
+        left += near
+    apart = [device.name for k, device in enumerate(devices) if k not in part]
+    if apart:
+        text = f"the cluster is disconnected: no link joins {_some([devices[k].name for k in sorted(part)])} with {_some(apart)}"
+    else:
+        text = f"no bandwidth from {devices[i].name} to {devices[j].name}"
+        text += f", nor for {len(dead) - 1} more pairs" if len(dead) > 1 else ""
+    return (
+        f"{text}; every pair must be connected, a relay's bandwidth would do: [[links]] from = {devices[i].name!r},"
+        f' to = {devices[j].name!r}, bandwidth_Bps = "20 Mbit/s", or its place in the matrix'
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _shape(matrix: Floats) -> str:
+    return " x ".join(map(str, matrix.shape))
 
 
 def read_matrices(path: Path) -> tuple[Floats, Floats, tuple[str, ...]]:
@@ -160,7 +192,10 @@ def read_matrices(path: Path) -> tuple[Floats, Floats, tuple[str, ...]]:
         bandwidth_Bps = stored["bandwidth_gbps"].astype(float) * 1e9 / 8
         regions = tuple(map(str, stored["regions"])) if "regions" in stored.files else ("",) * len(delay_s)
     if delay_s.ndim != 2 or delay_s.shape[0] != delay_s.shape[1] or bandwidth_Bps.shape != delay_s.shape:
-        raise ValueError(f"{path}: matrices of {delay_s.shape} and {bandwidth_Bps.shape}; both must be N x N")
+        raise ValueError(
+            f"{path}: delay_ms is {_shape(delay_s)} and bandwidth_gbps {_shape(bandwidth_Bps)}; both must be N x N, a row and a"
+            " column for each device"
+        )
     return delay_s, bandwidth_Bps, regions
 
 
@@ -215,6 +250,11 @@ def from_tree(tree: Mapping[str, Any], folder: Path = Path()) -> Cluster:
         link = _table(tree.get("link", {}), {"delay_s": float, "bandwidth_Bps": float}, "link")
         if "bandwidth_Bps" not in link and count > 1 and ("link" in tree or "links" not in tree):
             raise ValueError('[link] lacks bandwidth_Bps; say what a pair has, such as bandwidth_Bps = "200 Mbit/s"')
+        if link.get("bandwidth_Bps") == 0:
+            raise ValueError(
+                'link.bandwidth_Bps = 0: nothing would ever arrive; it must be above 0, such as "200 Mbit/s", or [link] be left'
+                " out where links name every pair"
+            )
         delay_s = np.full((count, count), link.get("delay_s", 0.0))
         bandwidth_Bps = np.full((count, count), link.get("bandwidth_Bps", 0.0))  # 0: links must name the pair
     for i, table in enumerate(tree.get("links", [])):
@@ -243,7 +283,10 @@ def _matrices(named: object, folder: Path) -> tuple[Floats, Floats, tuple[str, .
             raise ValueError(f"matrices = {named}; two CSV files: delays in ms, then bandwidths in Gbit/s")
         delay_ms, bandwidth_gbps = (_csv(folder / str(name)) for name in named)
         if delay_ms.shape != bandwidth_gbps.shape or len(delay_ms) != delay_ms.shape[1]:
-            raise ValueError(f"matrices of {delay_ms.shape} and {bandwidth_gbps.shape}; both must be N x N")
+            raise ValueError(
+                f"{named[0]} is {_shape(delay_ms)} and {named[1]} {_shape(bandwidth_gbps)}; both must be N x N, a row and a column"
+                " for each device"
+            )
         return delay_ms / 1e3, bandwidth_gbps * 1e9 / 8, ()
     name = str(named)
     return read_matrices(network(name) if network(name).is_file() else folder / name)

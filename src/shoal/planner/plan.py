@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal import units
 from shoal.planner.cluster import Cluster
 from shoal.planner.memory import Need, lacking, resident, swapping
 from shoal.planner.profile import Profile
@@ -123,7 +124,7 @@ def validate(plan: Plan, profile: Profile, cluster: Cluster, value_bytes: int) -
             lacks = lacking(need, device_of[peer])
             if lacks > 0:
                 problems.append(
-                    f"stage {number} does not fit on {peer}: {lacks / 1e9:.1f} GB too much;"
+                    f"stage {number} does not fit on {peer}: {units.size(lacks)} too much;"
                     f" fewer blocks, a smaller microbatch or another executor than {stage.executor}"
                 )
     return problems

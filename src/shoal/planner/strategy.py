@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from shoal import codec
+from shoal import codec, units
 from shoal.core.averaging import row_lengths
 from shoal.planner import memory, wiring
 from shoal.planner.cluster import Cluster, Device
@@ -35,6 +35,7 @@ WIRED = 1  # options, the best ones, whose step is also played with planned wiri
 PLANNED_GAIN = (
     1.03  # planned wiring must be so many times as fast: the stochastic one adapts to what the plan does not know
 )
+ALIKE = 0.05  # by so much a model's size by formula may differ from what was counted
 Wiring = Literal["best", "planned", "stochastic"]
 
 
@@ -266,7 +267,7 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Re
         lacks = _lacks(problem, cut[stage], devices[device])
         if lacks > 0:
             text = (
-                f"{stages_text(stages)}: stage {stage} fits no device left; {devices[device].name} lacks {lacks / 1e9:.1f} GB;"
+                f"{stages_text(stages)}: stage {stage} fits no device left; {devices[device].name} lacks {units.size(lacks)};"
                 " more stages, devices or memory, or a smaller microbatch"
             )
             return Refusal(text + ("" if problem.swapping else ", or --swap"), lacks)
@@ -373,6 +374,21 @@ def as_planned(problem: Problem, plan: Plan) -> Seats:
         for owner, by_stage in enumerate(plan.routes)
     }
     return msgspec.structs.replace(seats, routes=tuple(ways.get(device, ()) for device in range(len(place))))
+
+
+def of_another_model(problem: Problem, plan: Plan) -> list[str]:
+    """What shows that a plan was made for a model with as many blocks but of another size, in words: the gradients that its stages
+    average. Nothing for a plan written by hand, which need not state them."""
+    found = []
+    for number, (stage, here_bytes) in enumerate(
+        zip(plan.stages, as_planned(problem, plan).gradient_bytes, strict=True)
+    ):
+        if stage.gradient_bytes and not math.isclose(stage.gradient_bytes, here_bytes, rel_tol=ALIKE):
+            found.append(
+                f"stage {number} averages {units.size(stage.gradient_bytes)} of gradients in the plan, and blocks {stage.first} to"
+                f" {stage.end - 1} of this model have {units.size(here_bytes)}: the plan is for another model; plan anew"
+            )
+    return found
 
 
 def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:
