@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal.cli import main as program
@@ -154,7 +155,7 @@ def test_dtfms_own_problem_is_searched_and_told(search: str, capsys: pytest.Capt
     ("words", "told"),
     [
         (["--dtfm", "nowhere"], "comes along: aws10"),
-        (["--dtfm", "spot", "--stages", "7"], "64 devices do not divide into 7 stages"),
+        (["--dtfm", "spot", "--stages", "7"], "64 devices do not divide into 7 stages of equal size; try 1, 2, 4, 8"),
         (["--dtfm", "spot", "--replicas", "9"], "8 stages of 9 are not the network's 64 devices"),
         (["--dtfm", "spot", "luck=9"], "'luck=9' does not go with --dtfm"),
     ],
@@ -178,6 +179,14 @@ def test_the_shape_of_a_model_directory_is_read_from_its_config(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
         command.shape(load(None, [f"model.path={tmp_path}"]))
+
+
+def test_dtfms_own_problem_wants_a_link_for_every_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bandwidth = np.ones((4, 4))
+    bandwidth[1, 2] = 0
+    np.savez(tmp_path / "holes.npz", delay_ms=np.ones((4, 4)), bandwidth_gbps=bandwidth)
+    assert call("--dtfm", str(tmp_path / "holes.npz"), "--stages", "2") == 2
+    assert "no bandwidth from 1 to 2; every pair must be connected" in capsys.readouterr().err
 
 
 def test_machines_that_are_taken_away_show_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

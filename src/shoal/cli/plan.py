@@ -458,9 +458,13 @@ def _dtfm(args: argparse.Namespace) -> int:
             raise ValueError(f"{word!r} does not go with --dtfm; evaluations=5000 and seed=1 do")
         numbers[name] = int(value)
     delay_s, bandwidth_Bps, _ = cluster.read_matrices(cluster.network(args.dtfm))
+    devices = tuple(cluster.Device(name=str(number), flops=1.0) for number in range(len(delay_s)))
+    cluster.from_matrices(devices, delay_s, bandwidth_Bps, args.dtfm)  # refuses pairs without a link
     stages = args.stages or 8
     if args.replicas and stages * args.replicas != len(delay_s):
-        raise ValueError(f"{stages} stages of {args.replicas} are not the network's {len(delay_s)} devices")
+        raise ValueError(
+            f"{stages} stages of {args.replicas} are not the network's {len(delay_s)} devices; --replicas may be left out"
+        )
     model = cost.Model(delay_s, bandwidth_Bps, stages, cost.PUBLISHED)
     rng = np.random.default_rng(numbers["seed"])
     before = time.perf_counter()

@@ -70,7 +70,10 @@ class Model:
     def __init__(self, delay_s: Floats, bandwidth_Bps: Floats, stages: int, sizes: Sizes) -> None:
         devices = len(delay_s)
         if stages < 1 or devices % stages:
-            raise ValueError(f"{devices} devices do not divide into {stages} stages of equal size")
+            fit = [str(count) for count in range(1, devices + 1) if devices % count == 0]
+            raise ValueError(
+                f"{devices} devices do not divide into {stages} stages of equal size; try {', '.join(fit[:8])}"
+            )
         self.devices, self.stages, self.size = devices, stages, devices // stages
         self.hop = transfer_s(delay_s, bandwidth_Bps, sizes.activation_bytes)
         self.share = 2 * transfer_s(delay_s, bandwidth_Bps, sizes.gradient_bytes / self.size)
