@@ -7,7 +7,9 @@ size over bandwidth of a pair, c the gradient, n the replicas:
     one after another   max over d of  sum over e of  2 t(d, e, c / n)        DT-FM, section 2
     side by side        max over d and e of           2 t(d, e, c / n)
 
-    python benchmarks/averaging.py [--steps 6]
+Where the own lines are unlike, the same is measured with even owners and with owners that follow the lines (core/averaging.py).
+
+    python benchmarks/averaging.py [--steps 6] [--only WORDS]
 """
 
 from __future__ import annotations
@@ -44,23 +46,32 @@ def pairs(seed: int) -> str:
     return text
 
 
+def unlike(*lines_mbit: float) -> str:
+    return LINES + "".join(machine(f"m{n}", FAST, mbit, mbit) for n, mbit in enumerate(lines_mbit))
+
+
 CASES = {
     "own lines of 5 Mbit/s, wide pairs": machines(5),
     "pairs of 1 Mbit/s, own lines of 100": machines(100)
     + "".join(link(f"m{a}", f"m{b}", 40, 1) for a in range(PEERS) for b in range(a)),
     "pairs of 0.5 to 4 Mbit/s, 5 to 120 ms": pairs(0),
     "the same from another seed": pairs(1),
+    "own lines: five of 10 Mbit/s, one of 5": unlike(10, 10, 10, 10, 10, 5),
+    "own lines of 5 to 50 Mbit/s": unlike(5, 8, 12, 20, 32, 50),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--only", default="", help="cases whose names have these words")
     args = parser.parse_args()
     told, worst = {}, 0.0
-    for name, text in CASES.items():
+    wanted = [(name, text, way) for name, text in CASES.items() if args.only in name for way in ways(text)]
+    for case, text, by_lines in wanted:
+        name = f"{case}, owners by lines" if by_lines else case
         with tempfile.TemporaryDirectory() as folder:
-            measured_s, (serial_s, parallel_s, played_s) = measured(Path(folder), text, args.steps)
+            measured_s, (serial_s, parallel_s, played_s) = measured(Path(folder), text, args.steps, by_lines)
         told[name] = {
             "measured_s": round(measured_s, 3),
             "one_after_another_s": round(serial_s, 3),
@@ -69,23 +80,35 @@ def main() -> None:
         }
         worst = max(worst, abs(measured_s / played_s - 1))
         print(
-            f"{name:<40} measured {measured_s:6.2f} s; one after another {serial_s:6.2f}, side by side {parallel_s:6.2f},"
+            f"{name:<56} measured {measured_s:6.2f} s; one after another {serial_s:6.2f}, side by side {parallel_s:6.2f},"
             f" played {played_s:6.2f} ({measured_s / played_s - 1:+.1%})",
             flush=True,
         )
     report("averaging", worst, "largest difference of measured from played averaging time", 0.1, {"cases": told})
 
 
-def measured(there: Path, text: str, steps: int) -> tuple[float, tuple[float, float, float]]:
+def seated(known: cluster.Cluster) -> step.Seats:
+    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=known)
+    return strategy.placed(problem, (range(SHAPE.layers),), (0,) * PEERS).seats
+
+
+def ways(text: str) -> tuple[bool, ...]:
+    """Even owners, and where the planner would take them owners by lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "cluster.toml").write_text(text)
+        known = cluster.read(Path(folder) / "cluster.toml")
+    return (False, True) if step.weighted(seated(known), known).widths else (False,)
+
+
+def measured(there: Path, text: str, steps: int, by_lines: bool = False) -> tuple[float, tuple[float, float, float]]:
     (there / "cluster.toml").write_text(text)
     (there / "run.toml").write_text(CONFIG.format(steps=steps))
     known = cluster.read(there / "cluster.toml")
-    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=known)
-    seats = strategy.placed(problem, (range(SHAPE.layers),), (0,) * PEERS).seats
+    seats = step.weighted(seated(known), known) if by_lines else seated(known)
     names, gradient_bytes = tuple(device.name for device in known.devices), seats.gradient_bytes[0]
     stage = plan.StagePlan(0, SHAPE.layers, names, microbatch_s=seats.backward_s[0], gradient_bytes=gradient_bytes)
     peers = tuple(plan.PeerPlan(name, seats.forward_s[n], seats.backward_s[n]) for n, name in enumerate(names))
-    made = plan.Plan(SHAPE.layers, (stage,), peers=peers, boundary_bytes=seats.boundary_bytes)
+    made = plan.Plan(SHAPE.layers, (stage,), peers=peers, boundary_bytes=seats.boundary_bytes, widths=seats.widths)
     play(there, made)
     spans = averagings(there / "runs" / "predict" / "trace.jsonl")
     return sorted(spans)[len(spans) // 2], formulas(known, gradient_bytes, seats)

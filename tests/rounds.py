@@ -112,13 +112,15 @@ class Group:
         listeners: tuple[Peer, ...] = (),
         hands: Callable[[Peer, int], Hands] = Symbols,
         seed: int = 0,
+        widths: tuple[int, ...] = (),
     ) -> None:
         self.names, self.rng = names, Random(seed)
-        self.settings = Settings(stages=1, microbatches=len(names), steps=9, piece_values=piece_values)
+        self.settings = Settings(1, len(names), steps=9, piece_values=piece_values, widths=widths)
         members = tuple(Member(name, 0) for name in names)
         joining = tuple(Member(name, 0) for name in listeners)
         self.view = View(number=5, step=3, members=members, joining=joining, owners=tuple(range(len(names))))
-        self.shares = {name: Share(name, (index,)) for index, name in enumerate(names)}
+        known = widths or (0,) * len(names)
+        self.shares = {name: Share(name, (index,), known[index]) for index, name in enumerate(names)}
         self.hands = {name: hands(name, length) for name in names}
         self.rounds: dict[Peer, Rounds] = {}
         for name in names:

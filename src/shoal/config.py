@@ -64,6 +64,9 @@ class Run(Section, frozen=True):
         float, ...
     ] = ()  # planned seconds per microbatch of each stage, for placing peers; --plan fills it
     seats: dict[str, int] = {}  # machines of a plan and the stage of each; --plan fills it
+    widths: tuple[
+        int, ...
+    ] = ()  # of each seat's line, kB/s, by which the replicas of a stage share out a round; [] = evenly; --plan fills it
     routes: tuple[
         tuple[tuple[int, ...], ...], ...
     ] = ()  # for each seat and stage: numbers of the seats that serve its microbatches, in turn; --plan fills it
@@ -298,6 +301,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
         seats=tuple(run.seats.values()),
         routes=run.routes,
+        widths=run.widths,
     )
 
 
@@ -478,7 +482,11 @@ def _plan_problems(config: Config) -> Iterator[str]:
     if not run.seats:
         if run.routes:
             yield "run.routes without run.seats; try run.routes=[]"
+        if run.widths:
+            yield "run.widths without run.seats; try run.widths=[]"
         return
+    if run.widths and (len(run.widths) != len(names) or min(run.widths) < 0):
+        yield f"run.widths = {list(run.widths)} must be 0 or more, one for each of {len(names)} run.seats; try run.widths=[]"
     empty = set(range(run.stages)) - set(stages)
     if empty or not all(0 <= stage < run.stages for stage in stages):
         yield f"run.seats = {dict(run.seats)} must serve all stages from 0 to {run.stages - 1} and no other"

@@ -46,6 +46,20 @@ def test_the_plan_is_a_table_marked_as_predicted(cluster: str, capsys: pytest.Ca
         assert word in told
 
 
+def test_who_owns_what_of_a_round_is_told_where_it_follows_the_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {"one": 50, "two": 100, "three": 100, "four": 200}  # Mbit/s
+    machine = '[[device]]\nname = "{}"\nup_Bps = "{} Mbit/s"\ndown_Bps = "{} Mbit/s"\nflops = "10 GFLOP/s"\n'
+    text = '[link]\ndelay_s = "20 ms"\nbandwidth_Bps = "1 Gbit/s"\n'
+    file = tmp_path / "unlike.toml"
+    file.write_text(text + "".join(machine.format(name, width, width) for name, width in lines.items()))
+    words = [str(CONFIGS / "quickstart.toml"), "--cluster", str(file), "--stages", "1"]
+    assert call(*words) == 0
+    told = capsys.readouterr().out
+    assert "owners        of stage 0's rounds, by their lines: one 0%, two 12%, three 12%, four 75%" in told
+
+
 def test_the_model_is_counted_and_where_it_cannot_be_the_plan_says_so(
     cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

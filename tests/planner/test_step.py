@@ -8,7 +8,7 @@ import pytest
 
 from shoal.planner import step
 from shoal.planner.cluster import Cluster, Device
-from shoal.planner.step import Seats, Step, handed_bytes, hop_bytes, predict, rough_s
+from shoal.planner.step import Seats, Step, handed_bytes, hop_bytes, predict, rough_s, weighted
 
 
 def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05, down_Bps: float = 0.0) -> Cluster:
@@ -114,6 +114,41 @@ def test_averaging_fills_equal_lines_from_the_first_byte_to_the_last(peers: int)
     found = told(seats((0,) * peers, gradient_bytes=(100e6,), boundary_bytes=0.0), lines(peers))
     full_s = 100e6 * (peers - 1) / peers / 25e6
     assert found.averaging_s == pytest.approx(2 * full_s + 2 * 0.05)
+
+
+NARROW = (25e6, 25e6, 12.5e6, 25e6)
+
+
+def unlike(widths_Bps: tuple[float, ...], pair_Bps: float = 1e15) -> Cluster:
+    given = lines(len(widths_Bps))
+    devices = zip(given.devices, widths_Bps, strict=True)
+    made = tuple(msgspec.structs.replace(device, up_Bps=width, down_Bps=width) for device, width in devices)
+    return Cluster(made, given.delay_s, np.full_like(given.bandwidth_Bps, pair_Bps))
+
+
+@pytest.mark.parametrize(
+    ("widths_Bps", "least_s"), [(NARROW, 8.0), (4 * NARROW, 8.0), ((12.5e6, 12.5e6, 12.5e6, 25e6), 9.6)]
+)
+def test_owners_by_their_lines_come_near_what_the_narrowest_line_needs(
+    widths_Bps: tuple[float, ...], least_s: float
+) -> None:
+    """100 MB. Evenly owned the narrow line carries 2 (n - 1) / n of them each way, else little more than them; one slice comes after."""
+    peers, cluster = len(widths_Bps), unlike(widths_Bps)
+    even = seats((0,) * peers, gradient_bytes=(100e6,), boundary_bytes=0.0)
+    by_lines = weighted(even, cluster)
+    assert by_lines.widths == tuple(round(width / 1000) for width in widths_Bps)
+    assert told(even, cluster).averaging_s >= 2 * (peers - 1) / peers * 100e6 / 12.5e6
+    found = told(by_lines, cluster)
+    assert least_s < found.averaging_s < 1.2 * least_s + 2 * 0.05
+    assert rough_s(even, cluster) == pytest.approx(found.step_s, rel=0.2), "a search prices what will be chosen"
+    sent = [(nbytes, width) for nbytes, width in zip(found.sent_bytes, widths_Bps, strict=True)]
+    assert max(nbytes / width for nbytes, width in sent) == pytest.approx(least_s, rel=0.1)
+
+
+def test_owners_stay_even_on_lines_alike_and_where_pairs_are_narrower_than_lines() -> None:
+    even = seats((0,) * 4, gradient_bytes=(100e6,), boundary_bytes=0.0)
+    assert weighted(even, lines(4)) is even
+    assert weighted(even, unlike(NARROW, pair_Bps=1e6)) is even
 
 
 def test_a_group_of_one_averages_nothing() -> None:

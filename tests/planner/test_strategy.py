@@ -74,6 +74,25 @@ def test_what_travels_encoded_takes_the_bytes_that_its_codec_says_and_the_second
     assert plain.codec_s(1, 4, True) == plain.averaging_codec_s(1e9, 4) == given.averaging_codec_s(1e9, 1) == 0.0
 
 
+def test_owners_that_follow_the_lines_are_in_the_plan_and_read_back() -> None:
+    fleet = machines(4, memory_bytes=0.0, flops=5e11)
+    wide = tuple(msgspec.structs.replace(device, up_Bps=100e6, down_Bps=100e6) for device in fleet.devices[1:])
+    given = problem(msgspec.structs.replace(fleet, devices=(fleet.devices[0], *wide)), wiring="stochastic")
+    made = decided(given, 1)
+    assert made.widths == (25_000, 100_000, 100_000, 100_000) and "follows the lines' widths" in made.reason
+    assert strategy.as_planned(given, made).widths == made.widths
+    int8 = msgspec.structs.replace(given, travel=codec.Travel(averaging="int8"))
+    busiest = strategy.as_planned(int8, made).averaging_codec_s
+    assert busiest > int8.averaging_codec_s(strategy.as_planned(int8, made).gradient_bytes[0], 4), (
+        "who owns most adds most"
+    )
+    even = decided(problem(fleet), 1)
+    assert even.widths == () and "follows the lines' widths" not in even.reason
+    short = msgspec.structs.replace(made, widths=(1, 2))
+    (said,) = plan.validate(short, given.profile, given.cluster, WORK.value_bytes)
+    assert "widths [1, 2] are not one number" in said and "4 seats" in said
+
+
 def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:
     few = problem(work=msgspec.structs.replace(WORK, microbatches=8, sequences=1, tokens=128))
     many = problem(work=msgspec.structs.replace(WORK, microbatches=4096))

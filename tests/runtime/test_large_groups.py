@@ -20,6 +20,7 @@ from shoal.runtime.hands import Hands
 LENGTH = 5003
 STEP = 3
 ANSWER_S = 60.0
+UNLIKE = (100, 400, 50, 1000, 400)  # widths of lines; the third owns nothing
 
 
 class Tensors:
@@ -63,7 +64,9 @@ def made() -> Iterator[list[Tensors]]:
         one.hands.close()
 
 
-def a_group(made: list[Tensors], replicas: int, how: str = "none", piece_values: int = 0) -> Group:
+def a_group(
+    made: list[Tensors], replicas: int, how: str = "none", piece_values: int = 0, widths: tuple[int, ...] = ()
+) -> Group:
     config = Config(
         run=Run(name="large", stages=1),
         train=Train(batch=replicas, microbatch=1),
@@ -75,7 +78,8 @@ def a_group(made: list[Tensors], replicas: int, how: str = "none", piece_values:
         made.append(Tensors(config))
         return made[-1]
 
-    return Group(tuple(f"p{number:02}" for number in range(replicas)), LENGTH, piece_values, hands=hands, seed=replicas)
+    group = tuple(f"p{number:02}" for number in range(replicas))
+    return Group(group, LENGTH, piece_values, hands=hands, seed=replicas, widths=widths)
 
 
 def brought(group: Group, made: list[Tensors], seed: int) -> list[torch.Tensor]:
@@ -105,13 +109,30 @@ def test_a_round_is_the_sum_in_its_recorded_order_bit_for_bit(
     assert torch.equal(flat, wanted) is (replicas == 16), "rows are another order of additions"
 
 
+@pytest.mark.parametrize("piece_values", [0, 2100])
+def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
+    made: list[Tensors], piece_values: int
+) -> None:
+    group = a_group(made, len(UNLIKE), piece_values=piece_values, widths=UNLIKE)
+    values = brought(group, made, seed=1)
+    group.begin()
+    group.run()
+    wanted = values[0].clone()
+    for part in values[1:]:
+        wanted += part
+    assert len(group.reduced) == len(UNLIKE) and not group.failures
+    assert all(torch.equal(one.reduced(7), wanted) for one in made)
+
+
 @pytest.mark.parametrize("how", ["int8", "topk"])
-@pytest.mark.parametrize(("replicas", "piece_values"), [(18, 0), (24, 2100)])
+@pytest.mark.parametrize(
+    ("replicas", "piece_values", "widths"), [(18, 0, ()), (24, 2100, ()), (5, 0, UNLIKE), (5, 2100, UNLIKE)]
+)
 def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
-    made: list[Tensors], how: str, replicas: int, piece_values: int
+    made: list[Tensors], how: str, replicas: int, piece_values: int, widths: tuple[int, ...]
 ) -> None:
     """What two rounds have applied, and what all have left to send, is together all that was ever brought."""
-    group = a_group(made, replicas, how, piece_values)
+    group = a_group(made, replicas, how, piece_values, widths)
     total, applied = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH, dtype=torch.float64)
     for number in (7, 8):
         values = brought(group, made, seed=number)

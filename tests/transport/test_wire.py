@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.messages import Backward, Chunk, Lead, Output
+from shoal.core.messages import RANKS, Backward, Chunk, Lead, Output
 from shoal.transport import wire
 from shoal.transport.base import DTYPES, Blob, Limits
 from shoal.transport.wire import Arriving, Frame, Head, Malformed, decode, decode_head, encode, head_bytes, size
@@ -140,8 +140,9 @@ def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[byt
 
 
 def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
-    assert wire.fragment(wire.fragment_head(3, 7)) == (3, 7)
-    for rank, nbytes in ((4, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
+    last = RANKS - 1
+    assert wire.fragment(wire.fragment_head(last, 7)) == (last, 7)
+    for rank, nbytes in ((RANKS, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
         with pytest.raises(Malformed, match=f"rank {rank} and {nbytes} bytes"):
             wire.fragment(wire.fragment_head(rank, nbytes))
     arrived = in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [])

@@ -28,6 +28,7 @@ import numpy as np
 from shoal import codec, config, units
 from shoal.cli import standing
 from shoal.cli.config import configured
+from shoal.core import averaging
 from shoal.planner import anneal, choices, churn, cluster, cost, dtfm, greedy, memory, plan, search, step, strategy
 from shoal.planner.profile import Profile, Shape, Work, spans
 
@@ -342,6 +343,7 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
     ]
     routes = f"planned: routes for {len(made.routes)} owners" if made.routes else "stochastic: by measured times"
     lines.append(f"wiring        {routes}")
+    lines += _owning(made)
     lines += _chosen(made)
     lines += [f"next best     {text}" for text in made.runners_up]
     if made.left_out:
@@ -354,6 +356,16 @@ def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
         f"to run        --plan FILE of --out, or by hand run.stages={len(made.stages)} run.peers={seated}{layers}"
     )
     return "\n".join(lines)
+
+
+def _owning(made: plan.Plan) -> list[str]:
+    """What each peer owns of its stage's rounds, where that follows the lines."""
+    width, found = dict(zip(made.seats, made.widths, strict=True)) if made.widths else {}, []
+    for number, stage in enumerate(made.stages):
+        if shares := averaging.owned([width.get(peer, 0) for peer in stage.peers]):
+            told = [f"{peer} {own / sum(shares):.0%}" for peer, own in zip(stage.peers, shares, strict=True)]
+            found.append(f"owners        of stage {number}'s rounds, by their lines: {', '.join(told)}")
+    return found
 
 
 def _chosen(made: plan.Plan) -> list[str]:

@@ -57,6 +57,7 @@ def decided(plan: Plan, where: str) -> list[str]:
         f"run.peers={len(plan.seats)}",
         f"run.stage_seconds={known}",
         f"run.seats={_toml(plan.seats)}",
+        f"run.widths={list(plan.widths)}",
         f"run.routes={[[list(turns) for turns in ways] for ways in plan.routes]}",
     ]
     settings += [f"train.microbatch={plan.microbatch}"] if plan.microbatch else []

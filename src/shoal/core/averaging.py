@@ -10,6 +10,11 @@ A group of more than 16 stands in rows, so that nobody needs a connection to eve
 sum of it. Between two neighbouring cuts of whatever rows lies a segment: one replica of each row has the row's sum of it. Those are
 a column; they cut the segment once more, one chunk each, and add the rows' sums in row order. Every replica is told each of those
 sums by the one of its own row that stands in the column. One row is the same with nothing to be done between rows.
+
+Where a plan knows how wide the replicas' lines are, and they differ, a group of one row owns in proportion: who owns the share w of
+the gradient sends and receives 1 + (n - 2) w of it, and between 1 and 2 (n - 1) / n lies what a narrow line can be spared. It is
+spared only if parts and sums are on their way at the same time, so the piece is cut into SLICES first, and every slice among the
+owners (docs/design/2026-11-22-weighted-owners.md).
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isqrt
 
 import msgspec
@@ -26,6 +31,8 @@ from shoal.core.messages import Peer, Round, Share, View
 
 MOST_CHUNKS = 1 << 19  # in all pieces together: half of what a message can name
 ONE_ROW = 16  # replicas that all exchange with all, over 15 connections each; 17 in three rows need 8
+SLICES = 8  # of a piece among owners of unlike lines: one is told while the next is brought, the last is told alone
+SPARED = 0.9  # of the time that even owners take must be enough, or they stay even
 COLUMNS = (
     2  # in which one replica stands at most, and with one other: a row cuts a chunk of a row of nearly its length once
 )
@@ -55,6 +62,12 @@ class Layout(msgspec.Struct, frozen=True):
     first: int = 0
     inner: int = 0
     last: bool = True  # no piece comes after this one
+    slices: int = 1  # of a group of one row, of which each owner has a chunk
+
+    @property
+    def stride(self) -> int:
+        """Numbers of one piece."""
+        return stride(sum(map(len, self.rows))) * self.slices
 
     @property
     def numbers(self) -> range:
@@ -77,8 +90,8 @@ class Layout(msgspec.Struct, frozen=True):
         its line is the bound and the others' lines wait (8 replicas on shaped lines: 10.1 s against 7.1 s in the planner's model)."""
         at = self.row_of(peer)
         row, cuts = self.rows[at], self.cuts[at]
-        inner = {self.inner + chunk: owner for chunk, owner in enumerate(row[: len(cuts) - 1])}
-        brings = {number: inner[number] for number in _turned(list(inner), row.index(peer) + 1)}
+        inner = {self.inner + chunk: owner for chunk, owner in enumerate(self._adders(at))}
+        brings = {number: inner[number] for number in _turned(inner, row, row.index(peer))}
         mine = {self.first + c: c for c, column in enumerate(self.columns) if column[at] == peer}
         owned = {number: self.columns[c] for number, c in mine.items() if self.owners[c] == peer}
         tells = {number: _others(owned.get(number, (peer,)), peer) + _others(row, peer) for number in mine}
@@ -90,31 +103,78 @@ class Layout(msgspec.Struct, frozen=True):
         passes = {number: self.owners[mine[number]] for number in by_row}
         return Place(cuts, brings, seams, passes, adds, self.hears(peer), tells)
 
+    def _adders(self, row: int) -> tuple[Peer, ...]:
+        """Of a row's chunks, in their order."""
+        return self.owners if len(self.rows) == 1 else self.rows[row][: len(self.cuts[row]) - 1]
+
     def _rows_down(self, row: int, chunk: int) -> int:
         """How many rows after that one the owner of the chunk stands."""
         return (self.columns[chunk].index(self.owners[chunk]) - row - 1) % len(self.rows)
 
 
-def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0) -> Layout:
-    """Cut `length` values into the fewest even pieces of at most `most` (0: one), and piece number `piece` into chunks, as evenly
-    as whole values allow. Later replicas own nothing when a piece has fewer values than the group has replicas."""
+def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, widths: Sequence[int] = ()) -> Layout:
+    """Cut `length` values into the fewest even pieces of at most `most` (0: one), and piece number `piece` into chunks: as evenly
+    as whole values allow, or as `owned` says of the `widths` of the replicas' lines. Later replicas own nothing when a piece has fewer
+    values than the group has replicas. Unevenly owned pieces are shorter, so that no owner holds more parts at once than an even one."""
     assert group, "a group has at least one replica"
-    rows = rows_of(group)
+    rows, shares = rows_of(group), owned(widths)
+    slices = SLICES if shares else 1
+    if shares and most:
+        most = max(1, most * sum(shares) // (len(shares) * max(shares)))
     pieces = -(-length // max(most, len(group))) if most else 1
-    pieces = max(1, min(pieces, MOST_CHUNKS // stride(len(group))))
+    pieces = max(1, min(pieces, MOST_CHUNKS // (slices * stride(len(group)))))
     start, stop = _cut(length, pieces, piece), _cut(length, pieces, piece + 1)
+    first, last = piece * slices * stride(len(group)), piece + 1 == pieces
+    if shares:
+        bounds, owners = _sliced(start, stop, group, shares)
+        return Layout(rows, (bounds,), bounds, tuple((one,) for one in owners), owners, first, first, last, slices)
     cuts = tuple(_bounds(start, stop, len(row)) for row in rows)
-    bounds, columns, owners = [start], list[tuple[Peer, ...]](), list[Peer]()
-    edges = sorted({bound for cut in cuts for bound in cut})
-    for low, high in pairwise(edges) if len(edges) > 1 else [(start, stop)]:
+    edges, columns, owned_by = [start], list[tuple[Peer, ...]](), list[Peer]()
+    segments = sorted({bound for cut in cuts for bound in cut})
+    for low, high in pairwise(segments) if len(segments) > 1 else [(start, stop)]:
         column = tuple(row[min(bisect_right(cut, low), len(cut) - 1) - 1] for row, cut in zip(rows, cuts, strict=True))
         inside = _bounds(low, high, len(rows))[1:]
-        bounds += inside
+        edges += inside
         columns += [column] * len(inside)
-        owners += column[: len(inside)]
-    first = piece * stride(len(group))
+        owned_by += column[: len(inside)]
     inner = first if len(rows) == 1 else first + _most_owned(len(group))
-    return Layout(rows, cuts, tuple(bounds), tuple(columns), tuple(owners), first, inner, piece + 1 == pieces)
+    return Layout(rows, cuts, tuple(edges), tuple(columns), tuple(owned_by), first, inner, last)
+
+
+def owned(widths: Sequence[int]) -> tuple[int, ...]:
+    """In what proportion replicas with lines of these widths (any unit; 0: not known, so as narrow as the narrowest) own the gradient, so
+    that the busiest line is as little busy as can be; () when evenly is as good.
+
+    Who owns w of L values sends and receives (1 + (n - 2) w) L. Filling all lines to the same time T gives
+    T = (n - 2 + k) / (b_1 + ... + b_k) for the k widest lines, which own (T b - 1) / (n - 2) each; the others own nothing and need
+    1 / b."""
+    replicas, known = len(widths), [width for width in widths if width > 0]
+    if not known or not 3 <= replicas <= ONE_ROW:
+        return ()
+    narrow = min(known)
+    lines = [width or narrow for width in widths]
+    widest = sorted(lines, reverse=True)
+    owners = max(k for k in range(1, replicas + 1) if (replicas - 2 + k) * widest[k - 1] > sum(widest[:k]))
+    together, full = sum(widest[:owners]), replicas - 2 + owners
+    even_s, own_s = 2 * (replicas - 1) / replicas / narrow, max(1 / narrow, full / together)
+    if own_s * (1 + 1 / SLICES) > SPARED * even_s:
+        return ()
+    return tuple(max(0, full * line - together) for line in lines)
+
+
+def _sliced(
+    start: int, stop: int, group: Sequence[Peer], shares: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[Peer, ...]]:
+    """Bounds and owners of the chunks: of every slice one for each replica that owns, as far as there are values."""
+    bounds, owners, upto, whole = [start], list[Peer](), list(accumulate(shares)), sum(shares)
+    for slice_ in range(SLICES):
+        low, high = (start + _cut(stop - start, SLICES, place) for place in (slice_, slice_ + 1))
+        for peer, share in zip(group, upto, strict=True):
+            bound = low + (high - low) * share // whole
+            if bound > bounds[-1]:
+                bounds.append(bound)
+                owners.append(peer)
+    return (tuple(bounds), tuple(owners)) if owners else ((start, stop), (group[0],))
 
 
 def rows_of(group: Sequence[Peer]) -> tuple[tuple[Peer, ...], ...]:
@@ -137,9 +197,10 @@ def of_row(number: int, replicas: int) -> bool:
     return replicas <= ONE_ROW or number % stride(replicas) >= _most_owned(replicas)
 
 
-def early_parts(replicas: int) -> int:
-    """How many parts of a piece one replica may send another before that begins with the piece."""
-    return 1 if replicas <= ONE_ROW else COLUMNS
+def early_parts(replicas: int, weighted: bool) -> int:
+    """How many parts of a piece one replica may send another before that begins with the piece. `weighted`: some replicas' lines have
+    a planned width."""
+    return COLUMNS if replicas > ONE_ROW else SLICES if weighted else 1
 
 
 def connections(replicas: int) -> int:
@@ -187,8 +248,14 @@ def _cut(length: int, count: int, place: int) -> int:
     return each * place + min(place, over)
 
 
-def _turned(values: list[int], at: int) -> list[int]:
-    return values[at:] + values[:at]
+def _turned(chunks: dict[int, Peer], row: Sequence[Peer], at: int) -> list[int]:
+    """Slice by slice, within each beginning after place `at` of the row."""
+    place, slice_, order = {peer: number for number, peer in enumerate(row)}, 0, list[tuple[int, int, int]]()
+    last = -1
+    for number, owner in chunks.items():
+        slice_, last = slice_ + (place[owner] <= last), place[owner]
+        order.append((slice_, (last - at - 1) % len(row), number))
+    return [number for _, _, number in sorted(order)]
 
 
 def _others(peers: tuple[Peer, ...], peer: Peer) -> tuple[Peer, ...]:

@@ -621,7 +621,7 @@ class Coordinator:
             for stage in range(self.settings.stages)
         )
         self.rounds += 1
-        groups = ledger.groups(view.members, ready)
+        groups = ledger.groups(view.members, ready, self.settings.widths)
         self.round = Round(
             epoch=view.epoch,
             step=view.step,

@@ -68,20 +68,26 @@ class Ledger:
                     return min((other, member.peer), key=lambda peer: (len(self.books[peer]), peer))
         return None
 
-    def groups(self, members: tuple[Member, ...], ready: tuple[Member, ...]) -> tuple[tuple[Share, ...], ...]:
-        """Shares per stage, members first, then joiners that hold the step's parameters and bring nothing."""
+    def groups(
+        self, members: tuple[Member, ...], ready: tuple[Member, ...], widths: tuple[int, ...] = ()
+    ) -> tuple[tuple[Share, ...], ...]:
+        """Shares per stage, members first, then joiners that hold the step's parameters and bring nothing. `widths` of seats' lines."""
         groups: list[list[Share]] = [[] for _ in range(self.stages)]
         for member in members:
             indices = tuple(booking.index for booking in self.books.get(member.peer, ()))
-            groups[member.stage].append(Share(peer=member.peer, indices=indices))
+            groups[member.stage].append(Share(member.peer, indices, _width(member, widths)))
         for joiner in ready:
-            groups[joiner.stage].append(Share(peer=joiner.peer, indices=()))
+            groups[joiner.stage].append(Share(joiner.peer, (), _width(joiner, widths)))
         return tuple(tuple(group) for group in groups)
 
     def loss(self) -> float:
         """Mean loss over the step's microbatches, added in index order."""
         losses = {b.index: b.loss for books in self.books.values() for b in books if b.loss is not None}
         return sum(losses[i] for i in sorted(losses)) / len(losses) if losses else float("nan")
+
+
+def _width(member: Member, widths: tuple[int, ...]) -> int:
+    return widths[member.seat] if 0 <= member.seat < len(widths) else 0
 
 
 def counted_twice(groups: tuple[tuple[Share, ...], ...]) -> int:

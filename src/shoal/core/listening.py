@@ -180,12 +180,13 @@ class Listening:
     def _tellers(self, commit: Committed) -> dict[int, Peer]:
         """Of every chunk of that round, in order. Without a seat the length is not known: of the first piece only."""
         assert self._key is not None
-        group = tuple(share.peer for share in commit.groups[self._key[1]])
+        shares = commit.groups[self._key[1]]
+        group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
         seated = self._seat.seated and self._seat.stage == self._key[1]
         most = self._settings.piece_values if seated else 0
         found: dict[int, Peer] = {}
         for piece in count():
-            layout = split(self._seat.length if seated else LONG, group, most, piece)
+            layout = split(self._seat.length if seated else LONG, group, most, piece, widths)
             found.update(layout.hears(self._name))
             if layout.last:
                 break

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 13  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 14  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -62,6 +62,7 @@ class Share(Value, frozen=True):
 
     peer: Peer
     indices: tuple[Index, ...]
+    width: Count = 0  # of its line, as planned: kB/s; 0: not known
 
 
 class Holding(Value, frozen=True):
@@ -685,12 +686,12 @@ BULK = (
 )  # may carry blobs; all others travel as control
 
 
-RANKS = 4  # of bulk
+RANKS = 5  # of bulk
 
 
 def rank(message: Message) -> int:
-    """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward,
-    averaging, and state for a joiner. Messages to one peer keep their order within a rank only."""
+    """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging
+    (what is added up before what is yet to be), and state for a joiner. Messages to one peer keep their order within a rank only."""
     match message:
         case Backward() | Gradient():
             return 0
@@ -698,9 +699,11 @@ def rank(message: Message) -> int:
             return 0 if message.gradient else 1
         case Forward() | Output():
             return 1
-        case Part() | Sum():
+        case Sum():
             return 2
-    return 3
+        case Part():
+            return 3
+    return 4
 
 
 # ------------------------------------------------------------------------------------------------------------ events
@@ -1016,3 +1019,4 @@ class Settings(msgspec.Struct, frozen=True):
     seat: int = -1  # of this peer in the plan
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
+    widths: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shoal.core.averaging import Layout, Place, early_parts, fenced, objection, split, stride
+from shoal.core.averaging import Layout, Place, early_parts, fenced, objection, split
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -131,11 +131,12 @@ class Rounds:
         reason = objection(message, view, me)
         if reason:
             return commands + self.fail(message, reason)
-        group = tuple(share.peer for share in message.groups[stage]) if stage < len(message.groups) else ()
+        shares = message.groups[stage] if stage < len(message.groups) else ()
+        group = tuple(share.peer for share in shares)
         if self._name not in group:
             self._reason = f"{self._name} is not listed"
             return commands
-        layout = split(self._seat.length, group, self._settings.piece_values)
+        layout = self._layout(shares, 0)
         known = self._seat.known.present
         listed = message.listeners[stage] if stage < len(message.listeners) else ()
         row = layout.row_of(self._name)
@@ -216,7 +217,7 @@ class Rounds:
                 return drop(blobs)
             if isinstance(message, Resend):
                 return self._send_again(current, peer, message) + drop(blobs)
-            if message.chunk // stride(len(current.group)) > current.piece:
+            if message.chunk // current.layout.stride > current.piece:
                 return self._hold(peer, Early(message, blobs, fault))
             return self._take(current, peer, Early(message, blobs, fault), now)
         if isinstance(message, Resend) or message.round <= self._newest:
@@ -235,7 +236,7 @@ class Rounds:
         if any(_when(one) == _when(early) or one.message.round > early.message.round for one in held):
             return drop(early.blobs)
         stale = [one for one in held if one.message.round < early.message.round]
-        if len(held) - len(stale) >= early_parts(replicas):
+        if len(held) - len(stale) >= early_parts(replicas, bool(self._settings.widths)):
             lowest = min(held, key=_when)
             if _when(lowest) > _when(early):
                 return drop(early.blobs)
@@ -249,7 +250,7 @@ class Rounds:
             peer = key[0]
             for early in list(held):
                 number, chunk = _when(early)
-                later = peer in current.group and chunk // stride(len(current.group)) > current.piece
+                later = peer in current.group and chunk // current.layout.stride > current.piece
                 if number > current.message.round or (number == current.message.round and later):
                     continue
                 held.remove(early)
@@ -357,6 +358,10 @@ class Rounds:
         outs = tuple(f"s/{next(self._serial)}" for _ in current.place.brings)
         return self._do(current, Cut(self._task_id(), current.message.step, current.place.cuts, outs))
 
+    def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
+        group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
+        return split(self._seat.length, group, self._settings.piece_values, piece, widths)
+
     def _next_piece(self, current: Current, now: float) -> list[Command]:
         """This piece is gathered: let go of it, but for the sums I told, which may be lost on their way, and begin the next one."""
         current.before = _told(current)
@@ -364,7 +369,7 @@ class Rounds:
         commands = _forget(current, tuple(blob for blob in current.live if blob not in kept))
         current.sent = {asked for asked in current.sent if asked[1] in current.before and asked[2]}
         current.piece += 1
-        current.layout = split(self._seat.length, current.group, self._settings.piece_values, current.piece)
+        current.layout = self._layout(current.message.groups[self._stage], current.piece)
         current.place = current.layout.place(self._name)
         current.cut, current.parts, current.sums, current.adding = {}, {}, {}, {}
         current.gathering = False

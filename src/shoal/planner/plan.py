@@ -82,6 +82,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runners_up: tuple[str, ...] = ()  # in words
     peers: tuple[PeerPlan, ...] = ()  # by seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
+    widths: tuple[
+        int, ...
+    ] = ()  # by seat, of its line, kB/s: who owns how much of a round follows them; empty: all own as much
     microbatch: int = 0  # sequences
     inflight: int = 0  # microbatches that an owner drives at once
     boundary_bytes: float = 0.0  # of one microbatch between two stages
@@ -114,7 +117,7 @@ def validate(plan: Plan, profile: Profile, cluster: Cluster, value_bytes: int) -
     """Everything that is wrong with the plan for that model on those machines, in words; empty when it can run."""
     if plan.layers != profile.blocks:
         return [f"the plan is for a model of {plan.layers} blocks, this one has {profile.blocks}; plan anew"]
-    problems = _cuts(plan) + _seats(plan, cluster) + _routes(plan)
+    problems = _cuts(plan) + _seats(plan, cluster) + _routes(plan) + _widths(plan)
     if problems:
         return problems
     device_of = {device.name: device for device in cluster.devices}
@@ -198,6 +201,14 @@ def _routes(plan: Plan) -> list[str]:
                     f"{names[owner]}'s microbatches go to seat {wrong[0]} at stage {stage}, which it does not serve"
                 )
     return problems
+
+
+def _widths(plan: Plan) -> list[str]:
+    if plan.widths and (len(plan.widths) != len(plan.seats) or min(plan.widths) < 0):
+        return [
+            f"widths {list(plan.widths)} are not one number of kB/s, 0 or more, for each of {len(plan.seats)} seats; or give none"
+        ]
+    return []
 
 
 def _few(names: list[str]) -> str:

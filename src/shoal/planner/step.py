@@ -15,6 +15,7 @@ Some steps are played to warm the wiring up and as many are timed. A long step i
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from heapq import heappop, heappush
@@ -23,7 +24,7 @@ from itertools import count, pairwise
 import msgspec
 import numpy as np
 
-from shoal.core.averaging import Place, row_lengths, split
+from shoal.core.averaging import SLICES, Place, owned, row_lengths, split
 from shoal.core.choice import Choice
 from shoal.core.messages import Member, Settings, View
 from shoal.core.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
@@ -39,6 +40,8 @@ ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a sh
 PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
 VALUES = 1 << 20  # of a round that is played, for each replica: a power of two, so that even shares have no rounding
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
+WEIGHTED_GAIN = 1.05  # so much longer must a round of even owners take, or they stay even
+WIDEST_Bps = 1e12  # what a line without a stated width is taken for
 BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
 TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
 _VIEW = View(number=0, step=0, members=())
@@ -60,6 +63,7 @@ class Seats(msgspec.Struct, frozen=True):
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
     direct: bool = False  # boundary tensors go straight from server to server; else through the microbatch's owner
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
+    widths: tuple[int, ...] = ()  # of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
 
     @property
     def stages(self) -> int:
@@ -127,6 +131,23 @@ def rough_s(seats: Seats, cluster: Cluster) -> float:
     return longest_s + averaging_s + _agreeing(delay_s)
 
 
+def weighted(seats: Seats, cluster: Cluster) -> Seats:
+    """The same with owners weighted by their lines, if a round is sooner over by that."""
+    other = msgspec.structs.replace(seats, widths=_widths(cluster))
+    if not any(owned(_of(other.widths, seats.replicas(stage))) for stage in range(seats.stages)):
+        return seats
+    return other if _averaging(other, cluster)[0] * WEIGHTED_GAIN < _averaging(seats, cluster)[0] else seats
+
+
+def _widths(cluster: Cluster) -> tuple[int, ...]:
+    lines_Bps = [min(device.up_Bps or math.inf, device.down_Bps or math.inf) for device in cluster.devices]
+    return tuple(max(1, round(min(line_Bps, WIDEST_Bps) / 1000)) for line_Bps in lines_Bps)
+
+
+def _of(widths: tuple[int, ...], group: list[int]) -> tuple[int, ...]:
+    return tuple(widths[device] for device in group) if widths else ()
+
+
 def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
     """What an owner sends and what it receives for one microbatch, by stage, over forward and backward."""
     last, body, back, tokens = seats.stages - 1, seats.boundary_bytes, seats.back_bytes, seats.tokens_bytes
@@ -166,6 +187,10 @@ class _Lines:
         self._inflow = [Inflow() for _ in cluster.devices]
         self._pair_free: dict[tuple[int, int], float] = {}
         self.up_used, self.down_used, self.sent = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+
+    def free(self, source: int) -> float:
+        """When all that was sent so far has left."""
+        return self._up_free[source]
 
     def leave(self, source: int, target: int, nbytes: float, now: float) -> float:
         """When its last byte reaches the target's line."""
@@ -403,23 +428,37 @@ def _averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
         sent = np.zeros(len(cluster.devices))
         for stage, nbytes in enumerate(seats.gradient_bytes):
             group = seats.replicas(stage)
-            sent[group] = 2 * nbytes * (1 - 1 / len(group))
+            sent[group] = [2 * nbytes * (1 - 1 / len(group))] * len(group)
+            if shares := owned(_of(seats.widths, group)):
+                sent[group] = [nbytes * (1 + (len(group) - 2) * share / sum(shares)) for share in shares]
         return _rough_averaging_s(seats, cluster), sent
     for stage in range(seats.stages):
-        end_s = max(end_s, _round_s(lines, seats.replicas(stage), seats.gradient_bytes[stage]))
+        group = seats.replicas(stage)
+        end_s = max(end_s, _round_s(lines, group, seats.gradient_bytes[stage], _of(seats.widths, group)))
     return end_s, lines.sent
 
 
-def _round_s(lines: _Lines, group: list[int], gradient_bytes: float) -> float:
+def _round_s(lines: _Lines, group: list[int], gradient_bytes: float, widths: tuple[int, ...] = ()) -> float:
     """One stage's, as core/averaging.py lays it out: parts to those who add them, of rows' sums too, and sums to those who lack them."""
-    places, share, end_s, serial = _places(len(group)), gradient_bytes / (len(group) * VALUES), 0.0, count()
+    places, share, end_s, serial = _places(len(group), widths), gradient_bytes / (len(group) * VALUES), 0.0, count()
     missing = [{number: len(peers) for number, peers in place.adds.items()} for place, _ in places]
-    on_the_way: list[tuple[float, int, int, int, int, bool]] = []  # when, serial, from, to, chunk, is a sum
+    waiting = [(deque[tuple[int, int]](), deque[tuple[int, int]]()) for _ in group]  # to, chunk: sums go before parts
+    # When, serial, from (-1: all of it is here), to (-1: the line is free), chunk, is a sum.
+    events: list[tuple[float, int, int, int, int, bool]] = []
 
     def send(source: int, target: int, number: int, now: float, is_sum: bool) -> None:
-        nbytes = share * places[source][1][number]
-        at = lines.leave(group[source], group[target], nbytes, now)
-        heappush(on_the_way, (at, next(serial), source, target, number, is_sum))
+        waiting[source][not is_sum].append((target, number))
+        if lines.free(group[source]) <= now:
+            go_on(source, now)
+
+    def go_on(source: int, now: float) -> None:
+        is_sum = bool(waiting[source][0])
+        if not any(waiting[source]):
+            return
+        target, number = waiting[source][not is_sum].popleft()
+        at = lines.leave(group[source], group[target], share * places[source][1][number], now)
+        heappush(events, (at, next(serial), source, target, number, is_sum))
+        heappush(events, (lines.free(group[source]), next(serial), source, -1, 0, False))
 
     def brought(adds: dict[int, str], at: int, now: float) -> None:
         for number, peer in adds.items():
@@ -444,19 +483,24 @@ def _round_s(lines: _Lines, group: list[int], gradient_bytes: float) -> float:
 
     for at, (place, _) in enumerate(places):
         brought(place.brings, at, 0.0)
-    while on_the_way:
-        now, _, source, target, number, is_sum = heappop(on_the_way)
-        done_s = lines.arrive(group[source], group[target], share * places[source][1][number], now)
-        end_s = max(end_s, done_s)
-        (told if is_sum else came)(target, number, done_s)
+    while events:
+        now, _, source, target, number, is_sum = heappop(events)
+        if target < 0:
+            go_on(source, now)
+        elif source < 0:
+            end_s = now
+            (told if is_sum else came)(target, number, now)
+        else:
+            done_s = lines.arrive(group[source], group[target], share * places[source][1][number], now)
+            heappush(events, (done_s, next(serial), -1, target, number, is_sum))
     return end_s
 
 
 @cache
-def _places(replicas: int) -> tuple[tuple[Place, dict[int, int]], ...]:
+def _places(replicas: int, widths: tuple[int, ...] = ()) -> tuple[tuple[Place, dict[int, int]], ...]:
     """Of every replica, by number; and the values of each chunk that it sends, of VALUES for each replica."""
     names = tuple(map(str, range(replicas)))
-    layout = split(replicas * VALUES, names)
+    layout = split(replicas * VALUES, names, widths=widths)
     whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
     found = []
     for place in map(layout.place, names):
@@ -466,7 +510,7 @@ def _places(replicas: int) -> tuple[tuple[Place, dict[int, int]], ...]:
 
 
 def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
-    """The same for equal lines that are full from the first byte to the last, and pairs side by side."""
+    """The same for lines that are full from the first byte to the last, and pairs side by side."""
     worst = 0.0
     for stage, nbytes in enumerate(seats.gradient_bytes):
         group = seats.replicas(stage)
@@ -483,6 +527,12 @@ def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
         for among in exchanges:
             there_s += max(held / among / pair_Bps, held * (1 - 1 / among) / line_Bps) + delay_s
             held /= among
+        widths = _of(_widths(cluster), group)
+        if shares := owned(widths):
+            most = zip(shares, widths, strict=True)
+            busy_s = max(nbytes * (1 + (len(group) - 2) * own / sum(shares)) / (1000 * width) for own, width in most)
+            pair_s = nbytes * max(shares) / sum(shares) / pair_Bps
+            there_s = min(there_s, max(busy_s * (1 + 1 / SLICES) / 2, pair_s) + delay_s)
         worst = max(worst, 2 * there_s)
     return worst
 

@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 
 from shoal import codec, units
-from shoal.core.averaging import row_lengths
+from shoal.core.averaging import owned, row_lengths
 from shoal.planner import memory, wiring
 from shoal.planner.cluster import Cluster, Device
 from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.profile import BACKWARD, FORWARD, Profile, Shape, Work, profile, spans
-from shoal.planner.step import Seats, Step, hop_s, predict, rough_s
+from shoal.planner.step import Seats, Step, hop_s, predict, rough_s, weighted
 
 SIZES = (0.25, 0.5, 1, 2, 4)  # of the configured microbatch
 PLAYED = 4  # numbers of stages whose step is played, the best by the rough formula
@@ -104,15 +104,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         seconds += codec.decode_s(how.gradients, values) if stage < stages - 1 else 0.0
         return seconds + (codec.encode_s(how.gradients, values) if stage else 0.0)
 
-    def averaging_codec_s(self, gradient_bytes: float, replicas: int) -> float:
+    def averaging_codec_s(self, gradient_bytes: float, replicas: int, owned: float = 0.0) -> float:
         """Of one replica in a round: its parts, its row's if there are several, and its own sum are encoded; what it added up,
-        what it left out and the whole sum are decoded."""
+        what it left out and the whole sum are decoded. `owned`: its share of the gradient; 0: an even one."""
         if replicas < 2:
             return 0.0
         values, how = gradient_bytes / codec.bytes_per_value(self.travel.averaging, 4), self.travel.averaging
         rows = row_lengths(replicas)
         of_row = 1 / rows[0] if len(rows) > 1 else 0.0
-        encoded, added = 1 + of_row + 1 / replicas, 1 + of_row
+        own = owned or 1 / replicas
+        encoded, added = 1 + of_row + own, replicas * own + of_row
         return codec.encode_s(how, values * encoded) + codec.decode_s(how, values * (added + encoded + 1))
 
 
@@ -171,7 +172,7 @@ def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages
     if not options:
         raise ValueError(min(refusals, key=lambda refusal: refusal.lacks_bytes).text)
     ranked = sorted(options, key=lambda option: (option.rough_s, option.stages))[:PLAYED]
-    played = [_played(problem, option, rng) for option in ranked]
+    played = [_played(problem, _weighted(problem, option), rng) for option in ranked]
     played.sort(key=_step_s)
     played[:WIRED] = [_wired(problem, option, rng) for option in played[:WIRED]]
     played.sort(key=_step_s)
@@ -211,6 +212,23 @@ def _played(problem: Problem, option: Option, rng: np.random.Generator) -> Optio
 
 def _step_s(option: Option) -> tuple[float, int]:
     return option.step.step_s if option.step else math.inf, option.stages
+
+
+def _weighted(problem: Problem, option: Option) -> Option:
+    return msgspec.structs.replace(option, seats=_owning(problem, weighted(option.seats, problem.cluster)))
+
+
+def _owning(problem: Problem, seats: Seats) -> Seats:
+    """With the seconds that who owns most encodes and decodes."""
+    if not seats.widths:
+        return seats
+    codec_s = 0.0
+    for stage, nbytes in enumerate(seats.gradient_bytes):
+        group = seats.replicas(stage)
+        shares = owned([seats.widths[device] for device in group])
+        most = max(shares) / sum(shares) if shares else 0.0
+        codec_s = max(codec_s, problem.averaging_codec_s(nbytes, len(group), most))
+    return msgspec.structs.replace(seats, averaging_codec_s=codec_s)
 
 
 def _wired(problem: Problem, option: Option, rng: np.random.Generator) -> Option:
@@ -366,9 +384,13 @@ def as_planned(problem: Problem, plan: Plan) -> Seats:
             stage_of[place[peer]] = number
     cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
     seats = placed(problem, cut, tuple(stage_of)).seats
+    order = seats.seated  # a plan's widths and routes speak of seats, Seats of devices
+    if plan.widths:
+        width = dict(zip(order, plan.widths, strict=True))
+        widths = tuple(width.get(device, 0) for device in range(len(place)))
+        seats = _owning(problem, msgspec.structs.replace(seats, widths=widths))
     if not plan.routes:
         return seats
-    order = seats.seated  # a plan's routes speak of seats, Seats of devices
     ways = {
         order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
         for owner, by_stage in enumerate(plan.routes)
@@ -472,6 +494,7 @@ def _plan(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pl
         runners_up,
         _peers(problem, best, tuple(stage.memory_bytes for stage in stages)),
         _seat_routes(seats),
+        tuple(seats.widths[device] for device in seats.seated) if seats.widths else (),
         problem.work.sequences,
         problem.work.inflight,
         made.boundary_bytes,
@@ -574,6 +597,8 @@ def _reason(problem: Problem, played: list[Option], refusals: list[Refusal]) -> 
         why += f"; with {stages_text(played[1].stages)} it is {more:.0%} longer"
     if best.seats.routes:
         why += "; planned wiring: fixed routes are quicker than those chosen by measured times"
+    if best.seats.widths:
+        why += "; who owns what of a round follows the lines' widths, which differ"
     idle = best.seats.stage_of.count(-1)
     if idle:
         why += f"; {idle} devices are left out, as they would hold the others up or cannot hold a stage"

@@ -212,6 +212,16 @@ SCENARIOS = {
             strikes=Strikes(rows=2, columns=2, tellings=2),
         ),
         Scenario(
+            name="unlike_lines",  # who owns what of a round follows the widths of the lines
+            planned=True,
+            lines=Ranges(gradient_s=(0.3, 3.0)),
+            peers=(4, 16),
+            stages=(1, 2),
+            messages=Messages(drop=0.03, delay=0.01, stranger=0.01, fail=0.01),
+            happenings=Happenings(kills=2, restarts=3, leaves=2, joiners=3, pauses=2, one_ways=2, halves=1, liars=1),
+            strikes=Strikes(rows=2, tellings=2),
+        ),
+        Scenario(
             name="large",
             peers=(24, 40),
             stages=(3, 6),
@@ -287,7 +297,10 @@ def suite(name: str) -> tuple[Scenario, ...]:
         return (load(name),)
     return (
         *FAULTS,
-        *(SCENARIOS[one] for one in ("churn", "network", "chaos", "wild", "lost", "fleet", "lines", "large_group")),
+        *(
+            SCENARIOS[one]
+            for one in ("churn", "network", "chaos", "wild", "lost", "fleet", "lines", "large_group", "unlike_lines")
+        ),
         *LONG,
     )
 
@@ -343,6 +356,9 @@ def draw(scenario: Scenario, seed: int) -> Case:
     )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
+        settings = msgspec.structs.replace(
+            settings, widths=_widths(wire, peers, Random(f"{scenario.name}/{seed}/widths"))
+        )
     return Case(
         scenario=scenario,
         seed=seed,
@@ -368,6 +384,13 @@ def _with_plan(settings: Settings, peers: int, rng: Random) -> Settings:
     at = [[seat for seat, own in enumerate(seats) if own == stage] for stage in range(settings.stages)]
     routes = tuple(tuple(tuple(rng.choices(group, k=rng.randint(1, 3))) for group in at) for _ in range(peers))
     return msgspec.structs.replace(settings, seats=tuple(seats), routes=routes)
+
+
+def _widths(wire: lines.Wire | None, peers: int, rng: Random) -> tuple[int, ...]:
+    """As wide as the lines are. Without lines of their own in half of the cases as wide as any could be, or not known."""
+    if wire is not None:
+        return tuple(round(min(line.up_Bps, line.down_Bps) / 1000) for line in wire.lines)
+    return rng.choice(((), tuple(rng.choice((0, 100, 400, 1000)) for _ in range(peers))))
 
 
 def _some(limits: Limits, rng: Random, whole: bool, sure: bool = False) -> Limits:

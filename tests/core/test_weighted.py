@@ -1,0 +1,181 @@
+"""Owners of unlike shares: what each line carries, and that rounds of them add up everything once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import pytest
+from tests.rounds import Group, Symbols
+
+from shoal.core.averaging import ONE_ROW, SLICES, SPARED, Layout, early_parts, owned, split
+from shoal.core.messages import RANKS, Chunk, Gradient, Part, Peer, Resend, Sum, rank
+
+
+def names(count: int) -> tuple[Peer, ...]:
+    return tuple(f"p{number:02}" for number in range(count))
+
+
+def layouts(widths: tuple[int, ...], length: int, most: int = 0) -> list[Layout]:
+    """Of all pieces."""
+    group = names(len(widths))
+    found = [split(length, group, most, 0, widths)]
+    while not found[-1].last:
+        found.append(split(length, group, most, len(found), widths))
+    return found
+
+
+def busy_s(shares: list[float], widths: tuple[int, ...]) -> float:
+    """Of the busiest line, each way, for a gradient of 1."""
+    return max((1 + (len(widths) - 2) * share) / width for share, width in zip(shares, widths, strict=True))
+
+
+def drawn(seed: int) -> tuple[int, ...]:
+    rng = Random(seed)
+    return tuple(int(12_500 * 10 ** rng.random()) for _ in range(rng.randint(3, ONE_ROW)))
+
+
+UNLIKE = [widths for widths in map(drawn, range(60)) if owned(widths)]
+
+
+def test_most_fleets_of_100_to_1000_megabit_gain_by_it() -> None:
+    assert len(UNLIKE) > 45
+
+
+@pytest.mark.parametrize("widths", UNLIKE)
+def test_the_busiest_line_is_as_little_busy_as_any_shares_make_it(widths: tuple[int, ...]) -> None:
+    """The busiest line's time is a convex function of the shares: who cannot gain by giving some to one other cannot gain at all."""
+    found = owned(widths)
+    shares = [share / sum(found) for share in found]
+    best_s = busy_s(shares, widths)
+    assert best_s <= SPARED * busy_s([1 / len(widths)] * len(widths), widths)
+    for giver in range(len(widths)):
+        for taker in range(len(widths)):
+            moved = list(shares)
+            moved[giver] -= 1e-6
+            moved[taker] += 1e-6
+            if moved[giver] >= 0 and giver != taker:
+                assert busy_s(moved, widths) >= best_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("widths", [(), (0, 0, 0), (5, 5, 5, 5), (100, 104, 97), (1, 9), (1, *[9] * ONE_ROW)])
+def test_like_or_unknown_lines_pairs_and_groups_in_rows_stay_even(widths: tuple[int, ...]) -> None:
+    group = names(max(2, len(widths)))
+    assert owned(widths) == () and split(1000, group, 300, 1, widths) == split(1000, group, 300, 1)
+
+
+def test_a_line_that_is_not_known_is_taken_for_the_narrowest() -> None:
+    assert owned((0, 400, 100, 400)) == owned((100, 400, 100, 400)) == (0, 800, 0, 800)
+
+
+@pytest.mark.parametrize("widths", [(100, 400, 50, 400), (25, 25, 25, 100), *UNLIKE[:8]])
+@pytest.mark.parametrize(("length", "most"), [(1, 0), (7, 0), (20_007, 0), (20_007, 3000)])
+def test_chunks_cover_the_gradient_once_and_each_owner_has_its_share_of_every_slice(
+    widths: tuple[int, ...], length: int, most: int
+) -> None:
+    at, group, shares, used = 0, names(len(widths)), owned(widths), set[int]()
+    for layout in layouts(widths, length, most):
+        assert layout.bounds[0] == at and list(layout.bounds) == sorted(set(layout.bounds))
+        at, size = layout.bounds[-1], layout.bounds[-1] - layout.bounds[0]
+        values = Counter[Peer]()
+        for owner, (low, high) in zip(layout.owners, pairwise(layout.bounds), strict=True):
+            values[owner] += high - low
+        for peer, share in zip(group, shares, strict=True):
+            assert values[peer] == pytest.approx(size * share / sum(shares), abs=SLICES)
+            place = layout.place(peer)
+            mine = [number for number, owner in zip(layout.numbers, layout.owners, strict=True) if owner == peer]
+            assert place.adds == dict.fromkeys(mine, group) and set(place.brings) == set(place.hears)
+            assert len(mine) <= early_parts(len(group), True)
+            assert set(place.tells) == set(mine) and all(len(to) == len(group) - 1 for to in place.tells.values())
+            if most:
+                assert (len(group) - 1) * values[peer] <= most + len(group) * SLICES, (
+                    "the parts that an even owner holds"
+                )
+        assert not used & set(layout.numbers) and {number // layout.stride for number in layout.numbers} == {
+            layout.first // layout.stride
+        }
+        used |= set(layout.numbers)
+    assert at == length
+
+
+def test_slices_go_one_after_the_other_and_within_one_the_next_owner_first() -> None:
+    widths = (400, 400, 400, 50)
+    layout = split(8000, names(4), 0, 0, widths)
+    orders = [list(layout.place(peer).brings.values()) for peer in names(4)]
+    assert orders[0] == ["p01", "p02", "p00"] * SLICES and orders[1] == ["p02", "p00", "p01"] * SLICES
+    assert orders[3] == ["p00", "p01", "p02"] * SLICES
+    for peer in names(4):
+        numbers = list(layout.place(peer).brings)
+        assert [number // 3 for number in numbers] == sorted(number // 3 for number in numbers)
+
+
+def test_sums_go_before_parts_and_both_before_a_joiners_state() -> None:
+    ranks = [
+        rank(message) for message in (Gradient(0, 0, 0, 0, 0), Sum(0, 0, 0, 0), Part(0, 0, 0, 0), Chunk(0, 0, 0, 0))
+    ]
+    assert ranks == sorted(set(ranks)) and ranks[-1] == RANKS - 1
+
+
+# -------------------------------------------------------------------------------------------------------- whole rounds
+
+
+def whole(play: Group) -> None:
+    """Everybody has gathered the same, each chunk added up in the listed order."""
+    assert set(play.reduced) == set(play.names) and not play.failures
+    assert len({one.digest for one in play.reduced.values()}) == 1
+    for name in play.names:
+        hands = play.hands[name]
+        assert isinstance(hands, Symbols)
+        assert all(held == tuple((peer,) for peer in play.names) for _, _, held in hands.gathered[7])
+
+
+@pytest.mark.parametrize("piece_values", [0, 700])
+@pytest.mark.parametrize("widths", [(100, 400, 50, 400), (25, 25, 25, 100), *UNLIKE[:4]])
+def test_every_replica_is_added_once_and_nothing_is_asked_for_twice(widths: tuple[int, ...], piece_values: int) -> None:
+    group = names(len(widths))
+    play = Group(group, 2000, piece_values, seed=len(widths), widths=widths)
+    play.begin()
+    play.run()
+    whole(play)
+    assert not any(isinstance(message, Resend) for _, _, message in play.sent)
+    for name in group:
+        play.carry(name, play.rounds[name].turn())
+        assert play.hands[name].blobs == {}, "all is let go of"  # type: ignore[attr-defined]
+
+
+def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:
+    """One that is to add up parts hears of the round when all the others wait for it. Nobody has to ask for anything again."""
+    group = names(5)
+    late = group[1]
+    play = Group(group, 2000, 500, seed=4, widths=(100, 900, 50, 400, 400))
+    play.begin(*(peer for peer in group if peer != late))
+    play.run(until=lambda: not any(play._lines.values()) and not any(play._doing.values()))
+    assert not play.reduced
+    play.begin(late)
+    play.run()
+    whole(play)
+    assert not any(isinstance(message, Resend) for _, _, message in play.sent)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_lost_is_asked_for_and_comes(seed: int) -> None:
+    group = names(4 + seed)
+    play = Group(group, 1500, 600, seed=seed, widths=(100, 900, 50, 400, 400, 100, 300)[: len(group)])
+    play.lost = lambda *_: play.rng.random() < 0.2
+    play.begin()
+    play.run(until=lambda: len(play.reduced) == len(group))
+    assert any(isinstance(message, Resend) for _, _, message in play.sent)
+    whole(play)
+
+
+def test_listeners_hear_every_chunk_once_from_its_owner() -> None:
+    group, listeners, widths = names(4), ("p03.1", "p09.1"), (100, 400, 50, 400)
+    play = Group(group, 2000, 700, listeners, widths=widths)
+    play.begin()
+    play.run()
+    whole(play)
+    wanted = Counter[tuple[Peer, Peer, int]]()
+    for layout in layouts(widths, 2000, 700):
+        wanted.update((teller, one, number) for one in listeners for number, teller in layout.hears(one).items())
+    assert Counter((source, target, message.chunk) for source, target, message in play.heard) == wanted
