@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from shoal.planner import strategy
 from shoal.planner.cluster import Cluster, Device
 from shoal.planner.plan import Plan
 from shoal.planner.profile import Shape, Work
-from shoal.planner.step import Seats, predict
+from shoal.planner.step import Routing, Seats, predict
 from shoal.planner.strategy import Problem
 from shoal.planner.wiring import planned, shares, spread
 
@@ -94,6 +95,26 @@ def test_far_sides_are_wired_apart_which_is_quicker_than_by_measured_times(direc
     wired = msgspec.structs.replace(given, routes=planned(given, sides))
     by_plan, by_times = (predict(s, sides, np.random.default_rng(0)).step_s for s in (wired, given))
     assert by_plan < 0.8 * by_times
+
+
+def test_with_direct_hops_no_more_tensors_go_far_than_must() -> None:
+    """Three stages of three equal replicas; one, two and two of them are on the even side. Of 72 microbatches 24 are served there
+    at stage 0 and 48 at stages 1 and 2, so 24 must cross once. Near their owners alone more do."""
+    given = seats((1, 0, 1, 1, 2, 2, 2, 0, 0), microbatches=72, direct=True)
+    sides = cluster(9, far_Bps=1e6)
+
+    def crossings(routes: Routing) -> int:
+        owners, found = given.seated, 0
+        for index in range(given.microbatches):
+            way = [turns[index // len(owners) % len(turns)] for turns in routes[owners[index % len(owners)]]]
+            found += sum(one % 2 != other % 2 for one, other in pairwise(way))
+        return found
+
+    by_owners, by_neighbours = planned(given, sides), planned(given, sides, neighbours=True)
+    assert crossings(by_neighbours) == 24 < crossings(by_owners)
+    assert served(given, by_neighbours) == served(given, by_owners)
+    through = msgspec.structs.replace(given, direct=False)
+    assert planned(through, sides, neighbours=True) == planned(through, sides)
 
 
 def test_a_device_without_a_seat_has_no_routes_and_is_in_none() -> None:
