@@ -1,6 +1,6 @@
 """How near to the line's bound a stage's replicas average: 100 MB among 4 and 16 peers over 200 Mbit/s and 50 ms.
 
-    python benchmarks/rounds.py [--megabytes 100] [--peers 4,16] [--steps 3] [--kill member|leader]
+    python benchmarks/rounds.py [--megabytes 100] [--peers 4,16] [--steps 3] [--kill member|leader] [--staleness 1]
 
 Real processes, real TLS over modelled lines, executors that compute nothing. Measured: from the first part that is asked for to the
 last sum that is gathered. Among n replicas each sends the others its part of their chunks, and its own chunk's sum to them, in groups of
@@ -14,7 +14,8 @@ tests/reference.py, which adds in the order that the commit lists.
 With --kill one replica, or the one that leads, is ended by SIGKILL in the step after those, when half of the bytes are through (half of
 the bound's time after the first part was asked for), and no other comes. Told then: how many rounds that step took, and the seconds
 from its first part asked for to its last sum gathered by the others, beside those of an undisturbed step and of the next one among
-those who are left. One round more is wanted: the one that was given up, and one that is done.
+those who are left. One round more is wanted: the one that was given up, and one that is done. With --staleness 1 updates are delayed
+by a step: what is averaged is then the sum of the step before.
 
 The last line is one JSON object, about the smaller group.
 """
@@ -58,7 +59,7 @@ def bound_s(peers: int, megabytes: float) -> float:
     return 2 * (peers - 1) / peers * megabytes * 1e6 / BANDWIDTH_Bps
 
 
-def command(peers: int, megabytes: float, steps: int) -> list[str]:
+def command(peers: int, megabytes: float, steps: int, staleness: int = 0) -> list[str]:
     settings = {
         "run.name": "rounds",
         "run.peers": peers,
@@ -66,6 +67,7 @@ def command(peers: int, megabytes: float, steps: int) -> list[str]:
         "run.steps": steps,
         "train.batch": peers,
         "train.microbatch": 1,
+        "train.staleness": staleness,
         "device.executor": "emulated",
         "device.emulated_s": 0.01,
         "device.emulated_values": 256,
@@ -86,8 +88,9 @@ def command(peers: int, megabytes: float, steps: int) -> list[str]:
     ]
 
 
-def played(folder: Path, peers: int, megabytes: float, steps: int) -> list[float]:
-    subprocess.run(command(peers, megabytes, steps), cwd=folder, env=environment(), check=True, stdout=sys.stderr)
+def played(folder: Path, peers: int, megabytes: float, steps: int, staleness: int) -> list[float]:
+    words = command(peers, megabytes, steps, staleness)
+    subprocess.run(words, cwd=folder, env=environment(), check=True, stdout=sys.stderr)
     compare(folder / RUN, peers, int(megabytes * 1e6 / 4), steps)
     return averagings(folder / RUN / "trace.jsonl")
 
@@ -108,9 +111,9 @@ def compare(directory: Path, microbatches: int, values: int, steps: int) -> None
             raise SystemExit(f"step {commit.step}: {commit.digests[0]} was committed, the listed order gives {wanted}")
 
 
-def struck(folder: Path, peers: int, megabytes: float, steps: int, whom: str) -> dict[str, float]:
+def struck(folder: Path, peers: int, megabytes: float, steps: int, whom: str, staleness: int) -> dict[str, float]:
     """One is killed in the middle of averaging step `steps`; the next is undisturbed again."""
-    words = [*command(peers, megabytes, steps + 2), "network.faults=true"]  # its traces are written at once
+    words = [*command(peers, megabytes, steps + 2, staleness), "network.faults=true"]  # its traces are written at once
     with subprocess.Popen(words, cwd=folder, env=environment(), stdout=sys.stderr) as running:
         kill(folder / RUN, running, peers, steps, bound_s(peers, megabytes) / 2, whom)
         if running.wait():
@@ -173,16 +176,19 @@ def main() -> None:
     parser.add_argument("--peers", default="4,16")
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
     parser.add_argument("--kill", choices=("member", "leader"), help="one in the middle")
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=0)
     asked = parser.parse_args()
     told: dict[str, dict[str, float]] = {}
     for peers in map(int, asked.peers.split(",")):
         if asked.kill:
             with tempfile.TemporaryDirectory() as folder:
-                row = told[str(peers)] = struck(Path(folder), peers, asked.megabytes, asked.steps, asked.kill)
+                row = told[str(peers)] = struck(
+                    Path(folder), peers, asked.megabytes, asked.steps, asked.kill, asked.staleness
+                )
             print(f"{peers:3} peers, a {asked.kill} killed: {row}", flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:
-            spans = played(Path(folder), peers, asked.megabytes, asked.steps)
+            spans = played(Path(folder), peers, asked.megabytes, asked.steps, asked.staleness)
         least, median = bound_s(peers, asked.megabytes), sorted(spans)[len(spans) // 2]
         told[str(peers)] = {
             "measured_s": round(median, 3),
@@ -191,7 +197,13 @@ def main() -> None:
         }
         print(f"{peers:3} peers: {median:6.2f} s, bound {least:6.2f} s ({least / median:.1%})", flush=True)
     first = told[asked.peers.split(",")[0]]
-    setting = {"megabytes": asked.megabytes, "Mbit_per_s": MBIT, "delay_ms": DELAY_MS, "groups": told}
+    setting = {
+        "megabytes": asked.megabytes,
+        "Mbit_per_s": MBIT,
+        "delay_ms": DELAY_MS,
+        "staleness": asked.staleness,
+        "groups": told,
+    }
     if asked.kill:
         more = (first["killed_s"] - first["undisturbed_s"]) / first["after_s"]
         report("rounds, one killed", more, "rounds more, in time", 1.0, setting | {"killed": asked.kill})
