@@ -1,6 +1,6 @@
 """How near to the line's bound a stage's replicas average: 100 MB among 4 and 16 peers over 200 Mbit/s and 50 ms.
 
-    python benchmarks/rounds.py [--megabytes 100] [--peers 4,16] [--steps 3] [--kill member|leader] [--staleness 1]
+    python benchmarks/rounds.py [--megabytes 100] [--peers 4,16] [--steps 3] [--kill member|leader] [--staleness 1] [--mbit 200]
 
 Real processes, real TLS over modelled lines, executors that compute nothing. Measured: from the first part that is asked for to the
 last sum that is gathered. Among n replicas each sends the others its part of their chunks, and its own chunk's sum to them, in groups of
@@ -49,30 +49,43 @@ from shoal.cli.moments import Traces
 from shoal.core.messages import Do, Gather, Round, Send
 
 RUN = Path("runs/rounds")
-MBIT, DELAY_MS = 200, 50
+DELAY_MS = 50
 CUT_OF = re.compile(rb'"type":"Cut","id":"[^"]*","step":(\d+)')  # in a trace: averaging begins
-BANDWIDTH_Bps = MBIT * 1e6 / 8
 SILENCE_S = 15.0  # a busy machine makes nobody silent; that one is dead is seen by its connections, which break
 
 
-def bound_s(peers: int, megabytes: float) -> float:
-    return 2 * (peers - 1) / peers * megabytes * 1e6 / BANDWIDTH_Bps
+class Case(msgspec.Struct, frozen=True):
+    """What is averaged by whom over which lines."""
+
+    peers: int
+    megabytes: float
+    mbit: float
+    steps: int
+    staleness: int
+
+    @property
+    def bandwidth_Bps(self) -> float:
+        return self.mbit * 1e6 / 8
+
+    @property
+    def bound_s(self) -> float:
+        return 2 * (self.peers - 1) / self.peers * self.megabytes * 1e6 / self.bandwidth_Bps
 
 
-def command(peers: int, megabytes: float, steps: int, staleness: int = 0) -> list[str]:
+def command(case: Case, steps: int) -> list[str]:
     settings = {
         "run.name": "rounds",
-        "run.peers": peers,
+        "run.peers": case.peers,
         "run.stages": 1,
         "run.steps": steps,
-        "train.batch": peers,
+        "train.batch": case.peers,
         "train.microbatch": 1,
-        "train.staleness": staleness,
+        "train.staleness": case.staleness,
         "device.executor": "emulated",
         "device.emulated_s": 0.01,
         "device.emulated_values": 256,
-        "device.emulated_gradient": int(megabytes * 1e6 / 4),
-        "network.bandwidth_Bps": BANDWIDTH_Bps,
+        "device.emulated_gradient": int(case.megabytes * 1e6 / 4),
+        "network.bandwidth_Bps": case.bandwidth_Bps,
         "network.delay_s": DELAY_MS / 1000,
         "run.silence_s": SILENCE_S,
         "checkpoint.every": 0,
@@ -88,10 +101,9 @@ def command(peers: int, megabytes: float, steps: int, staleness: int = 0) -> lis
     ]
 
 
-def played(folder: Path, peers: int, megabytes: float, steps: int, staleness: int) -> list[float]:
-    words = command(peers, megabytes, steps, staleness)
-    subprocess.run(words, cwd=folder, env=environment(), check=True, stdout=sys.stderr)
-    compare(folder / RUN, peers, int(megabytes * 1e6 / 4), steps)
+def played(folder: Path, case: Case) -> list[float]:
+    subprocess.run(command(case, case.steps), cwd=folder, env=environment(), check=True, stdout=sys.stderr)
+    compare(folder / RUN, case.peers, int(case.megabytes * 1e6 / 4), case.steps)
     return averagings(folder / RUN / "trace.jsonl")
 
 
@@ -111,13 +123,14 @@ def compare(directory: Path, microbatches: int, values: int, steps: int) -> None
             raise SystemExit(f"step {commit.step}: {commit.digests[0]} was committed, the listed order gives {wanted}")
 
 
-def struck(folder: Path, peers: int, megabytes: float, steps: int, whom: str, staleness: int) -> dict[str, float]:
+def struck(folder: Path, case: Case, whom: str) -> dict[str, float]:
     """One is killed in the middle of averaging step `steps`; the next is undisturbed again."""
-    words = [*command(peers, megabytes, steps + 2, staleness), "network.faults=true"]  # its traces are written at once
+    steps = case.steps
+    words = [*command(case, steps + 2), "network.faults=true"]  # its traces are written at once
     with subprocess.Popen(words, cwd=folder, env=environment(), stdout=sys.stderr) as running:
-        kill(folder / RUN, running, peers, steps, bound_s(peers, megabytes) / 2, whom)
+        kill(folder / RUN, running, case.peers, steps, case.bound_s / 2, whom)
         if running.wait():
-            raise SystemExit(f"{peers} peers: the run ended with {running.returncode}")
+            raise SystemExit(f"{case.peers} peers: the run ended with {running.returncode}")
     path = folder / RUN / "trace.jsonl"
     took = {step: over - begun for step, (begun, over) in spans(path).items()}
     before = sorted(took[step] for step in range(1, steps))
@@ -176,20 +189,20 @@ def main() -> None:
     parser.add_argument("--peers", default="4,16")
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
     parser.add_argument("--kill", choices=("member", "leader"), help="one in the middle")
+    parser.add_argument("--mbit", type=float, default=200.0, help="of every line")
     parser.add_argument("--staleness", type=int, choices=(0, 1), default=0)
     asked = parser.parse_args()
     told: dict[str, dict[str, float]] = {}
     for peers in map(int, asked.peers.split(",")):
+        case = Case(peers, asked.megabytes, asked.mbit, asked.steps, asked.staleness)
         if asked.kill:
             with tempfile.TemporaryDirectory() as folder:
-                row = told[str(peers)] = struck(
-                    Path(folder), peers, asked.megabytes, asked.steps, asked.kill, asked.staleness
-                )
+                row = told[str(peers)] = struck(Path(folder), case, asked.kill)
             print(f"{peers:3} peers, a {asked.kill} killed: {row}", flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:
-            spans = played(Path(folder), peers, asked.megabytes, asked.steps, asked.staleness)
-        least, median = bound_s(peers, asked.megabytes), sorted(spans)[len(spans) // 2]
+            spans = played(Path(folder), case)
+        least, median = case.bound_s, sorted(spans)[len(spans) // 2]
         told[str(peers)] = {
             "measured_s": round(median, 3),
             "bound_s": round(least, 3),
@@ -199,7 +212,7 @@ def main() -> None:
     first = told[asked.peers.split(",")[0]]
     setting = {
         "megabytes": asked.megabytes,
-        "Mbit_per_s": MBIT,
+        "Mbit_per_s": asked.mbit,
         "delay_ms": DELAY_MS,
         "staleness": asked.staleness,
         "groups": told,
