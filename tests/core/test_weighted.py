@@ -110,11 +110,18 @@ def test_slices_go_one_after_the_other_and_within_one_the_next_owner_first() -> 
         assert [number // 3 for number in numbers] == sorted(number // 3 for number in numbers)
 
 
-def test_sums_go_before_parts_and_both_before_a_joiners_state() -> None:
-    ranks = [
-        rank(message) for message in (Gradient(0, 0, 0, 0, 0), Sum(0, 0, 0, 0), Part(0, 0, 0, 0), Chunk(0, 0, 0, 0))
-    ]
+def test_sums_of_slices_go_before_parts_and_both_before_a_joiners_state() -> None:
+    """Those of even owners do not: a narrow line that takes sums first has the parts for its own sum last, for which all others wait."""
+    first = Sum(0, 0, 0, 0, first=True)
+    ranks = [rank(message) for message in (Gradient(0, 0, 0, 0, 0), first, Part(0, 0, 0, 0), Chunk(0, 0, 0, 0))]
     assert ranks == sorted(set(ranks)) and ranks[-1] == RANKS - 1
+    assert rank(Sum(0, 0, 0, 0)) == rank(Part(0, 0, 0, 0))
+    for widths, owners in (((), 4), ((100, 400, 50, 400), 2 * SLICES)):
+        play = Group(names(4), 2000, widths=widths)
+        play.begin()
+        play.run()
+        sums = [message for _, _, message in play.sent if isinstance(message, Sum)]
+        assert len(sums) == 3 * owners and all(message.first is bool(widths) for message in sums)
 
 
 # -------------------------------------------------------------------------------------------------------- whole rounds

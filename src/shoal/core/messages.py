@@ -508,13 +508,14 @@ class Part(Wire, frozen=True):
 
 class Sum(Wire, frozen=True):
     """Chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order within a row,
-    then the rows in theirs. `heard`: to a listener."""
+    then the rows in theirs. `heard`: to a listener. `first`: it goes before parts that wait, of slices that come later."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
     heard: bool = False
+    first: bool = False
 
 
 class Resend(Wire, frozen=True):
@@ -690,8 +691,8 @@ RANKS = 5  # of bulk
 
 
 def rank(message: Message) -> int:
-    """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging
-    (what is added up before what is yet to be), and state for a joiner. Messages to one peer keep their order within a rank only."""
+    """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging,
+    and state for a joiner. Messages to one peer keep their order within a rank only."""
     match message:
         case Backward() | Gradient():
             return 0
@@ -700,7 +701,7 @@ def rank(message: Message) -> int:
         case Forward() | Output():
             return 1
         case Sum():
-            return 2
+            return 2 if message.first else 3
         case Part():
             return 3
     return 4

@@ -478,7 +478,8 @@ class Rounds:
         return Part(current.message.epoch, current.message.step, current.message.round, chunk)
 
     def _sum(self, current: Current, chunk: int) -> Sum:
-        return Sum(current.message.epoch, current.message.step, current.message.round, chunk)
+        of = current.message
+        return Sum(of.epoch, of.step, of.round, chunk, first=current.layout.slices > 1)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)

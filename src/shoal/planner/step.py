@@ -442,20 +442,22 @@ def _round_s(lines: _Lines, group: list[int], gradient_bytes: float, widths: tup
     """One stage's, as core/averaging.py lays it out: parts to those who add them, of rows' sums too, and sums to those who lack them."""
     places, share, end_s, serial = _places(len(group), widths), gradient_bytes / (len(group) * VALUES), 0.0, count()
     missing = [{number: len(peers) for number, peers in place.adds.items()} for place, _ in places]
-    waiting = [(deque[tuple[int, int]](), deque[tuple[int, int]]()) for _ in group]  # to, chunk: sums go before parts
+    waiting = [
+        (deque[tuple[int, int, bool]](), deque[tuple[int, int, bool]]()) for _ in group
+    ]  # to, chunk, is a sum: the first before the others
+    sliced = bool(owned(widths))  # then sums go before parts
     # When, serial, from (-1: all of it is here), to (-1: the line is free), chunk, is a sum.
     events: list[tuple[float, int, int, int, int, bool]] = []
 
     def send(source: int, target: int, number: int, now: float, is_sum: bool) -> None:
-        waiting[source][not is_sum].append((target, number))
+        waiting[source][not (is_sum and sliced)].append((target, number, is_sum))
         if lines.free(group[source]) <= now:
             go_on(source, now)
 
     def go_on(source: int, now: float) -> None:
-        is_sum = bool(waiting[source][0])
         if not any(waiting[source]):
             return
-        target, number = waiting[source][not is_sum].popleft()
+        target, number, is_sum = waiting[source][not waiting[source][0]].popleft()
         at = lines.leave(group[source], group[target], share * places[source][1][number], now)
         heappush(events, (at, next(serial), source, target, number, is_sum))
         heappush(events, (lines.free(group[source]), next(serial), source, -1, 0, False))
