@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -219,3 +220,25 @@ def test_a_mistake_in_one_connection_does_not_stop_the_others() -> None:
         engine.stop()
 
     asyncio.run(story())
+
+
+def test_a_connection_handed_to_an_engine_that_has_ended_is_closed() -> None:
+    """Both have a say in when they end: a link that is between them belongs to neither."""
+
+    def goes_on(other: Engine) -> Any:
+        yield other
+
+    for ended in (False, True):
+        one, other = Engine("one"), Engine("other")
+        one.start()
+        if ended:
+            other.start()
+            other.stop()
+        link = Link(socket.socket(), lambda error: None)
+        link.steps = goes_on(other)
+        one.post(partial(one.adopt, link))
+        while link.engine is None or link in one._links:
+            time.sleep(0.001)
+        one.stop()
+        other.stop()
+        assert link.closed and link.sock.fileno() == -1

@@ -62,7 +62,8 @@ class Engine:
         self._ready: deque[Link] = deque()
         self._queued: set[Link] = set()
         self._calls: deque[Callable[[], None]] = deque()
-        self._stopping = False
+        self._handed: deque[Link] = deque()  # from another engine, not yet adopted
+        self._stopping = self._over = False
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
         self._button.setblocking(False)
@@ -84,6 +85,13 @@ class Engine:
             except OSError:  # full: it rings already; closed: nobody is left to hear
                 pass
 
+    def hand(self, link: Link) -> None:
+        """Another engine's link is this one's from now on; closed if this one has ended."""
+        self._handed.append(link)
+        self.post(self._take_over)
+        if self._over:  # set before the thread takes its last look
+            self._take_over()
+
     def wake(self, link: Link) -> None:
         self.post(lambda: self._enqueue(link))
 
@@ -101,6 +109,8 @@ class Engine:
     def adopt(self, link: Link) -> None:
         if link.closed:
             return
+        if self._over:
+            return self.drop(link)
         link.engine = self
         self._links.add(link)
         self._enqueue(link)
@@ -133,7 +143,13 @@ class Engine:
                     self._step(link)
         self._close()
 
+    def _take_over(self) -> None:
+        while self._handed:
+            self.adopt(self._handed.popleft())
+
     def _close(self) -> None:
+        self._over = True
+        self._take_over()
         for link in list(self._links):
             self.drop(link)
         self._selector.close()
@@ -177,7 +193,7 @@ class Engine:
     def _follow(self, link: Link, want: Want | Engine) -> None:
         if isinstance(want, Engine):
             self._release(link)
-            want.post(lambda: want.adopt(link))
+            want.hand(link)
         elif want is Want.AGAIN:
             self._enqueue(link)
         else:
