@@ -232,9 +232,7 @@ WIDTHS = tuple(int(width) // 1000 for width in UNLIKE)
 
 def test_owners_by_their_lines_spare_the_narrow_one_what_even_ones_do_not() -> None:
     """Who owns nothing sends its sum and hears the group's: 100 MB at 100 Mbit/s are 8 s, and those of even owners 12 s."""
-    even, _ = killed(
-        4, None, 0, UNLIKE, least_s=lambda _: 11.4
-    )  # a simulated line lets what goes first pass what is under way
+    even, _ = killed(4, None, 0, UNLIKE, least_s=lambda group: 2 * (group - 1) / group * 100 / 12.5)
     took, rounds = killed(4, None, 0, UNLIKE, WIDTHS, least_s=lambda _: 100 / 12.5, of_bound=0.8)
     assert rounds == 1 and took[1] < 0.82 * even[1]
 
