@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from types import FunctionType, MethodType, ModuleType
+
 import msgspec
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from shoal import executor
 from shoal.config import Config, Device
+from shoal.executor import fit
 from shoal.executor.delayed import Delayed
 from shoal.model.cut import inputs
 
@@ -87,6 +91,61 @@ def test_a_step_goes_on_with_its_own_parameters_while_the_next_version_is_made(k
         assert made.digest() == plain.versions[-1].digest() != plain.versions[-2].digest()
     state = plain.versions[-1].state()
     assert all(torch.equal(value, state[name]) for name, value in made.state().items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_next_version_is_made_beside_hops_of_the_step_that_the_older_one_computes(kind: str, dtype: str) -> None:
+    made, config = late(kind, dtype)
+    plain = Plain(config)
+    gradient = plain.gradient(0, 0)
+    plain.apply(gradient, 0)
+    made.begin(0)
+    made.at(1)
+    add(made, 0, 1)
+    made.finish(gradient, 1.0, 0)
+    add(made, 2)
+    assert torch.equal(made.brought(), plain.gradient(1, 0, 1, 2))
+    assert made.digest() == plain.versions[1].digest()
+    made.begin(1)
+    made.at(2)  # with the version that has just been made
+    add(made, 3)
+    assert torch.equal(made.brought(), plain.gradient(2, 3))
+    for half_made in (made.state, made.digest, made.zero, lambda: loss(made, 3)):
+        with pytest.raises(AssertionError):
+            half_made()
+
+
+def held_bytes(root: object) -> int:
+    """Of all tensors that an object holds, each storage once."""
+    storages: dict[int, int] = {}
+    seen, ahead = {id(root)}, [root]
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, Tensor):
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, type | ModuleType | FunctionType | MethodType):
+                seen.add(id(other))
+                ahead.append(other)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_versions_and_two_sums_take_what_is_asked_for_before_training_begins(kind: str, dtype: str) -> None:
+    made, config = late(kind, dtype)
+    device = Device(executor=kind, memory_bytes=SMALL[dtype] if kind == "swapping" else 0)
+    config = msgspec.structs.replace(config, device=device)
+    in_time = executor.create(config, 0)
+    for one in (made, in_time):
+        add(one, 0)
+        one.apply(one.brought(), 1.0, 0)
+    made.at(1)
+    add(made, 0)
+    made.at(2)
+    add(made, 0)
+    train = msgspec.structs.replace(config.train, staleness=1)
+    each = fit.host_bytes(msgspec.structs.replace(config, train=train)) - fit.host_bytes(config)
+    assert held_bytes(made) - held_bytes(in_time) == pytest.approx(each * made.length, rel=0.02)
 
 
 def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum_stays(kind: str) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from shoal.config import Config, Data, Device, Model, Network, Run, Train
 from shoal.core import messages as m
 from shoal.executor import base, create
 from shoal.executor.base import Executor, boundary
+from shoal.executor.delayed import Delayed
+from shoal.executor.master import Master
 from shoal.numerics import compress
 from shoal.runtime import coding, data, hands
 from shoal.runtime.checkpoint import Store
@@ -789,6 +792,107 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_full_disk_is_the
     answer = answers.get(timeout=ANSWER_S)
     assert isinstance(answer, m.Failed)
     assert f"writing the checkpoint of step 1 to {tmp_path}: [Errno 28] No space left on device" in answer.reason
+
+
+class Beside:
+    """Holds up the optimizer step of delayed updates until `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        finish = Delayed.finish
+
+        def held_up(executor: Delayed, *given: Any) -> None:
+            self.entered.set()
+            assert self.go.wait(ANSWER_S)
+            finish(executor, *given)
+
+        monkeypatch.setattr(Delayed, "finish", held_up)
+
+
+@pytest.mark.parametrize(("executor", "first"), [("resident", 0), ("resident", 1), ("resident", 2), ("swapping", 0)])
+def test_hops_of_the_next_step_run_while_the_optimizer_does_and_nothing_else_sees_half_a_step(
+    a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch, executor: str, first: int
+) -> None:
+    """`first`: which of those that have to wait for it is asked for first, and makes the others wait too."""
+    device = Device(threads=0, executor=executor, memory_bytes=1 << 20 if executor == "swapping" else 0)
+    config = msgspec.structs.replace(LATE, device=device)
+    plain, held = a_pair_of_hands(config, 1), a_pair_of_hands(config, 1)
+    for one in (plain, held):
+        a_step(one, 0)
+    older = output(plain, 1)
+    digest = a_step(plain, 1).digest
+    newer, newest = output(plain, 2), output(plain, 3)
+    assert not torch.equal(older, newer) and not torch.equal(newer, newest)
+
+    beside = Beside(monkeypatch)
+    assert torch.equal(output(held, 1), older)
+    held.put("sum", torch.linspace(-1, 1, held._seated().executor.length))
+    done(held, m.Gather("g", 1, 0, ("sum",)))
+    answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
+    held.submit(m.Apply("a", 1, 0, 1.0, False), answers.put)
+    assert beside.entered.wait(ANSWER_S)
+    assert torch.equal(output(held, 2), newer)  # with the parameters that step 1 is applied to
+    waiting: queue.Queue[m.Done | m.Failed] = queue.Queue()
+    held.put("x", torch.ones(boundary(config).shape))
+    hop = m.RunForward("f", 3, 0, 1, "x", "z")  # with those that are being made
+    tasks: list[m.Task] = [hop, m.Export("e", 2), m.Reset("r")]
+    for task in tasks[first:] + tasks[:first]:
+        held.submit(task, waiting.put)
+    with pytest.raises(queue.Empty):
+        waiting.get(timeout=0.2)
+    assert answers.empty()
+    beside.go.set()
+    applied = answers.get(timeout=ANSWER_S)
+    assert isinstance(applied, m.Done) and applied.result.digest == digest
+    assert all(isinstance(waiting.get(timeout=ANSWER_S), m.Done) for _ in range(3))
+    assert torch.equal(coding.plain(held.get("z")), newest)
+
+
+def test_an_optimizer_step_that_fails_beside_the_hops_is_answered_and_the_state_may_come_anew(
+    a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giver, held = a_pair_of_hands(LATE, 1), a_pair_of_hands(LATE, 1)
+    digest = a_step(giver, 0).digest
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Master, "apply", broken)
+        held.put("sum", torch.ones(held._seated().executor.length))
+        done(held, m.Gather("g", 0, 0, ("sum",)))
+        assert "no memory left" in failed(held, m.Apply("a", 0, 0, 1.0, False))
+    chunks = download(giver, held, 1, 1)
+    assert done(held, m.Import("y/i", 1, 1, chunks)).digest == digest
+
+
+def test_close_does_not_wait_for_what_waits_for_a_step_that_is_not_made(a_pair_of_hands: Maker) -> None:
+    asked = threading.Event()
+
+    class Told(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not self.is_set():
+                asked.set()
+            return super().wait(timeout)
+
+    held = a_pair_of_hands(LATE, 1)
+    held.put("sum", torch.ones(held._seated().executor.length))
+    done(held, m.Gather("g", 0, 0, ("sum",)))
+    entered, go = threading.Event(), threading.Event()
+    held._lanes["average"].put(lambda: (entered.set(), go.wait(ANSWER_S))[0])
+    assert entered.wait(ANSWER_S)
+    held._stepped = Told()
+    held._stepped.set()
+    held.submit(m.Apply("a", 0, 0, 1.0, False), lambda answer: None)  # its second half waits for that lane
+    held.submit(m.Reset("r"), lambda answer: None)
+    assert asked.wait(ANSWER_S)
+    for lane in held._lanes.values():
+        lane.stop()
+    go.set()
+    began = time.monotonic()
+    held.close()
+    assert time.monotonic() - began < 9.0
+    assert not any(lane.thread.is_alive() for lane in held._lanes.values())
 
 
 def test_close_answers_what_runs_and_leaves_no_thread() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Emulated:
         self.length = config.device.emulated_gradient
         self.sum = torch.zeros(self.length)
         self._parameter, self._exp_avg, self._exp_avg_sq = (torch.zeros(self.length) for _ in range(3))
+        # As of a stage that computes; nothing is computed with it.
+        self.computing = (self._parameter.clone() if config.train.staleness else self._parameter,)
 
     def forward(self, x: Tensor) -> Tensor:
         self._sleep(self._forward_s)
@@ -61,6 +63,8 @@ class Emulated:
             raise NotFinite(f"norm = {norm}")
         self._parameter -= reduced
 
+    make = apply
+
     def state(self) -> dict[str, Tensor]:
         return {
             "model/emulated": self._parameter,
@@ -70,9 +74,14 @@ class Emulated:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         copy_state_(self.state(), state)
+        self.refresh()
 
     def digest(self) -> str:
         return digest_of([self._parameter])
 
     def refresh(self) -> None:
-        """Nothing is computed with the parameter."""
+        if self.computing[0] is not self._parameter:
+            self.compute_with([self._parameter])
+
+    def compute_with(self, values: Sequence[Tensor]) -> None:
+        self.computing[0].copy_(values[0])

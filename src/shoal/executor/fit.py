@@ -56,20 +56,25 @@ def _blocks(config: Config) -> tuple[range, ...]:
 
 
 def resident_bytes(config: Config) -> int:
-    """Per parameter, besides AdamW's moments: fp32 parameter and the sum; with bfloat16 the copy that computes too; with delayed
-    updates the version before, and the sum of a second step."""
-    return 8 + (0 if config.train.dtype == "float32" else 2) + (8 if config.train.staleness else 0)
+    """Per parameter, besides AdamW's moments: fp32 parameter and the sum; with bfloat16 the copy that computes too."""
+    return 8 + (0 if config.train.dtype == "float32" else 2) + _late_bytes(config)
 
 
 def host_bytes(config: Config) -> int:
     """Per parameter, on the host, besides AdamW's moments and what a round takes."""
     copies = 0 if config.train.dtype == "float32" else 2
     apart = 8 if config.train.local_steps > 1 else 0  # where a round began, and the outer momentum
-    if (
-        config.device.executor == "swapping"
-    ):  # value, the sum and the one being made; both versions and sums with delayed updates
-        return 12 + copies + apart + (8 if config.train.staleness else 0)
+    if config.device.executor == "swapping":  # value, the sum and the one being made
+        return 12 + copies + apart + _late_bytes(config)
     return apart + (resident_bytes(config) if config.device.kind == "cpu" else 0)
+
+
+def _late_bytes(config: Config) -> int:
+    """Per parameter, with delayed updates: the sum of a second step, the older of two versions as it computes, and in fp32 a copy that
+    computes, since the parameters themselves are stepped meanwhile."""
+    if not config.train.staleness:
+        return 0
+    return 12 if config.train.dtype == "float32" else 6
 
 
 def _moments(made: Stage, config: Config) -> int:

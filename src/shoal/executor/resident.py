@@ -6,7 +6,7 @@ steps, what `state` gives, what `digest` covers and what checkpoints hold. Gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ class Resident:
         self._slice = config.device.sequences or config.train.microbatch
         self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's
         self._dtype = DTYPES[config.train.dtype]
-        names, self._computing = zip(*stage.named_parameters(), strict=True)
-        self._device = self._computing[0].device
-        parameters = self._computing
-        if self._dtype != torch.float32:
-            parameters = tuple(value.detach().clone() for value in self._computing)
-            for value in self._computing:
+        names, self.computing = zip(*stage.named_parameters(), strict=True)
+        self._device = self.computing[0].device
+        parameters = self.computing
+        if self._dtype != torch.float32 or config.train.staleness:
+            parameters = tuple(value.detach().clone() for value in self.computing)
+            for value in self.computing:
                 value.data = value.data.to(self._dtype)
         self._master = Master(names, parameters, config)
         self.length = self._master.length
@@ -59,7 +59,7 @@ class Resident:
         return joined(found)
 
     def _slice_back(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
-        wanted = list(self._computing)
+        wanted = list(self.computing)
         if not self._stage.first:
             wanted.append(x.requires_grad_())
         with torch.enable_grad():
@@ -83,8 +83,12 @@ class Resident:
         self.sum.copy_(brought)
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
-        self._master.apply(reduced, norm, step, age)
+        self.make(reduced, norm, step, age)
         self.refresh()
+
+    def make(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+        """`apply` to the parameters alone; see delayed.py."""
+        self._master.apply(reduced, norm, step, age)
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()
@@ -98,9 +102,12 @@ class Resident:
 
     def refresh(self) -> None:
         """Round the fp32 parameters to the copies that compute."""
-        if self._computing is not self._master.parameters:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._computing), list(self._master.parameters))
+        if self.computing is not self._master.parameters:
+            self.compute_with(self._master.parameters)
+
+    def compute_with(self, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.computing), list(values))
 
     def _input(self, x: Tensor) -> Tensor:
         x = checked(self._stage, x)

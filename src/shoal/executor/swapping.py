@@ -40,7 +40,7 @@ class Swapping:
         self._runner = runner = Runner(stage, config)
         self._row, self._device = runner.row, runner.device
         self._slice = config.device.sequences or config.train.microbatch
-        self._host = Host(named, runner.dtype, self._device)
+        self._host = Host(named, runner.dtype, self._device, apart=bool(config.train.staleness))
         for _, parameter in named:
             parameter.data = torch.empty(0)  # the groups' own will take its place
         self.plan = runner.plan()
@@ -80,8 +80,12 @@ class Swapping:
 
     def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
         self._link.settle()
-        self._master.apply(reduced, norm, step, age)
+        self.make(reduced, norm, step, age)
         self._changed()
+
+    def make(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+        """`apply` to the parameters alone; see delayed.py."""
+        self._master.apply(reduced, norm, step, age)
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()
@@ -97,6 +101,17 @@ class Swapping:
     def refresh(self) -> None:
         self._link.settle()
         self._changed()
+
+    @property
+    def computing(self) -> tuple[Tensor, ...]:
+        """The copies on the host that groups are loaded from, in the order of the parameters."""
+        return self._host.copies
+
+    def compute_with(self, values: Sequence[Tensor]) -> None:
+        self._link.settle()
+        for copy, value in zip(self._host.copies, values, strict=True):
+            copy.copy_(value)
+        self._forget()
 
     # -------------------------------------------------------------------------------------------------- several at once
 
@@ -201,6 +216,10 @@ class Swapping:
 
     def _changed(self) -> None:
         self._host.refresh()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What computes has changed."""
         self._link.forget()
         self._kept.clear()
 
@@ -219,11 +238,12 @@ class Swapping:
 
 
 class Host:
-    """A stage's parameters in host memory: flat, in fp32, and beside them the rounded copies that compute, if those differ.
+    """A stage's parameters in host memory: flat, in fp32, and beside them the rounded copies that compute, if those differ or are to
+    be `apart`.
 
     Each begins at a multiple of memory.ALIGN, here as in a slot; in the flat gradient they lie without gaps."""
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: str, apart: bool) -> None:
         self.counts = {name: value.numel() for name, value in named}
         self.shapes = {name: value.shape for name, value in named}
         self._itemsize = dtype.itemsize
@@ -234,7 +254,9 @@ class Host:
         self.parameters = tuple(self.shaped(self._flat, self._starts[name], name) for name in self.counts)
         for parameter, (_, value) in zip(self.parameters, named, strict=True):
             parameter.copy_(value.detach())
-        self.computing = pinned(self._flat if dtype == torch.float32 else self._flat.to(dtype), device)
+        copied = apart or dtype != torch.float32
+        self.computing = pinned(self._flat.to(dtype, copy=True) if copied else self._flat, device)
+        self.copies = tuple(self.shaped(self.computing, self._starts[name], name) for name in self.counts)
 
     def padded(self, name: str) -> int:
         """Values that a parameter takes with the gap behind it."""

@@ -57,22 +57,23 @@ class Optimizer(msgspec.Struct, frozen=True):
     moments: str = "float32"
     staleness: int = 0
 
-    @property
-    def nbytes(self) -> float:
-        """Per parameter: fp32 value, sum and moments; with staleness the version before and the sum of a second step, fp32
-        (executor/delayed.py)."""
-        return FP32_BYTES * (1 + self.staleness) + MOMENTS_BYTES[self.moments]
+    def nbytes(self, value_bytes: int) -> float:
+        """Per parameter: fp32 value, sum and moments; with staleness the sum of a second step, the older of two versions as it computes,
+        and fp32 values that compute apart from those that are stepped (executor/delayed.py)."""
+        late = 4 + value_bytes + (4 if value_bytes == 4 else 0)
+        return FP32_BYTES + MOMENTS_BYTES[self.moments] + late * self.staleness
 
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
-    copy_bytes = value_bytes if value_bytes < 4 else 0
-    return Need(stage.parameters * (optimizer.nbytes + copy_bytes) + stage.activation_bytes + 4 * boundary_bytes)
+    each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
+    return Need(stage.parameters * each_bytes + stage.activation_bytes + 4 * boundary_bytes)
 
 
 def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     part_bytes = 2 * stage.largest_parameters * (value_bytes + 4)
     return Need(
-        part_bytes + stage.activation_bytes + 4 * boundary_bytes, stage.parameters * (optimizer.nbytes + value_bytes)
+        part_bytes + stage.activation_bytes + 4 * boundary_bytes,
+        stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes),
     )
 
 

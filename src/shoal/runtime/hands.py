@@ -4,7 +4,8 @@ For runtime/node.py, which hands over every Do and passes each Done or Failed ba
 whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
 time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
 storage which takes minutes holds up neither training nor data. With delayed updates a fourth, `average`, adds up what a round brings
-beside the hops of the next step: what it reads was copied from the sum before. Blobs lie in the CPU's memory, whatever the device.
+and steps the optimizer beside the hops of the next step: what it reads was copied from the sum before, and what it writes is not
+computed with (executor/delayed.py). Blobs lie in the CPU's memory, whatever the device.
 """
 
 from __future__ import annotations
@@ -105,11 +106,11 @@ class Gathered(msgspec.Struct, frozen=True):
 
 
 class Later(Exception):
-    """A task goes on in the `write` lane with `work`. Not an error: the way out of a task's first half."""
+    """A task goes on in another lane with `work`. Not an error: the way out of a task's first half."""
 
-    def __init__(self, work: Callable[[], Result]) -> None:
+    def __init__(self, lane: str, work: Callable[[], Result]) -> None:
         super().__init__()
-        self.work = work
+        self.lane, self.work = lane, work
 
 
 class Hands:
@@ -141,6 +142,8 @@ class Hands:
         self._unwanted: set[str] = set()  # dropped before the task that makes them was done
         self._awaited: set[str] = set()
         self._lock = threading.Lock()  # over the two sets of names
+        self._stepped = threading.Event()  # no optimizer step goes on beside the hops
+        self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
         self._lanes = {name: Lane(name, self._threads) for name in names}
@@ -210,6 +213,9 @@ class Hands:
         """End after the tasks that are running; those that wait are not answered."""
         for lane in self._lanes.values():
             lane.stop()
+        if "average" in self._lanes:
+            self._lanes["average"].thread.join(timeout_s)
+            self._stepped.set()  # a step whose turn has not come is not made, and nobody waits for it
         for lane in self._lanes.values():
             lane.thread.join(timeout_s)  # daemons: a storage that hangs does not keep the process
 
@@ -225,7 +231,7 @@ class Hands:
             answer = Done(task.id, result, spent_s + time.monotonic() - start)
         except Later as later:
             again, spent_s = later.work, spent_s + time.monotonic() - start
-            self._lanes["write"].put(lambda: self._carry_out(again, task, done, spent_s))
+            self._lanes[later.lane].put(lambda: self._carry_out(again, task, done, spent_s))
             return
         except (ValueError, OSError) as error:
             answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__)
@@ -240,6 +246,8 @@ class Hands:
 
     def _run(self, task: Task, held: dict[str, Held]) -> Result:
         take = self._taker(held)
+        if isinstance(task, Apply | Reset | Init | Import | Blend | Export):
+            self._stepped.wait()  # they need the newest parameters, or change them
         match task:
             case Fetch():
                 return self._give(task.out, self._fetch(task))
@@ -323,6 +331,8 @@ class Hands:
             return self._at(stage, step)
         if seat.stage != stage:
             raise ValueError(f"stage {seat.stage} is here, not stage {stage}")
+        if step > seat.step:
+            self._stepped.wait()  # with the parameters that are being made; core asks for that when they are
         seat.executor.at(step)
         return seat.executor
 
@@ -390,16 +400,31 @@ class Hands:
         gathered = self._reduced.get((task.step, task.round))
         if gathered is None:
             raise ValueError(f"no reduced gradient of step {task.step}, round {task.round} is here")
-        executor.apply(gathered.reduced, task.norm, task.step)
-        if not isinstance(executor, Delayed):  # which empties that step's sum alone
-            executor.zero(task.step + 1)
         self._averaging.applied(gathered.left)
         self._reduced.clear()
         self._gathering = None
+        if isinstance(executor, Delayed):
+            executor.begin(task.step)
+            seat.step = task.step + 1
+            self._stepped.clear()
+            raise Later("average", lambda: self._apply_beside(task, executor, gathered.reduced))
+        executor.apply(gathered.reduced, task.norm, task.step)
+        executor.zero(task.step + 1)
         seat.step = task.step + 1
+        return self._applied(task, seat)
+
+    def _apply_beside(self, task: Apply, executor: Delayed, reduced: torch.Tensor) -> Result:
+        """The second half of it with delayed updates, beside the hops of the next step."""
+        try:
+            executor.finish(reduced, task.norm, task.step)
+            return self._applied(task, self._seated())
+        finally:
+            self._stepped.set()
+
+    def _applied(self, task: Apply, seat: Seat) -> Result:
         if task.save:
             self._saved = self._copy(seat)
-        return Result(digest=executor.digest())
+        return Result(digest=seat.executor.digest())
 
     def _reset(self) -> Result:
         if self._seat is not None:
@@ -444,7 +469,7 @@ class Hands:
     def _export(self, task: Export) -> Result:
         self._at(self._seated().stage, task.step)
         copy = self._exported = self._copy(self._seated())
-        raise Later(lambda: Result(manifest=copy.manifest(), nbytes=copy.nbytes))
+        raise Later("write", lambda: Result(manifest=copy.manifest(), nbytes=copy.nbytes))
 
     def _read_chunk(self, task: ReadChunk) -> Result:
         copy = self._exported
