@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests import reference
 from shoal import config as configuration
 from shoal.cli import main, train
 from shoal.executor import fit
+from shoal.executor.delayed import Delayed
 from shoal.executor.swapping import Swapping
 from shoal.model import stages
 from shoal.runtime.data import open_dataset
@@ -72,6 +74,62 @@ def test_it_leaves_what_a_run_leaves_and_has_the_bits_of_plain_pytorch(words: tu
     commits = reference.commits(Path("runs/one"))
     assert [commit.norm for commit in commits] == [step.norm for step in steps]
     assert reference.differing(process.state(), reference.checkpoint(Path("runs/one"), 4)) == []
+
+
+@pytest.mark.parametrize("words", [(), ("device.memory=110 kB",)], ids=["resident", "swapping"])
+def test_with_delayed_updates_it_has_the_bits_of_plain_pytorch_that_is_a_step_late(words: tuple[str, ...]) -> None:
+    words = (*words, "train.staleness=1")
+    assert trained(*words) == 0
+    found = summary()
+    assert found["balanced"] and (found["steps"], found["staleness"], found["ahead"]) == (4, 1, 3)
+    config = train.configured([*SMALL, *words])
+    process, steps = reference.follow(config, open_dataset(config), repeat(reference.one_after_the_other(4, 1)))
+    assert found["losses"] == [step.loss for step in steps]
+    assert reference.differing(process.state(), reference.checkpoint(Path("runs/one"), 4)) == []
+
+
+def test_the_optimizer_runs_while_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 is computed to its end before step 0 is applied; without delayed updates it would wait for ever."""
+    computed, finish, back = threading.Event(), Delayed.finish, Swapping.batch_back
+    passes: list[bool] = []
+    late: list[bool] = []
+
+    def finish_late(self: Delayed, reduced: torch.Tensor, norm: float, step: int) -> None:
+        if step == 0:
+            late.append(computed.wait(60))
+        finish(self, reduced, norm, step)
+
+    def counted(self: Swapping, batch: list[torch.Tensor]) -> list[float]:
+        found = back(self, batch)
+        passes.append(True)
+        if len(passes) == 4:  # two a step
+            computed.set()
+        return found
+
+    monkeypatch.setattr(Delayed, "finish", finish_late)
+    monkeypatch.setattr(Swapping, "batch_back", counted)
+    assert trained("device.memory=110 kB", "train.staleness=1") == 0
+    assert late == [True]
+
+
+def test_an_optimizer_that_fails_beside_the_next_step_ends_training_with_the_last_checkpoint_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Delayed.finish
+
+    def fails(self: Delayed, reduced: torch.Tensor, norm: float, step: int) -> None:
+        if step == 2:
+            raise RuntimeError("cannot allocate memory")
+        real(self, reduced, norm, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Delayed, "finish", fails)
+        assert trained("train.staleness=1") == train.FAILED
+    told = capsys.readouterr().out
+    assert "the optimizer failed at the end of step 2: cannot allocate memory" in told
+    assert "the checkpoint of step 2 is whole" in told
+    assert trained("train.staleness=1", "--resume") == 0
+    assert (summary()["steps"], summary()["balanced"]) == (4, True)
 
 
 def test_a_device_lost_in_the_middle_leaves_the_last_checkpoint_and_the_rest_goes_on_from_it(

@@ -60,7 +60,7 @@ def test_what_was_undone_is_told_only_when_the_run_went_back() -> None:
 
 def test_staleness_is_told_only_where_gradients_are_late() -> None:
     assert "staleness" not in account.text(a_summary())
-    assert "1 step; 198 steps were averaged beside the next one's compute" in account.text(
+    assert "1 step; 198 steps were applied beside the next one's compute" in account.text(
         a_summary(staleness=1, ahead=198)
     )
 

@@ -126,6 +126,8 @@ class Training:
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
         file.write(msgspec.json.encode(step) + b"\n")
+        if self.config.train.staleness and self.alone.done < self.config.run.steps:
+            self.watch.books.ahead.add(step.commit.step)  # it is applied while the next one is computed
         terminal.show(self.watch.snapshot(time.monotonic()))
         if self.alone.due():
             self._save(terminal)

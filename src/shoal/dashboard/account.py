@@ -47,7 +47,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sent: Traffic = Traffic()  # bytes by kind, all peers together, as they last told
     traffic: dict[str, Carried] = {}  # by peer
     staleness: int = 0  # steps by which every gradient was late, but that of the first step after a start
-    ahead: int = 0  # steps of this session that were averaged while the next one was computed
+    ahead: int = 0  # steps of this session that were averaged and applied while the next one was computed
     reason: str = ""  # what does not balance, or why the run ended early
 
 
@@ -113,7 +113,7 @@ def _late(summary: Summary) -> list[tuple[str, str]]:
     if not summary.staleness:
         return []
     return [
-        ("staleness", f"{summary.staleness} step; {summary.ahead:,} steps were averaged beside the next one's compute")
+        ("staleness", f"{summary.staleness} step; {summary.ahead:,} steps were applied beside the next one's compute")
     ]
 
 

@@ -81,6 +81,11 @@ class Delayed:
         self._turn()
         return self._inner.backward(x, grad, tokens)
 
+    def inside(self) -> Restorable:
+        """The executor inside, as it computes the step that is meant: for hops that only it can do."""
+        self._turn()
+        return self._inner
+
     def zero(self, step: int = 0) -> None:
         """Empty all sums; the newest version is `step`."""
         assert not self._making

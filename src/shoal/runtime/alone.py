@@ -2,7 +2,8 @@
 
 A step is that of a run: the same samples, schedule and checkpoints, the gradients of all microbatches added in order, clipped
 by their norm, applied. A run of one peer that books them in order has the same bits. Where layers take turns on the device,
-as many microbatches as a peer may hold pass through each group before the next one is loaded.
+as many microbatches as a peer may hold pass through each group before the next one is loaded. With delayed updates a step is applied on
+a thread of its own while the next one is computed (executor/delayed.py).
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches
 from shoal.core.messages import Account, Committed, Member, Share, View
 from shoal.executor import create
 from shoal.executor.base import Executor
+from shoal.executor.delayed import Delayed
 from shoal.executor.swapping import Swapping
 from shoal.model.cut import inputs
 from shoal.numerics.optimizer import norm_sq
@@ -46,6 +50,8 @@ class Alone:
         self.executor.zero(first_step)
         self._first = self.done = first_step  # steps
         self.saved = first_step or None  # the step of the newest checkpoint
+        self._beside = ThreadPoolExecutor(1, "shoal-optimizer", self._threads) if config.train.staleness else None
+        self._making: Future[None] | None = None  # the newest version, while it may not be there yet
 
     def step(self, told: Told = lambda done, count: None) -> View:
         """Train one step. Returns what a run would have agreed on. Broken: nothing of the step is in the parameters."""
@@ -55,16 +61,18 @@ class Alone:
             norm = math.sqrt(norm_sq(reduced))
             if not math.isfinite(norm):
                 raise ValueError(f"the gradient of step {self.done} is not finite; try a lower train.learning_rate")
-            self.executor.apply(reduced, norm, self.done)
-            self.executor.zero(self.done + 1)
+            self._apply(reduced, norm)
         except (RuntimeError, MemoryError) as error:  # what torch raises when a device or its memory fails
             raise Broken(f"step {self.done} failed: {error}") from error
         self.done += 1
+        if self.done >= self._config.run.steps:
+            self._settle()
         return self._agreed(sum(losses) / len(losses), norm, hashlib.sha256(raw(reduced)).hexdigest())
 
     def save(self) -> str:
         """Write a checkpoint of the newest step and delete the oldest. Returns its path. OSError: the storage's. Broken: the
         state cannot be read any more, and nothing is written."""
+        self._settle()
         try:
             record = self._store.write_shard(self.done, 0, 1, self.executor.state())
         except (RuntimeError, MemoryError) as error:
@@ -81,6 +89,30 @@ class Alone:
         ended = self.done >= self._config.run.steps
         return (ended and last) or (every > 0 and self.done % every == 0)
 
+    def _apply(self, reduced: Tensor, norm: float) -> None:
+        """One optimizer step. With delayed updates it has only begun; the one before is over."""
+        if self._beside is None:
+            self.executor.apply(reduced, norm, self.done)
+            self.executor.zero(self.done + 1)
+            return
+        assert isinstance(self.executor, Delayed)
+        self._settle()
+        self.executor.begin(self.done)
+        self._making = self._beside.submit(self.executor.finish, reduced, norm, self.done)
+
+    def _settle(self) -> None:
+        """The parameters are those of the newest step. Broken: they could not be made."""
+        making, self._making = self._making, None
+        try:
+            if making is not None:
+                making.result()
+        except (RuntimeError, MemoryError) as error:
+            raise Broken(f"the optimizer failed at the end of step {self.done - 1}: {error}") from error
+
+    def _threads(self) -> None:
+        if self._config.device.threads:
+            torch.set_num_threads(self._config.device.threads)
+
     def _losses(self, told: Told) -> list[float]:
         """Of every microbatch, its gradient added."""
         found: list[float] = []
@@ -91,9 +123,10 @@ class Alone:
         return found
 
     def _back(self, batch: list[Tensor]) -> list[float]:
-        if isinstance(self.executor, Swapping):
-            return self.executor.batch_back(batch)
-        losses = [self.executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
+        executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
+        if isinstance(executor, Swapping):
+            return executor.batch_back(batch)
+        losses = [executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
         return [loss for loss in losses if loss is not None]
 
     def _agreed(self, loss: float, norm: float, digest: str) -> View:
