@@ -236,6 +236,25 @@ def test_what_is_no_machines_own_training_is_refused(
     assert complaint in refused(capsys, *words)
 
 
+def test_threads_are_pytorchs_choice_unless_they_are_set() -> None:
+    Path("set.toml").write_text("[device]\nthreads = 1\n")
+    Path("unset.toml").write_text("[train]\nwarmup = 0\n")
+    for words, threads in (
+        ([], 0),
+        (["unset.toml"], 0),
+        (["set.toml"], 1),
+        (["device.threads=2"], 2),
+        (["set.toml", "device.threads=3"], 3),
+    ):
+        assert train.configured([*SMALL, *words]).device.threads == threads
+    before = torch.get_num_threads()
+    try:
+        assert trained("device.threads=2", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_free_memory_is_what_the_container_and_the_machine_both_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@
 
 It writes what `shoal run` writes (runs/NAME/: commits, summary, loss curve, checkpoints), and `--resume` goes on from the newest
 checkpoint of either. Two words are short for more: `model=DIR` is model.path=DIR, and `device.memory=SIZE` is
-device.memory_bytes=SIZE with device.executor=swapping, which keeps all layers on the device if they fit.
+device.memory_bytes=SIZE with device.executor=swapping, which keeps all layers on the device if they fit. Nobody else is meant to compute
+here, so PyTorch takes as many threads as it thinks right, unless device.threads is set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +71,8 @@ def configured(words: list[str]) -> Config:
         "device.executor" in word for word in words
     ):
         settings.append("device.executor=swapping")
+    if not _sets_threads(files, settings):
+        settings.append("device.threads=0")
     config = configuration.load(files[0] if files else None, [*settings, *ALONE])
     if config.device.executor == "emulated":
         raise ValueError("device.executor = 'emulated' trains nothing; try device.executor=resident")
@@ -78,6 +82,15 @@ def configured(words: list[str]) -> Config:
             " try train.local_steps=1"
         )
     return config
+
+
+def _sets_threads(files: list[str], settings: list[str]) -> bool:
+    if any(word.startswith("device.threads=") for word in settings):
+        return True
+    try:
+        return bool(files) and "threads" in tomllib.loads(Path(files[0]).read_text()).get("device", {})
+    except (OSError, ValueError):  # `load` says what is wrong with it
+        return False
 
 
 def _long(word: str) -> str:

@@ -43,6 +43,7 @@ class Alone:
 
     def __init__(self, config: Config, dataset: Dataset, store: Store, first_step: int = 0) -> None:
         self._config, self._dataset, self._store = config, dataset, store
+        self._threads()
         self._count = microbatches(config.train)
         self.executor: Executor = create(config, 0)
         if first_step:
