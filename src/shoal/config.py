@@ -213,6 +213,10 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     """Defaults, then the file, then `a.b=c` arguments; checked."""
     tree: dict[str, Any] = {}
     if path is not None:
+        if "=" in str(path) and not Path(path).exists():
+            raise ValueError(
+                f"{str(path)!r} is a setting, and a TOML file belongs before it, such as configs/quickstart.toml"
+            )
         try:
             tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -213,12 +213,20 @@ def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trai
 ) -> None:
     said = refused(capsys, "device.memory=10 kB")
     needed = re.search(r"try device\.memory_bytes=(\d+)", said)
-    assert "the model: device.memory_bytes = 10000 is too little for this stage's largest unit" in said
+    assert "the model: device.memory_bytes = 9.8 KiB is too little for this stage's largest unit" in said
+    assert re.search(
+        r"unit, that of \S+weight: at least [\d.]+ KiB are needed, [\d.]+ KiB of them for parameters", said
+    )
     assert needed is not None
     assert trained(f"device.memory={needed[1]}", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
     assert "takes 17.0 KiB before anything is computed" not in refused(capsys, "device.memory_bytes=1 kB")
     said = refused(capsys, "device.host_bytes=20 kB")
     assert re.search(r"the model takes [\d.]+ KiB of host memory .*device\.host_bytes allows 19\.5 KiB", said)
+    assert "; try" not in said, "not even a stage for each block would do"
+    wider = ("model.hidden_size=64", "model.intermediate_size=64")
+    said = refused(capsys, "device.host_bytes=1 MB", *wider)
+    assert said.endswith("; try train.moments=8bit or shoal run with run.stages=2 on several machines\n")
+    assert "; try shoal run with run.stages=3 on" in refused(capsys, "device.host_bytes=600 kB", *wider)
 
 
 @pytest.mark.parametrize(

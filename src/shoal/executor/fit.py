@@ -42,7 +42,7 @@ def check_stage(config: Config, stage: int) -> None:
                 runner.refuse()
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    elif limit and (needed := values * resident_bytes(config) + _moments(made, config)) > limit:
+    elif limit and (needed := values * resident_bytes(config) + _moments(made, config.train.moments)) > limit:
         raise ValueError(
             f"{where}: device.memory_bytes = {size(limit)}, but with device.executor = 'resident' its {values:,} parameters"
             f" take {size(needed)} before anything is computed; try device.executor=swapping, or more stages"
@@ -77,9 +77,9 @@ def _late_bytes(config: Config) -> int:
     return 12 if config.train.dtype == "float32" else 6
 
 
-def _moments(made: Stage, config: Config) -> int:
-    """Bytes of AdamW's two."""
-    return sum(nbytes(value.numel(), config.train.moments) for _, value in made.named_parameters())
+def _moments(made: Stage, how: str) -> int:
+    """Bytes of AdamW's two, as train.moments says."""
+    return sum(nbytes(value.numel(), how) for _, value in made.named_parameters())
 
 
 def _values(stage: Stage) -> int:
@@ -98,7 +98,7 @@ def check_host(config: Config, stage: int) -> Stage:
     values, where = _values(made), _where(config, stage)
     rounds = config.run.peers > 1
     on_host = config.device.executor == "swapping" or config.device.kind == "cpu"
-    moments = _moments(made, config) / values if on_host else 0.0
+    moments = _moments(made, config.train.moments) / values if on_host else 0.0
     each, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
     in_rounds = min(config.run.round_bytes, copies * values)
     needed, free = values * each + in_rounds, config.device.host_bytes or free_bytes()
@@ -107,12 +107,18 @@ def check_host(config: Config, stage: int) -> Stage:
     told = "device.host_bytes allows" if config.device.host_bytes else "this machine has free"
     enough = config.run.stages * math.ceil(needed / free)
     blocks = sum(map(len, _blocks(config)))
+    tries = []
+    if on_host and needed - moments * values + _moments(made, "8bit") <= free:
+        tries.append("train.moments=8bit")
+    if enough <= blocks:
+        # One machine that trains alone cannot share the model out among stages.
+        tries.append(f"run.stages={enough}" if rounds else f"shoal run with run.stages={enough} on several machines")
     fitting = int(max(free // (each + copies), (free - config.run.round_bytes) // each))
     raise ValueError(
         f"{where} takes {size(needed)} of host memory ({each:.4g} bytes for each of {values:,} parameters"
         + (f", {size(in_rounds)} for averaging" if in_rounds else "")
         + f"), {told} {size(free)}; about {fitting:,} parameters would fit"
-        + (f"; try run.stages={enough}" if enough <= blocks else "")
+        + (f"; try {' or '.join(tries)}" if tries else "")
     )
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.numerics.eightbit import nbytes
+from shoal.units import size
 
 ALIGN = 256  # bytes: what allocators give by themselves; matrix kernels may add in another order on less
 
@@ -124,20 +125,24 @@ def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
             made = _plan(sizes, spans, measured, fixed_bytes, slabs)
             if not limit or made.device_bytes <= limit:
                 return made
-    return _kept(_plan(sizes, finest, measured, fixed_bytes, slabs=1), limit)
+    return _kept(_plan(sizes, finest, measured, fixed_bytes, slabs=1), limit, sizes)
 
 
 def refuse(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> None:
     """ValueError: no `plan` fits. Only the largest groups that any of them needs are measured."""
     *_, finest = _partitions(sizes)
-    _kept(_plan(sizes, finest, live, fixed_bytes, slabs=1), limit)
+    _kept(_plan(sizes, finest, live, fixed_bytes, slabs=1), limit, sizes)
 
 
-def _kept(made: Plan, limit: int) -> Plan:
+def _kept(made: Plan, limit: int, sizes: Sizes) -> Plan:
     if limit and made.device_bytes > limit:
+        largest = max(made.groups, key=lambda group: group.parameter_bytes)
+        weights = sum(made.slot_bytes) + sum(made.slab_bytes)
         raise ValueError(
-            f"device.memory_bytes = {limit} is too little for this stage's largest unit; try device.memory_bytes="
-            f"{made.device_bytes} or more, fewer device.sequences at once, or a smaller train.microbatch"
+            f"device.memory_bytes = {size(limit)} is too little for this stage's largest unit, that of"
+            f" {sizes.units[largest.start][0]}: at least {size(made.device_bytes)} are needed, {size(weights)} of them for parameters"
+            f" and gradients on their way; try device.memory_bytes={made.device_bytes} or more, device.sequences=1, or a smaller"
+            " train.microbatch"
         )
     return made
 
