@@ -65,6 +65,18 @@ def test_staleness_is_told_only_where_gradients_are_late() -> None:
     )
 
 
+def test_a_run_that_ended_early_says_why_and_that_what_it_trained_is_in_order() -> None:
+    text = account.text(a_summary(balanced=False, early="interrupted", reason="interrupted"))
+    assert "It ended early: interrupted. Every sample of its 80 steps counted once." in text
+    assert "BALANCE" not in text
+    lost = account.text(a_summary(balanced=False, lost=2, early="interrupted", reason="interrupted; step 3: 2 missing"))
+    assert "DOES NOT BALANCE: interrupted; step 3: 2 missing" in lost
+
+
+def test_a_machine_alone_has_no_peers_to_tell_of() -> None:
+    assert "on the way" not in account.text(a_summary(killed=0, joined=0))
+
+
 def test_an_account_that_does_not_balance_says_so_loudly() -> None:
     text = account.text(a_summary(balanced=False, lost=2, reason="step 3: 2 microbatches missing"))
     assert "DOES NOT BALANCE: step 3: 2 microbatches missing" in text

@@ -63,6 +63,13 @@ def test_the_line_tells_that_gradients_are_late() -> None:
     assert "gradients 1 step late" in headline(a_snapshot(staleness=1))
 
 
+def test_of_a_machine_alone_no_peers_and_no_stages_are_told() -> None:
+    alone = a_snapshot(stages=0, peers=())
+    assert "peers" not in headline(alone)
+    found = drawn(alone, 100, 30)
+    assert "nobody" not in "".join(found) and "nobody" in "".join(drawn(a_snapshot(peers=()), 100, 30))
+
+
 def test_the_time_to_go_follows_the_pace_of_late_and_not_the_start() -> None:
     assert a_snapshot(step_s=2.0).left_s == 88.0
     assert a_snapshot(step=0, step_s=0.0).left_s is None

@@ -223,7 +223,7 @@ def test_device_memory_stays_under_the_limit_and_is_what_the_plan_says() -> None
 def test_a_limit_below_the_largest_unit_is_refused_with_one_that_is_enough() -> None:
     config = a_config()
     assert swapping(config, limits(config)[2]).plan.count > 1  # the limit that the refusal names
-    with pytest.raises(ValueError, match=r"device\.memory_bytes = 1000 B is too little .* try device\.memory_bytes="):
+    with pytest.raises(ValueError, match=r"device\.memory_bytes = 1,000 is too little .* try device\.memory_bytes="):
         executor.create(limited(config, 1000), 0)
 
 

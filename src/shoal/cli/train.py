@@ -119,12 +119,12 @@ class Training:
             try:
                 while self.alone.done < self.config.run.steps and not self.stopped:
                     self._step(terminal, file)
-                if self.stopped:
-                    early = "it was asked to stop"
+                if self.stopped and self.alone.done < self.config.run.steps:
                     self._save(terminal)
+                    early = f"it was asked to stop; {self._left()}"
             except (Broken, ValueError, OSError) as error:
                 early = f"{error}; {self._left()}"
-            terminal.show(self.watch.snapshot(time.monotonic()))
+            self._show(terminal)
         return self._conclude(early)
 
     def _step(self, terminal: Terminal, file: IO[bytes]) -> None:
@@ -133,7 +133,7 @@ class Training:
             if now - self._shown_s >= SHOW_S:
                 self._shown_s = now
                 state = f"step {self.alone.done + 1}: {done} of {count} microbatches"
-                terminal.show(msgspec.structs.replace(self.watch.snapshot(now), state=state))
+                self._show(terminal, state)
 
         view = self.alone.step(told)
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
@@ -141,15 +141,20 @@ class Training:
         file.write(msgspec.json.encode(step) + b"\n")
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
             self.watch.books.ahead.add(step.commit.step)  # it is applied while the next one is computed
-        terminal.show(self.watch.snapshot(time.monotonic()))
+        self._show(terminal)
         if self.alone.due():
             self._save(terminal)
+
+    def _show(self, terminal: Terminal, state: str = "") -> None:
+        """Without stages: there are no peers to serve them."""
+        snapshot = self.watch.snapshot(time.monotonic())
+        terminal.show(msgspec.structs.replace(snapshot, state=state or snapshot.state, stages=0))
 
     def _save(self, terminal: Terminal) -> None:
         if self.alone.saved == self.alone.done:
             return
         begun_s = time.monotonic()
-        terminal.show(msgspec.structs.replace(self.watch.snapshot(begun_s), state="writing a checkpoint"))
+        self._show(terminal, "writing a checkpoint")
         self.watch.checkpoint = self.alone.save()
         now = time.monotonic()
         self.watch.tell(

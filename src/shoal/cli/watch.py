@@ -213,6 +213,7 @@ class Watch:
             staleness=self.config.train.staleness,
             ahead=len(self.books.ahead),
             reason="; ".join(reasons),
+            early=early,
         )
 
     def _sent(self) -> Traffic:

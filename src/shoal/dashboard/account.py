@@ -49,6 +49,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 0  # steps by which every gradient was late, but that of the first step after a start
     ahead: int = 0  # steps of this session that were averaged and applied while the next one was computed
     reason: str = ""  # what does not balance, or why the run ended early
+    early: str = ""  # why the run ended before its last step
 
 
 def encode(summary: Summary) -> bytes:
@@ -73,16 +74,29 @@ def text(summary: Summary) -> str:
         ("counted twice", f"{summary.counted_twice:,}"),
         *_undone(summary),
         *_late(summary),
-        ("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way"),
+        *_peers(summary),
         ("checkpoint", summary.checkpoint or "none was written"),
         *_traffic(summary),
     ]
     width = max(len(name) for name, _ in rows)
-    verdict = "Every sample counted once." if summary.balanced else f"THE ACCOUNT DOES NOT BALANCE: {summary.reason}"
+    if summary.balanced:
+        verdict = "Every sample counted once."
+    elif summary.early and summary.reason == summary.early:
+        verdict = f"It ended early: {summary.early}."
+        verdict += f" Every sample of its {summary.steps:,} steps counted once." if summary.steps else ""
+    else:
+        verdict = f"THE ACCOUNT DOES NOT BALANCE: {summary.reason}"
     lines = [_headline(summary), *(f"  {name:<{width}}  {value}" for name, value in rows), verdict]
     if summary.balanced and summary.reason:
         lines.append(summary.reason)
     return "\n".join(lines)
+
+
+def _peers(summary: Summary) -> list[tuple[str, str]]:
+    """None of a machine alone, which sends nothing."""
+    if not (summary.sent.total or summary.killed or summary.joined):
+        return []
+    return [("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way")]
 
 
 def _traffic(summary: Summary) -> list[tuple[str, str]]:

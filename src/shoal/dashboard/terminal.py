@@ -66,7 +66,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
     step: int  # committed so far
     steps: int
-    stages: int
+    stages: int  # 0: a machine alone, without peers
     state: str = ""  # what the run is doing while no step is trained: 'waiting for 2 more peers', 'writing ...'
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
@@ -148,7 +148,8 @@ def headline(snapshot: Snapshot) -> str:
         words.append(f"loss {snapshot.losses[-1]:.3f}")
     if snapshot.tokens_per_s > 0:
         words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
-    words.append(f"{len(snapshot.peers)} peers")
+    if snapshot.stages:
+        words.append(f"{len(snapshot.peers)} peers")
     if snapshot.staleness:
         words.append(f"gradients {snapshot.staleness} step late")
     if snapshot.redone:
@@ -170,13 +171,15 @@ def rows(snapshot: Snapshot) -> int:
 
 def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     """One screen: what matters most on top, nothing wider than `width`; what has no room below is left out."""
-    stages = _stages(snapshot)
     parts: list[RenderableType] = [
         Text(headline(snapshot), style="bold", no_wrap=True, overflow="ellipsis"),
         _bar(snapshot.step / max(1, snapshot.steps), width),
-        stages,
     ]
-    room = height - 4 - stages.row_count  # headline, bar, the table's head and one line kept free
+    room = height - 3  # headline, bar and one line kept free
+    if snapshot.stages:
+        stages = _stages(snapshot)
+        parts.append(stages)
+        room -= 1 + stages.row_count
     if snapshot.sent.total and room > 1:
         parts.append(Text(carried(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
         room -= 1

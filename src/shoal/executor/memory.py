@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.numerics.eightbit import nbytes
-from shoal.units import size
 
 ALIGN = 256  # bytes: what allocators give by themselves; matrix kernels may add in another order on less
 
@@ -139,8 +138,8 @@ def _kept(made: Plan, limit: int, sizes: Sizes) -> Plan:
         largest = max(made.groups, key=lambda group: group.parameter_bytes)
         weights = sum(made.slot_bytes) + sum(made.slab_bytes)
         raise ValueError(
-            f"device.memory_bytes = {size(limit)} is too little for this stage's largest unit, that of"
-            f" {sizes.units[largest.start][0]}: at least {size(made.device_bytes)} are needed, {size(weights)} of them for parameters"
+            f"device.memory_bytes = {limit:,} is too little for this stage's largest unit, that of"
+            f" {sizes.units[largest.start][0]}: at least {made.device_bytes:,} bytes are needed, {weights:,} of them for parameters"
             f" and gradients on their way; try device.memory_bytes={made.device_bytes} or more, device.sequences=1, or a smaller"
             " train.microbatch"
         )

@@ -117,8 +117,9 @@ class Alone:
     def _losses(self, told: Told) -> list[float]:
         """Of every microbatch, its gradient added."""
         found: list[float] = []
-        for first in range(0, self._count, self._config.run.queue_limit):
-            several = range(first, min(first + self._config.run.queue_limit, self._count))
+        at_once = self._config.run.queue_limit if self._config.device.executor == "swapping" else 1
+        for first in range(0, self._count, at_once):
+            several = range(first, min(first + at_once, self._count))
             found += self._back([self._dataset.microbatch(self.done, index) for index in several])
             told(len(found), self._count)
         return found
