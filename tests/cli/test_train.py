@@ -208,6 +208,37 @@ def test_a_signal_ends_it_after_the_step_with_a_checkpoint(monkeypatch: pytest.M
     assert summary()["steps"] == 4
 
 
+def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Killed(BaseException):
+        """As a SIGKILL: nothing is written any more."""
+
+    told: list[str] = []
+    real = train.Training._step
+
+    def looked_at(self: train.Training, *given: Any) -> None:
+        if self.alone.done == 2:
+            self._written_s = float("-inf")
+        real(self, *given)
+        if self.alone.done == 3:
+            capsys.readouterr()
+            assert main.main(["status", "runs/one"]) == 0
+            told.append(capsys.readouterr().out)
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Training, "_step", looked_at)
+        with pytest.raises(Killed):
+            trained()
+    assert "one: step 3/4, loss" in told[0] and "nobody" not in told[0] and "not running" not in told[0]
+    assert main.main(["status"]) == 0
+    assert "`shoal train ... --resume` goes on" in capsys.readouterr().out
+    assert trained("--resume") == 0
+    assert main.main(["status", "runs/one"]) == 0
+    assert capsys.readouterr().out.endswith("Every sample counted once.\n")
+
+
 def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trained(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -35,7 +35,8 @@ def main(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(render(snapshot, console.width, max(console.height, rows(snapshot))))
     if not rundir.running(directory):
-        print("its launcher is not running any more; `shoal run ... --resume` goes on from the newest checkpoint")
+        command = "shoal run" if snapshot.stages else "shoal train"
+        print(f"its launcher is not running any more; `{command} ... --resume` goes on from the newest checkpoint")
     return 0
 
 

@@ -104,7 +104,7 @@ class Training:
     def __init__(self, config: Config, directory: Path, watch: Watch, alone: Alone) -> None:
         self.config, self.directory, self.watch, self.alone = config, directory, watch, alone
         self.stopped = False
-        self._shown_s = 0.0
+        self._shown_s = self._written_s = float("-inf")
 
     def run(self) -> int:
         from shoal.runtime.alone import Broken
@@ -124,6 +124,7 @@ class Training:
                     early = f"it was asked to stop; {self._left()}"
             except (Broken, ValueError, OSError) as error:
                 early = f"{error}; {self._left()}"
+            self._written_s = float("-inf")
             self._show(terminal)
         return self._conclude(early)
 
@@ -146,9 +147,14 @@ class Training:
             self._save(terminal)
 
     def _show(self, terminal: Terminal, state: str = "") -> None:
-        """Without stages: there are no peers to serve them."""
-        snapshot = self.watch.snapshot(time.monotonic())
-        terminal.show(msgspec.structs.replace(snapshot, state=state or snapshot.state, stages=0))
+        """On the terminal, and for `shoal status`. Without stages: there are no peers to serve them."""
+        now = time.monotonic()
+        snapshot = self.watch.snapshot(now)
+        snapshot = msgspec.structs.replace(snapshot, state=state or snapshot.state, stages=0)
+        terminal.show(snapshot)
+        if now - self._written_s >= SHOW_S:
+            self._written_s = now
+            replace(self.directory / "status.json", msgspec.json.encode(snapshot))
 
     def _save(self, terminal: Terminal) -> None:
         if self.alone.saved == self.alone.done:
