@@ -1,11 +1,19 @@
 """How fast a stage trains that passes through a tenth of its memory, beside the same stage held whole, in the same run.
 
-    python benchmarks/swapping.py [--hidden 512] [--layers 12] [--microbatches 8] [--repeats 3] [--device cpu]
+    python benchmarks/swapping.py [--hidden 512] [--layers 12] [--microbatches 8] [--repeats 3] [--times 10] [--device cpu]
+    python benchmarks/swapping.py --modelled 35.5:25 --times 10 --layers 24 --sequence 256 --dtype bfloat16
 
 A model of one stage runs passes of some microbatches forward and back: resident one by one, swapping one by one, and swapping
-layer by layer (`backward_many`), each with as little device memory as its plan allows. On a CPU the copies are real and do
-not overlap with the work, so that the ratio is a floor. The peak is measured in a pass of its own and checked against the
-plan. The last line is one JSON object; its value is tokens/s layer by layer, its bound that of the resident executor.
+layer by layer (`backward_many`), each with as little device memory as its plan allows, or with so many times less than the training
+state takes (--times). On a CPU the copies are real and do not overlap with the work, so that the ratio is a floor. The peak is measured
+in a pass of its own and checked against the plan. The last line is one JSON object; its value is tokens/s layer by layer, its bound
+that of the resident executor.
+
+With --modelled TFLOPS:GB/s that executor passes the same microbatches over a device that takes time (executor/modelled.py): each group's
+operations as PyTorch counts them, at so many a second, and its bytes over a link of so many a second each way; 35.5:25 is an RTX 3090
+on PCIe 4 at half its peak. Then the value is the speed of that pass over the same device's when all is resident and recomputes, as a
+stage of a pipeline does; `of_plain` is over one that keeps all activations instead, which computes a quarter less, so 0.75 is
+about the most.
 """
 
 from __future__ import annotations
@@ -19,11 +27,14 @@ from collections.abc import Callable
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from report import report
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor import memory
 from shoal.executor.base import Executor, check_device
+from shoal.executor.link import NoStreams
+from shoal.executor.modelled import ModelledStreams, Seconds
 from shoal.executor.resident import Resident
 from shoal.executor.swapping import Swapping
 from shoal.model import stages
@@ -43,7 +54,10 @@ def main() -> None:
     tokens = len(batch) * config.train.microbatch * config.data.sequence
 
     resident = Resident(stages.build(config, 0, device=given.device), config)
-    swapping = smallest(config)
+    swapping = within(config, int(TRAINING_BYTES * resident.length / given.times)) if given.times else smallest(config)
+    if given.modelled:
+        told(*modelled(given, swapping, batch), swapping, batch)
+        return
     passes: dict[str, Callable[[], None]] = {
         "resident": lambda: one_by_one(resident, batch),
         "swapping one by one": lambda: one_by_one(swapping, batch),
@@ -92,6 +106,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--times", type=float, default=0.0, help="training state over the limit; default: as the plan allows"
+    )
+    parser.add_argument("--modelled", metavar="TFLOPS:GB/s", help="a device that takes time, such as 35.5:25")
     return parser.parse_args()
 
 
@@ -119,8 +137,60 @@ def smallest(config: Config) -> Swapping:
         found = re.search(r"try device\.memory_bytes=(\d+)", str(error))
         if found is None:
             raise
-        device = msgspec.structs.replace(config.device, memory_bytes=int(found[1]))
-        return Swapping(stages.build(config, 0), msgspec.structs.replace(config, device=device))
+        return within(config, int(found[1]))
+
+
+class Counted(NoStreams):
+    """How many operations a slice takes in each group, one way."""
+
+    def __init__(self) -> None:
+        self.flops: list[int] = []
+        self.counter = FlopCounterMode(display=False)
+
+    def computed(self, group: int, back: bool) -> None:
+        self.flops.append(self.counter.get_total_flops() - sum(self.flops))
+
+
+def modelled(given: argparse.Namespace, swapping: Swapping, batch: list[Tensor]) -> tuple[ModelledStreams, float]:
+    """One pass over that device, and the seconds that a slice's forwards take on it."""
+    rate, link_Bps = (float(part) * scale for part, scale in zip(given.modelled.split(":"), (1e12, 1e9), strict=True))
+    config, plan = a_config(given), swapping.plan
+    device = msgspec.structs.replace(config.device, memory_bytes=plan.device_bytes)
+    config = msgspec.structs.replace(config, device=device)
+    streams = Counted()
+    counting = Swapping(stages.build(config, 0), config, streams)
+    with streams.counter:
+        counting.run_many([inputs(batch[0])])
+    ways = [flops / rate for flops in streams.flops]
+    seconds = [
+        Seconds(group.parameter_bytes / link_Bps, group.gradient_bytes / link_Bps, way, 3 * way)
+        for group, way in zip(plan.groups, ways, strict=True)
+    ]
+    found = ModelledStreams(seconds)
+    layer_by_layer(Swapping(stages.build(config, 0), config, found), batch)
+    return found, sum(ways)
+
+
+def told(streams: ModelledStreams, way_s: float, swapping: Swapping, batch: list[Tensor]) -> None:
+    slices = len(batch)
+    recomputing_s, plain_s = 4 * slices * way_s, 3 * slices * way_s
+    setting = {
+        "parameters": swapping.length,
+        "groups": swapping.plan.count,
+        "microbatches": slices,
+        "state_over_limit": round(TRAINING_BYTES * swapping.length / swapping.plan.device_bytes, 2),
+        "limit_bytes": swapping.plan.device_bytes,
+        "peak_bytes": measured_peak(swapping, batch[:1], "cpu"),
+        "pass_s": round(streams.now_s, 6),
+        "busy": round(streams.busy_s / streams.now_s, 4),
+        "of_plain": round(plain_s / streams.now_s, 4),
+    }
+    report("swapping, modelled", recomputing_s / streams.now_s, "of the speed of all resident", 0.85, setting)
+
+
+def within(config: Config, limit: int) -> Swapping:
+    device = msgspec.structs.replace(config.device, memory_bytes=limit)
+    return Swapping(stages.build(config, 0), msgspec.structs.replace(config, device=device))
 
 
 def one_by_one(executor: Executor, batch: list[Tensor]) -> None:
