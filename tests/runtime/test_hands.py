@@ -24,7 +24,7 @@ from shoal.executor.base import Executor, boundary
 from shoal.executor.delayed import Delayed
 from shoal.executor.master import Master
 from shoal.numerics import compress
-from shoal.runtime import coding, data, hands
+from shoal.runtime import coding, data, hands, kinds, sums
 from shoal.runtime.checkpoint import Store
 from shoal.runtime.hands import Hands
 from shoal.transport.base import Blob
@@ -240,8 +240,8 @@ def test_an_emulated_run_needs_no_data(a_pair_of_hands: Maker) -> None:
 
 def test_parts_are_added_in_the_order_given() -> None:
     parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
-    assert float(hands.added(parts)) == 0.0  # 1e8 + 1 = 1e8 in fp32
-    assert float(hands.added([parts[0], parts[2], parts[1]])) == 1.0
+    assert float(sums.added(parts)) == 0.0  # 1e8 + 1 = 1e8 in fp32
+    assert float(sums.added([parts[0], parts[2], parts[1]])) == 1.0
     assert float(parts[0]) == 1e8  # not added to in place
 
 
@@ -362,21 +362,21 @@ def test_inputs_may_be_dropped_at_once_and_outputs_before_they_are_made(a_pair_o
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)])
 def test_a_tensor_is_the_same_after_the_network(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(100, 100 + torch.Size(shape).numel()).to(dtype).reshape(shape)
-    blob = hands.blob_of(tensor)
+    blob = kinds.blob_of(tensor)
     shifted = memoryview(b"x" + bytes(blob.data))[1:]
     for given in (blob.data, bytes(blob.data), bytearray(blob.data), shifted):
-        found = hands.tensor_of(Blob(blob.dtype, blob.shape, given))
+        found = kinds.tensor_of(Blob(blob.dtype, blob.shape, given))
         assert found.dtype == dtype
         assert torch.equal(found, tensor)
 
 
 def test_blobs_share_memory_both_ways() -> None:
     tensor = torch.zeros(4, 4)
-    blob = hands.blob_of(tensor)
+    blob = kinds.blob_of(tensor)
     tensor[0, 0] = 1
     assert bytes(blob.data[:4]) == b"\0\0\x80\x3f"
-    assert hands.tensor_of(blob).data_ptr() == tensor.data_ptr()
-    turned = hands.tensor_of(hands.blob_of(tensor.T))
+    assert kinds.tensor_of(blob).data_ptr() == tensor.data_ptr()
+    turned = kinds.tensor_of(kinds.blob_of(tensor.T))
     assert torch.equal(turned, tensor.T)
 
 
@@ -414,7 +414,7 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
         (m.Chunk(0, 0, 1, 0, gone=True), ()),
         (m.Leave(), ()),
     ):
-        assert held.check(message, tuple(map(hands.blob_of, tensors))) == ""
+        assert held.check(message, tuple(map(kinds.blob_of, tensors))) == ""
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
 def test_what_is_wrong_is_named(
     a_pair_of_hands: Maker, message: m.Message, tensors: tuple[torch.Tensor, ...], match: str
 ) -> None:
-    fault = a_pair_of_hands(TINY, 1).check(message, tuple(map(hands.blob_of, tensors)))
+    fault = a_pair_of_hands(TINY, 1).check(message, tuple(map(kinds.blob_of, tensors)))
     assert match in fault
 
 
@@ -480,7 +480,7 @@ def test_what_is_wrong_is_named(
 def test_with_direct_hops_boundary_tensors_come_alone(
     a_pair_of_hands: Maker, message: m.Message, tensors: tuple[torch.Tensor, ...], match: str
 ) -> None:
-    fault = a_pair_of_hands(DIRECT, 1).check(message, tuple(map(hands.blob_of, tensors)))
+    fault = a_pair_of_hands(DIRECT, 1).check(message, tuple(map(kinds.blob_of, tensors)))
     assert match in fault and bool(match) == bool(fault)
 
 
@@ -507,7 +507,7 @@ def test_boundaries_are_of_the_type_that_is_trained_in(a_pair_of_hands: Maker) -
     servers = [a_pair_of_hands(half, k) for k in range(3)]
     train_microbatch(servers[0], servers, 0, 0)
     assert servers[0].get("x0.1").dtype == torch.bfloat16
-    assert "type float32, not bfloat16" in servers[0].check(forward(1), (hands.blob_of(HIDDEN),))
+    assert "type float32, not bfloat16" in servers[0].check(forward(1), (kinds.blob_of(HIDDEN),))
 
 
 # ---------------------------------------------------------------------------------------------------- encoded tensors
@@ -559,7 +559,7 @@ def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_
             assert average(group, step, step) == first
         else:
             average(group, step, step)
-        reduced = [held._reduced[step, step].reduced for held in group]
+        reduced = [held._sums.reduced[step, step].reduced for held in group]
         assert all(torch.equal(one, reduced[0]) for one in reduced)
         total += reduced[0].double()
         errors.append(float((total / (step + 1) - wanted).norm() / wanted.norm()))
@@ -587,7 +587,7 @@ def test_the_largest_values_only_are_averaged_to_equal_bits_and_nothing_of_the_r
         if step == 3:  # a round that was given up counts for nothing
             average(group, step, 99)
         average(group, step, step)
-        reduced = [held._reduced[step, step].reduced for held in group]
+        reduced = [held._sums.reduced[step, step].reduced for held in group]
         assert all(torch.equal(one, reduced[0]) for one in reduced)
         assert 0 < int(reduced[0].count_nonzero()) <= length // codec.TOPK + 3
         applied += reduced[0].double()
@@ -595,7 +595,7 @@ def test_the_largest_values_only_are_averaged_to_equal_bits_and_nothing_of_the_r
         for held in group:
             for name in held._blobs.names():
                 held.drop(name)
-    left = sum(held._averaging._left.double() for held in group if held._averaging._left is not None)
+    left = sum(held._sums.averaging._left.double() for held in group if held._sums.averaging._left is not None)
     assert torch.allclose(applied + left, brought, atol=1e-4) and float(applied.norm()) < float(brought.norm())
 
 
@@ -621,20 +621,20 @@ def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone
     for held in pair:
         held._seated().executor.sum.copy_(grad)
     average(pair, 0, 0)
-    first = pair[0]._reduced[0, 0].reduced.clone()
+    first = pair[0]._sums.reduced[0, 0].reduced.clone()
     for held in pair:
         done(held, m.Apply("s/y", 0, 0, 1.0, False))
-    left = [held._averaging._left for held in pair]
+    left = [held._sums.averaging._left for held in pair]
     assert left[0] is not None and left[1] is not None
     assert torch.allclose(first + left[0] + left[1], 2 * grad, atol=1e-6)
     for held, owed in zip(pair, left, strict=True):
         average([held], 1, 1)
-        assert torch.equal(held._reduced[1, 1].reduced, owed)
+        assert torch.equal(held._sums.reduced[1, 1].reduced, owed)
         done(held, m.Apply("s/y", 1, 1, 1.0, False))
         average([held], 2, 2)
-        assert not held._reduced[2, 2].reduced.any()
+        assert not held._sums.reduced[2, 2].reduced.any()
     done(pair[0], m.Init("i", 1, 0))
-    assert pair[0]._averaging.left() is None
+    assert pair[0]._sums.averaging.left() is None
 
 
 def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Maker) -> None:
@@ -642,7 +642,7 @@ def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Mak
     good = coding.packed(HIDDEN, "int8")
     assert isinstance(good, Blob)
     assert held.check(forward(1), (good,)) == ""
-    raw = hands.blob_of(HIDDEN)
+    raw = kinds.blob_of(HIDDEN)
     scales = bytearray(good.data)
     scales[2:4] = b"\xff\xff"
     for blob, words in (
@@ -656,7 +656,7 @@ def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Mak
         assert isinstance(blob, Blob)
         assert words in held.check(forward(1), (blob,))
     assert "a boundary gradient: codec raw, not bf16" in held.check(m.Backward(0, 0, 0, 1, 1, 1), (good, raw))
-    part = hands.blob_of(torch.zeros(4))
+    part = kinds.blob_of(torch.zeros(4))
     assert "a chunk of the gradient: codec raw, not int8" in held.check(m.Part(0, 0, 0, 0), (part,))
 
 

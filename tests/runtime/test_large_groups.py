@@ -53,7 +53,7 @@ class Tensors:
         return answer
 
     def reduced(self, round_: int) -> torch.Tensor:
-        return self.hands._reduced[STEP, round_].reduced
+        return self.hands._sums.reduced[STEP, round_].reduced
 
 
 @pytest.fixture
@@ -143,11 +143,11 @@ def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
         digests = {one.digest for one in group.reduced.values()}
         assert len(group.reduced) == replicas and len(digests) == 1
         for name, one in zip(group.names, made, strict=True):
-            gathered = one.hands._reduced[STEP, number]
-            one.hands._averaging.applied(gathered.left)
+            gathered = one.hands._sums.reduced[STEP, number]
+            one.hands._sums.averaging.applied(gathered.left)
             group.carry(name, group.rounds[name].end("committed"))
         applied += made[0].reduced(number).double()
-    left = sum(one.hands._averaging._left.double() for one in made if one.hands._averaging._left is not None)
+    left = sum(one.hands._sums.averaging._left.double() for one in made if one.hands._sums.averaging._left is not None)
     assert float((applied + left - total).norm() / total.norm()) < 1e-6
     assert float((applied - total).norm() / total.norm()) > 1e-4, "the codes do leave something out"
 

@@ -458,7 +458,7 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
 def floats(*shape: int, value: float = 1.0) -> Blob:
     import torch
 
-    from shoal.runtime.hands import blob_of
+    from shoal.runtime.kinds import blob_of
 
     return blob_of(torch.full(shape, value))
 

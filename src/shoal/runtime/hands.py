@@ -10,43 +10,31 @@ computed with (executor/delayed.py). Blobs lie in the CPU's memory, whatever the
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 
-from shoal import codec
 from shoal.config import Config
 from shoal.core.messages import (
-    BULK,
     Add,
     AddRow,
     Apply,
-    Backward,
     Blend,
-    Boundary,
     CheckChunk,
-    Chunk,
     Cut,
     Done,
     Export,
     Failed,
     Fetch,
-    Forward,
     Gather,
-    Gradient,
     Import,
     Init,
     Message,
-    Output,
-    Part,
     ReadChunk,
     Reset,
     Result,
@@ -54,27 +42,26 @@ from shoal.core.messages import (
     RunForward,
     RunPublish,
     RunSave,
-    Sum,
     Task,
 )
 from shoal.executor import base, create
-from shoal.executor.base import Executor, boundary
+from shoal.executor.base import Executor
 from shoal.executor.delayed import PREVIOUS, Delayed
-from shoal.numerics import compress
 from shoal.numerics.blend import blend
-from shoal.numerics.optimizer import norm_sq
 from shoal.runtime import checkpoint, coding
 from shoal.runtime.blobs import Blobs
 from shoal.runtime.coding import Held
-from shoal.runtime.data import Dataset, vocabulary
-from shoal.runtime.state import MAX_CHUNK_BYTES, Copy, check_chunk, join, raw
+from shoal.runtime.data import Dataset
+from shoal.runtime.kinds import Kinds, blob_of, kept
+from shoal.runtime.lane import Lane
+from shoal.runtime.state import Copy, check_chunk, join, raw
+from shoal.runtime.sums import Sums
 from shoal.traffic import Kept
-from shoal.transport.base import DTYPES, Blob
+from shoal.transport.base import Blob
 
 log = logging.getLogger(__name__)
 
 REASON_LENGTH = 1000  # of a failure, in letters; core's Text holds 2000
-ROUNDS_KEPT = 2  # a commit may name the round before the one that is running
 
 Answer = Callable[[Done | Failed], None]
 Make = Callable[[Config, int], Executor]
@@ -86,23 +73,6 @@ class Seat(msgspec.Struct):
     executor: Executor
     stage: int
     step: int
-
-
-class Kind(msgspec.Struct, frozen=True):
-    """What a blob must be. An empty shape: one dimension of 1 to `most` values. `codecs`: names of those that may be used."""
-
-    what: str  # in words
-    dtype: str
-    shape: tuple[int, ...] = ()
-    most: int = 0
-    codecs: tuple[str, ...] = (codec.RAW,)
-
-
-class Gathered(msgspec.Struct, frozen=True):
-    """A round's reduced gradient (length,) fp32, and what its codes leave out here (None: nothing)."""
-
-    reduced: torch.Tensor
-    left: torch.Tensor | None
 
 
 class Later(Exception):
@@ -131,9 +101,7 @@ class Hands:
         self._make = make
         self._about: checkpoint.About | None = None
         self._seat: Seat | None = None
-        self._reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
-        self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = None  # of which round, how far, into what
-        self._averaging = coding.Averaging(config)
+        self._sums = Sums(config)
         on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
         self._decodes_on = "cuda" if on_gpu else "cpu"  # the code crosses the bus, not the values
         self._saved: Copy | None = None  # for RunSave
@@ -350,65 +318,27 @@ class Hands:
     # ------------------------------------------------------------------------------------------------------- rounds
 
     def _cut(self, task: Cut) -> Result:
-        executor = self._computing(self._seated().stage, task.step)
-        bounds = task.bounds
-        if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
-            raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
-        brought = executor.brought(bounds[0], bounds[-1])
-        parts = self._averaging.parts(brought, bounds, task.outs, executor.length)
-        return self._keep_all(task.outs, parts)
+        return self._keep_all(task.outs, self._sums.cut(task, self._computing(self._seated().stage, task.step)))
 
     def _add_row(self, task: AddRow, parts: list[torch.Tensor]) -> Result:
-        total, bounds = added(parts), task.bounds
-        cut = list(bounds) == sorted(bounds) and len(bounds) == len(task.outs) + 1
-        if not cut or len(total) != bounds[-1] - bounds[0]:
-            raise ValueError(f"bounds {bounds} do not cut {len(total)} values into {len(task.outs)}")
-        return self._keep_all(task.outs, self._averaging.row_parts(total, task.parts, bounds, task.outs))
+        return self._keep_all(task.outs, self._sums.add_row(task, parts))
 
     def _add(self, task: Add, parts: list[torch.Tensor]) -> Result:
-        return self._keep(task.out, self._averaging.sum(added(parts), task.parts))
+        return self._keep(task.out, self._sums.add(task, parts))
 
     def _gather(self, task: Gather, sums: list[torch.Tensor]) -> Result:
-        executor = self._at(self._seated().stage, task.step)
-        length, key, at = executor.length, (task.step, task.round), task.start
-        if at == 0:
-            self._gathering = key, 0, torch.empty(length)
-        begun, filled, reduced = self._gathering or (None, 0, torch.empty(0))
-        if begun != key or filled != at:
-            raise ValueError(
-                f"values from {at} on of round {task.round}, of which {filled if begun == key else 0} are here"
-            )
-        stop = at + sum(len(flat(part)) for part in sums)
-        if stop > length or (task.last and stop != length):
-            raise ValueError(f"the sums have {stop} values together, the stage {length}")
-        for part in sums:
-            reduced[at : at + len(part)] = part
-            at += len(part)
-        if not finite(reduced[task.start : stop]):
-            raise ValueError("the reduced gradient is not finite")
-        self._gathering = None if task.last else (key, stop, reduced)
-        if not task.last:
-            return Result()
-        self._reduced[key] = Gathered(reduced, self._averaging.left())
-        for old in list(self._reduced)[:-ROUNDS_KEPT]:
-            del self._reduced[old]
-        return Result(digest=hashlib.sha256(raw(reduced)).hexdigest(), norm_sq=norm_sq(reduced))
+        return self._sums.gather(task, sums, self._at(self._seated().stage, task.step).length)
 
     def _apply(self, task: Apply) -> Result:
         seat = self._seated()
         executor = self._at(seat.stage, task.step)
-        gathered = self._reduced.get((task.step, task.round))
-        if gathered is None:
-            raise ValueError(f"no reduced gradient of step {task.step}, round {task.round} is here")
-        self._averaging.applied(gathered.left)
-        self._reduced.clear()
-        self._gathering = None
+        reduced = self._sums.commit(task.step, task.round)
         if isinstance(executor, Delayed):
             executor.begin(task.step)
             seat.step = task.step + 1
             self._stepped.clear()
-            raise Later("average", lambda: self._apply_beside(task, executor, gathered.reduced))
-        executor.apply(gathered.reduced, task.norm, task.step)
+            raise Later("average", lambda: self._apply_beside(task, executor, reduced))
+        executor.apply(reduced, task.norm, task.step)
         executor.zero(task.step + 1)
         seat.step = task.step + 1
         return self._applied(task, seat)
@@ -429,18 +359,14 @@ class Hands:
     def _reset(self) -> Result:
         if self._seat is not None:
             self._seat.executor.zero(self._seat.step)
-        self._reduced.clear()
-        self._gathering = None
-        self._averaging.void(seat=False)
+        self._sums.void(seat=False)
         return Result()
 
     # -------------------------------------------------------------------------------------------------------- state
 
     def _take_seat(self, task: Init | Import | Blend) -> Result:
         self._seat = None  # two stages may not fit beside each other
-        self._reduced.clear()
-        self._gathering = None
-        self._averaging.void(seat=True)
+        self._sums.void(seat=True)
         self._saved = self._exported = None
         executor = self._make(self._config, task.stage)
         if isinstance(task, Import):
@@ -520,29 +446,6 @@ class Hands:
         return self._store
 
 
-class Lane:
-    """A thread that does one piece of work after another."""
-
-    def __init__(self, name: str, begin: Callable[[], None]) -> None:
-        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._begin = begin
-        self._stopped = threading.Event()
-        self.thread = threading.Thread(target=self._work, name=f"shoal-{name}", daemon=True)
-        self.thread.start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        self._works.put(work)
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._works.put(None)
-
-    def _work(self) -> None:
-        self._begin()
-        while (work := self._works.get()) is not None and not self._stopped.is_set():
-            work()
-
-
 def _inputs(task: Task) -> tuple[str, ...]:
     match task:
         case RunForward():
@@ -583,160 +486,3 @@ def _downloaded(held: dict[int, torch.Tensor], wanted: range, stage: int, step: 
 
 def _note(stage: int, step: int) -> dict[str, str]:
     return {"stage": str(stage), "step": str(step)}
-
-
-# ---------------------------------------------------------------------------------------------------------- numbers
-
-
-def flat(part: torch.Tensor) -> torch.Tensor:
-    if part.dim() != 1 or part.dtype != torch.float32:
-        raise ValueError(f"a part of type {part.dtype} and shape {tuple(part.shape)}, not flat fp32")
-    return part
-
-
-def added(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Parts (n,) fp32 added one after another in the order given: fp32 addition depends on it."""
-    if not parts or len({len(flat(part)) for part in parts}) > 1:
-        raise ValueError(f"parts of {[len(part) for part in parts]} values cannot be added")
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. A finite sum says so at a third of the cost; an infinite one may be an overflow."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-# ------------------------------------------------------------------------------------------- blobs, and their checks
-
-
-def blob_of(tensor: torch.Tensor) -> Blob:
-    """A CPU tensor as a blob that shares its memory."""
-    return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw(tensor))
-
-
-def tensor_of(blob: Blob) -> torch.Tensor:
-    """A raw blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: not what it says it is."""
-    fault = _malformed(blob)
-    if fault:
-        raise ValueError(fault)
-    dtype = getattr(torch, blob.dtype)
-    data = memoryview(blob.data).cast("B")
-    if len(data) == 0:
-        return torch.empty(blob.shape, dtype=dtype)
-    if data.readonly or np.frombuffer(data, dtype=np.uint8).ctypes.data % dtype.itemsize:
-        data = memoryview(bytearray(data))
-    return torch.frombuffer(data, dtype=dtype).view(blob.shape)
-
-
-def kept(blob: Blob) -> Held:
-    """A blob as it is held here. ValueError: not what it says it is."""
-    if blob.codec == codec.RAW:
-        return tensor_of(blob)
-    fault = _malformed(blob)
-    if fault:
-        raise ValueError(fault)
-    return blob
-
-
-def _malformed(blob: Blob) -> str:
-    if blob.dtype not in DTYPES:
-        return f"type {blob.dtype[:20]!r} is not known here"
-    size = memoryview(blob.data).nbytes
-    try:
-        wanted = codec.nbytes(blob.codec, blob.shape, blob.dtype)
-    except ValueError as error:
-        return str(error)
-    if any(extent < 0 for extent in blob.shape) or size != wanted:
-        return f"{size} bytes are not {blob.dtype} of shape {blob.shape} in codec {blob.codec}"
-    return ""
-
-
-def _codec(how: str) -> str:
-    """The name that codec `how` of the configuration has on the wire."""
-    return codec.RAW if compress.lossless(how) else how
-
-
-class Kinds:
-    """What each message's blobs must be in a run of this configuration."""
-
-    def __init__(self, config: Config) -> None:
-        shape, dtype = boundary(config)
-        name = str(dtype).removeprefix("torch.")
-        self._stages = config.run.stages
-        self._direct = config.network.hops == "direct" and config.run.stages > 1
-        self._vocabulary = vocabulary(config)
-        network = config.network
-        self._boundary = Kind("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
-        self._gradient = Kind("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
-        self._averaging = _codec(network.averaging)
-        self._tokens = Kind("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
-        self._most = config.network.blob_bytes // 4  # values of a gradient whose stage is still being downloaded
-        self._bytes = Kind("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
-
-    def fault(self, message: Message, blobs: tuple[Blob, ...], length: int) -> str:
-        """`length`: values in the stage's gradient, 0 while there is no stage."""
-        if not isinstance(message, BULK):
-            return f"{len(blobs)} blobs with a {type(message).__name__}, which has none" if blobs else ""
-        kinds = self._kinds(message, length)
-        if isinstance(kinds, str):
-            return kinds
-        if len(blobs) != len(kinds):
-            return f"{len(blobs)} blobs with a {type(message).__name__}, not {len(kinds)}"
-        faults = (self._wrong(blob, kind) for blob, kind in zip(blobs, kinds, strict=True))
-        return next((f"{kind.what}: {fault}" for kind, fault in zip(kinds, faults, strict=True) if fault), "")
-
-    def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
-        if isinstance(message, Part | Sum):
-            heard = isinstance(message, Sum) and message.heard
-            most = length or (self._most if heard else 0)
-            # A lone replica tells listeners its sum as it applies it: not encoded.
-            codecs = (codec.RAW, self._averaging) if heard else (self._averaging,)
-            kind = Kind("a chunk of the gradient", "float32", (), most, codecs)
-            return (kind,) if most else "no stage is here to average"
-        if isinstance(message, Chunk):
-            return () if message.gone else (self._bytes,)
-        assert isinstance(message, Forward | Backward | Output | Gradient | Boundary)
-        stage, last = message.stage, self._stages - 1
-        if stage > last or (isinstance(message, Output) and stage == last):
-            return f"{type(message).__name__} of stage {stage} in a run of {self._stages} stages"
-        if isinstance(message, Boundary):
-            kind = self._gradient if message.gradient else self._boundary
-            return (kind,) if stage != (last if message.gradient else 0) else f"stage {stage} has no such boundary"
-        if self._direct:
-            tokens = isinstance(message, Forward | Backward) and stage in (0, last)
-            return (self._tokens,) if tokens else ()
-        x = self._tokens if stage == 0 else self._boundary
-        match message:
-            case Forward():
-                return (x,)
-            case Output():
-                return (self._boundary,)
-            case Gradient():
-                return () if stage == 0 else (self._gradient,)
-        return (x,) if last == 0 else (x, self._tokens if stage == last else self._gradient)
-
-    def _wrong(self, blob: Blob, kind: Kind) -> str:
-        fault = _malformed(blob)
-        if fault:
-            return fault
-        if blob.dtype != kind.dtype:
-            return f"type {blob.dtype}, not {kind.dtype}"
-        if blob.codec.partition("/")[0] not in kind.codecs:
-            return f"codec {blob.codec}, not {' or '.join(kind.codecs)}, which this run uses"
-        if kind.shape and blob.shape != kind.shape:
-            return f"shape {blob.shape}, not {kind.shape}"
-        if not kind.shape and (len(blob.shape) != 1 or not 1 <= blob.shape[0] <= kind.most):
-            return f"shape {blob.shape}, not one dimension of 1 to {kind.most}"
-        if blob.codec.startswith("topk/") and blob.codec != (wanted := f"topk/1/{codec.keeps(blob.shape[0])}"):
-            return f"codec {blob.codec}, not {wanted}, which keeps what this run keeps"
-        if blob.codec != codec.RAW:
-            return compress.fault(coding.code_of(blob))
-        tensor = tensor_of(blob)
-        if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):
-            return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not 0 to {self._vocabulary - 1}"
-        if tensor.is_floating_point() and not finite(tensor):
-            return "values are not finite"
-        return ""
