@@ -1,6 +1,6 @@
 """Does the host's optimizer hide behind the next step? A machine alone whose layers take turns, with updates in time and one step late.
 
-    python benchmarks/beside.py [--hidden 1024] [--layers 8] [--sequence 32] [--steps 9] [--dtype float32]
+    python benchmarks/beside.py [--hidden 1024] [--layers 8] [--sequence 32] [--steps 9] [--dtype float32] [--device-s 0.5]
 
 `shoal train` in this process, on the CPU as the device, one thread for compute and one for the optimizer, with as little device
 memory as the plan allows. Sequences are short, so that the optimizer takes a good part of a step:
@@ -8,7 +8,8 @@ memory as the plan allows. Sequences are short, so that the optimizer takes a go
     in time     train.staleness = 0: compute, then clip and AdamW; how long these two take is measured in the same run
     late        train.staleness = 1: clip and AdamW on a thread of their own, while the next step is computed
 
-Times are medians.
+Times are medians. With --device-s the passes of a step take so long on a device of their own, which needs no processor: nothing is
+computed, and all the rest is real; so it is on a GPU, and on a machine that is busy.
 The last line is one JSON object: what a late step takes over the larger of compute and optimizer, which it would take if one
 hid the other entirely; `hidden` is the part of the smaller one that does not show. Both threads share the memory's bandwidth.
 """
@@ -38,12 +39,18 @@ MOST = 1.1  # of the larger of the two
 class Timed(Alone):
     """Knows how long its newest step and the optimizer in it took."""
 
-    step_s = optimizer_s = 0.0
+    step_s = optimizer_s = device_s = 0.0
 
     def timed_step(self) -> None:
         begun = time.perf_counter()
         self.step()
         self.step_s = time.perf_counter() - begun
+
+    def _back(self, batch: list[torch.Tensor]) -> list[float]:
+        if not self.device_s:
+            return super()._back(batch)
+        time.sleep(self.device_s * len(batch) / self._count)
+        return [0.0] * len(batch)
 
     def _apply(self, reduced: torch.Tensor, norm: float) -> None:
         begun = time.perf_counter()
@@ -76,6 +83,9 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument(
+        "--device-s", type=float, default=0.0, help="of a step's passes; default: they are computed here"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,6 +99,7 @@ def main() -> None:
         late_config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, staleness=1))
         dataset, store = open_dataset(config), Store(str(Path(folder) / "checkpoints"))
         in_time, late = Timed(config, dataset, store), Timed(late_config, dataset, store)
+        in_time.device_s = late.device_s = given.device_s
         rows = timed(in_time, given.steps)
         late_s = statistics.median(step_s for step_s, _ in timed(late, given.steps))
         rows += timed(in_time, given.steps)  # once more, so that what else the machine did meets both
@@ -100,6 +111,7 @@ def main() -> None:
     setting = {
         "parameters": in_time.executor.length,
         "dtype": given.dtype,
+        "device_s": given.device_s,
         "tokens": given.microbatches * given.sequence,
         "compute_s": round(compute_s, 4),
         "optimizer_s": round(optimizer_s, 4),
