@@ -276,7 +276,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
             return result
 
         with monkeypatch.context() as patched:
-            patched.setattr(optimizer, "NORM_VALUES", 500)  # squares in fp64 take up to 16 MiB, whatever the limit
+            patched.setattr(optimizer, "NORM_VALUES", 500)  # squares in fp64 take up to 8 MiB, whatever the limit
             patched.setattr(Hands, "put", counted_put)
             patched.setattr(Hands, "_run", counted_run)
             finishes = asyncio.run(swarm.run())
