@@ -123,7 +123,7 @@ class Training:
                     self._save(terminal)
                     early = f"it was asked to stop; {self._left()}"
             except (Broken, ValueError, OSError) as error:
-                early = f"{error}; {self._left()}"
+                early = f"{' '.join(str(error).split()).rstrip('.')}; {self._left()}"  # CUDA's are of several lines
             self._written_s = float("-inf")
             self._show(terminal)
         return self._conclude(early)
