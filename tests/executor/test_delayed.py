@@ -166,6 +166,26 @@ def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum
     assert torch.equal(made.brought(), plain.gradient(2, 3, 0))
 
 
+def test_the_next_ones_sum_stays_when_the_step_that_was_opened_again_is_applied_before_another_hop(kind: str) -> None:
+    """This replica had booked all its share of step 1, then some more of step 0, which was opened again; others do the rest."""
+    made, config = late(kind)
+    plain = Plain(config)
+    add(made, 0)
+    made.at(1)
+    add(made, 1, 2)
+    made.at(0)
+    add(made, 3)
+    sums = [plain.gradient(0, 0, 3)]
+    assert torch.equal(made.brought(), sums[0])
+    made.apply(sums[0], 1.0, 0)
+    made.at(1)
+    plain.apply(sums[0], 0)
+    sums.append(plain.gradient(1, 1, 2))
+    assert torch.equal(made.brought(), sums[1])
+    add(made, 0)
+    assert torch.equal(made.brought(), plain.gradient(1, 1, 2, 0))
+
+
 def test_the_step_after_next_is_refused(kind: str) -> None:
     made, _ = late(kind)
     with pytest.raises(ValueError, match="step 2 is not computed with versions -1 and 0"):

@@ -112,6 +112,8 @@ class Delayed:
         self._sums.pop(step, None)
         if self._inside == step:
             self._inner.zero(step + 1)
+            if step + 1 in self._sums:  # `step` had been opened again, and no hop of the next one came since
+                self._inner.restore(self._sums.pop(step + 1))
             self._inside = step + 1
 
     def finish(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
