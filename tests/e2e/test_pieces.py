@@ -89,13 +89,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """`shoal run` in the background, under a name of its own."""
 
-    def __init__(self, directory: Path, name: str, *words: str) -> None:
+    def __init__(self, directory: Path, name: str, *words: str, plan: Path | None = None) -> None:
         self.made = directory / "runs" / name
         self._words = [f"run.name={name}", f"data.path={directory / 'a.txt'}", *words]
         self._toml, self._log = directory / "whole.toml", directory / f"{name}.log"
+        planned = ["--plan", str(plan)] if plan is not None else []
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli.main", "run", str(self._toml), *self._words],
+                [sys.executable, "-m", "shoal.cli.main", "run", str(self._toml), *self._words, *planned],
                 cwd=directory,
                 env={**os.environ, "PYTHONPATH": str(SOURCE)},
                 stdout=log,
