@@ -240,3 +240,27 @@ def test_owners_by_their_lines_spare_the_narrow_one_what_even_ones_do_not() -> N
 def test_one_of_unlike_owners_killed_in_the_middle_costs_one_round_more() -> None:
     took, rounds = killed(4, False, 0, UNLIKE, WIDTHS, least_s=lambda _: 100 / 12.5, of_bound=0.8)
     assert rounds == 2 and took[2] < took[1] + took[3]
+
+
+def test_with_delayed_updates_a_death_in_a_long_round_puts_nobody_else_out() -> None:
+    """Who inherits microbatches of the step that is computed meanwhile asks all for their books, and hears them while the round goes on:
+    averaging takes 24 s, and who answers nothing for so long is reported."""
+    lines, removed = (6.25 * MB,) * 4, list[str]()
+    settings = m.Settings(
+        stages=1, microbatches=8, steps=4, peers=4, inflight=6, hops="direct", save_last=False, staleness=1
+    )
+    wire = Wire(lines=tuple(Line(line, line) for line in lines), boundary_values=256, gradient_values=100 * MB // 4)
+    case = msgspec.structs.replace(lab("direct", 1.0), settings=settings, peers=4, wire=wire, forward_s=0.01)
+
+    def look(_: float, peer: m.Peer, event: m.Event, commands: list[m.Command]) -> None:
+        for command in commands:
+            if isinstance(command, m.Note) and command.kind == "removed":
+                removed.append(command.text)
+            if isinstance(command, m.Do) and isinstance(command.task, m.Cut) and command.task.step == 2 and not killed:
+                killed.append(next(node for node in reversed(swarm.nodes.values()) if not node.machine.leading).name)
+                swarm.kernel.after(12.0, lambda _: swarm.kill(swarm.nodes[killed[0]]))
+
+    killed = list[m.Peer]()
+    swarm = Swarm(case, look)
+    assert swarm.run().violations == ()
+    assert len(removed) == 1 and killed[0] in removed[0]

@@ -301,7 +301,7 @@ class Hops:
                 continue
             del self._asks[peer]
             if (ask.epoch, ask.step) == (view.epoch, view.work) and peer in serving:
-                commands.append(Send(peer, Books(view.epoch, view.step, view.number, stage, indices)))
+                commands.append(Send(peer, Books(view.epoch, view.work, view.number, stage, indices)))
         return commands
 
     # ------------------------------------------------------------------------------------------- with direct hops
