@@ -89,7 +89,7 @@ def test_the_matching_is_perfect_and_no_other_has_a_smaller_largest_entry() -> N
             matrix = rng.integers(0, 6, (n, n)).astype(float)  # many ties
             least = min(max(matrix[i, p[i]] for i in range(n)) for p in permutations(range(n)))
             threshold, columns = cost.matched(matrix)
-            assert threshold == least == swaps.matched(matrix, np.arange(n), np.arange(n), 0.0)
+            assert threshold == least == swaps.matched(matrix, np.arange(n), np.arange(n), 0.0, np.inf)
             assert sorted(columns) == list(range(n))
             assert max(matrix[i, column] for i, column in enumerate(columns)) == least
 

@@ -1,9 +1,13 @@
 """Our search for a placement: swaps of two devices, taken or refused by annealing on the true cost.
 
 dtfm.py's local search never looks at the cost it serves; its population collapses; and both stall where many placements
-cost the same. Here every candidate is priced along a path that anneals with the placement (swaps.py, compiled), chains start from
-the best of greedy.py's rules and at random, and a second term, small and fading, prefers on a plateau what is
-about to become cheaper: mean instead of largest exchange, mean instead of largest hop.
+cost the same. Here every candidate is priced along a path that anneals with the placement (swaps.py, compiled), and a second
+term, small and fading, prefers on a plateau what is about to become cheaper: mean instead of largest exchange, mean instead
+of largest hop.
+
+A chain hardly ever changes what is coarse about a placement, which regions its blocks of stages are of, so that is chosen
+first: of many placements in blocks (blocks.py) and greedy.py's rules the best begin chains, and after a part of their way
+those with the best placements go on. Why not parallel tempering, or hotter and longer chains: docs/log.md.
 
 What counts as an evaluation: as many matchings as pricing one placement takes from scratch, S (S - 1) / 2, which is what the
 published algorithm pays for each of its children. A swap changes at most four hops of the path, so that on eight stages
@@ -14,21 +18,41 @@ chain ends with is priced with its best path.
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shoal.planner.cost import Ints, Model
+from shoal.planner import blocks
+from shoal.planner.cost import Cost, Ints, Model
 from shoal.planner.greedy import starts
-from shoal.planner.search import Best, Found, exhaustive, random_placement
+from shoal.planner.search import Best, Found, exhaustive
+
+if TYPE_CHECKING:
+    from shoal.planner.swaps import Chain
 
 EXHAUSTIVE_MOST = 2000  # placements up to which all are priced
 PROPOSALS = 200  # candidates per evaluation of the budget
-AT_ONCE = 64  # candidates between two looks at the clock of the annealing
-WARM, COLD = 2e-2, 1e-4  # temperature at the start and the end, of the start's cost: tuned on networks 101 to 104
-GUIDE, GUIDE_END = 2.0, 0.02  # weight of the second term at the start and the end
-CHAIN = 5  # evaluations of a chain per pair of devices, either way: more gain little, and new starts more
-POLISH = 0.1  # of the budget: the last chain is cool and starts from the best
+AT_ONCE = 256  # candidates between two looks at the clock of the annealing
+# Tuned on networks 101 to 106 of benchmarks/schedulers.py, which measures on others:
+DRAWN, DRAWN_MOST = 0.07, 1000  # of the budget prices placements in blocks, and so many at most
+CHAINS, KEPT = 6, 2  # that begin, and that go on
+BEGUN = 0.4  # of a chain's way, until it is told which go on
+LEAST = 20  # evaluations per chain that begins; with fewer there are fewer
+WARM, COLD = 6e-3, 1.5e-4  # temperature at the start and the end, of the best start's cost
+COOLING = 3.0  # a chain's last proposals make e^-3 as many matchings as its first
+GUIDE, GUIDE_END = 1.0, 0.02  # weight of the second term at the start and the end
+
+
+class Stretch(NamedTuple):
+    """Part of a chain's way from warm (0) to cold (1), and what it may take."""
+
+    since: float
+    until: float
+    evaluations: int
+    proposals: float
+    scale_s: float  # what temperatures are parts of
 
 
 def anneal(model: Model, rng: np.random.Generator, budget: int) -> Found:
@@ -36,46 +60,95 @@ def anneal(model: Model, rng: np.random.Generator, budget: int) -> Found:
     if model.stages == 1 or _count(model) <= min(EXHAUSTIVE_MOST, budget):
         return exhaustive(model)
     best = Best(model)
-    for groups in starts(model)[:budget]:
-        best.see(groups, model.cost(groups).total_s)
-    rule = best.groups
-    chains = max(2, round(budget / (CHAIN * model.devices**2)))
-    for number in range(chains):  # the second from the rule's placement, the others from anywhere
-        until = round(budget * (1 - POLISH) * (number + 1) / chains)
-        start = rule if number == 1 else random_placement(model, rng)
-        _chain(model, rng, best, start, until, WARM)
-    _chain(model, rng, best, best.groups, budget, WARM / 10)
+    chains = _begun(model, rng, best, budget)
+    scale_s = best.total_s
+    proposals = PROPOSALS * (budget - best.evaluations) / (len(chains) * BEGUN + KEPT * (1 - BEGUN))  # of a whole way
+    begun = len(chains) * _spent(BEGUN)
+    until = best.evaluations + round((budget - best.evaluations) * begun / (begun + KEPT * (1 - _spent(BEGUN))))
+    for number, chain in enumerate(chains):
+        allowed = (until - best.evaluations) // (len(chains) - number)
+        _advance(model, rng, best, chain, Stretch(0.0, BEGUN, allowed, proposals * BEGUN, scale_s))
+    chains = sorted(chains, key=lambda chain: _guided_s(chain, BEGUN))[:KEPT]
+    for number, chain in enumerate(chains):
+        allowed = (budget - best.evaluations) // (len(chains) - number)
+        _advance(model, rng, best, chain, Stretch(BEGUN, 1.0, allowed, proposals * (1 - BEGUN), scale_s))
     return best.found()
 
 
-def _chain(
-    model: Model, rng: np.random.Generator, best: Best, groups: Ints, until: int, warm: float
-) -> None:  # six values that belong to one chain and are read once
+def _begun(model: Model, rng: np.random.Generator, best: Best, budget: int) -> list[Chain]:
+    """Chains from the cheapest rules and draws: half from the cheapest of all, half from those of other divisions into blocks."""
     from shoal.planner import swaps  # numba: half a second that only searches pay
 
-    first = best.evaluations + 2  # its start and its end are priced from scratch
-    budget = until - first
-    if best.proven or budget <= model.stages:
+    rules = [((), groups) for groups in starts(model)[:budget]]
+    drawn = (blocks.draw(model, rng) for _ in range(min(DRAWN_MOST, int(DRAWN * budget))))
+    found: list[tuple[Cost, tuple[int, ...], Ints]] = []
+    for lengths, groups in itertools.chain(rules, drawn):
+        cost = model.cost(groups)
+        best.see(groups, cost.total_s)
+        found.append((cost, lengths, groups))
+        if best.proven:
+            return []
+    found.sort(key=lambda each: each[0].total_s)
+    many = min(CHAINS, (budget - best.evaluations) // LEAST)
+    chosen = found[: (many + 1) // 2]
+    for each in found:
+        if len(chosen) < many and all(each[1] != lengths for _, lengths, _ in chosen):
+            chosen.append(each)
+    begun = [swaps.chain(model.share, model.hop, groups, np.array(cost.order)) for cost, _, groups in chosen]
+    best.evaluations += math.ceil(sum(chain.told[1] for chain in begun) / _whole(model))
+    return begun
+
+
+def _advance(model: Model, rng: np.random.Generator, best: Best, chain: Chain, stretch: Stretch) -> None:
+    """A chain cools from one part of its way to another."""
+    from shoal.planner import swaps  # as above
+
+    budget, first = stretch.evaluations - 1, best.evaluations  # its end is priced from scratch
+    if best.proven or budget * _whole(model) < model.stages:
         return
-    state = swaps.chain(model.share, model.hop, groups, np.array(model.cost(groups).order))
-    scale_s, proposed = float(state.told[0]), 0
-    whole = model.stages * (model.stages - 1) / 2  # matchings of an evaluation
-    state.told[2] = budget * whole
-    lead_s = np.inf
-    while True:
-        done = max((state.told[1] + swaps.CHANGED) / state.told[2], proposed / (PROPOSALS * budget))
-        if done > 1 or best.proven:
+    made, proposed, found_s = float(chain.told[1]), 0, float(chain.told[0])
+    chain.told[2] = made + budget * _whole(model)
+    low, high = _spent(stretch.since), _spent(stretch.until)
+    while not best.proven:
+        part = (chain.told[1] + model.stages - 1 - made) / (chain.told[2] - made)
+        way = proposed / stretch.proposals
+        if part > 1 or way > 1:
             break
-        heat_s = scale_s * warm * (COLD / warm) ** done
-        guide = GUIDE * (GUIDE_END / GUIDE) ** done
-        swaps.advance(model.share, model.hop, state, rng.random((AT_ONCE, swaps.DRAWS)), heat_s, guide)
+        at = max(_reached(low + (high - low) * float(part)), stretch.since + (stretch.until - stretch.since) * way)
+        heat_s = stretch.scale_s * WARM * (COLD / WARM) ** at
+        swaps.advance(model.share, model.hop, chain, rng.random((AT_ONCE, swaps.DRAWS)), heat_s, _guide(at))
         proposed += AT_ONCE
-        best.evaluations = first + math.ceil(state.told[1] / whole)
-        if state.told[0] < min(lead_s, best.total_s):
-            lead_s = float(state.told[0])
-            best.see(state.best_groups, lead_s, 0)
-    if lead_s < np.inf:
-        best.see(state.best_groups, model.cost(state.best_groups).total_s, 0)  # along its best path it may cost less
+        best.evaluations = first + math.ceil((chain.told[1] - made) / _whole(model))
+        best.see(chain.best_groups, float(chain.told[0]), 0)
+    if chain.told[0] < found_s:
+        best.see(chain.best_groups, model.cost(chain.best_groups).total_s)  # along its best path it may cost less
+
+
+def _spent(at: float) -> float:
+    """Which part of its matchings a chain has made at this part of its way: a warm one makes more for each proposal."""
+    return (1 - math.exp(-COOLING * at)) / (1 - math.exp(-COOLING))
+
+
+def _reached(part: float) -> float:
+    """The other way round."""
+    return -math.log(1 - part * (1 - math.exp(-COOLING))) / COOLING
+
+
+def _guide(at: float) -> float:
+    """Weight of the second term at this part of the way."""
+    return float(GUIDE * (GUIDE_END / GUIDE) ** at)
+
+
+def _guided_s(chain: Chain, at: float) -> float:
+    """What swaps.py anneals on, for a chain as it stands."""
+    exchanges, guide = chain.sums.max(axis=1), _guide(at)
+    hops_s = chain.links.sum() + guide * chain.means.sum()
+    return float(exchanges.max() + guide * exchanges.mean() + 2 * hops_s)
+
+
+def _whole(model: Model) -> float:
+    """Matchings of an evaluation."""
+    return model.stages * (model.stages - 1) / 2
 
 
 def _count(model: Model) -> float:

@@ -1,10 +1,11 @@
-"""The inner loop of anneal.py, compiled: swaps of two devices and turns of the path, priced along the path as it is.
+"""The inner loop of anneal.py, compiled: swaps of devices and turns of the path, priced along the path as it is.
 
 A state is a placement (S, n) and an order of its stages. Swapping two devices changes two exchanges and at most four hops
-of the path, so that a candidate costs microseconds. A candidate is refused by a bound wherever that is enough (no matching
-is cheaper than its worst row's or column's least entry): the same refusals as with the matching, but nothing is counted, as
-nothing was matched. What is counted are matchings. numba compiles this once per machine and keeps it beside the file, or in
-the user's cache.
+of the path, so that a candidate costs microseconds; two pipelines that exchange a stretch may change the whole path. A candidate
+is refused by a bound wherever that is enough (no matching is cheaper than its worst row's or column's least entry): the same
+refusals as with the matching, but nothing is counted, as nothing was matched. What is counted are matchings; one after the other
+is made only until the candidate is refused. numba compiles this once per machine and keeps it beside the file, or in the user's
+cache.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import numpy as np
 
 from shoal.planner.cost import Floats, Ints
 
-DRAWS = 6  # uniform numbers that a proposal takes
-TURN = 0.15  # of the proposals reverse a stretch of the path; the others swap devices
-CHANGED = 4  # hops of the path at most that a proposal changes
+DRAWS = 7  # uniform numbers that a proposal takes
+TURN = 0.15  # of the proposals reverse a stretch of the path; those that are left swap devices
+STRETCH = 0.1  # of the proposals exchange stretches of two pipelines
 WORST = 0.25  # of the swaps take the stage whose exchange is the longest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,20 +60,15 @@ def chain(share: Floats, hop: Floats, groups: Ints, order: Ints) -> Chain:
 @compiled
 def measure(share: Floats, hop: Floats, state: Chain) -> None:
     """Everything from scratch: S - 1 matchings."""
-    stages, size = state.groups.shape
-    worst = 0.0
+    stages = len(state.groups)
+    worst, length = 0.0, 0.0
     for stage in range(stages):
-        for a in range(size):
-            total = 0.0
-            for b in range(size):
-                total += share[state.groups[stage, a], state.groups[stage, b]]
-            state.sums[stage, a] = total
-            worst = max(worst, total)
-    length = 0.0
+        _exchanges(share, state.groups[stage], state.sums[stage])
+        worst = max(worst, state.sums[stage].max())
     for at in range(stages - 1):
         left, right = state.groups[state.order[at]], state.groups[state.order[at + 1]]
         bound, mean = bounds(hop, left, right)
-        state.links[at], state.means[at] = matched(hop, left, right, bound), mean
+        state.links[at], state.means[at] = matched(hop, left, right, bound, np.inf), mean
         length += state.links[at]
     state.told[1] += stages - 1
     if worst + 2 * length < state.told[0]:
@@ -84,7 +80,7 @@ def measure(share: Floats, hop: Floats, state: Chain) -> None:
 def advance(
     share: Floats, hop: Floats, state: Chain, draws: Floats, heat_s: float, guide: float
 ) -> int:  # what a chain is made of, its chance, and how warm it is
-    """One proposal for each row of `draws` (P, 6), while there are matchings left; how many were taken."""
+    """One proposal for each row of `draws` (P, 7), while there are matchings left; how many were taken."""
     stages, size = state.groups.shape
     groups, order, place, sums, links, means = (
         state.groups,
@@ -95,14 +91,14 @@ def advance(
         state.means,
     )
     sums_i, sums_j = np.empty(size), np.empty(size)
-    touched = np.empty(4, dtype=np.int64)
+    touched, ends = np.empty(4, dtype=np.int64), np.empty((4, 2), dtype=np.int64)
     new_links, new_means = np.empty(4), np.empty(4)
     worst_of = np.empty(stages)
     for stage in range(stages):
         worst_of[stage] = sums[stage].max()
     taken = 0
     for row in range(len(draws)):
-        if state.told[1] + CHANGED > state.told[2]:
+        if state.told[1] + stages - 1 > state.told[2]:  # a proposal changes all hops of the path at most
             break
         draw = draws[row]
         largest, mean, worst_at = 0.0, 0.0, 0
@@ -121,26 +117,17 @@ def advance(
                 continue
             count = 0
             if first > 0:
-                bound, smooth = bounds(hop, groups[order[first - 1]], groups[order[last]])
-                touched[count], new_links[count], new_means[count] = first - 1, bound, smooth
+                touched[count], ends[count, 0], ends[count, 1] = first - 1, order[first - 1], order[last]
                 count += 1
             if last < stages - 1:
-                bound, smooth = bounds(hop, groups[order[first]], groups[order[last + 1]])
-                touched[count], new_links[count], new_means[count] = last, bound, smooth
+                touched[count], ends[count, 0], ends[count, 1] = last, order[first], order[last + 1]
                 count += 1
             for k in range(count):
+                new_links[k], new_means[k] = bounds(hop, groups[ends[k, 0]], groups[ends[k, 1]])
                 length += new_links[k] - links[touched[k]]
                 soft += new_means[k] - means[touched[k]]
-            if largest + guide * mean + 2 * (length + guide * soft) >= limit:
-                continue
-            state.told[1] += count
-            for k in range(count):
-                left = order[first - 1] if touched[k] == first - 1 else order[first]
-                right = order[last] if touched[k] == first - 1 else order[last + 1]
-                exact = matched(hop, groups[left], groups[right], new_links[k])
-                length += exact - new_links[k]
-                new_links[k] = exact
-            if largest + guide * mean + 2 * (length + guide * soft) >= limit:
+            spare_s = (limit - largest - guide * mean) / 2 - length - guide * soft
+            if not _stays(hop, groups, ends[:count], new_links, spare_s, state.told):
                 continue
             order[first : last + 1] = order[first : last + 1][::-1].copy()
             links[first:last] = links[first:last][::-1].copy()
@@ -149,6 +136,10 @@ def advance(
                 place[order[at]] = at
             for k in range(count):
                 links[touched[k]], means[touched[k]] = new_links[k], new_means[k]
+        elif stages > 3 and draw[0] < TURN + STRETCH:
+            if not _exchanged(share, hop, state, worst_of, draw, guide, limit):
+                continue
+            largest = worst_of.max()
         else:
             i = worst_at if draw[0] > 1 - WORST else int(draw[1] * stages)
             j = (i + 1 + int(draw[2] * (stages - 1))) % stages
@@ -186,17 +177,12 @@ def advance(
                     count += 1
             for k in range(count):
                 at = touched[k]
+                ends[k, 0], ends[k, 1] = order[at], order[at + 1]
                 new_links[k], new_means[k] = bounds(hop, groups[order[at]], groups[order[at + 1]])
                 length += new_links[k] - links[at]
                 soft += new_means[k] - means[at]
-            if largest + guide * mean + 2 * (length + guide * soft) < limit:
-                state.told[1] += count
-                for k in range(count):
-                    at = touched[k]
-                    exact = matched(hop, groups[order[at]], groups[order[at + 1]], new_links[k])
-                    length += exact - new_links[k]
-                    new_links[k] = exact
-            if largest + guide * mean + 2 * (length + guide * soft) >= limit:
+            spare_s = (limit - largest - guide * mean) / 2 - length - guide * soft
+            if not _stays(hop, groups, ends[:count], new_links, spare_s, state.told):
                 groups[i, a], groups[j, b] = one, two
                 continue
             sums[i], sums[j] = sums_i, sums_j
@@ -208,12 +194,112 @@ def advance(
             state.told[0] = largest + 2 * links.sum()
             state.best_groups[:] = groups
     for stage in range(stages):  # so that rounding does not add up
-        for k in range(size):
-            total = 0.0
-            for other in range(size):
-                total += share[groups[stage, k], groups[stage, other]]
-            sums[stage, k] = total
+        _exchanges(share, groups[stage], sums[stage])
     return taken
+
+
+@compiled
+def _exchanged(
+    share: Floats, hop: Floats, state: Chain, worst_of: Floats, draw: Floats, guide: float, limit: float
+) -> bool:  # as in `advance`, for one of its proposals
+    """Two pipelines exchange a stretch: devices of stages that follow one another on the path, each the nearest to the one before,
+    for as many elsewhere on it. Where stages of one make differ from those of another, single swaps would have to pass through
+    placements whose every hop is slow."""
+    stages, order, groups = len(state.order), state.order, state.groups
+    long = 2 + int(draw[1] * (stages // 2 - 1))
+    one = int(draw[2] * (stages - 2 * long + 1))
+    two = one + long + int(draw[3] * (stages - 2 * long - one + 1))
+    left = _follow(hop, groups, order[one : one + long], int(draw[4] * groups.shape[1]))
+    right = _follow(hop, groups, order[two : two + long], int(draw[6] * groups.shape[1]))
+    _exchange(state, left, right, one, two)
+    worst = worst_of.copy()
+    for k in range(long):
+        worst[order[one + k]] = _longest(share, groups[order[one + k]])
+        worst[order[two + k]] = _longest(share, groups[order[two + k]])
+    exchange_s = worst.max() + guide * worst.sum() / stages
+    length, soft = state.links.sum(), state.means.sum()
+    touched, ends = np.empty(stages, dtype=np.int64), np.empty((stages, 2), dtype=np.int64)
+    links, means = np.empty(stages), np.empty(stages)
+    count = 0
+    stays = False
+    if exchange_s < limit:
+        for at in range(max(one - 1, 0), min(two + long, stages - 1)):
+            if at < one + long or at >= two - 1:
+                touched[count], ends[count, 0], ends[count, 1] = at, order[at], order[at + 1]
+                links[count], means[count] = bounds(hop, groups[order[at]], groups[order[at + 1]])
+                length += links[count] - state.links[at]
+                soft += means[count] - state.means[at]
+                count += 1
+        spare_s = (limit - exchange_s) / 2 - length - guide * soft
+        stays = _stays(hop, groups, ends[:count], links, spare_s, state.told)
+    if not stays:
+        _exchange(state, left, right, one, two)
+        return False
+    worst_of[:] = worst
+    for k in range(long):
+        _exchanges(share, groups[order[one + k]], state.sums[order[one + k]])
+        _exchanges(share, groups[order[two + k]], state.sums[order[two + k]])
+    for k in range(count):
+        state.links[touched[k]], state.means[touched[k]] = links[k], means[k]
+    return True
+
+
+@compiled
+def _stays(hop: Floats, groups: Ints, ends: Ints, links: Floats, spare_s: float, told: Floats) -> bool:
+    """Whether matchings between the stages of `ends`, (K, 2), in place of the bounds in `links` add less than `spare_s` in all.
+    If so they are in `links`."""
+    for k in range(len(ends)):
+        if spare_s <= 0:
+            return False
+        told[1] += 1
+        exact = matched(hop, groups[ends[k, 0]], groups[ends[k, 1]], links[k], links[k] + spare_s)
+        spare_s -= exact - links[k]
+        links[k] = exact
+    return spare_s > 0
+
+
+@compiled
+def _exchange(state: Chain, left: Ints, right: Ints, one: int, two: int) -> None:
+    """The devices that stand at `left` in the stages from `one` on, for those at `right` from `two` on. Twice is not at all."""
+    for k in range(len(left)):
+        i, j, a, b = state.order[one + k], state.order[two + k], left[k], right[k]
+        state.groups[i, a], state.groups[j, b] = state.groups[j, b], state.groups[i, a]
+
+
+@compiled
+def _follow(hop: Floats, groups: Ints, stages: Ints, first: int) -> Ints:
+    """Where in each stage the device stands that is nearest to the one before, from `first` on."""
+    found = np.empty(len(stages), dtype=np.int64)
+    found[0] = first
+    for k in range(1, len(stages)):
+        line, group = hop[groups[stages[k - 1], found[k - 1]]], groups[stages[k]]
+        nearest = 0
+        for at in range(1, len(group)):
+            if line[group[at]] < line[group[nearest]]:
+                nearest = at
+        found[k] = nearest
+    return found
+
+
+@compiled
+def _exchanges(share: Floats, group: Ints, sums: Floats) -> None:
+    """What each device exchanges with the others of its stage, in seconds."""
+    for k in range(len(group)):
+        total = 0.0
+        for other in range(len(group)):
+            total += share[group[k], group[other]]
+        sums[k] = total
+
+
+@compiled
+def _longest(share: Floats, group: Ints) -> float:
+    longest = 0.0
+    for k in range(len(group)):
+        total = 0.0
+        for other in range(len(group)):
+            total += share[group[k], group[other]]
+        longest = max(longest, total)
+    return longest
 
 
 @compiled
@@ -224,7 +310,7 @@ def hops(hop: Floats, groups: Ints) -> Floats:
     for i in range(stages):
         for j in range(i + 1, stages):
             least, _ = bounds(hop, groups[i], groups[j])
-            found[i, j] = found[j, i] = matched(hop, groups[i], groups[j], least)
+            found[i, j] = found[j, i] = matched(hop, groups[i], groups[j], least, np.inf)
     return found
 
 
@@ -250,8 +336,9 @@ def bounds(hop: Floats, left: Ints, right: Ints) -> tuple[float, float]:
 
 
 @compiled
-def matched(hop: Floats, left: Ints, right: Ints, threshold: float) -> float:
-    """Eq. 3: the least possible largest entry of a perfect matching, at least `threshold` (a bound, such as 0).
+def matched(hop: Floats, left: Ints, right: Ints, threshold: float, most: float) -> float:
+    """Eq. 3: the least possible largest entry of a perfect matching, at least `threshold` (a bound, such as 0). Where that is
+    `most` or more, something between `most` and it.
 
     Row by row, each by the path to a free column whose largest entry is least (Prim's tree from the row)."""
     size = len(left)
@@ -280,6 +367,8 @@ def matched(hop: Floats, left: Ints, right: Ints, threshold: float) -> float:
                     if least <= threshold and row_of[j] < 0:
                         break
             threshold = max(threshold, least)
+            if threshold >= most:
+                return threshold
             seen[column] = True
             if row_of[column] < 0:
                 break
@@ -292,3 +381,37 @@ def matched(hop: Floats, left: Ints, right: Ints, threshold: float) -> float:
             column = came_from[column]
         row_of[column] = start
     return threshold
+
+
+@compiled
+def in_blocks(share: Floats, hop: Floats, lengths: Ints, luck: Floats, noise: float) -> Ints:
+    """A placement (S, n) in blocks of `lengths`, (B,), stages. A block's first device is any; each further pipeline begins with the
+    one that exchanges fastest with the block so far, give or take `noise`; a pipeline takes the devices that are nearest to those it
+    has. `luck`, (B * n, N), is uniform."""
+    size, devices = len(luck) // len(lengths), len(hop)
+    groups = np.empty((devices // size, size), dtype=np.int64)
+    left = np.ones(devices, dtype=np.bool_)
+    far_s, reach_s = np.empty(devices), np.empty(devices)
+    base = 0
+    for block in range(len(lengths)):
+        far_s[:] = 0.0
+        for line in range(size):
+            chance = luck[block * size + line]
+            taken, least = -1, np.inf
+            for device in range(devices):
+                value = far_s[device] * (1 + noise * chance[device]) if line > 0 else chance[device]
+                if left[device] and value < least:
+                    taken, least = device, value
+            reach_s[:] = 0.0
+            for at in range(base, base + lengths[block]):
+                if at > base:
+                    taken, least = -1, np.inf
+                    for device in range(devices):
+                        if left[device] and reach_s[device] < least:
+                            taken, least = device, reach_s[device]
+                groups[at, line] = taken
+                left[taken] = False
+                far_s += share[taken]
+                reach_s += hop[taken]
+        base += lengths[block]
+    return groups
