@@ -238,12 +238,55 @@ def test_a_plan_is_the_same_after_its_file(tmp_path: Path) -> None:
     assert plan.load(tmp_path / "plan.json") == made
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"layers": "six", "stages": []}', '{"layers": 6, "stages": [], "x": 1}'])
-def test_a_file_that_is_no_plan_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+STAGE = '{"first": 0, "end": 2, "peers": ["a"]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "the file is empty"),
+        ("{", "line 1, column 2: the file ends; expecting property name"),
+        ('{"layers": 6,\n "stages": [}', "line 2, column 13: found '}'; expecting value"),
+        ('{"layers": NaN, "stages": []}', "JSON is malformed"),
+        ("{}", "the plan has no 'layers'; it must say layers, stages"),
+        ("[]", "the plan is []; it must be a table"),
+        ('{"layers": "six", "stages": []}', 'layers is "six"; it must be a whole number'),
+        ('{"layers": 6, "stages": [], "stage": 1}', "the plan has 'stage', which is nothing; did you mean 'stages'?"),
+        ('{"layers": 6, "stages": [], "x": 1}', "the plan has 'x', which is nothing; try one of layers, stages"),
+        (
+            '{"layers": 6, "stages": [' + STAGE + ', {"first": 2}]}',
+            "stages[1] has no 'end'; it must say first, end, peers",
+        ),
+        (
+            '{"layers": 6, "stages": [{"first": 0, "end": 2, "peers": "a"}]}',
+            'stages[0].peers is "a"; it must be a list',
+        ),
+        (
+            '{"layers": 6, "stages": [{"first": 0, "end": 2, "peers": ["a", 1]}]}',
+            "stages[0].peers[1] is 1; it must be text",
+        ),
+        (
+            '{"layers": 6, "stages": [], "peers": [{"forward_s": 1, "backward_s": 1}]}',
+            "peers[0] has no 'name'; it must say name, forward_s, backward_s",
+        ),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_with_its_place_what_is_there_and_what_would_do(
+    tmp_path: Path, text: str, told: str
+) -> None:
     file = tmp_path / "plan.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+    with pytest.raises(
+        ValueError, match=r"plan\.json is not a plan: .*`shoal plan CONFIG --cluster FILE --out "
+    ) as refused:
         plan.load(file)
+    assert told in str(refused.value)
+
+
+def test_a_file_that_is_no_text_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b'{"layers": \xff}')
+    with pytest.raises(ValueError, match="byte 11 is no UTF-8 text"):
+        plan.load(tmp_path / "plan.json")
 
 
 def by_hand(*stages: tuple[int, int, tuple[str, ...]], layers: int = 16) -> Plan:

@@ -8,7 +8,11 @@ peers in the order of its stages.
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -102,15 +106,30 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {peer: number for number, stage in enumerate(self.stages) for peer in stage.peers}
 
 
+ENTRIES: dict[str, type[msgspec.Struct]] = {
+    "stages": StagePlan,
+    "predicted": Prediction,
+    "peers": PeerPlan,
+    "choices": Choice,
+}  # the tables in a plan's file
+
+
 def save(plan: Plan, path: str | Path) -> None:
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
 
 
 def load(path: str | Path) -> Plan:
+    """ValueError: the file is no JSON, or JSON that is no plan; says where, what is there and what would do."""
+    data = Path(path).read_bytes()
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
-    except msgspec.DecodeError as error:  # ValidationError included: it names the field
-        raise ValueError(f"{path} is not a plan: {error}") from None
+        return msgspec.json.decode(data.decode(), type=Plan)
+    except UnicodeDecodeError as error:
+        told = f"byte {error.start} is no UTF-8 text; is it the right file?"
+    except msgspec.ValidationError as error:
+        told = _no_plan(str(error), json.loads(data))
+    except msgspec.DecodeError as error:
+        told = _no_json(data.decode(), str(error))
+    raise ValueError(f"{path} is not a plan: {told}. A whole one: `shoal plan CONFIG --cluster FILE --out {path}`")
 
 
 def validate(plan: Plan, profile: Profile, cluster: Cluster, value_bytes: int) -> list[str]:
@@ -213,3 +232,50 @@ def _widths(plan: Plan) -> list[str]:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _no_json(text: str, otherwise: str) -> str:
+    """Where it stops being JSON: the standard library tells lines and what it expected."""
+    if not text.strip():
+        return "the file is empty"
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        there = text[error.pos : error.pos + 10].split("\n")[0]
+        found = f"found {there!r}" if there else "the line ends" if error.pos < len(text) else "the file ends"
+        return f"line {error.lineno}, column {error.colno}: {found}; {error.msg[0].lower()}{error.msg[1:]}"
+    return otherwise  # NaN and the like, which only Python takes for JSON
+
+
+def _no_plan(error: str, tree: Any) -> str:
+    """msgspec's message, in the words of the file: which entry, what it holds, and what it should."""
+    what, _, at = error.partition(" - at ")
+    where = at.strip("`").removeprefix("$").removeprefix(".")
+    kind, here = _entry(where, tree)
+    place = where or "the plan"
+    name = (re.findall(r"`(\w+)`", what) or [""])[0]
+    if what.startswith("Object missing"):
+        return f"{place} has no {name!r}; it must say {', '.join(_required(kind))}"
+    if what.startswith("Object contains unknown"):
+        near = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
+        return f"{place} has {name!r}, which is nothing; " + (
+            f"did you mean {near[0]!r}?" if near else f"try one of {', '.join(kind.__struct_fields__)}"
+        )
+    wanted = {"int": "a whole number", "float": "a number", "str": "text", "array": "a list", "object": "a table {...}"}
+    return f"{place} is {json.dumps(here)[:40]}; it must be {wanted.get(name, name)}"
+
+
+def _entry(where: str, tree: Any) -> tuple[type[msgspec.Struct], Any]:
+    """What stands at a path such as stages[0].first, and the kind of the table there, or around it."""
+    kind: type[msgspec.Struct] = Plan
+    for index, name in re.findall(r"\[(\d+)\]|(\w+)", where):
+        kind = ENTRIES.get(name, kind)
+        if index:
+            tree = tree[int(index)]
+        else:
+            tree = tree[name]
+    return kind, tree
+
+
+def _required(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(kind) if field.required]
