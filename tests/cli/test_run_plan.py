@@ -10,10 +10,13 @@ import pytest
 
 from shoal import config as configuration
 from shoal.cli import main as program
+from shoal.cli import plan as plan_command
 from shoal.cli import planned
 from shoal.core.messages import Committed
+from shoal.planner import strategy
 from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.plan import save as save_plan
+from shoal.planner.profile import profile
 from shoal.runtime.account import Step
 
 EVEN = Plan(
@@ -42,6 +45,29 @@ def test_a_plan_of_another_model_is_refused_before_anything_starts(
     Path("run.toml").write_text("[model]\nlayers = 6\n")
     assert program.main(["run", "run.toml", "--plan", "plan.json"]) == 2
     assert "model of 8 blocks; model.layers = 6" in capsys.readouterr().err
+    assert not Path("runs").exists(), "nothing was started"
+
+
+def test_a_plan_of_a_model_with_as_many_blocks_but_of_another_size_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("[model]\nlayers = 6\nhidden_size = 64\nheads = 4\nkv_heads = 4\n")
+    config = configuration.load("run.toml", [])
+    made = profile(plan_command.shape(config), plan_command.work(config))
+    cut = (range(3), range(3, 6))
+    stages = tuple(
+        msgspec.structs.replace(stage, gradient_bytes=strategy.gradient_bytes(made, span, "none"))
+        for stage, span in zip(EVEN.stages, cut, strict=True)
+    )
+    right = msgspec.structs.replace(EVEN, stages=stages)
+    plan_command.refuse_other_size(right, config, "plan.json")
+    plan_command.refuse_other_size(EVEN, config, "plan.json")  # by hand: it does not say how large they are
+    save_plan(right, "plan.json")
+    settings = ["model.hidden_size=128", "model.heads=8", "model.kv_heads=8"]
+    assert program.main(["run", "run.toml", *settings, "--plan", "plan.json"]) == 2
+    told = capsys.readouterr().err
+    assert "plan.json: stage 0 averages" in told and "the plan is for another model; plan anew" in told
     assert not Path("runs").exists(), "nothing was started"
 
 

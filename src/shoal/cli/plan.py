@@ -30,7 +30,7 @@ from shoal.cli import standing
 from shoal.cli.config import configured
 from shoal.core import averaging
 from shoal.planner import anneal, choices, churn, cluster, cost, dtfm, greedy, memory, plan, search, step, strategy
-from shoal.planner.profile import Profile, Shape, Work, spans
+from shoal.planner.profile import Profile, Shape, Work, profile, spans
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
 
@@ -174,6 +174,26 @@ def work(tree: config.Config) -> Work:
         value_bytes=4 if train.dtype == "float32" else 2,
         inflight=tree.run.inflight,
     )
+
+
+def refuse_other_size(given: plan.Plan, tree: config.Config, where: str) -> None:
+    """ValueError when a plan is for a model of another depth or, by the gradients that its stages average, of another size. By
+    formula, and only where that speaks against it by the model itself, as counting takes seconds."""
+    if tree.device.executor == "emulated" or not any(stage.gradient_bytes for stage in given.stages):
+        return
+
+    def told(made: Profile) -> list[str]:
+        if given.layers != made.blocks:
+            return [f"it is for a model of {given.layers} blocks, this one has {made.blocks}; plan anew"]
+        how = tree.network.averaging
+        cut = [range(stage.first, stage.end) for stage in given.stages]
+        return strategy.of_another_size(given, [strategy.gradient_bytes(made, span, how) for span in cut])
+
+    found = told(profile(shape(tree), work(tree)))
+    if found and (counted := _counted(tree)[0]) is not None:
+        found = told(counted)
+    if found:
+        raise ValueError(f"{where}: {found[0]}")
 
 
 def tensor_bytes(tree: config.Config) -> float:

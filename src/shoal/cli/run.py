@@ -21,7 +21,7 @@ from shoal import config as configuration
 from shoal.cli import planned, rundir
 from shoal.cli.files import Files
 from shoal.cli.launch import Child, Crew, Spec, Start
-from shoal.cli.plan import tensor_bytes
+from shoal.cli.plan import refuse_other_size, tensor_bytes
 from shoal.cli.process import identify
 from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
@@ -88,6 +88,7 @@ def main(args: argparse.Namespace) -> int:
     plan = plans.load(args.plan) if args.plan else None
     if plan is not None:
         config = planned.load(args.config, args.settings, plan, args.plan)
+        refuse_other_size(plan, config, args.plan)
     else:
         config = configuration.load(args.config, args.settings)
     if args.cluster and plan is None:

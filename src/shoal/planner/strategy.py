@@ -10,7 +10,7 @@ Devices are seated so that every stage passes as many microbatches, then moved a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
 
@@ -405,12 +405,20 @@ def as_planned(problem: Problem, plan: Plan) -> Seats:
 
 
 def of_another_model(problem: Problem, plan: Plan) -> list[str]:
-    """What shows that a plan was made for a model with as many blocks but of another size, in words: the gradients that its stages
-    average. Nothing for a plan written by hand, which need not state them."""
+    """What shows that a plan was made for a model with as many blocks but of another size, in words."""
+    return of_another_size(plan, as_planned(problem, plan).gradient_bytes)
+
+
+def gradient_bytes(made: Profile, span: range, how: str) -> float:
+    """What the replicas of these blocks average, encoded as `how`."""
+    return made.stage(span).parameters * codec.bytes_per_value(how, GRADIENT_BYTES)
+
+
+def of_another_size(plan: Plan, by_stage: Sequence[float]) -> list[str]:
+    """By the bytes of gradients that its stages average, against those of the model at hand. Nothing for a plan written by hand,
+    which need not state them."""
     found = []
-    for number, (stage, here_bytes) in enumerate(
-        zip(plan.stages, as_planned(problem, plan).gradient_bytes, strict=True)
-    ):
+    for number, (stage, here_bytes) in enumerate(zip(plan.stages, by_stage, strict=True)):
         if stage.gradient_bytes and not math.isclose(stage.gradient_bytes, here_bytes, rel_tol=ALIKE):
             found.append(
                 f"stage {number} averages {units.size(stage.gradient_bytes)} of gradients in the plan, and blocks {stage.first} to"
