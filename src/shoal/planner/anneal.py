@@ -40,7 +40,10 @@ DRAWN, DRAWN_MOST = 0.07, 1000  # of the budget prices placements in blocks, and
 CHAINS, KEPT = 6, 2  # that begin, and that go on
 BEGUN = 0.4  # of a chain's way, until it is told which go on
 LEAST = 20  # evaluations per chain that begins; with fewer there are fewer
-WARM, COLD = 6e-3, 1.5e-4  # temperature at the start and the end, of the best start's cost
+WARM, COLD = (
+    6e-3,
+    1.5e-4,
+)  # temperature at the start and the end, of the best start's cost; few stages of many start warmer
 COOLING = 3.0  # a chain's last proposals make e^-3 as many matchings as its first
 GUIDE, GUIDE_END = 1.0, 0.02  # weight of the second term at the start and the end
 
@@ -109,13 +112,14 @@ def _advance(model: Model, rng: np.random.Generator, best: Best, chain: Chain, s
     made, proposed, found_s = float(chain.told[1]), 0, float(chain.told[0])
     chain.told[2] = made + budget * _whole(model)
     low, high = _spent(stretch.since), _spent(stretch.until)
+    warm = WARM * max(1.0, math.sqrt(model.size / model.stages))
     while not best.proven:
         part = (chain.told[1] + model.stages - 1 - made) / (chain.told[2] - made)
         way = proposed / stretch.proposals
         if part > 1 or way > 1:
             break
         at = max(_reached(low + (high - low) * float(part)), stretch.since + (stretch.until - stretch.since) * way)
-        heat_s = stretch.scale_s * WARM * (COLD / WARM) ** at
+        heat_s = stretch.scale_s * warm * (COLD / warm) ** at
         swaps.advance(model.share, model.hop, chain, rng.random((AT_ONCE, swaps.DRAWS)), heat_s, _guide(at))
         proposed += AT_ONCE
         best.evaluations = first + math.ceil((chain.told[1] - made) / _whole(model))
