@@ -144,10 +144,18 @@ def draw(table: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for name, row in table.items():
-        axes.errorbar(row["bytes"] / 1024, row["loss"], yerr=row["spread"] / 2, fmt="o", capsize=3)
-        axes.annotate(name, (row["bytes"] / 1024, row["loss"]), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    lowest = min(row["loss"] for row in table.values())
+    highest = max(row["loss"] for row in table.values())
+    taken: list[tuple[float, float]] = []
+    for name, row in sorted(table.items(), key=lambda entry: entry[1]["loss"]):
+        at, loss = row["bytes"] / 1024, row["loss"]
+        axes.errorbar(at, loss, yerr=row["spread"] / 2, fmt="o", capsize=3)
+        near = sum(at == other and loss - below < 0.03 * (highest - lowest) for other, below in taken)
+        axes.annotate(name, (at, loss), textcoords="offset points", xytext=(6, -3 + 10 * near), fontsize=8)
+        taken.append((at, loss))
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.margins(x=0.25)
     axes.set_xlabel("KiB per microbatch and cut, there and back")
     axes.set_ylabel("held-out loss (bars: range over seeds)")
     axes.grid(alpha=0.3)
