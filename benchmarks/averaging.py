@@ -10,6 +10,7 @@ size over bandwidth of a pair, c the gradient, n the replicas:
 Where the own lines are unlike, the same is measured with even owners and with owners that follow the lines (core/averaging.py).
 
     python benchmarks/averaging.py [--steps 6] [--only WORDS]
+    python benchmarks/averaging.py --played    # the table of docs/design/2026-11-22-weighted-owners.md, by the planner alone
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from predict import CONFIG, LINES, SHAPE, WORK, link, machine, play
 from report import report
 from shoal import trace
+from shoal.core.averaging import owned
 from shoal.core.messages import Cut, Do, Done, Gather
 from shoal.planner import cluster, plan, step, strategy
 from shoal.planner.cost import transfer_s
@@ -61,11 +63,35 @@ CASES = {
 }
 
 
+PLAYED = ((200, 200, 200, 100), (200, 100, 100, 100), (*[200] * 15, 100), (*[100, 200, 400, 1000] * 4,))  # Mbit/s
+
+
+def play_unlike(megabytes: float = 100.0, delay_s: float = 0.05) -> None:
+    """Rounds on unlike lines of 50 ms as the planner plays them: even owners, owners by lines, and what the busiest line needs."""
+    for lines in PLAYED:
+        peers, own = len(lines), [mbit * 1e6 / 8 for mbit in lines]
+        devices = tuple(cluster.Device(name=f"m{n}", flops=1.0, up_Bps=Bps, down_Bps=Bps) for n, Bps in enumerate(own))
+        delays = np.full((peers, peers), delay_s)
+        np.fill_diagonal(delays, 0.0)
+        known = cluster.Cluster(devices, delays, np.full((peers, peers), 1e15))
+        none = (0.0,) * peers
+        even = step.Seats((0,) * peers, none, none, (megabytes * 1e6,), 0.0, 0.0, 1, 1)
+        by_lines = step.weighted(even, known)
+        played_s = [step.predict(seats, known, np.random.default_rng(0)).averaging_s for seats in (even, by_lines)]
+        shares = owned(by_lines.widths)
+        carried = [megabytes * 1e6 * (1 + (peers - 2) * share / sum(shares)) for share in shares]
+        least_s = max(nbytes / Bps for nbytes, Bps in zip(carried, own, strict=True))
+        print(f"{lines}: even {played_s[0]:.2f} s, by lines {played_s[1]:.2f} s, bound {least_s:.2f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", default="", help="cases whose names have these words")
+    parser.add_argument("--played", action="store_true", help="nothing real: unlike lines in the planner's model")
     args = parser.parse_args()
+    if args.played:
+        return play_unlike()
     told, worst = {}, 0.0
     wanted = [(name, text, way) for name, text in CASES.items() if args.only in name for way in ways(text)]
     for case, text, by_lines in wanted:

@@ -101,6 +101,13 @@ class Symbols:
         return self.blobs[parts[0]]
 
 
+def held(play: Group, name: Peer) -> dict[str, tuple[int, int, tuple[Any, ...]]]:
+    """What a replica of symbols holds."""
+    hands = play.hands[name]
+    assert isinstance(hands, Symbols)
+    return hands.blobs
+
+
 class Group:
     """`began` are those who have begun with the round; `lost` says what never comes; `asked` is what ends up at the leader."""
 

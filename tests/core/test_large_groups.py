@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from tests.rounds import Group, Symbols
+from tests.rounds import Group, Symbols, held
 
 from shoal.core import averaging
 from shoal.core.averaging import Layout, connections, rows_of, split, stride
@@ -190,9 +190,9 @@ def test_every_replica_is_added_once_and_in_the_same_order_everywhere(replicas: 
         place = last.place(name)
         told = len(place.tells) + (len(before.place(name).tells) if before is not None else 0)
         asked = told + sum(owner != name for owner in place.brings.values())
-        assert len(play.hands[name].blobs) == asked, "what may be asked for again"  # type: ignore[attr-defined]
+        assert len(held(play, name)) == asked, "what may be asked for again"
         play.carry(name, play.rounds[name].turn())
-        assert play.hands[name].blobs == {}, "all is let go of"  # type: ignore[attr-defined]
+        assert held(play, name) == {}, "all is let go of"
 
 
 def test_a_group_of_one_row_adds_in_the_listed_order() -> None:
@@ -289,4 +289,4 @@ def test_a_death_in_any_exchange_ends_the_round_and_the_next_one_is_laid_out_wit
     assert {message.round for message in play.reduced.values()} == {8}
     for name in left:
         play.carry(name, play.rounds[name].turn())
-        assert play.hands[name].blobs == {}  # type: ignore[attr-defined]
+        assert held(play, name) == {}

@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from tests.rounds import Group, Symbols
+from tests.rounds import Group, Symbols, held
 
 from shoal.core.averaging import ONE_ROW, SLICES, SPARED, Layout, early_parts, owned, split
 from shoal.core.messages import RANKS, Chunk, Gradient, Part, Peer, Resend, Sum, rank
@@ -148,7 +148,7 @@ def test_every_replica_is_added_once_and_nothing_is_asked_for_twice(widths: tupl
     assert not any(isinstance(message, Resend) for _, _, message in play.sent)
     for name in group:
         play.carry(name, play.rounds[name].turn())
-        assert play.hands[name].blobs == {}, "all is let go of"  # type: ignore[attr-defined]
+        assert held(play, name) == {}, "all is let go of"
 
 
 def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:

@@ -17,7 +17,7 @@ from shoal.planner.plan import Plan
 from shoal.planner.profile import Shape, Work
 from shoal.planner.step import Routing, Seats, predict
 from shoal.planner.strategy import Problem
-from shoal.planner.wiring import planned, shares, spread
+from shoal.planner.wiring import matched, planned, shares, spread
 
 
 def cluster(peers: int, near_Bps: float = 1e9, far_Bps: float = 1e9, line_Bps: float = 1e9) -> Cluster:
@@ -110,11 +110,12 @@ def test_with_direct_hops_no_more_tensors_go_far_than_must() -> None:
             found += sum(one % 2 != other % 2 for one, other in pairwise(way))
         return found
 
-    by_owners, by_neighbours = planned(given, sides), planned(given, sides, neighbours=True)
+    by_owners = planned(given, sides)
+    by_neighbours = matched(given, sides, by_owners)
     assert crossings(by_neighbours) == 24 < crossings(by_owners)
     assert served(given, by_neighbours) == served(given, by_owners)
     through = msgspec.structs.replace(given, direct=False)
-    assert planned(through, sides, neighbours=True) == planned(through, sides)
+    assert matched(through, sides, by_owners) is by_owners
 
 
 def test_a_device_without_a_seat_has_no_routes_and_is_in_none() -> None:

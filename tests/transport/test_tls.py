@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -225,7 +226,8 @@ def test_a_mistake_in_one_connection_does_not_stop_the_others() -> None:
 def test_a_connection_handed_to_an_engine_that_has_ended_is_closed() -> None:
     """Both have a say in when they end: a link that is between them belongs to neither."""
 
-    def goes_on(other: Engine) -> Any:
+    def goes_on(other: Engine, begun: threading.Event) -> Any:
+        begun.set()
         yield other
 
     for ended in (False, True):
@@ -235,10 +237,10 @@ def test_a_connection_handed_to_an_engine_that_has_ended_is_closed() -> None:
             other.start()
             other.stop()
         link = Link(socket.socket(), lambda error: None)
-        link.steps = goes_on(other)
+        begun = threading.Event()
+        link.steps = goes_on(other, begun)
         one.post(partial(one.adopt, link))
-        while link.engine is None or link in one._links:
-            time.sleep(0.001)
-        one.stop()
+        assert begun.wait(60)
+        one.stop()  # after the step that it is in
         other.stop()
         assert link.closed and link.sock.fileno() == -1

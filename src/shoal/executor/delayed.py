@@ -6,7 +6,7 @@ gradients of the steps 0 to s - 2; only the first step after a beginning has no 
 versions of the parameters and the sums of two steps are here at once: a step that has begun goes on with its own while the next
 version is made, and a step that a death has opened again is computed with what it was computed with before.
 
-Around an executor that computes with copies of its parameters (`Parted`). The parameters themselves are the newest version; the copies
+Around an executor that computes with copies of its parameters (`Restorable`). The parameters themselves are the newest version; the copies
 hold that one or the one before, which is put aside while they hold the newest. So making a version touches nothing that is computed
 with: `begin` makes sure that the copies hold what the next step needs, and `finish` may run on another thread, beside its hops.
 With `swapping` all of it lies in the host's memory, and the device holds what it holds without.

@@ -235,12 +235,10 @@ def _wired(problem: Problem, option: Option, rng: np.random.Generator) -> Option
     """With planned wiring, where that is asked for or pays."""
     if problem.wiring == "stochastic" or problem.local_steps > 1 or len(option.seats.members) > WIRED_PEERS:
         return option
-    ways = dict.fromkeys(wiring.planned(option.seats, problem.cluster, near) for near in (False, option.seats.direct))
+    routes = wiring.planned(option.seats, problem.cluster)
     wired = [
-        _played(
-            problem, msgspec.structs.replace(option, seats=msgspec.structs.replace(option.seats, routes=routes)), rng
-        )
-        for routes in ways
+        _played(problem, msgspec.structs.replace(option, seats=msgspec.structs.replace(option.seats, routes=ways)), rng)
+        for ways in dict.fromkeys((routes, wiring.matched(option.seats, problem.cluster, routes)))
     ]
     other = min(wired, key=_step_s)
     pays = _step_s(other)[0] * PLANNED_GAIN < _step_s(option)[0]

@@ -24,80 +24,74 @@ EVENLY = 1e-3  # of a microbatch's seconds on links is what being a step early o
 PATTERN = 256  # microbatches that are assigned one by one; a longer step repeats their pattern
 
 
-def planned(seats: Seats, cluster: Cluster, neighbours: bool = False) -> Routing:
-    """By owner's device and stage: the devices that serve its microbatches, in turn. Empty for devices that have no seat. With direct
-    hops, `neighbours`: near one another, not only to the owner; less on links, and less even over time, so a caller plays both."""
+def planned(seats: Seats, cluster: Cluster) -> Routing:
+    """By owner's device and stage: the devices that serve its microbatches, in turn. Empty for devices that have no seat."""
     owners = seats.seated
     count = min(seats.microbatches, max(PATTERN // len(owners), 1) * len(owners))
-    slots = []  # of each stage: who serves, as often as it does
-    for stage in range(seats.stages):
-        group = seats.replicas(stage)
-        quotas = shares(count, [1 / pass_s(seats, cluster, device) for device in group])
-        slots.append([device for device, quota in zip(group, quotas, strict=True) for _ in range(quota)])
-    ways = [_by_owners(seats, cluster, owners, stage, slots[stage]) for stage in range(seats.stages)]
-    if neighbours and seats.direct and count >= len(owners):
-        ways = _by_neighbours(seats, cluster, owners, ways)
-    return tuple(
-        tuple(tuple(ways[stage][owners.index(device)]) for stage in range(seats.stages)) if device in owners else ()
-        for device in range(len(seats.stage_of))
-    )
+    ways = [_by_owners(seats, cluster, owners, stage, count) for stage in range(seats.stages)]
+    return _routing(seats, owners, ways)
 
 
-def _by_owners(seats: Seats, cluster: Cluster, owners: list[int], stage: int, slots: list[int]) -> list[list[int]]:
-    """By owner: who serves its microbatches at that stage, in turn."""
-    group = seats.replicas(stage)
-    cost_s = np.array([[link_s(seats, cluster, owner, device, stage) for device in group] for owner in owners])
-    columns_of = [group.index(device) for device in slots]
-    rows, columns = linear_sum_assignment(cost_s[np.arange(len(slots)) % len(owners)][:, columns_of])
-    served = [[0] * len(group) for _ in owners]
-    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-        served[row % len(owners)][columns_of[column]] += 1
-    turns = [spread(counts, number / len(owners)) for number, counts in enumerate(served)]
-    return [
-        [group[at] for at in turns[number]] or [group[int(cost_s[number].argmin())]] for number in range(len(owners))
-    ]
-
-
-def _by_neighbours(
-    seats: Seats, cluster: Cluster, owners: list[int], ways: list[list[list[int]]]
-) -> list[list[list[int]]]:
-    """The same with each microbatch's replicas near one another: owner k's microbatch i is served by ways[stage][k][i]. A replica serves as
-    often as before; of assignments that cost the same, those are kept that let nobody serve twice in a row."""
-    members = seats.members
-    own_s, near_s = (
-        np.zeros((seats.stages, len(seats.stage_of), len(seats.stage_of))),
-        np.zeros((len(seats.stage_of),) * 2),
-    )
-    for one in members:
-        for other in members:
-            if one != other:
-                near_s[one, other] = _handed_s(seats, cluster, one, other)
-                for stage in range(seats.stages):
-                    own_s[stage, one, other] = asked_s(seats, cluster, one, other, stage)
+def matched(seats: Seats, cluster: Cluster, routes: Routing) -> Routing:
+    """`planned` routes of direct hops, with each microbatch's replicas near one another and not only near its owner. A replica serves as
+    often as before, but less evenly over time, so a caller plays both; of assignments that cost the same the most even is taken."""
+    owners = seats.seated
+    ways = [[routes[owner][stage] for owner in owners] for stage in range(seats.stages)]
     each = [len(turns) for turns in ways[0]]
+    if not seats.direct or any([len(turns) for turns in way] != each for way in ways):  # fewer microbatches than owners
+        return routes
+    devices, groups = len(seats.stage_of), [seats.replicas(stage) for stage in range(seats.stages)]
+    own_s, near_s = np.zeros((seats.stages, devices, devices)), np.zeros((devices, devices))
+    for stage, group in enumerate(groups):
+        for device in group:
+            for owner in owners:
+                own_s[stage, owner, device] = asked_s(seats, cluster, owner, device, stage)
+            for before in groups[stage - 1] if stage else ():
+                near_s[before, device] = _handed_s(seats, cluster, before, device)
     owner_of = np.repeat(owners, each)
     at = np.concatenate([(np.arange(turns) + 0.5) / turns for turns in each])  # when in the step
-    served = [np.concatenate([np.array(turns) for turns in stage]) for stage in ways]
+    served = [np.concatenate([np.array(turns) for turns in way]) for way in ways]
     for _ in range(SWEEPS):
         shorter = False
         for stage in range(seats.stages):
-            slots = np.sort(served[stage])
-            cost_s = own_s[stage][owner_of][:, slots]
+            link_s_of = own_s[stage][owner_of]  # by microbatch and device
             if stage:
-                cost_s = cost_s + near_s[served[stage - 1]][:, slots]
+                link_s_of = link_s_of + near_s[served[stage - 1]]
             if stage < seats.stages - 1:
-                cost_s = cost_s + near_s[slots][:, served[stage + 1]].T
-            now_s = cost_s[
-                np.arange(len(slots)), np.argsort(np.argsort(served[stage], kind="stable"), kind="stable")
-            ].sum()
+                link_s_of = link_s_of + near_s[:, served[stage + 1]].T
+            slots = np.sort(served[stage])
+            now_s = link_s_of[np.arange(len(slots)), served[stage]].sum()
             late = np.abs(at[:, None] - _spread_at(slots)[None, :])
+            cost_s = link_s_of[:, slots]
             rows, columns = linear_sum_assignment(cost_s + EVENLY * (now_s / len(slots) or 1.0) * late)
             if cost_s[rows, columns].sum() < now_s * (1 - 1e-9):
                 served[stage], shorter = slots[columns], True
         if not shorter:
             break
     bounds = np.cumsum(each)[:-1]
-    return [[turns.tolist() for turns in np.split(stage, bounds)] for stage in served]
+    return _routing(seats, owners, [[turns.tolist() for turns in np.split(way, bounds)] for way in served])
+
+
+def _routing(seats: Seats, owners: list[int], ways: list[list[list[int]]]) -> Routing:
+    """From turns by stage and number of the owner."""
+    found = {owner: tuple(tuple(way[number]) for way in ways) for number, owner in enumerate(owners)}
+    return tuple(found.get(device, ()) for device in range(len(seats.stage_of)))
+
+
+def _by_owners(seats: Seats, cluster: Cluster, owners: list[int], stage: int, count: int) -> list[list[int]]:
+    """By number of the owner: who serves its microbatches at that stage, in turn."""
+    group = seats.replicas(stage)
+    quotas = shares(count, [1 / pass_s(seats, cluster, device) for device in group])
+    slots = [at for at, quota in enumerate(quotas) for _ in range(quota)]
+    cost_s = np.array([[link_s(seats, cluster, owner, device, stage) for device in group] for owner in owners])
+    rows, columns = linear_sum_assignment(cost_s[np.arange(count) % len(owners)][:, slots])
+    served = [[0] * len(group) for _ in owners]
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        served[row % len(owners)][slots[column]] += 1
+    turns = [spread(counts, number / len(owners)) for number, counts in enumerate(served)]
+    return [
+        [group[at] for at in turns[number]] or [group[int(cost_s[number].argmin())]] for number in range(len(owners))
+    ]
 
 
 def _spread_at(slots: Any) -> Floats:
@@ -147,6 +141,8 @@ def link_s(seats: Seats, cluster: Cluster, owner: int, device: int, stage: int) 
 
 def asked_s(seats: Seats, cluster: Cluster, owner: int, device: int, stage: int) -> float:
     """Of that what passes between the owner and who serves."""
+    if owner == device:
+        return 0.0
     asked, answered = hop_bytes(seats)
     turns = 1 if stage == seats.stages - 1 else 2
     there_s = asked[stage] / _Bps(cluster, owner, device) + turns * cluster.delay_s[owner, device]
@@ -154,7 +150,7 @@ def asked_s(seats: Seats, cluster: Cluster, owner: int, device: int, stage: int)
 
 
 def _handed_s(seats: Seats, cluster: Cluster, one: int, other: int) -> float:
-    """Of a boundary tensor from one to the next stage's other, and of its gradient back."""
+    """Of a boundary tensor from one stage's to the next one's, and of its gradient back."""
     there_s = seats.boundary_bytes / _Bps(cluster, one, other) + cluster.delay_s[one, other]
     return float(there_s + seats.back_bytes / _Bps(cluster, other, one) + cluster.delay_s[other, one])
 
