@@ -30,6 +30,7 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import Listening
+from shoal.runtime.signing import Signing
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
@@ -37,7 +38,7 @@ from shoal.transport.dht import Dht
 from shoal.transport.directory import Directory, Gossip, Record
 from shoal.transport.faulty import FAULTS, Faulty
 from shoal.transport.identity import Identity
-from shoal.transport.invite import Invite, Membership, signed_by
+from shoal.transport.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.shaped import Link, Pair, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
@@ -169,7 +170,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
-        node = Node(machine, hands, transport, directory, record, partial(signed_by, run=membership.run))
+        node = Node(machine, hands, transport, directory, record, Signing(identity, membership.run))
         node.meter.facts = _facts(config)
         yield node
 

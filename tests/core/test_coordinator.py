@@ -8,12 +8,14 @@ import msgspec
 import pytest
 
 from shoal.core.coordinator import Coordinator
+from shoal.core.evidence import digest
 from shoal.core.messages import (
     Accept,
     AskSave,
     Booking,
     Command,
     Complaint,
+    Dismissed,
     Holding,
     Join,
     Leave,
@@ -23,12 +25,12 @@ from shoal.core.messages import (
     Pulse,
     Rebuilt,
     Reduced,
-    Removed,
     Round,
     RoundFailed,
     Saved,
     Send,
     Settings,
+    Signed,
     View,
     Wire,
 )
@@ -65,9 +67,10 @@ class Leader:
         for _ in range(20):
             self.said += self.mind.decide(self.register, self.now)
             if self.register.proposing and self.register.accepted is not None:
-                number = self.register.accepted.view.number
-                for peer in [m.peer for m in self.register.accepted.view.members] + list(self.register.accepted.before):
-                    self.said += self.register.on_message(peer, Accept(1, number), self.now)
+                view = self.register.accepted.view
+                for peer in [m.peer for m in view.members] + list(self.register.accepted.before):
+                    accept = Accept(1, view.number, digest(view), Signed(peer))
+                    self.said += self.register.on_message(peer, accept, self.now)
             fresh = self.register.take()
             for view in fresh:
                 self.reasons += view.reason + "\n"
@@ -608,15 +611,8 @@ def test_the_run_is_finished_after_its_last_step_and_everyone_is_told() -> None:
     assert leader.view.finished
     for peer in ("b", "c"):
         leader.pulse(peer)
-    assert ("b", Removed(number=leader.view.number, reason="finished")) in leader.sent(Removed)
+    assert ("b", Dismissed(number=leader.view.number)) in leader.sent(Dismissed)
     assert leader.mind.dismissed
-
-
-def test_a_stranger_that_pulses_is_told_that_it_is_out() -> None:
-    leader = Leader()
-    leader.start()
-    leader.pulse("stranger")
-    assert ("stranger", Removed(number=leader.view.number, reason="not in the view")) in leader.sent(Removed)
 
 
 def test_a_peer_whose_connections_broke_goes_sooner_unless_it_shows_life() -> None:

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from shoal.core.coordinator import Coordinator
+from shoal.core.evidence import digest
 from shoal.core.members import owners_of
-from shoal.core.messages import Accept, Done, Fetch, Forward, Join, Member, Note, Result, Send, Settings, View
+from shoal.core.messages import Accept, Done, Fetch, Forward, Join, Member, Note, Result, Send, Settings, Signed, View
 from shoal.core.planned import Planned, complete, seated
 from shoal.core.quorum import Register
 from shoal.core.routing import Routes
@@ -181,7 +182,8 @@ class Leading:
             self.mind.on_message(peer, Join(seat=seat), 1.0)
         self.mind.decide(self.register, 1.0)
         if self.register.accepted is not None and self.register.proposing:
-            self.register.on_message("a", Accept(1, self.register.accepted.view.number), 1.0)
+            view = self.register.accepted.view
+            self.register.on_message("a", Accept(1, view.number, digest(view), Signed("a")), 1.0)
         for view in self.register.take():
             self.mind.on_view(view, 1.0)
         assert self.register.agreed is not None

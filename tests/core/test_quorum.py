@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from shoal.core.evidence import majority
 from shoal.core.messages import Member, Send, Settings, View
-from shoal.core.quorum import Register, Role, majority
+from shoal.core.quorum import Register, Role
 
 SETTINGS = Settings(stages=1, microbatches=1, steps=1)
 
@@ -46,7 +47,8 @@ class Net:
                     self.send(name, node.tick(self.now))
                 heard = self.now - node.heard_lead < SETTINGS.silence_s
                 if name not in self.dead and node.leader not in (None, name) and heard:
-                    self.wire.append((name, node.leader, None))  # the pulse that peer.py sends
+                    number = node.agreed.number if node.agreed is not None else 0
+                    self.wire.append((name, node.leader, (node.term, number)))  # the pulse that peer.py sends
             batch, self.wire = self.wire, []
             self.rng.shuffle(batch)
             for source, target, message in batch:
@@ -55,7 +57,9 @@ class Net:
                 elif target not in self.dead and (source in self.cut) == (target in self.cut):
                     if self.rng.random() >= self.drop:
                         self.nodes[target].show_life(source, self.now)
-                        if message is not None:
+                        if isinstance(message, tuple):
+                            self.send(target, self.nodes[target].repair(source, *message))
+                        else:
                             self.send(target, self.nodes[target].on_message(source, message, self.now))
 
     def leaders(self) -> list[str]:
@@ -142,7 +146,7 @@ def test_a_peer_that_missed_a_view_is_given_the_newest() -> None:
     net.propose()
     net.run(1.0)
     net.cut = set()
-    net.send("p0", net.nodes["p0"].repair("p2", 2))
+    net.send("p0", net.nodes["p0"].repair("p2", 1, 2))
     net.run(1.0)
     agreed = net.nodes["p2"].agreed
     assert agreed is not None and agreed.number == 3

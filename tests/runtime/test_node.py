@@ -6,12 +6,12 @@ import asyncio
 import time
 from pathlib import Path
 from random import Random
-from string import ascii_lowercase
 from typing import Literal
 
 import msgspec
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests import reference
 
 from shoal import codec, trace
@@ -54,9 +54,12 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import AnyLine
+from shoal.runtime.signing import Signing
 from shoal.traffic import Kept, Traffic
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.directory import Directory, Record
+from shoal.transport.identity import Identity
+from shoal.transport.invite import Authority
 from shoal.transport.memory import Hub, MemoryTransport
 
 # hop_floor_s and silence_s are long: nothing here may be called slow or dead because the machine is busy.
@@ -115,13 +118,16 @@ class Swarm:
 
     def add(self) -> Node:
         number = len(self.names) + 1
-        name = f"{ascii_lowercase[number] * 32}.{number}"
+        identity = Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32), str(number))
+        name = identity.name
         self.names.append(name)
         header = trace.Header(PROTOCOL, name, settings(self.config), seed=f"s/{name}", found=number == 1)
         record = Heard(header, self.directory / f"{number}.jsonl")
         hands = Hands(self.config, self.dataset, Store(str(self.directory / "checkpoints")))
         machine = PeerMachine(name, header.settings, Random(header.seed), header.found)
-        node = Node(machine, hands, MemoryTransport(self.hub, name), Known(self.names), record)
+        node = Node(
+            machine, hands, MemoryTransport(self.hub, name), Known(self.names), record, Signing(identity, "run")
+        )
         self.records.append(record)
         self.nodes.append(node)
         return node
@@ -439,7 +445,8 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
         config = msgspec.structs.replace(TINY, network=Network(hops="owner"))
         header = trace.Header(PROTOCOL, machine.name, settings(config), seed="", found=False)
         hands, record = Hands(config), Heard(header, tmp_path / "t.jsonl")
-        node = Node(machine, hands, transport, Known([]), record)  # type: ignore[arg-type]
+        signing = Signing(Identity.new(), "run")
+        node = Node(machine, hands, transport, Known([]), record, signing)  # type: ignore[arg-type]
         await transport.start()
         await other.start()
         for message, blobs in sent:
@@ -503,11 +510,12 @@ def test_a_machine_with_other_data_than_the_runs_is_refused_by_name(tmp_path: Pa
 def test_nobodys_word_but_the_operators_reaches_the_machine(swarm: Swarm, tmp_path: Path) -> None:
     node = swarm.nodes[0]
     view = View(number=1 << 20, step=0, members=(Member(swarm.names[1], 0),), epoch=1)
-    word = Incoming(peer=swarm.names[1], message=Override(view=view, term=1 << 20))
+    authority = Authority(Ed25519PrivateKey.from_private_bytes(bytes(32)))
+    node._signing = Signing(Identity.new(), authority.run)
     before = node.machine.last_now
-    node._on_message(word)  # nobody has told this node whose word counts: none does
-    assert node.machine.last_now is before and node.machine.override is None
-    node._signed = lambda override: override.term == 1 << 20
-    node._on_message(word)
+    for forged in (Override(view=view, term=1 << 20), Authority.new().override(view, 1 << 20)):
+        node._on_message(Incoming(peer=swarm.names[1], message=forged))
+        assert node.machine.last_now is before and node.machine.override is None
+    node._on_message(Incoming(peer=swarm.names[1], message=authority.override(view, 1 << 20)))
     assert node.machine.last_now is not before
     swarm.close()

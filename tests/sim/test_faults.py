@@ -98,7 +98,7 @@ def test_who_dies_applying_never_tells_that_it_applied() -> None:
 
 
 def test_a_wiped_run_goes_on_from_its_newest_checkpoint_and_commits_only_the_rest() -> None:
-    for seed in range(6):
+    for seed in range(24):
         swarm = played(SCENARIOS["wiped"], seed)
         if swarm.struck.get("wipes") and swarm.settings.first_step > 0:
             break

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core import averaging, coordinator, microbatch, quorum, rounds
+from shoal.core import averaging, coordinator, evidence, microbatch, quorum, rounds
 from shoal.core.averaging import Layout, Place
 from shoal.core.coordinator import Coordinator
 from shoal.core.hops import Hops
@@ -142,11 +142,12 @@ def adds_a_booked_microbatch_again(patch: Patch) -> None:
 
 
 def takes_half_for_a_majority(patch: Patch) -> None:
-    def half(voters: Any, yes: set[str]) -> bool:
-        voters = tuple(voters)
+    def half(voters: Any, yes: Any) -> bool:
+        voters, yes = tuple(voters), set(yes)
         return 2 * sum(voter in yes for voter in voters) >= len(voters)
 
     patch.setattr(quorum, "majority", half)
+    patch.setattr(evidence, "majority", half)
 
 
 def keeps_a_fenced_peers_books(patch: Patch) -> None:

@@ -19,6 +19,7 @@ from shoal.core.messages import (
     Command,
     Committed,
     Complaint,
+    Dismissed,
     Join,
     Leave,
     Member,
@@ -26,7 +27,6 @@ from shoal.core.messages import (
     Peer,
     Pulse,
     Reduced,
-    Removed,
     Round,
     RoundFailed,
     Send,
@@ -183,9 +183,7 @@ class Coordinator:
             case Join():
                 if not present:
                     self.joins[peer] = message
-            case Pulse() if not present and peer not in self.joins:
-                return [Send(peer, Removed(number=self.view.number, reason="not in the view"))]
-            case Pulse():
+            case Pulse() if present:
                 return self._on_pulse(peer, message, now)
             case Leave() if present:
                 self.leaves.setdefault(peer, message.reason)
@@ -791,7 +789,7 @@ class Coordinator:
         aware = all(peer in self.pulses and self.pulses[peer].number >= view.number for peer in others)
         if aware or now >= self.farewell_at:
             self.farewell_at = float("-inf")
-            return [Send(peer, Removed(number=view.number, reason="finished")) for peer in others]
+            return [Send(peer, Dismissed(number=view.number)) for peer in others]
         return []
 
     @property

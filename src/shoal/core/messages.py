@@ -12,13 +12,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 14  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 15  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Nobody = Annotated[str, msgspec.Meta(max_length=128)]  # a peer, or "": none
 Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=4)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Term = Annotated[int, msgspec.Meta(ge=0, le=2**32)]  # times ROUNDS_PER_TERM it is still a Count
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
 Stage = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Seat = Annotated[int, msgspec.Meta(ge=-1, lt=2**20)]
@@ -154,44 +155,73 @@ class View(Value, frozen=True):
 class Entry(Value, frozen=True):
     """A view on its way to being agreed: proposed in `term`, to be accepted by majorities of both sets of voters."""
 
-    term: Count
+    term: Term
     view: View
     before: tuple[Peer, ...]  # the voters of the view it replaces
+
+
+class Signed(Value, frozen=True):
+    """A peer's signature (core/evidence.py says of what), with the public key that its name is made from. Empty in a machine's hands:
+    the driver fills in its own and hands on only those that hold."""
+
+    peer: Peer
+    key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Proof(Value, frozen=True):
+    """Acceptances of a view that `leader` proposed."""
+
+    leader: Peer
+    signed: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=4096)]
 
 
 # ------------------------------------------------------------------------------------------- agreeing and belonging
 
 
 class Lead(Wire, frozen=True):
-    """Leader to everyone: I lead `term`; the view numbered `number` is agreed, up to `decided_term`'s proposal."""
+    """Leader to everyone: I lead `term`, elected by `votes`; the view numbered `number` was agreed under `decided_term`, as `proof` shows.
+    Votes and proof come with the first message after each; whoever missed one is sent it again when its Pulse says so."""
 
-    term: Count
+    term: Term
     number: Count  # the newest agreed view
-    decided_term: Count = 0  # term under which that view was agreed
+    decided_term: Term = 0  # term under which that view was agreed
+    digest: Digest = ""  # of that view
+    proof: Proof | None = None
+    votes: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 class Propose(Wire, frozen=True):
+    """Leader to voters: accept this. With a `proof` it is agreed already: from any peer to one that missed it."""
+
     entry: Entry
-    term: Count  # of the leader that sends it
-    decided: bool = False  # already agreed: a repair for a peer that missed it
+    term: Term  # of the leader that sends it
+    proof: Proof | None = None
 
 
 class Accept(Wire, frozen=True):
-    term: Count
+    """Answer to Propose. Without `by`: not accepted, since I know of `term`."""
+
+    term: Term
     number: Count
+    digest: Digest = ""  # of the view
+    by: Signed | None = None
 
 
 class AskVote(Wire, frozen=True):
-    term: Count
-    last_term: Count
+    term: Term
+    last_term: Term
     last_number: Count
     trial: bool = False  # pre-vote: would you vote? changes nothing
 
 
 class Vote(Wire, frozen=True):
-    term: Count
+    """Answer to AskVote. Signed when it is granted and no trial."""
+
+    term: Term
     granted: bool
     trial: bool = False
+    by: Signed | None = None
 
 
 class Booking(Value, frozen=True):
@@ -202,7 +232,7 @@ class Booking(Value, frozen=True):
 class Pulse(Wire, frozen=True):
     """Member (or joiner) to leader, every beat and after each booking: I live, and these are my books."""
 
-    term: Count
+    term: Term
     number: Count  # newest agreed view I hold
     step: Count  # version of my parameters; meaningful when ready
     ready: bool  # my parameters are those of `step`
@@ -249,7 +279,7 @@ class AskStanding(Wire, frozen=True):
 class Standing(Wire, frozen=True):
     """My newest agreed view and term, and whom I have heard lately."""
 
-    term: Count
+    term: Term
     view: View
     heard: tuple[Peer, ...] = ()
 
@@ -259,16 +289,15 @@ class Override(Wire, frozen=True):
     the run's authority has signed."""
 
     view: View
-    term: Count
+    term: Term
     authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # its public key
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
-class Removed(Wire, frozen=True):
-    """Leader to a peer that still talks to it but is in no view."""
+class Dismissed(Wire, frozen=True):
+    """Leader to everyone of a finished run: all know that it is, so you may end."""
 
     number: Count
-    reason: Text = ""
 
 
 # ------------------------------------------------------------------------------------------------------------- hops
@@ -663,7 +692,7 @@ class Measured(Wire, frozen=True):
 
 
 Message = (
-    Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Removed
+    Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Dismissed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
     | Query | Pending
     | Boundary | Pull | Coming | Gone | Missing

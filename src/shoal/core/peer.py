@@ -29,6 +29,7 @@ from shoal.core.messages import (
     Coming,
     Command,
     Complaint,
+    Dismissed,
     Done,
     Drop,
     Entry,
@@ -57,7 +58,6 @@ from shoal.core.messages import (
     Received,
     Redirect,
     Reduced,
-    Removed,
     Resend,
     Round,
     RoundFailed,
@@ -87,6 +87,7 @@ TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Saved, Publish
 AGREEING = (Lead, Propose, Accept, AskVote, Vote)
 SYNC = (AskState, Offer, AskChunk, Chunk)
 FIND_BEATS = 4  # between look-ups of the directory while no view names me
+TOLD_A_BEAT = 8  # peers of no view that are given the newest one
 PASS_ON_SILENCES = 4  # between two times that an override is told to whoever is in no view of mine
 
 
@@ -109,7 +110,8 @@ class PeerMachine:
         self.known: tuple[Peer, ...] = ()  # peers to ask for admission
         self.led = 0  # the term my coordinator has begun
         self.leaving = ""
-        self.removed_from = -1  # number of the view that no longer had me
+        self.told = 0  # strangers in this beat that were given the newest view
+        self.told_until = float("-inf")
         self.finished = False
         self.dismissing = False
         self.linger_at: float | None = None  # when a finished peer stops waiting for its dismissal
@@ -208,14 +210,14 @@ class PeerMachine:
             return self.sync.on_message(peer, message, event.blobs, event.fault, now)
         if isinstance(message, TO_LEADER):
             return self._to_leader(peer, message, now)
-        if isinstance(message, Removed):
-            return self._on_removed(peer, message, now)
+        if isinstance(message, Dismissed):
+            return self._on_dismissed(peer)
         if isinstance(message, AskStanding):
             return self._stand(peer, now)
         if isinstance(message, Override):
             return self._on_override(message, now)
         if isinstance(message, Redirect):
-            asking = self.find_at is not None and message.leader != self.name
+            asking = self.find_at is not None and message.leader != self.name and peer in self.known
             return [Send(message.leader, self._join)] if asking else []
         drop = _drop(event.blobs)
         if isinstance(message, FROM_LEADER):
@@ -229,39 +231,53 @@ class PeerMachine:
         return self.trainer.on_message(peer, message, event.blobs, event.fault, now)
 
     def _agreeing(self, peer: Peer, message: Wire, now: float) -> list[Command]:
-        """A stranger neither leads nor votes; one that was put out is told so when it asks."""
-        view = self.view
+        """Only voters have a say. Anybody may bring the proof of a newer view; whoever asks and is none is given the one I hold."""
+        register, view = self.register, self.view
+        number = 0 if register.agreed is None else register.agreed.number
+        proven = isinstance(message, Propose) and message.proof is not None
+        commands: list[Command] = []
+        if isinstance(message, Lead) and message.number > number:
+            commands.append(Send(peer, self._state()))  # whoever leads repairs those who tell that they are behind
+        if proven or register.agreed is None or register.entitled(peer):
+            return register.on_message(peer, message, now) + commands
         if isinstance(message, AskVote) and view is not None and not self._belongs(peer):
-            return [Send(peer, Removed(number=view.number, reason=f"not in view {view.number}"))]
-        commands = self.register.on_message(peer, message, now)
-        agreed = self.register.agreed
-        if isinstance(message, Lead) and message.number > (0 if agreed is None else agreed.number):
-            commands.append(Send(peer, self._state()))  # the leader repairs whoever tells that it is behind
+            return self._bring_up_to_date(peer, message.last_number, now)
         return commands
+
+    def _bring_up_to_date(self, peer: Peer, number: int, now: float) -> list[Command]:
+        """A peer in no view of mine does not know it, or has missed what came after: a few in a beat, since views are large."""
+        if now >= self.told_until:
+            self.told_until, self.told = now + self.settings.beat_s, 0
+        self.told += 1
+        return self._newest(peer, number) if self.told <= TOLD_A_BEAT else []
+
+    def _newest(self, peer: Peer, number: int) -> list[Command]:
+        """The newest view I hold, for a peer with view `number`, with what proves it: signatures, or the operator's."""
+        newest = self.register.certified(number)
+        if newest:
+            return [Send(peer, one) for one in newest]
+        return [Send(peer, self.override)] if self.override is not None else []
 
     def _to_leader(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         if self.register.leading:
             commands = self.coordinator.on_message(peer, message, now) if self.led == self.register.term else []
             if isinstance(message, Pulse) and self._belongs(peer):
-                commands += self.register.repair(peer, message.number)
+                repaired = self.register.repair(peer, message.term, message.number)
+                behind = self.view is not None and message.number < self.view.number
+                commands += repaired or (self._newest(peer, message.number) if behind else [])
+            elif isinstance(message, Pulse) and peer not in self.coordinator.joins:
+                commands += self._bring_up_to_date(peer, message.number, now)
             return commands
         leader = self.register.leader
         if isinstance(message, Join) and leader is not None and leader != peer:
             return [Send(peer, Redirect(leader=leader))]
         return []
 
-    def _on_removed(self, peer: Peer, message: Removed, now: float) -> list[Command]:
-        """I am out: because the run is over, or to come back as a joiner that downloads its state."""
-        if message.reason == "finished" and self.view is not None and self.view.finished:
+    def _on_dismissed(self, peer: Peer) -> list[Command]:
+        """The run is over, as the view that I hold says, and everybody knows."""
+        if self.view is not None and self.view.finished and self._belongs(peer):
             return self._finish(True, "the run is finished")
-        if self.view is None or message.number <= max(self.view.number, self.removed_from):
-            return []
-        if not self._belongs(peer) and not (self._lonely(now) and peer in self.known):
-            return []  # a stranger's word counts only where nobody else is left to ask
-        if self.leaving:
-            return self._finish(True, f"left: {self.leaving}")
-        self.removed_from = message.number
-        return self._outside_now(f"put out of the run: {message.reason}", now)
+        return []
 
     def _stand(self, peer: Peer, now: float) -> list[Command]:
         """Tell the operator. Whoever was heard within twice the silence may be alive."""
@@ -271,19 +287,16 @@ class PeerMachine:
         return [Send(peer, Standing(term=self.register.term, view=self.view, heard=heard))]
 
     def _on_override(self, override: Override, now: float) -> list[Command]:
-        """The operator's word stands for the majority's: as if the first of those named had told me that it is agreed. They then
-        elect a leader as ever. What I hold of an older epoch is void, whichever side I was on."""
+        """The operator's signature stands for the majority's. Those whom it names then elect a leader as ever. What I hold of an older
+        epoch is void, whichever side I was on."""
         view, mine = override.view, self.view
         if mine is None or self.finished or view.epoch <= mine.epoch or view.number <= mine.number or not view.members:
             return []
         self.override = override
         self.pass_on_at = now
-        entry = Entry(term=override.term, view=view, before=())
-        told = Propose(entry=entry, term=override.term, decided=True)
-        commands = self.register.on_message(view.members[0].peer, told, now)
-        answers = [command for command in commands if not isinstance(command, Send)]  # nobody has asked
+        self.register.impose(Entry(term=override.term, view=view, before=()), now)
         others = [member.peer for member in view.members if member.peer != self.name]
-        return [Note("override", view.reason), *answers, *(Send(peer, override) for peer in others)]
+        return [Note("override", view.reason), *(Send(peer, override) for peer in others)]
 
     def _pass_on(self, found: tuple[Peer, ...]) -> list[Command]:
         """Whoever is in no view of mine may have been given up and live."""
@@ -381,9 +394,8 @@ class PeerMachine:
         self.find_at, self.outside = now, True
         self.pulse_at = None
         if self.view is not None:
-            self.removed_from = max(self.removed_from, self.view.number)
             self.known = self.known or tuple(m.peer for m in self.view.members if m.peer != self.name)
-        gone = View(number=self.removed_from, step=0, members=())
+        gone = View(number=0 if self.view is None else self.view.number, step=0, members=())
         commands: list[Command] = [Note("removed", why)]
         commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
         if self.server.seated:
@@ -438,11 +450,11 @@ class PeerMachine:
     def _doubt(self, now: float) -> list[Command]:
         """I may have been put out without hearing of it. Whoever knows better says so when asked for a vote (_agreeing);
         voters ask all voters when they stand, so here only a joiner asks, and whoever has been alone for long."""
-        if self.view is None or (self.register.votes() and not self._lonely(now)):
+        if self.view is None or (self.register.votes_here() and not self._lonely(now)):
             return []
         self.pulse_at = now + FIND_BEATS * self.settings.beat_s
         peers = dict.fromkeys([member.peer for member in self.view.members] + list(self.known))
-        ask = AskVote(term=self.register.term, last_term=0, last_number=0, trial=True)
+        ask = AskVote(term=self.register.term, last_term=0, last_number=self.view.number, trial=True)
         return [Find(), *(Send(peer, ask) for peer in peers if peer != self.name)]
 
     def _state(self) -> Pulse:

@@ -8,6 +8,11 @@ view, which is all that committing a step needs. Pre-votes keep a lonely peer fr
 leader that no longer hears a majority stops leading. Peers keep nothing on disk: a restarted process is a new peer
 under a new name.
 
+Nobody's word is enough. A view counts as agreed with the signed acceptances of both majorities, a leader leads with the signed votes
+of a majority of the newest view that the follower holds; messages of anybody but voters change nothing. A voter's claim of a higher
+term raises mine by TERMS a beat at most, and makes a leader stand down only rarely. What a lying elected leader could still do is
+narrowed by succession.py: no voter accepts a view that cannot follow the one before.
+
 For peer.py; what the views say is coordinator.py's business.
 """
 
@@ -17,6 +22,9 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from shoal.core.evidence import digest, majority, proves, signers
 from shoal.core.messages import (
     Accept,
     AskVote,
@@ -24,17 +32,28 @@ from shoal.core.messages import (
     Entry,
     Lead,
     Member,
+    Note,
     Peer,
+    Proof,
     Propose,
     Send,
     Settings,
+    Signed,
     View,
     Vote,
     Wire,
 )
+from shoal.core.names import key_of
+from shoal.core.succession import flaw
 
 if TYPE_CHECKING:
     from random import Random
+
+TERMS = (
+    16  # by which a claim raises my term in a beat: it cannot be used up, and an honest peer is rarely so far behind
+)
+TURNS = 16  # changes of the voters that a peer may have missed and still be brought up to date without coming in anew
+PAUSES = 8  # doublings of the time for which a voter that made me stand down cannot do so again
 
 
 class Role(Enum):
@@ -42,12 +61,6 @@ class Role(Enum):
     TRIAL = "trial"  # asking whether an election would be won
     CANDIDATE = "candidate"
     LEADER = "leader"
-
-
-def majority(voters: Iterable[Peer], yes: set[Peer]) -> bool:
-    """More than half of `voters` are in `yes`; true of no voters at all."""
-    voters = tuple(voters)
-    return not voters or 2 * sum(voter in yes for voter in voters) > len(voters)
 
 
 def peers_of(members: Iterable[Member]) -> tuple[Peer, ...]:
@@ -65,13 +78,21 @@ class Register:
         self.leader: Peer | None = None
         self.agreed: View | None = None
         self.agreed_entry: Entry | None = None
+        self.agreed_proof: Proof | None = None  # none: the operator's override
         self.accepted: Entry | None = None  # newest proposal accepted, agreed or not
-        self.yes: set[Peer] = set()  # who accepted my proposal, or voted for me
+        self.yes: dict[Peer, Signed] = {}  # who accepted my proposal, or voted for me
+        self.votes: tuple[Signed, ...] = ()  # leader: those that elected me
+        self.followers: set[Peer] = set()  # leader: who has shown that it follows me in this term
+        self.proven: tuple[int, Peer] | None = None  # a term and its leader, as signatures have shown
         self.heard_lead = float("-inf")
         self.heard: dict[Peer, float] = {}  # leader: when each voter last showed life
         self.election_at: float | None = None
         self.beat_at: float | None = None
         self.fresh: list[View] = []
+        self._raised_at = float("-inf")  # when a claim last raised my term
+        self._challenged: dict[str, tuple[int, float]] = {}  # by key: how often it made me stand down; not again before
+        self._turns: list[Propose] = []  # newest agreed views that changed the voters
+        self._digests: dict[int, tuple[View, str]] = {}  # of the newest views, by number
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -82,16 +103,36 @@ class Register:
     @property
     def proposing(self) -> bool:
         """A proposal (mine or inherited) is not agreed yet."""
-        return self.accepted is not None and self.accepted is not self.agreed_entry
+        if self.accepted is None:
+            return False
+        return self.agreed is None or self.accepted.view.number > self.agreed.number
 
     @property
     def deadline(self) -> float | None:
         return self.beat_at if self.leading else self.election_at
 
-    def votes(self) -> bool:
+    def votes_here(self) -> bool:
         """Am I a voter of the newest view I hold?"""
         entry = self.accepted
         return entry is not None and (self.name in entry.before or self.name in entry.view.voters)
+
+    def entitled(self, peer: Peer) -> bool:
+        """That peer is a voter of the newest view I hold, agreed or accepted: it has a say."""
+        views = [self.agreed] if self.agreed is not None else []
+        if self.accepted is not None:
+            views.append(self.accepted.view)
+            if peer in self.accepted.before:
+                return True
+        return any(peer in view.voters for view in views)
+
+    def certified(self, number: int) -> list[Propose]:
+        """For a peer that holds view `number`: the newest agreed view with the signatures that prove it, and before it those that changed
+        the voters, so that each is signed by voters whom the peer knows. Nothing if there is none newer, or an override was the last."""
+        entry = self.agreed_entry
+        if entry is None or self.agreed_proof is None or entry.view.number <= number:
+            return []
+        between = [one for one in self._turns if number < one.entry.view.number < entry.view.number]
+        return [*between, Propose(entry=entry, term=entry.term, proof=self.agreed_proof)]
 
     def _voters(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
         """Those whose majorities decide: of the agreed view, and of a proposal on its way."""
@@ -114,7 +155,9 @@ class Register:
         self.term = 1
         entry = Entry(term=1, view=view, before=())
         self.accepted = entry
-        self._agree(entry)
+        own = Signed(self.name)
+        self._agree(entry, Proof(self.name, (own,)))
+        self.yes = {self.name: own}
         return self._become_leader(now)
 
     def propose(self, view: View, now: float) -> list[Command]:
@@ -123,6 +166,14 @@ class Register:
         assert view.number == self.agreed.number + 1
         self.accepted = Entry(term=self.term, view=view, before=self.agreed.voters)
         return self._push(now)
+
+    def impose(self, entry: Entry, now: float) -> None:
+        """The operator's override stands for every signature: the entry is agreed, and a leader is to be elected."""
+        if entry.term < self.term:
+            return
+        self._step_down(entry.term, now)
+        self.heard_lead = now
+        self._agree(entry, None)
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
@@ -138,28 +189,33 @@ class Register:
             return []
         if self.election_at is None or now < self.election_at:
             return []
-        if not self.votes():
+        if not self.votes_here():
             self._rearm(now)
             return []
         return self._stand(now)
 
     def show_life(self, peer: Peer, now: float) -> None:
         """Leader: a message of that peer came."""
-        if self.leading:
+        if self.leading and peer in self.heard:
             self.heard[peer] = now
 
-    def repair(self, peer: Peer, number: int) -> list[Command]:
-        """Leader: that peer holds only view `number`; send what it lacks."""
-        if not self.leading or self.agreed_entry is None or self.agreed is None or number >= self.agreed.number:
+    def repair(self, peer: Peer, term: int, number: int) -> list[Command]:
+        """Leader: that peer follows `term` and holds view `number`; send what it lacks."""
+        if not self.leading or self.agreed is None:
             return []
-        return [Send(peer, Propose(entry=self.agreed_entry, term=self.term, decided=True))]
+        if term == self.term:
+            self.followers.add(peer)
+        return [Send(peer, one) for one in self.certified(number)]
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
+        """The caller has seen to it that the peer is `entitled`, or that the message proves itself."""
         match message:
             case Lead():
                 return self._on_lead(peer, message, now)
-            case Propose():
+            case Propose(proof=None):
                 return self._on_propose(peer, message, now)
+            case Propose():
+                return self._on_proof(peer, message, now)
             case Accept():
                 return self._on_accept(peer, message, now)
             case AskVote():
@@ -171,60 +227,125 @@ class Register:
     # --------------------------------------------------------------------------------------------------- private
 
     def _on_lead(self, peer: Peer, lead: Lead, now: float) -> list[Command]:
-        if not self._follow(peer, lead.term, now):
+        if lead.term < self.term:
+            return [Send(peer, Accept(term=self.term, number=0))]  # tells an old leader that it is one
+        if not self._follow(peer, lead.term, lead.votes, now):
             return []
         held = self.accepted
-        if held is not None and held.view.number == lead.number and held.term == lead.decided_term:
-            self._agree(held)
+        if (
+            held is not None
+            and lead.proof is not None
+            and (held.view.number, held.term) == (lead.number, lead.decided_term)
+            and self._digest(held.view) == lead.digest
+            and proves(held, lead.proof)
+        ):
+            self._agree(held, lead.proof)
         return []
 
     def _on_propose(self, peer: Peer, message: Propose, now: float) -> list[Command]:
         if message.term < self.term:
-            return [Send(peer, Accept(term=self.term, number=0))]  # tells an old leader that it is one
-        if not self._follow(peer, message.term, now):
+            return [Send(peer, Accept(term=self.term, number=0))]
+        if message.entry.term != message.term or not self._follow(peer, message.term, (), now):
             return []
-        entry = message.entry
+        entry, agreed = message.entry, self.agreed
+        if agreed is None:
+            return []  # the proof of what it follows is on its way
+        view = entry.view
+        if view.number == agreed.number:
+            if view != agreed:
+                return []
+        elif view.number != agreed.number + 1 or entry.before != agreed.voters:
+            return []  # I have missed one, and say so with my next pulse
+        else:
+            wrong = flaw(agreed, view, self.settings)
+            if wrong:
+                return [Note("refused", f"{peer} proposes a view that cannot follow: {wrong}")]
         if self.accepted is None or _rank(entry) > _rank(self.accepted):
             self.accepted = entry
-        if message.decided:
-            self._agree(entry)
-        return [Send(peer, Accept(term=self.term, number=entry.view.number))]
+        elif self.accepted != entry:
+            return []
+        return [Send(peer, Accept(self.term, view.number, self._digest(view), Signed(self.name)))]
+
+    def _on_proof(self, peer: Peer, message: Propose, now: float) -> list[Command]:
+        """An agreed view that I may have missed. It proves who led then, too."""
+        entry, proof = message.entry, message.proof
+        assert proof is not None
+        if not self._believable(entry, proof, now):
+            return []
+        if entry.term > self.term:
+            self._step_down(entry.term, now)
+        self._agree(entry, proof)
+        if entry.term == self.term and not self.leading:
+            self.proven = entry.term, proof.leader
+            if peer == proof.leader:
+                self._follow(peer, entry.term, (), now)
+        return []
+
+    def _believable(self, entry: Entry, proof: Proof, now: float) -> bool:
+        """Signed by both majorities, and those that I know are among them. A peer that belongs to no view, or hears no leader, has
+        nobody left to compare with."""
+        agreed = self.agreed
+        if not proves(entry, proof) or flaw(None, entry.view, self.settings):
+            return False
+        if agreed is None:
+            return True
+        if entry.view.number <= agreed.number:
+            return False
+        if set(entry.before) == set(agreed.voters) or majority(agreed.voters, signers(proof.signed)):
+            return True
+        outside = all(member.peer != self.name for member in agreed.members + agreed.joining)
+        return outside or (not self.leading and now - self.heard_lead > 2 * self.settings.silence_s)
 
     def _on_accept(self, peer: Peer, message: Accept, now: float) -> list[Command]:
-        if message.term > self.term:
-            self._step_down(message.term, now)
+        if message.by is None:
+            if message.term > self.term:
+                self._claimed(peer, message.term, now)
             return []
-        if not self.leading or message.term != self.term or not self.proposing:
+        if not self.leading or message.term != self.term or message.by.peer != peer:
             return []
         assert self.accepted is not None
-        if message.number != self.accepted.view.number:
+        if message.number != self.accepted.view.number or message.digest != self._digest(self.accepted.view):
             return []
-        self.yes.add(peer)
-        return self._count(now)
+        self.followers.add(peer)
+        if self.proposing:
+            self.yes[peer] = message.by
+            return self._count(now)
+        proof, entry = self.agreed_proof, self.agreed_entry
+        if proof is not None and entry is self.accepted and peer not in signers(proof.signed):
+            self.agreed_proof = msgspec.structs.replace(
+                proof, signed=(*proof.signed, message.by)
+            )  # the fuller the better
+        return []
 
     def _on_ask(self, peer: Peer, ask: AskVote, now: float) -> list[Command]:
         last = _rank(self.accepted) if self.accepted is not None else (0, 0)
         current = (ask.last_term, ask.last_number) >= last
+        contact = self.leading or now - self.heard_lead < self.settings.silence_s * 0.5
+        commands: list[Command] = []
+        if self.agreed is not None and ask.last_number < self.agreed.number:
+            commands = [Send(peer, one) for one in self.certified(ask.last_number)]
         if ask.trial:
-            contact = self.leading or now - self.heard_lead < self.settings.silence_s * 0.5
             granted = current and not contact and ask.term >= self.term
-            return [Send(peer, Vote(term=self.term, granted=granted, trial=True))]
-        if ask.term > self.term:
-            self._step_down(ask.term, now)
+            return [*commands, Send(peer, Vote(term=self.term, granted=granted, trial=True))]
+        if ask.term > self.term and (self.leading or not contact):
+            self._claimed(peer, ask.term, now)
         granted = ask.term == self.term and current and self.voted in (None, peer) and not self.leading
         if granted:
             self.voted = peer
             self._rearm(now)
-        return [Send(peer, Vote(term=self.term, granted=granted))]
+        by = Signed(self.name) if granted else None
+        return [*commands, Send(peer, Vote(term=self.term, granted=granted, by=by))]
 
     def _on_vote(self, peer: Peer, vote: Vote, now: float) -> list[Command]:
         if vote.term > self.term:
-            self._step_down(vote.term, now)
+            self._claimed(peer, vote.term, now)
             return []
-        if (vote.granted and vote.trial and self.role is Role.TRIAL) or (
-            vote.granted and not vote.trial and self.role is Role.CANDIDATE and vote.term == self.term
-        ):
-            self.yes.add(peer)
+        if not vote.granted:
+            return []
+        if vote.trial and self.role is Role.TRIAL:
+            self.yes[peer] = Signed(peer)
+        elif self.role is Role.CANDIDATE and vote.term == self.term and vote.by is not None and vote.by.peer == peer:
+            self.yes[peer] = vote.by
         else:
             return []
         before, after = self._voters()
@@ -232,10 +353,27 @@ class Register:
             return []
         return self._campaign(now) if self.role is Role.TRIAL else self._become_leader(now)
 
-    def _follow(self, peer: Peer, term: int, now: float) -> bool:
-        """Take `peer` for the leader of `term`, unless that term is over."""
+    def _claimed(self, peer: Peer, term: int, now: float) -> None:
+        """A voter says that the term is higher. It may be so, and mine follows, but in small steps; a leader that stood down for that
+        peer does not again for ever longer."""
+        if now < self._raised_at + self.settings.beat_s:
+            return
+        if self.leading:
+            times, until = self._challenged.get(key_of(peer), (0, float("-inf")))
+            if now < until:
+                return
+            self._challenged[key_of(peer)] = times + 1, now + self.settings.silence_s * 2 ** min(times, PAUSES)
+        self._raised_at = now
+        self._step_down(min(term, self.term + TERMS), now)
+
+    def _follow(self, peer: Peer, term: int, votes: tuple[Signed, ...], now: float) -> bool:
+        """Take `peer` for the leader of `term`, unless that term is over or nothing shows that it was elected."""
         if term < self.term or (term == self.term and self.leading):
             return False
+        if self.proven != (term, peer):
+            if self.agreed is None or not majority(self.agreed.voters, signers(votes)):
+                return False
+            self.proven = term, peer
         if term > self.term:
             self._step_down(term, now)
         self.role, self.leader, self.heard_lead = Role.FOLLOWER, peer, now
@@ -244,7 +382,7 @@ class Register:
 
     def _stand(self, now: float) -> list[Command]:
         """Ask whether an election would be won, before disturbing anybody."""
-        self.role, self.leader, self.yes = Role.TRIAL, None, {self.name}
+        self.role, self.leader, self.yes = Role.TRIAL, None, {self.name: Signed(self.name)}
         self._rearm(now)
         before, after = self._voters()
         if majority(before, self.yes) and majority(after, self.yes):
@@ -253,7 +391,7 @@ class Register:
 
     def _campaign(self, now: float) -> list[Command]:
         self.term += 1
-        self.role, self.voted, self.yes = Role.CANDIDATE, self.name, {self.name}
+        self.role, self.voted, self.yes = Role.CANDIDATE, self.name, {self.name: Signed(self.name)}
         self._rearm(now)
         before, after = self._voters()
         if majority(before, self.yes) and majority(after, self.yes):
@@ -268,16 +406,18 @@ class Register:
 
     def _become_leader(self, now: float) -> list[Command]:
         self.role, self.leader = Role.LEADER, self.name
+        self.votes, self.proven, self.followers = tuple(self.yes.values()), (self.term, self.name), {self.name}
         self.heard = dict.fromkeys(self._everyone(), now)
         assert self.accepted is not None
-        if self.proposing:  # an inherited proposal may have been agreed: only it can follow
+        commands = self._beat(now)
+        if self.proposing and self.leading:  # an inherited proposal may have been agreed: only it can follow
             self.accepted = Entry(term=self.term, view=self.accepted.view, before=self.accepted.before)
-            return self._push(now)
-        return self._beat(now)
+            commands += self._push(now)
+        return commands
 
     def _push(self, now: float) -> list[Command]:
         assert self.accepted is not None
-        self.yes = {self.name}
+        self.yes = {self.name: Signed(self.name)}
         self.beat_at = now + self.settings.beat_s
         message = Propose(entry=self.accepted, term=self.term)
         return [Send(peer, message) for peer in self._everyone()] + self._count(now)
@@ -287,10 +427,10 @@ class Register:
         if not (majority(before, self.yes) and majority(after, self.yes)):
             return []
         assert self.accepted is not None
-        self._agree(self.accepted)
-        return self._beat(now)
+        self._agree(self.accepted, Proof(self.name, tuple(self.yes.values())))
+        return self._beat(now, agreed=True)
 
-    def _beat(self, now: float) -> list[Command]:
+    def _beat(self, now: float, agreed: bool = False) -> list[Command]:
         """Tell everyone that I lead and what is agreed; stop leading when a majority is no longer heard."""
         self.beat_at = now + self.settings.beat_s
         before, after = self._voters()
@@ -300,29 +440,46 @@ class Register:
         if not (majority(before, alive | new) and majority(after, alive | new)):
             self._step_down(self.term, now)
             return []
-        assert self.agreed is not None and self.agreed_entry is not None
-        lead = Lead(term=self.term, number=self.agreed.number, decided_term=self.agreed_entry.term)
-        joining = peers_of(self.agreed.joining)
-        listeners = dict.fromkeys(self._everyone() + tuple(peer for peer in joining if peer != self.name))
-        commands: list[Command] = [Send(peer, lead) for peer in listeners]
-        if self.proposing:  # proposals may have been lost
-            message = Propose(entry=self.accepted, term=self.term) if self.accepted else None
-            assert message is not None
-            commands += [Send(peer, message) for peer in self._everyone() if peer not in self.yes]
+        commands = self._lead(agreed)
+        if self.proposing:  # proposals may have been lost, or what they follow
+            assert self.accepted is not None
+            newest, message = self.certified(0)[-1:], Propose(entry=self.accepted, term=self.term)
+            for peer in self._everyone():
+                if peer not in self.yes and self.accepted.term == self.term:
+                    if peer not in self.followers:
+                        commands += [Send(peer, one) for one in newest]
+                    commands.append(Send(peer, message))
         if self.name not in after and not self.proposing:
             self._step_down(self.term, now)  # agreed to go
         return commands
 
-    def _agree(self, entry: Entry) -> None:
+    def _lead(self, agreed: bool) -> list[Command]:
+        """To all voters and joiners; with the proof of the newest view when it has just been `agreed`."""
+        assert self.agreed is not None and self.agreed_entry is not None
+        lead = Lead(
+            term=self.term,
+            number=self.agreed.number,
+            decided_term=self.agreed_entry.term,
+            digest=self._digest(self.agreed),
+            proof=self.agreed_proof if agreed else None,
+        )
+        elected = msgspec.structs.replace(lead, votes=self.votes)
+        joining = peers_of(self.agreed.joining)
+        listeners = dict.fromkeys(self._everyone() + tuple(peer for peer in joining if peer != self.name))
+        return [Send(peer, lead if peer in self.followers else elected) for peer in listeners]
+
+    def _agree(self, entry: Entry, proof: Proof | None) -> None:
         if self.accepted is None or _rank(self.accepted) < _rank(entry):
             self.accepted = entry
         if self.agreed is not None and entry.view.number < self.agreed.number:
             return
-        if self.accepted.view.number == entry.view.number:
-            entry = self.accepted  # proposed again by a later leader: the same view under a higher term
         if self.agreed is None or entry.view.number > self.agreed.number:
             self.fresh.append(entry.view)
-        self.agreed, self.agreed_entry = entry.view, entry
+            if proof is None:
+                self._turns = []
+            elif set(entry.before) != set(entry.view.voters):
+                self._turns = [*self._turns, Propose(entry=entry, term=entry.term, proof=proof)][-TURNS:]
+        self.agreed, self.agreed_entry, self.agreed_proof = entry.view, entry, proof
 
     def _step_down(self, term: int, now: float) -> None:
         if term > self.term:
@@ -333,6 +490,14 @@ class Register:
     def _rearm(self, now: float) -> None:
         silence = self.settings.silence_s
         self.election_at = now + silence * (0.6 + 0.4 * self.rng.random())
+
+    def _digest(self, view: View) -> str:
+        """Made once for each of the newest views."""
+        known = self._digests.get(view.number)
+        if known is None or known[0] is not view:
+            self._digests = {number: one for number, one in self._digests.items() if number >= view.number - 1}
+            known = self._digests[view.number] = view, digest(view)
+        return known[1]
 
 
 def _rank(entry: Entry) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -27,7 +26,6 @@ from shoal.core.messages import (
     Find,
     Finish,
     Found,
-    Override,
     Received,
     Send,
     Tick,
@@ -40,6 +38,7 @@ from shoal.runtime.hands import Hands
 from shoal.runtime.measure import Meter
 from shoal.runtime.record import Record
 from shoal.runtime.report import Progress
+from shoal.runtime.signing import Signatures
 from shoal.traffic import Kept, Size, Tally
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.directory import Directory
@@ -59,10 +58,9 @@ class Node:
         transport: Transport,
         directory: Directory,
         record: Record,
-        signed: Callable[[Override], bool] = lambda _: False,
+        signing: Signatures,
     ) -> None:
-        """`signed`: is this the word of the run's authority?"""
-        self.machine, self.hands, self.transport, self._signed = machine, hands, transport, signed
+        self.machine, self.hands, self.transport, self._signing = machine, hands, transport, signing
         self.directory, self.record = directory, record
         self.meter = Meter(transport)
         self.tally = Tally()
@@ -129,7 +127,8 @@ class Node:
                 self._inbox.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
             case Send():
                 blobs = tuple(self.hands.blob(name) for name in command.blobs)
-                sent = self.transport.send(command.peer, command.message, blobs)
+                message = self._signing.seal(command.peer, command.message)
+                sent = self.transport.send(command.peer, message, blobs)
                 if sent:
                     self.tally.sent(command.message, _sizes(blobs), sent)
             case Do():
@@ -166,15 +165,16 @@ class Node:
 
     def _on_message(self, incoming: Incoming) -> None:
         self.tally.received(incoming.message, _sizes(incoming.blobs), incoming.nbytes)
-        if isinstance(incoming.message, Override) and not self._signed(incoming.message):
-            return  # nobody's word but the operator's
-        fault = self.hands.check(incoming.message, incoming.blobs)
-        if not trace.finite(incoming.message):
+        message = self._signing.check(incoming.peer, incoming.message)
+        if message is None:
+            return
+        fault = self.hands.check(message, incoming.blobs)
+        if not trace.finite(message):
             if not incoming.blobs:
                 return  # nobody honest sends such a number; a machine would only have to guess what it means
             fault = fault or "a number in the message is not finite"
         refs = () if fault else tuple(self._keep(blob) for blob in incoming.blobs)
-        self.handle(Received(peer=incoming.peer, message=incoming.message, blobs=refs, fault=fault))
+        self.handle(Received(peer=incoming.peer, message=message, blobs=refs, fault=fault))
 
     def _keep(self, value: Held) -> BlobRef:
         """Under a name of its own: what the driver names begins with 'r'."""

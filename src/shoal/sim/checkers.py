@@ -78,7 +78,7 @@ class Watch:
             self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
         elif type(message) is m.Part or (type(message) is m.Sum and not message.heard):
             self._meets(peer, to, message)
-        elif type(message) is m.Lead or (type(message) is m.Propose):
+        elif type(message) is m.Lead or (type(message) is m.Propose and message.proof is None):
             other = self._leaders.setdefault(message.term, peer)
             if other != peer:
                 self.report(peer, "leader", f"leads term {message.term} beside {other}")

@@ -7,12 +7,14 @@ and only safety is demanded; then everything heals and the run must progress and
 from __future__ import annotations
 
 import traceback
+import zlib
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import msgspec
 
+from shoal.core import evidence
 from shoal.core import messages as m
 from shoal.core.peer import PeerMachine
 from shoal.sim import churn, faults, strikes
@@ -92,6 +94,10 @@ class Node:
         self._handle(event)
 
     def deliver(self, source: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> None:
+        checked = evidence.checked(self.name, source, message, _holds)
+        if checked is None:
+            return
+        message = checked
         if values:
             bad = any(value is BAD for value in values)
             refs = () if bad else tuple(m.BlobRef(self._keep(value), 100) for value in values)
@@ -136,6 +142,10 @@ class Node:
                 action(argument)
 
         self.swarm.kernel.after(seconds, act)
+
+    def _sign(self, data: bytes) -> m.Signed:
+        """By the rules of the simulation nobody makes another's."""
+        return m.Signed(self.name, b"", _signature(self.name, data))
 
     def _keep(self, value: Blob) -> str:
         self._names += 1
@@ -209,7 +219,7 @@ class Node:
         if self.lies and swarm.chance.random() < self.lies:
             message = faults.garble(message, swarm.chance) if swarm.chance.random() < 0.2 else message
             values = tuple(BAD for _ in values)
-        swarm.carry(self, command.peer, message, values)
+        swarm.carry(self, command.peer, evidence.seal(self.name, command.peer, message, self._sign), values)
 
     def _value(self, name: str, message: m.Message) -> Blob:
         value = self.hands.blobs.get(name)
@@ -259,6 +269,14 @@ class Node:
     def _note(self, command: m.Note) -> None:
         if self.swarm.notes is not None:
             self.swarm.notes.append(f"{self.swarm.kernel.now:9.3f} {self.name:6} {command.kind}: {command.text}")
+
+
+def _signature(peer: m.Peer, data: bytes) -> bytes:
+    return f"{peer} {zlib.crc32(data)}".encode()[:64]
+
+
+def _holds(one: m.Signed, data: bytes) -> bool:
+    return one.signature == _signature(one.peer, data)
 
 
 _CARRY: dict[type, Callable[[Node, Any], None]] = {

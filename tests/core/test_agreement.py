@@ -1,0 +1,235 @@
+"""Nobody's word is enough: what strangers, single voters and forged signatures can do to an agreement, which is nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from shoal.core.evidence import accepted, checked, digest, seal, voted
+from shoal.core.messages import (
+    Accept,
+    AskVote,
+    Committed,
+    Dismissed,
+    Entry,
+    Lead,
+    Member,
+    Message,
+    Note,
+    Proof,
+    Propose,
+    Received,
+    Send,
+    Settings,
+    Share,
+    Signed,
+    View,
+    Vote,
+)
+from shoal.core.peer import PeerMachine
+from shoal.core.quorum import PAUSES, TERMS, Register
+from shoal.core.succession import flaw
+
+SETTINGS = Settings(stages=1, microbatches=2, steps=4)
+NAMES = ("a", "b", "c")
+MEMBERS = tuple(Member(name, 0) for name in NAMES)
+FIRST = View(number=2, step=0, members=MEMBERS, owners=(0, 1), started=True)
+ENTRY = Entry(term=1, view=FIRST, before=("a",))
+PROOF = Proof("a", tuple(Signed(name) for name in NAMES))
+
+
+def a_follower(name: str = "b") -> PeerMachine:
+    """One of three members of view 2, whose leader is a."""
+    machine = PeerMachine(name, SETTINGS, random.Random(1), found=False)
+    machine.handle(Received("a", Propose(ENTRY, 1, PROOF)), 0.0)
+    assert machine.view == FIRST and machine.leader == "a"
+    return machine
+
+
+def a_leader() -> Register:
+    """a, which leads the same three."""
+    register = Register("a", SETTINGS, random.Random(1))
+    register.found(View(number=1, step=0, members=(Member("a", 0),)), 0.0)
+    register.propose(FIRST, 0.0)
+    for name in NAMES[1:]:
+        register.on_message(name, Accept(1, 2, digest(FIRST), Signed(name)), 0.0)
+    assert register.agreed == FIRST and register.leading
+    return register
+
+
+def successor(**changes: object) -> View:
+    return msgspec.structs.replace(FIRST, **({"number": 3} | changes))
+
+
+TAKEN = successor(members=(Member("x", 0),), owners=(0, 0))
+OVER = successor(step=4, finished=True)
+BY_X = Proof("x", (Signed("x"),))
+CLAIMS: tuple[Message, ...] = (
+    Vote(2**31, granted=False),
+    Vote(2**31, granted=True, by=Signed("x")),
+    Accept(2**31, 0),
+    Accept(1, 2, digest(FIRST), Signed("x")),
+    AskVote(2**31, 2**31, 2**53),
+    AskVote(1, 2**31, 2**53, trial=True),
+    Lead(2**31, 2**53),
+    Lead(2, 2, 1, digest(FIRST), PROOF, (Signed("x"),)),
+    Propose(Entry(2, TAKEN, ()), 2),
+    Propose(Entry(2, TAKEN, ()), 2, BY_X),
+    Propose(Entry(2, TAKEN, NAMES), 2, BY_X),
+    Propose(Entry(2, OVER, NAMES), 2, BY_X),
+    Propose(Entry(2, successor(number=2**53), ()), 2, BY_X),
+    Dismissed(2**53),
+)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: type(claim).__name__)
+def test_a_strangers_claim_changes_nothing(claim: Message) -> None:
+    machine = a_follower()
+    register = machine.register
+    before = register.term, register.leader, register.agreed, register.accepted, register.role
+    machine.handle(Received("x", claim), 0.1)
+    assert (register.term, register.leader, register.agreed, register.accepted, register.role) == before
+    assert not machine.finished and not machine.outside
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: type(claim).__name__)
+def test_a_single_members_claim_neither_ends_nor_takes_over_a_run(claim: Message) -> None:
+    machine = a_follower()
+    machine.handle(Received("c", claim), 0.1)
+    register = machine.register
+    assert register.term <= 1 + TERMS and register.agreed == FIRST and register.leader in ("a", None)
+    assert not machine.finished and not machine.outside
+
+
+def test_claims_of_a_higher_term_raise_it_in_small_steps() -> None:
+    register = Register("b", SETTINGS, random.Random(1))
+    register.on_message("a", Propose(ENTRY, 1, PROOF), 0.0)
+    silence_s = SETTINGS.silence_s
+    for _ in range(1000):
+        register.on_message("c", AskVote(2**31, 9, 9), silence_s)
+    assert register.term == 1 + TERMS
+    register.on_message("c", AskVote(2**31, 9, 9), silence_s + SETTINGS.beat_s)
+    assert register.term == 1 + 2 * TERMS
+
+
+def test_a_member_that_makes_a_leader_stand_down_does_so_ever_more_rarely() -> None:
+    register, stood_down = a_leader(), []
+    now = 0.0
+    while now < 60.0:
+        now += SETTINGS.beat_s
+        register.heard = dict.fromkeys(NAMES, now)
+        register.on_message("c", Accept(register.term + 1, 0), now)
+        if not register.leading:
+            stood_down.append(now)
+            register.role = register.role.LEADER  # elected again at once
+    pauses = [after - before for before, after in itertools.pairwise(stood_down)]
+    assert len(stood_down) <= 5 and PAUSES >= 4
+    assert all(after >= 1.5 * before for before, after in itertools.pairwise(pauses))
+
+
+def test_a_leader_is_followed_only_with_the_votes_of_a_majority_of_the_view_that_i_hold() -> None:
+    for votes, followed in (((), False), (("c",), False), (("c", "x"), False), (("c", "b"), True)):
+        register = a_follower().register
+        register.on_message("c", Lead(2, 2, votes=tuple(map(Signed, votes))), 0.1)
+        assert (register.leader == "c") is followed, votes
+
+
+def test_a_view_is_agreed_only_with_the_acceptances_of_majorities_before_and_after() -> None:
+    view = successor(members=(*MEMBERS[1:], Member("x", 0), Member("y", 0), Member("z", 0)))
+    for names, agreed in ((("x", "y", "z"), False), (("b", "c"), False), (("b", "c", "x"), True)):
+        register = a_follower().register
+        register.on_message("z", Propose(Entry(1, view, NAMES), 1, Proof("a", tuple(map(Signed, names)))), 0.1)
+        assert (register.agreed == view) is agreed, names
+
+
+def test_what_was_agreed_long_ago_needs_a_majority_of_those_that_i_knew_unless_i_am_alone() -> None:
+    others = tuple(Member(name, 0) for name in "bxyz")
+    view = msgspec.structs.replace(FIRST, number=9, members=others)
+    message = Propose(Entry(1, view, tuple("bxyz")), 1, Proof("x", tuple(map(Signed, "xyz"))))
+    register = a_follower().register
+    register.on_message("x", message, 0.1)
+    assert register.agreed == FIRST
+    register.on_message("x", message, 0.2 + 2 * SETTINGS.silence_s)
+    assert register.agreed == view
+
+
+def test_a_leads_word_without_proof_agrees_to_nothing() -> None:
+    register, view = a_follower().register, successor(reason="next")
+    register.on_message("a", Propose(Entry(1, view, NAMES), 1), 0.1)
+    lead = Lead(1, 3, 1, digest(view))
+    register.on_message("a", lead, 0.1)
+    register.on_message("a", msgspec.structs.replace(lead, proof=Proof("a", (Signed("a"),))), 0.1)
+    assert register.agreed == FIRST
+    register.on_message("a", msgspec.structs.replace(lead, proof=Proof("a", (Signed("a"), Signed("b")))), 0.1)
+    assert register.agreed == view
+
+
+def test_only_the_signers_own_signature_passes_the_driver() -> None:
+    def sign_as(name: str) -> Signed:
+        return Signed(name, b"", name.encode())
+
+    def holds(one: Signed, data: bytes) -> bool:
+        return one.signature == one.peer.encode() + data[:0] and data in known
+
+    view = successor()
+    known = {accepted(1, 3, digest(view), "a"), voted(2, "c")}
+    sealed = seal("b", "a", Accept(1, 3, digest(view), Signed("b")), lambda data: sign_as("b"))
+    assert checked("a", "b", sealed, holds) == sealed
+    assert checked("a", "c", sealed, holds) is None, "another hands it on"
+    assert checked("x", "b", sealed, holds) is None, "for another leader's proposal"
+    forged = Lead(2, 2, votes=(sign_as("a"), Signed("b"), sign_as("a")))
+    assert checked("b", "c", forged, holds) == Lead(2, 2, votes=(sign_as("a"),)), "each once, and only what holds"
+    blank = Propose(Entry(1, view, NAMES), 1, Proof("a", tuple(map(Signed, NAMES))))
+    got = checked("b", "a", blank, holds)
+    assert isinstance(got, Propose) and got.proof == Proof("a", ())
+
+
+def test_a_leader_signs_its_own_part_of_a_proof_when_it_leaves() -> None:
+    lead = Lead(1, 2, 1, digest(FIRST), Proof("a", (Signed("a"), Signed("b", b"k", b"s"))), (Signed("a"),))
+    sealed = seal("a", "c", lead, lambda data: Signed("a", b"k", data[:20]))
+    assert isinstance(sealed, Lead) and sealed.proof is not None
+    assert [one.signature for one in sealed.proof.signed] == [accepted(1, 2, digest(FIRST), "a")[:20], b"s"]
+    assert sealed.votes[0].signature == voted(1, "a")[:20]
+
+
+LAST = Committed(0, 1, 1.0, 2.0, ("d",), ((Share("a", (0,)), Share("b", (1,))),))
+NEXT = successor(step=1, last=LAST)
+WRONG = (
+    ("twice", successor(members=(*MEMBERS, Member("a", 0)))),
+    ("nobody", successor(members=(), owners=())),
+    ("stage", successor(members=(*MEMBERS, Member("d", 1)))),
+    ("owner", successor(owners=(0, 3))),
+    ("owners", successor(owners=(0,))),
+    ("number", successor(number=4)),
+    ("far", successor(number=2**53)),
+    ("epoch", successor(epoch=2)),
+    ("skips", successor(step=2)),
+    ("uncommitted", successor(step=1)),
+    ("unstarted", successor(started=False)),
+    ("finished", successor(finished=True)),
+    ("norm", successor(step=1, last=msgspec.structs.replace(LAST, norm=float("inf")))),
+    ("half", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0,)),),)))),
+    ("double", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0, 0)),),)))),
+    ("foreign", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("x", (0, 1)),),)))),
+    ("crowd", successor(joining=tuple(Member(f"k{i}.1.invite.2", 0) for i in range(3)))),
+)
+
+
+@pytest.mark.parametrize(("name", "view"), WRONG, ids=lambda one: one if isinstance(one, str) else "")
+def test_no_voter_accepts_a_view_that_cannot_follow(name: str, view: View) -> None:
+    assert flaw(FIRST, view, SETTINGS)
+    machine = a_follower()
+    commands = machine.handle(Received("a", Propose(Entry(1, view, NAMES), 1)), 0.1)
+    assert not [one for one in commands if isinstance(one, Send) and isinstance(one.message, Accept)]
+    assert machine.register.accepted == ENTRY
+    if name not in ("number", "far"):
+        assert [one for one in commands if isinstance(one, Note) and one.kind == "refused"]
+
+
+def test_a_view_that_can_follow_is_accepted() -> None:
+    assert flaw(FIRST, NEXT, SETTINGS) == ""
+    commands = a_follower().handle(Received("a", Propose(Entry(1, NEXT, NAMES), 1)), 0.1)
+    assert Send("a", Accept(1, 3, digest(NEXT), Signed("b"))) in commands
