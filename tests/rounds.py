@@ -35,6 +35,7 @@ from shoal.core.messages import (
     Share,
     Sum,
     View,
+    Waits,
 )
 from shoal.core.rounds import Rounds
 from shoal.core.seat import Seat
@@ -139,6 +140,7 @@ class Group:
         self.sent: list[tuple[Peer, Peer, Part | Sum | Resend]] = []
         self.reduced: dict[Peer, Reduced] = {}
         self.failures: dict[Peer, RoundFailed] = {}
+        self.waits: list[tuple[Peer, Waits]] = []
         self.heard: list[tuple[Peer, Peer, Sum]] = []  # from, to
         self.tasks: Counter[type] = Counter()
         self._lines: dict[tuple[Peer, Peer], deque[tuple[Any, tuple[Any, ...]]]] = {}
@@ -196,6 +198,8 @@ class Group:
             self.failures[name] = message
         elif isinstance(message, Sum) and message.heard:
             self.heard.append((name, command.peer, message))
+        elif isinstance(message, Waits):
+            self.waits.append((name, message))
         else:
             assert isinstance(message, Part | Sum | Resend)
             self.sent.append((name, command.peer, message))

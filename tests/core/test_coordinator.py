@@ -301,18 +301,18 @@ def test_a_replica_with_other_parameters_downloads_its_state() -> None:
     assert "parameters differ" in leader.view.reason
 
 
-def test_three_complaints_put_a_peer_out_but_never_the_last_replica_for_a_bad_link() -> None:
+def test_three_complaints_of_two_peers_evict_one_but_never_the_last_replica_for_a_bad_link() -> None:
     leader = Leader()
     leader.start()
     for _ in range(5):
-        leader.hear("a", Complaint(about="b", reason="no answer", unreachable=True))
+        leader.hear("a", Complaint(about="b", reason="no answer", kind="unreachable"))
     assert len(leader.view.members) == 3
     for _ in range(2):
         leader.hear("b", Complaint(about="c", reason="non-finite values"))
     assert len(leader.view.members) == 3
-    leader.hear("b", Complaint(about="c", reason="non-finite values"))
+    leader.hear("a", Complaint(about="c", reason="non-finite values"))
     assert [m.peer for m in leader.view.members] == ["a", "b"]
-    assert "3 complaints" in leader.view.reason
+    assert "complaints by a and b" in leader.view.reason
 
 
 def test_a_failed_round_is_not_asked_for_again_at_once() -> None:
@@ -361,7 +361,7 @@ def test_a_round_that_lists_a_peer_which_loads_anew_is_not_committed() -> None:
     leader.start()
     leader.fill_books()
     asked = leader.rounds()[-1]
-    leader.hear("c", Complaint(about="c", reason="missed a commit", stale=True))
+    leader.hear("c", Complaint(about="c", reason="missed a commit", kind="stale"))
     leader.reduce()  # what was on its way when the view changed
     assert leader.view.step == 0 and "c" in [share.peer for share in asked.groups[0]]
 
@@ -578,7 +578,7 @@ def test_a_ready_joiner_waits_for_the_end_of_a_step_that_is_near() -> None:
 def test_a_member_put_out_does_not_come_back_in_the_middle_of_the_step() -> None:
     leader = Leader()
     leader.start()
-    leader.hear("c", Complaint(about="c", reason="missed a commit", stale=True))
+    leader.hear("c", Complaint(about="c", reason="missed a commit", kind="stale"))
     leader.wait(30.0, alive=("b", "c"))
     assert Member("c", 0) in places(leader.view.fenced) and "c" not in [one.peer for one in leader.view.members]
 
@@ -643,7 +643,7 @@ def test_a_member_that_lost_its_books_does_not_come_back_in_the_same_step() -> N
     leader = Leader()
     leader.start()
     leader.pulse("b", (0, 1))
-    leader.hear("b", Complaint(about="b", reason="missed a commit", stale=True))
+    leader.hear("b", Complaint(about="b", reason="missed a commit", kind="stale"))
     assert Member("b", 1) in places(leader.view.joining) or leader.view.epoch == 1
     leader.pulse("b", (0, 1))  # of before it was put out, or as if nothing had been
     leader.wait(1.0, alive=("b", "c"))
@@ -659,7 +659,7 @@ def test_what_a_peer_told_before_it_was_put_out_does_not_make_it_ready() -> None
     leader.reduce()  # b and d serve stage 1
     assert Member("d", 1) in places(leader.view.members)
     before = leader.view.number
-    leader.hear("d", Complaint(about="d", reason="missed a commit", stale=True))
+    leader.hear("d", Complaint(about="d", reason="missed a commit", kind="stale"))
     leader.pulse("d", number=before)
     leader.fill_books()
     assert leader.rounds()[-1].listeners == ((), ()), "what it told before its new seat does not count"

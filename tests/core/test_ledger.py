@@ -37,7 +37,7 @@ def test_an_index_in_two_books_of_a_stage_keeps_the_step_open_and_names_the_smal
     ledger.report("b", books(3, 2))  # the count is right, the books overlap
     assert not ledger.complete(MEMBERS)
     ledger.report("b", books(3, 2, 1))
-    assert ledger.doubled(MEMBERS) == "a"
+    assert ledger.doubled(MEMBERS) == (2, 0, "b", "a")
 
 
 def test_the_books_of_a_peer_outside_the_view_count_for_nothing() -> None:

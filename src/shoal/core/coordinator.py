@@ -8,18 +8,22 @@ list of rules (`_rules`), each with its reason. For peer.py.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
 
 from shoal.core import ahead, recovery
 from shoal.core.averaging import fenced
+from shoal.core.conduct import Conduct, Pauses, Verdict, barring
 from shoal.core.ledger import Ledger, counted_twice
 from shoal.core.members import arrived, counting, inherit, moving, names, owners_of
 from shoal.core.messages import (
+    Booker,
     Command,
     Committed,
     Complaint,
     Dismissed,
+    Index,
     Join,
     Leave,
     Member,
@@ -31,13 +35,19 @@ from shoal.core.messages import (
     RoundFailed,
     Send,
     Settings,
+    Stage,
     View,
+    Waits,
+    WhoBooked,
     Wire,
 )
+from shoal.core.names import invite_of, key_of, limit_of
 from shoal.core.planned import NOWHERE, complete, holder, seated
+from shoal.core.progress import Progress, RoundWatch
 from shoal.core.quorum import Register
 from shoal.core.rebalance import Fleet, Move, measure, place, rebalance
 from shoal.core.saving import Saving
+from shoal.core.seat import owner_of
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
@@ -45,9 +55,13 @@ NEAR = 2  # steps that a joiner still has to apply when the others begin to wait
 NEAR_BEATS = 8  # and how long they do in all
 ENTER_BEATS = 20  # that a step must still last for a joiner to serve from the middle of it: each is a new view for all
 MOVES_KEPT = 256  # of those decided: old ones bar nobody any more
-COMPLAINTS = (
-    3  # of misbehaviour, before a peer is put out: one may be a damaged message, a lying complainer is one peer
-)
+FAILURES = 8  # rounds of one step that a peer may give up
+PAUSES = 4  # doublings of the pause before a round is tried again
+OWNER_BEATS = 8  # for an owner to say whose gradient it got
+INCARNATIONS = 2  # of one key in a view
+NORMS = 1e-6  # by which the norms of equal gradients may differ: sums of the same values on unlike machines
+JOINS = 256  # that are kept; whoever asks again later is heard then
+STALLED = 20.0  # beats, or twice the usual step, without a commit: everybody is told why
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
 
 
@@ -68,8 +82,17 @@ class Coordinator:
             Peer, Join
         ] = {}  # in the order in which they asked; with their seat, and what they hold of a stage
         self.leaves: dict[Peer, str] = {}
-        self.complaints: dict[Peer, list[str]] = {}
+        self.conduct = Conduct()
+        self.progress = Progress(self.name, self.settings)
+        self.pauses = Pauses(self.settings)
+        self.watch: RoundWatch | None = None  # of the round that is open
+        self.failures: Counter[Peer] = Counter()  # rounds of this step that a peer gave up
+        self.again = 0  # rounds of this step that had to be tried again
+        self.asked_owner: tuple[tuple[Index, Stage, Peer, Peer], float] | None = None  # who booked it, and since when
+        self.resigns = ""  # why I had better not lead
+        self.committed_at: float | None = None  # the last commit, as far as I saw it
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
+        self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
         self.round: Round | None = None
@@ -81,6 +104,7 @@ class Coordinator:
         self.saving = Saving(self.name, self.settings)
         self.again_at = float("-inf")  # no round before: one has just failed
         self.stalled = ""
+        self.stall = ""  # why nothing has been committed for long
         self.disagreements = 0
         self.farewell_at: float | None = None
         self.held: dict[Peer, float] = {}  # joiners -> seconds that steps have waited for them
@@ -103,6 +127,7 @@ class Coordinator:
         """This peer now leads `term`, with `view` agreed."""
         self._forget_all()
         self.term = term
+        self.committed_at = now
         self.on_view(view, now)
         self.heard = {member.peer: now for member in view.members + view.joining}
         return [Note("leader", f"{self.name} leads term {term} from view {view.number}, step {view.step}")]
@@ -118,13 +143,19 @@ class Coordinator:
             self.heard.setdefault(peer, now)
             self.joins.pop(peer, None)
         fresh_step = before is None or (before.step, before.epoch) != (view.step, view.epoch)
+        self.progress.on_view(before, view, now)
+        self.pauses.on_view(view.barred, now)
+        self.conduct.keep(present)
         if fresh_step:
+            self.committed_at = now
+            self.failures.clear()
+            self.again, self.again_at, self.asked_owner = 0, float("-inf"), None
+            self.conduct.step()
             same = before is not None and before.epoch == view.epoch
             self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
             if before is not None and before.started and self.step_at is not None:
                 self.step_s = now - self.step_at
             self.step_at = None
-            self.complaints.clear()
             self.complete_at, self.served_at, self.disagreements = None, None, 0
             if view.last is not None and view.last.save:
                 self.saving.begin(view)
@@ -132,7 +163,7 @@ class Coordinator:
             self.step_at = now
         opened_again = before is not None and before.ahead and not view.ahead
         if fresh_step or opened_again or self.round is None or fenced(self.round, view) is not None:
-            self.round, self.reduced, self.round_sent = None, {}, {}
+            self._close_round()
         for ledger in self.ledgers.values():
             for gone in [peer for peer in ledger.books if peer not in members]:
                 ledger.forget(gone)
@@ -142,8 +173,8 @@ class Coordinator:
             self.doubted,
             self.leaves,
             self.guilty,
+            self.unfit,
             self.stale,
-            self.complaints,
             self.held,
         ):
             for peer in [peer for peer in known if peer not in present]:
@@ -170,6 +201,7 @@ class Coordinator:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
         self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
         self.doubted.clear()
+        self.progress.forgive(gap_s, now)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         assert self.view is not None
@@ -181,23 +213,31 @@ class Coordinator:
             self.dirty = True
         match message:
             case Join():
-                if not present:
+                if not present and (peer in self.joins or len(self.joins) < JOINS):
                     self.joins[peer] = message
-            case Pulse() if present:
+            case _ if not present:
+                pass
+            case Pulse():
                 return self._on_pulse(peer, message, now)
-            case Leave() if present:
+            case Leave():
                 self.leaves.setdefault(peer, message.reason)
-            case Complaint() if present:
-                self._on_complaint(peer, message)
+            case Complaint():
+                self._on_complaint(peer, message, now)
             case Reduced() if self._in_round(message) and peer in self.round_sent:
                 if not (math.isfinite(message.norm_sq) and message.norm_sq >= 0.0):
-                    self._complain(peer, peer, f"its sum has the squared norm {message.norm_sq}", gentle=False)
+                    self.guilty[peer] = f"reports a gradient with the squared norm {message.norm_sq}"
                 else:
-                    self.reduced[peer] = message
-            case RoundFailed() if self._in_round(message):
+                    self.reduced.setdefault(peer, message)
+                    if self.watch is not None:
+                        self.watch.on_reduced(now)
+            case RoundFailed() if self._in_round(message) and peer in self.round_sent:
                 return self._on_round_failed(peer, message, now)
+            case Waits() if self._in_round(message) and peer in self.round_sent and self.watch is not None:
+                self.watch.on_waits(peer, message, now)
+            case Booker():
+                self._on_booker(peer, message)
             case _:
-                return self.saving.on_message(peer, message, now) if present else []
+                return self.saving.on_message(peer, message, now)
         return []
 
     # ------------------------------------------------------------------------------------------------- deciding
@@ -224,6 +264,7 @@ class Coordinator:
         self.dirty, self.scan = False, now >= self.check_at
         if self.scan:
             self.check_at = now + 0.9 * self.settings.beat_s
+            self.stall = self._why_stalled(view, now)
         if view.finished:
             return self._dismiss(view, now)
         commands = self._watch(view, now) if self.scan else []
@@ -248,7 +289,7 @@ class Coordinator:
     def _remove(self, view: View, now: float) -> View | None:
         """Put out the silent, the guilty and the ones with a wrong state; their work goes to the others. Where that leaves a stage
         too thin, others move there at once: the end of the step may be far."""
-        if not (self.scan or self.guilty or self.stale):
+        if not (self.scan or self.guilty or self.stale or self.unfit):
             return None
         gone: dict[Peer, str] = {}
         for member in view.members + view.joining:
@@ -261,6 +302,8 @@ class Coordinator:
                 gone[member.peer] = f"cannot be reached, silent for {silence:.1f} s"
             elif member.peer in self.guilty:
                 gone[member.peer] = self.guilty[member.peer]
+            elif member.peer in self.unfit:
+                gone[member.peer] = self.unfit[member.peer]
         again = [member for member in view.members if member.peer in self.stale and member.peer not in gone]
         if not gone and not again:
             return None
@@ -289,6 +332,7 @@ class Coordinator:
             owners=inherit(view, members, self._ledger(view.work).open(members)),
             fenced=(*view.fenced, *(member for member in view.members if member.peer in left)),
             account=account,
+            barred=barring(view.barred, [peer for peer in gone if peer in self.guilty]),
             reason="; ".join(words)[:2000],
         )
         closed = self._ledger(view.step)
@@ -420,14 +464,27 @@ class Coordinator:
         seconds, speeds = self._measured(view.members)
         for peer, asked in self.joins.items():
             there = (*view.members, *joining)
+            if not self._welcome(peer, there, now):
+                continue
             taken = {member.seat for member in there}
             planned = seated(self.settings, asked.seat, taken)
             stage, why = planned or place(there, self.settings.stages, seconds, speeds)
             joining.append(Member(peer=peer, stage=stage, seat=holder(self.settings, asked.seat, stage, taken)))
             words.append(f"{peer} joins stage {stage}: {why}")
+        if not words:
+            return None
         return msgspec.structs.replace(
             view, number=view.number + 1, joining=tuple(joining), reason="; ".join(words)[:2000]
         )
+
+    def _welcome(self, peer: Peer, there: tuple[Member, ...], now: float) -> bool:
+        """Not barred, and its invite and its key admit one more; a process that was started again may come before the old one is gone."""
+        others = [member.peer for member in there]
+        if now < self.pauses.until(peer, [other for other in others if other in self.serving]):
+            return False
+        of_invite = sum(invite_of(other) == invite_of(peer) for other in others)
+        of_key = sum(key_of(other) == key_of(peer) for other in others)
+        return of_invite < limit_of(peer) and of_key < INCARNATIONS
 
     def _start(self, view: View, now: float) -> View | None:
         """Begin the first step when enough peers hold their stage and no stage is empty."""
@@ -476,12 +533,19 @@ class Coordinator:
         digests: list[str] = []
         norms: list[float] = []  # squared, of each stage's gradient
         for stage, group in enumerate(self.round.groups):
-            found = {self.reduced[share.peer].digest for share in group}
-            if len(found) > 1:
-                self._disagree(stage, tuple(share.peer for share in group))
+            peers = [share.peer for share in group]
+            by_digest: dict[str, list[Peer]] = {}
+            for peer in peers:
+                by_digest.setdefault(self.reduced[peer].digest, []).append(peer)
+            if len(by_digest) > 1:
+                self._disagree(f"its sums differ from its stage {stage}'s others", by_digest, now)
                 return None
-            digests.append(found.pop())
-            norms.append(self.reduced[group[0].peer].norm_sq)
+            by_norm = self._by_norm(peers)
+            if len(by_norm) > 1:
+                self._disagree(f"its norm of the same sums differs from its stage {stage}'s others", by_norm, now)
+                return None
+            digests.append(next(iter(by_digest)))
+            norms.append(self.reduced[peers[0]].norm_sq)
         self.norms = tuple(norms)
         step = view.step + 1
         over = step >= self.settings.steps
@@ -499,17 +563,53 @@ class Coordinator:
         )
         return self._next(view, last, over, now)
 
-    def _disagree(self, stage: int, peers: tuple[Peer, ...]) -> None:
+    def _by_norm(self, peers: list[Peer]) -> dict[str, list[Peer]]:
+        """Replicas by what they say the norm of their equal gradients is; first the one nearest to the stage's last."""
+        found: dict[str, list[Peer]] = {}
+        for peer in peers:
+            norm = self.reduced[peer].norm_sq
+            same = (other for other in found if abs(float(other) - norm) <= NORMS * max(abs(norm), abs(float(other))))
+            found.setdefault(next(same, repr(norm)), []).append(peer)
+        return found
+
+    def _disagree(self, why: str, found: dict[str, list[Peer]], now: float) -> None:
         """Replicas of one stage hold different sums: average again; at the second time the minority starts afresh."""
         self.disagreements += 1
         if self.disagreements >= DISAGREEMENTS:
-            by_digest: dict[str, list[Peer]] = {}
-            for peer in peers:
-                by_digest.setdefault(self.reduced[peer].digest, []).append(peer)
-            right = max(by_digest.values(), key=len)
-            minority = [peer for peer in peers if peer not in right]
-            self.stale.update(dict.fromkeys(minority, f"its sums differ from its stage {stage}'s others"))
-        self.round, self.reduced = None, {}
+            self._differ(why, found)
+        self._close_round()
+        self._pause(now)
+
+    def _differ(self, why: str, found: dict[str, list[Peer]]) -> None:
+        """Those who are not taken to be right download their state again, or go if they had to too often."""
+        right = self.conduct.right(found, self.name)
+        for peers in found.values():
+            for peer in peers if peers is not right else ():
+                if peer not in self.stale and peer not in self.guilty:
+                    verdict = self.conduct.differs(peer, why)
+                    if verdict is None:
+                        self.stale[peer] = why
+                    else:
+                        self._convict(verdict)
+
+    def _convict(self, verdict: Verdict | None) -> None:
+        """Whoever leads cannot evict itself: its successor judges anew."""
+        if verdict is None:
+            return
+        peer, why = verdict
+        if peer == self.name:
+            self.resigns = why
+        elif peer in self.present:
+            self.guilty[peer] = why
+            self.dirty = True
+
+    def _pause(self, now: float) -> None:
+        """Before a round is tried again: longer with each."""
+        self.again_at = now + self.settings.beat_s * 2 ** min(self.again, PAUSES)
+        self.again += 1
+
+    def _close_round(self) -> None:
+        self.round, self.reduced, self.round_sent, self.watch = None, {}, {}, None
 
     def _next(self, view: View, last: Committed, over: bool, now: float) -> View:
         """The view that begins the step after `last`: leavers go, joiners that took part become members."""
@@ -561,6 +661,7 @@ class Coordinator:
             reason="; ".join(words)[:2000],
             fenced=out,
             since=view.since,
+            barred=view.barred,
         )
 
     def _end(self, view: View, now: float) -> View | None:
@@ -579,6 +680,8 @@ class Coordinator:
             return []
         if self.round is None:
             return self._open_round(view, now)
+        if self.scan and self.watch is not None:
+            self._convict(self.watch.verdict(self.reduced, self.conduct, now))
         late = [
             share.peer
             for group in self.round.groups
@@ -593,10 +696,7 @@ class Coordinator:
         if ledger.booked < total or now < self.again_at:
             return []
         if not ledger.complete(view.members):
-            twice = ledger.doubled(view.members)
-            if twice is not None:
-                self.guilty[twice] = "booked a microbatch that another member had booked"
-            return []
+            return self._who_booked(view, ledger, now)
         if view.begun and not view.ahead:
             return []  # the next step goes on first
         if not all(self._lives(member.peer) for member in view.members):
@@ -628,7 +728,7 @@ class Coordinator:
             groups=groups,
             listeners=listeners,
         )
-        self.reduced = {}
+        self.reduced, self.watch = {}, RoundWatch(self.round, self.settings, now)
         peers = [share.peer for group in groups for share in group]
         self.round_sent = dict.fromkeys(peers, now)
         return [Send(peer, self.round) for peer in peers]
@@ -638,14 +738,46 @@ class Coordinator:
         removed."""
         return peer == self.name or (peer in self.pulses and peer not in self.doubted)
 
+    def _who_booked(self, view: View, ledger: Ledger, now: float) -> list[Command]:
+        """Two members say that they have booked one microbatch: its owner knows whose gradient it got. Without an answer the one with
+        fewer bookings goes, so that less is redone."""
+        twice = ledger.doubled(view.members)
+        if twice is None:
+            return []
+        index, stage, one, two = twice
+        owner = owner_of(view, index) if view.work == view.step else None
+        if self.asked_owner is None or self.asked_owner[0] != twice:
+            self.asked_owner = twice, now
+        waited = now - self.asked_owner[1]
+        if owner is None or owner in (one, two) or waited > OWNER_BEATS * self.settings.beat_s:
+            self.guilty[two] = f"booked microbatch {index}, which {one} had booked"
+            self.dirty = True
+            return []
+        return [Send(owner, WhoBooked(view.epoch, view.step, index, stage))] if self.scan else []
+
+    def _on_booker(self, peer: Peer, answer: Booker) -> None:
+        view, asked = self.view, self.asked_owner
+        if view is None or asked is None or (answer.epoch, answer.step) != (view.epoch, view.step):
+            return
+        index, stage, one, two = asked[0]
+        told = (answer.index, answer.stage, peer) == (index, stage, owner_of(view, index))
+        if told and answer.peer in (one, two):
+            liar = two if answer.peer == one else one
+            self.guilty[liar] = f"booked microbatch {index}, whose owner has its gradient from {answer.peer}"
+
     def _on_round_failed(self, peer: Peer, failed: RoundFailed, now: float) -> list[Command]:
-        assert self.view is not None
-        self.round, self.reduced, self.again_at = None, {}, now + self.settings.beat_s
-        if failed.culprit and failed.culprit in self.present:
-            self._complain(peer, failed.culprit, failed.reason, gentle=True)
+        assert self.view is not None and self.round is not None
+        group = next((group for group in self.round.groups if any(share.peer == peer for share in group)), ())
+        self._close_round()
+        self._pause(now)
+        self.failures[peer] += 1
+        if failed.culprit and any(share.peer == failed.culprit for share in group):
+            self._complain(peer, failed.culprit, failed.reason, witnesses=len(group) - 1)
+        elif self.failures[peer] >= FAILURES:
+            self._convict((peer, f"has given up {self.failures[peer]} rounds of a step, the last: {failed.reason}"))
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
 
-    def _in_round(self, message: Reduced | RoundFailed) -> bool:
+    def _in_round(self, message: Reduced | RoundFailed | Waits) -> bool:
         current = self.round
         return current is not None and (current.epoch, current.step, current.round) == (
             message.epoch,
@@ -659,6 +791,7 @@ class Coordinator:
         assert self.view is not None
         self.dirty |= peer not in self.serving or not self.view.started or self.view.finished
         self.pulses[peer] = pulse
+        self.progress.on_pulse(peer, pulse, self.view, now)
         self._take_books(peer, pulse)
         return []
 
@@ -670,27 +803,35 @@ class Coordinator:
         for step, books in ((pulse.work, pulse.books), (pulse.work - 1, pulse.closed)):
             if books and view.step <= step <= view.step + view.begun:
                 ledger = self._ledger(step)
-                ledger.report(peer, books)
+                wrong = ledger.report(peer, books)
+                if wrong:
+                    self._convict((peer, wrong))
                 self.dirty |= ledger.booked >= self.settings.stages * self.settings.microbatches
 
-    def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
-        if complaint.stale and complaint.about == peer:
-            self.stale[peer] = complaint.reason
-        else:
-            self._complain(peer, complaint.about, complaint.reason, gentle=complaint.unreachable)
+    def _on_complaint(self, peer: Peer, complaint: Complaint, now: float) -> None:
+        about, reason, others = complaint.about, complaint.reason, len(self.serving) - 1
+        match complaint.kind:
+            case "stale" if about == peer:
+                self.stale[peer] = reason
+            case "stale":
+                pass
+            case "withholds":
+                still = self.progress.withholds(about, self.pulses.get(about), now)
+                if still and about in self.serving:
+                    self._complain(peer, about, f"{reason}; it {still}", witnesses=1, gentle=True)
+            case "unreachable":
+                self._complain(peer, about, reason, witnesses=others, gentle=True)
+            case "faulty":
+                self._complain(peer, about, reason, witnesses=others)
 
-    def _complain(self, peer: Peer, about: Peer, reason: str, *, gentle: bool) -> None:
-        """Count it; at COMPLAINTS the accused goes. `gentle`: a link may be to blame, so a stage's last replica stays."""
-        assert self.view is not None
+    def _complain(self, peer: Peer, about: Peer, reason: str, *, witnesses: int, gentle: bool = False) -> None:
+        """Of members about members. `gentle`: a link may be to blame, so a stage's last replica stays."""
         stage = self.serving.get(about)
-        if stage is None:
+        if stage is None or peer not in self.serving:
             return
         if gentle and sum(other == stage for other in self.serving.values()) < 2:
             return
-        held = self.complaints.setdefault(about, [])
-        held.append(f"{peer}: {reason}")
-        if len(held) >= COMPLAINTS and about != self.name:
-            self.guilty[about] = f"after {len(held)} complaints, the last by {held[-1]}"
+        self._convict(self.conduct.accuse(peer, about, reason, witnesses))
 
     def _watch(self, view: View, now: float) -> list[Command]:
         """Compare the replicas' parameters; say when a stage has nobody."""
@@ -708,22 +849,44 @@ class Coordinator:
                 held.setdefault(member.stage, {}).setdefault(pulse.digest, []).append(member.peer)
         for stage, digests in held.items():
             if len(digests) > 1:
-                right = max(digests.values(), key=len)
-                for peers in digests.values():
-                    if peers is not right:
-                        self.stale.update(
-                            dict.fromkeys(peers, f"its parameters differ from its stage {stage}'s others")
-                        )
+                self._differ(f"its parameters differ from its stage {stage}'s others", digests)
+        for peer, why in self.progress.late(view, self.step_s, now).items():
+            self._convict((peer, why))
         return commands
+
+    def _why_stalled(self, view: View, now: float) -> str:
+        """In words, when no step has been committed for long."""
+        long_s = max(STALLED * self.settings.beat_s, 2 * self.step_s if self.step_s < math.inf else 0.0)
+        since = self.committed_at if self.committed_at is not None else now
+        if not view.started or view.finished or view.step >= self.settings.steps or now - since < long_s:
+            return ""
+        if self.round is not None:
+            late = [share.peer for group in self.round.groups for share in group if share.peer not in self.reduced]
+            what = f"its round {self.rounds} waits for {', '.join(late[:4])}{' and others' if len(late) > 4 else ''}"
+        else:
+            what = "; ".join(self._ledger(view.step).faults(view.members)[:3]) or "everything is booked"
+        return f"step {view.step} is not committed for {now - since:.0f} s: {what}"[:2000]
 
     def _ready(self, member: Member, view: View) -> bool:
         pulse = self.pulses.get(member.peer)
-        return (
+        ready = (
             pulse is not None
             and pulse.ready
             and pulse.number >= self.since.get(member.peer, 0)
             and (pulse.step, pulse.epoch, pulse.stage) == (view.step, view.epoch, member.stage)
         )
+        if not ready or member.peer in self.serving:
+            return ready
+        assert pulse is not None
+        others = {
+            other.digest
+            for peer, other in self.pulses.items()
+            if self.serving.get(peer) == member.stage and (other.step, other.epoch) == (view.step, view.epoch)
+        } - {""}
+        if others and pulse.digest not in others:
+            self.unfit[member.peer] = f"came with another state of stage {member.stage} than its replicas have"
+            return False
+        return True
 
     def _knows(self, joiner: Peer) -> bool:
         """That joiner has told that it holds the view which made it one: before, it hears nothing that is meant for it."""

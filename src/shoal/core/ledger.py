@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shoal.core.messages import Booking, Member, Peer, Share
+from shoal.core.messages import Booking, Index, Member, Peer, Share, Stage
 
 
 class Ledger:
@@ -20,12 +20,21 @@ class Ledger:
         self.books: dict[Peer, tuple[Booking, ...]] = {}
         self.booked = 0  # entries in all books; stages * microbatches when the step is done
 
-    def report(self, peer: Peer, books: tuple[Booking, ...]) -> None:
-        """That peer's whole book. Books only grow within a step, so an older, shorter report is ignored."""
+    def report(self, peer: Peer, books: tuple[Booking, ...]) -> str:
+        """That peer's whole book; what is wrong with it, or ''. Books only grow within a step, so an older, shorter report is ignored."""
         held = self.books.get(peer, ())
-        if len(books) > len(held):
-            self.books[peer] = books
-            self.booked += len(books) - len(held)
+        if len(books) <= len(held):
+            return ""
+        if books[: len(held)] != held:
+            return "has changed what it booked"
+        indices = {booking.index for booking in books}
+        if len(indices) < len(books):
+            return "has booked a microbatch twice"
+        if max(indices) >= self.microbatches:
+            return f"has booked microbatch {max(indices)} of {self.microbatches}"
+        self.books[peer] = books
+        self.booked += len(books) - len(held)
+        return ""
 
     def forget(self, peer: Peer) -> int:
         """That peer's books are void (it left the view); returns how many bookings must be computed again."""
@@ -58,14 +67,15 @@ class Ledger:
         times = Counter(booking.index for member in members for booking in self.books.get(member.peer, ()))
         return {index for index in range(self.microbatches) if times[index] < self.stages}
 
-    def doubled(self, members: tuple[Member, ...]) -> Peer | None:
-        """A member whose books overlap another's of its stage: the one with fewer bookings, so that less is redone."""
+    def doubled(self, members: tuple[Member, ...]) -> tuple[Index, Stage, Peer, Peer] | None:
+        """A microbatch that two members say they have booked at their stage; the one with fewer bookings last."""
         seen: dict[tuple[int, int], Peer] = {}
         for member in members:
             for booking in self.books.get(member.peer, ()):
                 other = seen.setdefault((member.stage, booking.index), member.peer)
                 if other != member.peer:
-                    return min((other, member.peer), key=lambda peer: (len(self.books[peer]), peer))
+                    one, two = sorted((other, member.peer), key=lambda peer: (-len(self.books[peer]), peer))
+                    return booking.index, member.stage, one, two
         return None
 
     def groups(

@@ -106,6 +106,13 @@ class Committed(Value, frozen=True):
     listeners: tuple[Peer, ...] = ()  # joiners that the sums were sent to; no other can apply them
 
 
+class Barred(Value, frozen=True):
+    """A key whose peer was evicted for what it did, so many times: it is let in again after a pause that grows with them."""
+
+    key: Nobody
+    times: Count = 1
+
+
 class View(Value, frozen=True):
     """The replicated value. `members` vote, serve and train; `joining` download their stage's state. Who was a member before
     goes on voting while it does: otherwise two moves and two deaths would leave five peers without a majority."""
@@ -131,6 +138,7 @@ class View(Value, frozen=True):
     ahead: bool = False  # the books of `step` are closed and it is averaged, while step + 1 is computed
     begun: bool = False  # step + 1 was opened: `ahead`, or a death has opened `step` again
     since: Count = 0  # number of the view that set `work`, or set it again: requests of older views are void
+    barred: Annotated[tuple[Barred, ...], msgspec.Meta(max_length=256)] = ()
 
     def keeps(self, holding: Holding) -> bool:
         """That state of the epoch before is what this epoch begins with, too."""
@@ -189,6 +197,7 @@ class Lead(Wire, frozen=True):
     digest: Digest = ""  # of that view
     proof: Proof | None = None
     votes: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=4096)] = ()
+    stalled: Text = ""  # why nothing has been committed for long
 
 
 class Propose(Wire, frozen=True):
@@ -244,6 +253,7 @@ class Pulse(Wire, frozen=True):
     stage: Stage = 0  # the stage those books belong to
     work: Count = 0  # the step whose books these are
     closed: tuple[Booking, ...] = ()  # with delayed updates, those of the step before, until it is committed
+    loaded: Count = 0  # chunks of my stage's state that are here, while it is downloaded
 
 
 class Join(Wire, frozen=True):
@@ -264,12 +274,12 @@ class Leave(Wire, frozen=True):
 
 
 class Complaint(Wire, frozen=True):
-    """To the leader: `about` misbehaves (wrong shapes, non-finite values) or cannot be reached by me."""
+    """Member to leader, about a member. `faulty`: what it sent is wrong (shapes, values). `unreachable`: it answers me nothing.
+    `withholds`: it took a hop and does not finish it. `stale`, about myself: my state is not the stage's, I must download it again."""
 
     about: Peer
     reason: Text
-    unreachable: bool = False
-    stale: bool = False  # about myself: my state is not the stage's, let me download it again
+    kind: Literal["faulty", "unreachable", "withholds", "stale"] = "faulty"
 
 
 class AskStanding(Wire, frozen=True):
@@ -567,6 +577,35 @@ class Reduced(Wire, frozen=True):
     norm_sq: float
 
 
+class Waits(Wire, frozen=True):
+    """Replica to leader: nothing new has come to me in this round for long. Whose parts, and whose sums, I lack."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    parts: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)] = ()
+    sums: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)] = ()
+
+
+class WhoBooked(Wire, frozen=True):
+    """Leader to owner: two replicas of that stage say that they have booked your microbatch. Whose gradient did you get? Answer: Booker."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+
+
+class Booker(Wire, frozen=True):
+    """`peer` is empty while none has answered."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    peer: Nobody = ""
+
+
 class RoundFailed(Wire, frozen=True):
     """Replica to leader: this round cannot end here. `culprit` is empty when it is nobody's fault (books have
     changed)."""
@@ -696,7 +735,7 @@ Message = (
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
     | Query | Pending
     | Boundary | Pull | Coming | Gone | Missing
-    | Round | Part | Sum | Resend | Reduced | RoundFailed
+    | Round | Part | Sum | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
     | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
     | AskStanding | Standing | Override
     | Ping | Pong | Measure | Measured

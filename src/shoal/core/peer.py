@@ -23,6 +23,7 @@ from shoal.core.messages import (
     AskVote,
     Backward,
     BlobRef,
+    Booker,
     Boundary,
     Cancel,
     Chunk,
@@ -69,6 +70,8 @@ from shoal.core.messages import (
     Unreachable,
     View,
     Vote,
+    Waits,
+    WhoBooked,
     Wire,
 )
 from shoal.core.planned import seated
@@ -83,10 +86,11 @@ if TYPE_CHECKING:
 
 SERVER = (Forward, Backward, Query, Recall, Cancel, AskBooks, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
 FROM_LEADER = (Round, AskSave, AskPublish)
-TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Saved, Published)
+TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
 AGREEING = (Lead, Propose, Accept, AskVote, Vote)
 SYNC = (AskState, Offer, AskChunk, Chunk)
 FIND_BEATS = 4  # between look-ups of the directory while no view names me
+SAY_AGAIN_BEATS = 60  # between two times that it is said why nothing is committed
 TOLD_A_BEAT = 8  # peers of no view that are given the newest one
 PASS_ON_SILENCES = 4  # between two times that an override is told to whoever is in no view of mine
 
@@ -120,6 +124,7 @@ class PeerMachine:
         self.pass_on_at: float | None = None  # when to look for peers that have not heard of it
         self.alone = False  # told of being without a leader
         self.led_at = float("-inf")  # when I led last
+        self.stalled_at: float | None = None  # when it was last said why nothing is committed
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -220,6 +225,8 @@ class PeerMachine:
             asking = self.find_at is not None and message.leader != self.name and peer in self.known
             return [Send(message.leader, self._join)] if asking else []
         drop = _drop(event.blobs)
+        if isinstance(message, WhoBooked):
+            return self.trainer.on_who_booked(peer, message) if peer == self.register.leader else []
         if isinstance(message, FROM_LEADER):
             if peer != self.register.leader:
                 return drop
@@ -239,7 +246,10 @@ class PeerMachine:
         if isinstance(message, Lead) and message.number > number:
             commands.append(Send(peer, self._state()))  # whoever leads repairs those who tell that they are behind
         if proven or register.agreed is None or register.entitled(peer):
-            return register.on_message(peer, message, now) + commands
+            commands = register.on_message(peer, message, now) + commands
+            if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
+                commands += self._tell_stall(message.stalled, now)
+            return commands
         if isinstance(message, AskVote) and view is not None and not self._belongs(peer):
             return self._bring_up_to_date(peer, message.last_number, now)
         return commands
@@ -341,7 +351,7 @@ class PeerMachine:
         if self.server.unfit:
             commands += self.sync.review(now)
         if self.server.stale:
-            commands += self._tell(Complaint(about=self.name, reason=self.server.stale, stale=True), now)
+            commands += self._tell(Complaint(about=self.name, reason=self.server.stale, kind="stale"), now)
             if self.register.leader is not None:
                 self.server.stale = ""
         if self.server.changed or _due(self.pulse_at, now):
@@ -357,6 +367,12 @@ class PeerMachine:
             commands += self.coordinator.lead(view, self.register.term, now)
             commands += self._pulse(now)
         commands += self.coordinator.decide(self.register, now)
+        self.register.stalled = self.coordinator.stall
+        commands += self._tell_stall(self.coordinator.stall, now)
+        if self.coordinator.resigns:
+            commands.append(Note("leader", f"{self.name} leads no more: it {self.coordinator.resigns}"))
+            self.register.resign(now)
+            return commands
         if self.coordinator.dismissed and not self.dismissing:
             self.dismissing = True  # what says so is on its way: a process that ended now would take it along
             self.linger_at = now + 2 * self.settings.beat_s
@@ -443,6 +459,16 @@ class PeerMachine:
         words = f"no leader for {self.settings.silence_s:g} s: nothing is committed until a majority of the members is in touch"
         return [Note("stall", words)]
 
+    def _tell_stall(self, why: str, now: float) -> list[Command]:
+        """Why nothing is committed, as the leader sees it: on every screen, and again from time to time."""
+        if not why:
+            said, self.stalled_at = self.stalled_at, None
+            return [Note("stall", "steps are committed again")] if said is not None else []
+        if self.stalled_at is not None and now - self.stalled_at < SAY_AGAIN_BEATS * self.settings.beat_s:
+            return []
+        self.stalled_at = now
+        return [Note("stall", why)]
+
     def _lonely(self, now: float) -> bool:
         """No leader speaks to me, and no election has changed that."""
         return not self.register.leading and now - self.register.heard_lead > 2 * self.settings.silence_s
@@ -472,6 +498,7 @@ class PeerMachine:
             stage=server.stage,
             work=server.work,
             closed=server.closed,
+            loaded=self.sync.loaded,
         )
 
     def _tell(self, message: Wire, now: float) -> list[Command]:

@@ -89,6 +89,7 @@ class Register:
         self.election_at: float | None = None
         self.beat_at: float | None = None
         self.fresh: list[View] = []
+        self.stalled = ""  # leader: why nothing has been committed for long, for everybody
         self._raised_at = float("-inf")  # when a claim last raised my term
         self._challenged: dict[str, tuple[int, float]] = {}  # by key: how often it made me stand down; not again before
         self._turns: list[Propose] = []  # newest agreed views that changed the voters
@@ -174,6 +175,11 @@ class Register:
         self._step_down(entry.term, now)
         self.heard_lead = now
         self._agree(entry, None)
+
+    def resign(self, now: float) -> None:
+        """Leader: let another lead, and do not stand before the others have elected one."""
+        self._step_down(self.term, now)
+        self.election_at = now + 3 * self.settings.silence_s
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
@@ -461,6 +467,7 @@ class Register:
             number=self.agreed.number,
             decided_term=self.agreed_entry.term,
             digest=self._digest(self.agreed),
+            stalled=self.stalled,
             proof=self.agreed_proof if agreed else None,
         )
         elected = msgspec.structs.replace(lead, votes=self.votes)

@@ -41,11 +41,13 @@ from shoal.core.messages import (
     Share,
     Sum,
     View,
+    Waits,
 )
 from shoal.core.routing import Latency
 from shoal.core.seat import TEXT, Seat, drop
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
+TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting
 ASKS = 6  # after so many the pause between two does not double any more
 
 
@@ -70,6 +72,7 @@ class Current(msgspec.Struct):
     place: Place  # mine in it
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
+    came: float  # when something new last did
     asks: int = 0  # for what is missing, so far
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
@@ -146,7 +149,7 @@ class Rounds:
             if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
         )
         place = layout.place(self._name)
-        self._current = current = Current(message, group, listeners, layout, place, now, now + self._patience_s)
+        self._current = current = Current(message, group, listeners, layout, place, now, now + self._patience_s, now)
         return commands + self._cut(current) + self._take_early(current, now)
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
@@ -278,6 +281,7 @@ class Rounds:
             reason = f"{what}: {early.fault or f'{len(early.blobs)} blobs, not 1'}"
             return drop(early.blobs) + self.fail(current.message, reason, peer)
         blob = early.blobs[0]
+        current.came = now
         current.live[blob] = None
         if isinstance(message, Part):
             current.parts.setdefault(message.chunk, {})[peer] = blob
@@ -373,7 +377,7 @@ class Rounds:
         current.place = current.layout.place(self._name)
         current.cut, current.parts, current.sums, current.adding = {}, {}, {}, {}
         current.gathering = False
-        current.asks, current.wake = 0, now + self._patience_s
+        current.asks, current.wake, current.came = 0, now + self._patience_s, now
         return commands + self._cut(current) + self._take_early(current, now)
 
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
@@ -444,15 +448,22 @@ class Rounds:
         current.asks = min(current.asks + 1, ASKS)
         current.wake = now + self._patience_s * 2**current.asks
         commands: list[Command] = []
+        parts: dict[Peer, None] = {}
+        sums: dict[Peer, None] = {}
         for number, peers in current.place.adds.items():
             if number in current.adding.values():
                 continue
             held = current.parts.get(number, {})
             lacking = [peer for peer in peers if peer != self._name and peer not in held]
+            parts.update(dict.fromkeys(lacking))
             commands += [Send(peer, self._resend(current, number, False)) for peer in lacking]
         for number, peer in current.place.hears.items():
             if peer != self._name and number not in current.sums:
+                sums[peer] = None
                 commands.append(Send(peer, self._resend(current, number, True)))
+        if now - current.came >= TELL * self._patience_s and (parts or sums) and self._seat.leader is not None:
+            of = current.message
+            commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, tuple(parts), tuple(sums))))
         return commands
 
     @property

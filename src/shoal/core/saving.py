@@ -21,6 +21,8 @@ from shoal.core.messages import (
     Wire,
 )
 
+PUBLISHER = -1
+
 
 class Saving:
     """One checkpoint at a time; `idle` when none is being written."""
@@ -33,7 +35,7 @@ class Saving:
         self.records: dict[int, str] = {}
         self.unable: dict[int, dict[Peer, str]] = {}  # per stage: who could not, and why
         self.unpublished: dict[Peer, str] = {}
-        self.asked: dict[int, tuple[Peer, float]] = {}  # stage -> whom and when; -1 is the publisher
+        self.asked: dict[int, tuple[Peer, float]] = {}  # stage, or PUBLISHER -> whom and when
 
     @property
     def idle(self) -> bool:
@@ -52,17 +54,21 @@ class Saving:
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         match message:
-            case Saved() if self._mine(message) and not message.failed:
+            case Saved() if not self._expected(peer, message.stage, message):
+                pass
+            case Published() if not self._expected(peer, PUBLISHER, message):
+                pass
+            case Saved() if not message.failed:
                 self.records.setdefault(message.stage, message.record)
-            case Saved() if self._mine(message):
+            case Saved():
                 self.unable.setdefault(message.stage, {})[peer] = message.failed
                 self.asked.pop(message.stage, None)
-            case Published() if self._mine(message) and not message.failed:
+            case Published() if not message.failed:
                 self.step, self.published = None, message.step
                 return [Note("checkpoint", f"step {message.step} saved at {message.path}")]
-            case Published() if self._mine(message):
+            case Published():
                 self.unpublished[peer] = message.failed
-                self.asked.pop(-1, None)
+                self.asked.pop(PUBLISHER, None)
         return []
 
     def tick(self, view: View, now: float) -> list[Command]:
@@ -83,7 +89,9 @@ class Saving:
                 return self._give_up(self.unpublished, "publishing")
             publisher = self.name if self.name in able else able[0]
             records = tuple(self.records[stage] for stage in range(self.settings.stages))
-            commands += self._ask(-1, publisher, AskPublish(epoch=self.epoch, step=self.step, records=records), now)
+            commands += self._ask(
+                PUBLISHER, publisher, AskPublish(epoch=self.epoch, step=self.step, records=records), now
+            )
         return commands
 
     def _ask(self, stage: int, peer: Peer, message: Wire, now: float) -> list[Command]:
@@ -98,5 +106,7 @@ class Saving:
         why = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items()) or "no replica left"
         return [Note("checkpoint", f"NOT saved at step {step}: {what}: {why}; older checkpoints are kept")]
 
-    def _mine(self, message: Saved | Published) -> bool:
-        return (message.step, message.epoch) == (self.step, self.epoch)
+    def _expected(self, peer: Peer, stage: int, message: Saved | Published) -> bool:
+        """An answer of the one who was asked last, about this checkpoint."""
+        asked = self.asked.get(stage)
+        return (message.step, message.epoch) == (self.step, self.epoch) and asked is not None and asked[0] == peer

@@ -13,7 +13,7 @@ from collections import Counter
 from shoal.core.messages import Committed, Settings, View
 from shoal.core.names import invite_of, limit_of
 
-NUMBERS = 1 << 52  # views and epochs: far from the largest that a message can carry
+NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's number times 2^20, which a message must carry
 
 
 def flaw(before: View | None, view: View, settings: Settings) -> str:

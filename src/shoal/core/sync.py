@@ -106,6 +106,11 @@ class Sync:
     def deadline(self) -> float | None:
         return self.retry_at
 
+    @property
+    def loaded(self) -> int:
+        """Chunks that are here, of a state on its way."""
+        return sum(self.whole) + (len(self.download.have) if self.download is not None else 0)
+
     # ------------------------------------------------------------------------------------------------ own state
 
     def on_view(self, view: View, now: float) -> list[Command]:
@@ -208,6 +213,8 @@ class Sync:
         source = self.sources[len(self.whole)]
         if (self.seat[0], source) != (offer.epoch, offer.stage):
             return []
+        if not any((member.peer, member.stage) == (peer, source) for member in self.view.members):
+            return []  # only a replica of that stage has its state
         since = self.server.since if source == self.seat[1] else self.view.step
         sizes, hashes = offer.manifest.sizes, offer.manifest.hashes
         if not sizes or len(sizes) != len(hashes) or offer.step < since:

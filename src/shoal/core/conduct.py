@@ -1,0 +1,133 @@
+"""Whom the leader evicts for what it did: evidence, not accusations.
+
+What a peer sends to the leader and cannot be (books with an index twice) convicts it at once. What only others have seen needs two
+accusers of different keys; where only one other can have seen it, that one's word counts, but whoever convicts two peers alone, or
+alone accuses several, goes itself: a machine that cannot receive, or lies. A replica whose values differ from those of the others of
+its stage downloads its state again, and goes at the third time. For coordinator.py, which evicts; for as long as its peer leads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from shoal.core.messages import Barred, Peer, Settings
+from shoal.core.names import invite_of, key_of
+
+COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
+ACCUSERS = 2  # that are independent, where there can be so many
+ALONE = 3  # peers that one accuses and no other does
+DIFFERS = 3  # times that a replica's values differ before it is evicted
+KEPT = 256  # keys that a view remembers
+DOUBLED = 8  # times that a pause doubles
+WORDS = 8  # complaints of one accuser that are kept
+
+Verdict = tuple[Peer, str]
+
+
+class Conduct:
+    """What is held against whom."""
+
+    def __init__(self) -> None:
+        self._accused: dict[Peer, dict[Peer, list[str]]] = {}
+        self._convicted: dict[str, set[str]] = {}  # by one accuser alone: its key, their keys
+        self._differed: Counter[Peer] = Counter()
+        self._doubts: Counter[str] = Counter()  # of keys: in how many disagreements that nobody could settle
+
+    def keep(self, present: Iterable[Peer]) -> None:
+        """Nothing is held against who has left, nor said by it."""
+        there = set(present)
+        self._accused = {
+            peer: {by: words for by, words in held.items() if by in there}
+            for peer, held in self._accused.items()
+            if peer in there
+        }
+        self._differed = Counter({peer: times for peer, times in self._differed.items() if peer in there})
+
+    def step(self) -> None:
+        """A step is committed: what was said in it is over."""
+        self._accused.clear()
+
+    def accuse(self, accuser: Peer, accused: Peer, reason: str, witnesses: int) -> Verdict | None:
+        """Whom to evict now and why, if anybody. `witnesses`: how many others could see it."""
+        if accuser == accused:
+            return None
+        held = self._accused.setdefault(accused, {})
+        words = held.setdefault(accuser, [])
+        words.append(reason)
+        del words[:-WORDS]
+        if sum(map(len, held.values())) >= COMPLAINTS:
+            if len({key_of(peer) for peer in held}) >= min(ACCUSERS, witnesses):
+                said = f"after complaints by {' and '.join(sorted(held))}, the last: {reason}"
+                return (accused, said) if len(held) > 1 else self.alone(accuser, accused, said)
+        only = [peer for peer, by in self._accused.items() if set(by) == {accuser} and len(by[accuser]) >= COMPLAINTS]
+        if len(only) >= ALONE:
+            return accuser, f"accuses {', '.join(sorted(only))} of what no other peer sees, the last: {reason}"
+        return None
+
+    def alone(self, accuser: Peer, accused: Peer, reason: str) -> Verdict:
+        """One peer's word against another's: it counts once, against one."""
+        convicted = self._convicted.setdefault(key_of(accuser), set())
+        convicted.add(key_of(accused))
+        if len(convicted) > 1:
+            return accuser, f"is the only one to accuse several peers, the last {accused}: {reason}"
+        return accused, reason
+
+    def right(self, found: Mapping[str, list[Peer]], leader: Peer) -> list[Peer]:
+        """Of replicas that hold different values, by digest, those that are taken to be right: most keys; where that is a tie, which two
+        replicas cannot settle, the leader's own, then who has been in fewer such ties, then who is listed first."""
+        size = {value: len({key_of(peer) for peer in peers}) for value, peers in found.items()}
+        most = max(size.values())
+        tied = [value for value, keys in size.items() if keys == most]
+        best = min(tied, key=lambda value: (leader not in found[value], self._doubted(found[value])))
+        if len(tied) > 1:
+            self._doubts.update(key_of(peer) for value in tied for peer in found[value])
+        return found[best]
+
+    def differs(self, peer: Peer, reason: str) -> Verdict | None:
+        """It has to download its state again; a verdict if it had to too often."""
+        self._differed[peer] += 1
+        if self._differed[peer] < DIFFERS:
+            return None
+        return peer, f"{reason}, for the {self._differed[peer]}th time"
+
+    def _doubted(self, peers: list[Peer]) -> int:
+        return sum(self._doubts[key_of(peer)] for peer in peers)
+
+
+class Pauses:
+    """How long those who were evicted stay out. Views remember who and how often, this leader since when."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._since: dict[str, tuple[int, float]] = {}
+
+    def on_view(self, barred: tuple[Barred, ...], now: float) -> None:
+        before = self._since
+        self._since = {
+            one.key: before[one.key] if one.key in before and before[one.key][0] == one.times else (one.times, now)
+            for one in barred
+        }
+
+    def until(self, peer: Peer, standing: Iterable[Peer]) -> float:
+        """When it may come back: under its key; and under any other, when more peers of its invite were evicted than are in good
+        standing. Keys cost nothing, and one broken machine of a laboratory does not keep the others out."""
+        invite = invite_of(peer)
+        times, _ = self._since.get(invite, (0, 0.0))
+        well = sum(invite_of(other) == invite for other in standing)
+        return max(self._until(key_of(peer)), self._until(invite) if times > well else float("-inf"))
+
+    def _until(self, key: str) -> float:
+        if key not in self._since:
+            return float("-inf")
+        times, since = self._since[key]
+        return since + self._settings.ban_s * 2.0 ** min(times - 1, DOUBLED)
+
+
+def barring(barred: tuple[Barred, ...], evicted: Iterable[Peer]) -> tuple[Barred, ...]:
+    """With those who are evicted now, and their invites; the newest last."""
+    times = {one.key: one.times for one in barred}
+    for peer in evicted:
+        for key in dict.fromkeys((key_of(peer), invite_of(peer))):
+            times[key] = times.pop(key, 0) + 1
+    return tuple(Barred(key, count) for key, count in list(times.items())[-KEPT:])
