@@ -7,12 +7,13 @@ peer and the virtual second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from shoal.core import messages as m
-from shoal.sim.hands import Reduced, World
+from shoal.sim.hands import Reduced, World, norm_sq
 
 HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
 ALL_MEET = 16  # replicas of a group, at most
@@ -41,6 +42,7 @@ class Watch:
         self.commits: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
         self.commit_times: list[float] = []
         self.trusting = True  # nobody lies
+        self.newest_round = 0
         self._now = now
         self._books: dict[m.Peer, tuple[int, int, int]] = {}  # epoch, step, how many bookings are known
         self._bookers: dict[tuple[int, int, int, int], m.Peer] = {}
@@ -76,6 +78,7 @@ class Watch:
             self._booked(peer, message)
         elif type(message) is m.Round:
             self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
+            self.newest_round = max(self.newest_round, message.round)
         elif type(message) is m.Part or (type(message) is m.Sum and not message.heard):
             self._meets(peer, to, message)
         elif type(message) is m.Lead or (type(message) is m.Propose):
@@ -214,6 +217,8 @@ class Watch:
             else:
                 self._aged(peer, last.step, stage, below)
                 self._in_order(peer, last, stage, reduced)
+        if not math.isclose(last.norm**2, wanted := sum(map(norm_sq, last.digests)), rel_tol=1e-9):
+            self.report(peer, "norm", f"step {last.step} is clipped by the norm {last.norm:g}, not {wanted**0.5:g}")
 
     def _in_order(self, peer: m.Peer, last: m.Committed, stage: int, reduced: Reduced) -> None:
         """What was added is what the commit lists, in its order: all that one process needs to get the same bits."""
