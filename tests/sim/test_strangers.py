@@ -23,7 +23,7 @@ SEEDS: dict[str, tuple[int, int]] = {
     "joiner/busy": (0, 5),
     "member/fuzz": (0, 1), "member/coup": (1, 1), "member/complain": (1, 6), "member/culprit": (1, 6), "member/saved": (0, 3),
     "member/mute": (1, 5), "member/frozen": (7, 5), "member/books": (0, 5), "member/gone": (1, 5), "member/overflow": (0, 5),
-    "member/sums": (0, 5), "member/norm": (5, 6), "member/digest": (0, 0), "member/withhold": (0, 0),
+    "member/sums": (0, 5), "member/norm": (13, 6), "member/digest": (0, 0), "member/withhold": (0, 0),
     "member/busy": (0, 5), "member/missing": (0, 5),
     "hole/in": (0, 5), "hole/out": (0, 5),
 }  # fmt: skip

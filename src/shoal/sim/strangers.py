@@ -20,7 +20,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.sim import edges
-from shoal.sim.hands import BAD, HUGE, Blob
+from shoal.sim.hands import BAD, HUGE, Blob, norm_sq
 
 if TYPE_CHECKING:
     from shoal.sim.swarm import Node, Swarm
@@ -245,6 +245,11 @@ class Strangers:
         if view.number in self._views:
             return
         self._views[view.number] = view
+        if view.last is not None and all(digest in self.swarm.world.reduced for digest in view.last.digests):
+            wanted = sum(map(norm_sq, view.last.digests))
+            if not math.isclose(view.last.norm**2, wanted, rel_tol=1e-9):
+                told = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted**0.5:g}"
+                self.swarm.watch.report(node.name, "norm", told)
         before = self._views.get(view.number - 1)
         if before is not None:
             self._count(before, view)
