@@ -20,7 +20,7 @@ from shoal.transport.memory import MemoryTransport
 
 changed = msgspec.structs.replace
 # With seconds of silence: a peer that an attack has thrown out comes back by itself or not at all.
-CONFIG = changed(TINY, run=changed(TINY.run, steps=40, silence_s=4.0))
+CONFIG = changed(TINY, run=changed(TINY.run, steps=24, silence_s=4.0))
 AT_ONCE = 40  # attacks between two times that the peers have their turn
 VALUES = Blob("float32", (4,), bytes(16))
 
@@ -66,7 +66,7 @@ async def attacked(swarm: Swarm, kinds: tuple[type[m.Message], ...]) -> tuple[li
         running = group.create_task(swarm.run())
         attacking = group.create_task(attack())
         finishes = await running
-        attacking.cancel()
+        assert attacking.done(), f"the run is over and {sent} attacks are sent: let it have more steps"
     return finishes, sent
 
 
@@ -82,17 +82,17 @@ def unmoved(swarm: Swarm, message: m.Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "third", [pytest.param(n, marks=pytest.mark.xfail(strict=False, reason="hole 1")) for n in range(3)]
+    "quarter", [pytest.param(n, marks=pytest.mark.xfail(strict=False, reason="hole 1")) for n in range(4)]
 )
-def test_an_outsider_neither_ends_nor_stops_nor_crashes_a_run(third: int, tmp_path: Path) -> None:
+def test_an_outsider_neither_ends_nor_stops_nor_crashes_a_run(quarter: int, tmp_path: Path) -> None:
     swarm = Swarm(CONFIG, tmp_path)
     for _ in range(CONFIG.run.peers):
         swarm.add()
-    finishes, sent = asyncio.run(attacked(swarm, edges.KINDS[third::3]))
+    finishes, sent = asyncio.run(attacked(swarm, edges.KINDS[quarter::4]))
     swarm.close()
     assert sent > 300
     assert all(finish.ok for finish in finishes)
     totals = swarm.books().totals()
     assert totals.balanced, totals.reason
-    assert (totals.steps, totals.issued, totals.committed) == (40, 160, 160)
+    assert (totals.steps, totals.issued, totals.committed) == (24, 96, 96)
     assert all(record.views[-1].finished for record in swarm.records)
