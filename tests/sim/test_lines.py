@@ -115,7 +115,7 @@ def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.
         swarm.boot((key, 0))
     one, other = swarm.nodes.values()
     for index in range(4):  # one second each
-        swarm.carry(one, other.name, m.Boundary(0, 0, index, 1, False), (BOUNDARY,))
+        swarm.carry(one.name, other.name, m.Boundary(0, 0, index, 1, False), (BOUNDARY,))
     swarm.kernel.after(2.5, lambda _: swarm.kill(one))
     swarm.kernel.run(until=20.0, events=10_000)
     assert came == [0, 1]

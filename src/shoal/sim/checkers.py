@@ -41,6 +41,7 @@ class Watch:
         self.commits: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
         self.commit_times: list[float] = []
         self.trusting = True  # nobody lies
+        self.newest_round = 0
         self._now = now
         self._books: dict[m.Peer, tuple[int, int, int]] = {}  # epoch, step, how many bookings are known
         self._bookers: dict[tuple[int, int, int, int], m.Peer] = {}
@@ -76,6 +77,7 @@ class Watch:
             self._booked(peer, message)
         elif type(message) is m.Round:
             self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
+            self.newest_round = max(self.newest_round, message.round)
         elif type(message) is m.Part or (type(message) is m.Sum and not message.heard):
             self._meets(peer, to, message)
         elif type(message) is m.Lead or (type(message) is m.Propose and message.proof is None):

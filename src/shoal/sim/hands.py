@@ -20,6 +20,7 @@ from shoal.sim.lines import Wire
 
 CHUNKS = 3  # of a stage's state
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
+HUGE = ("huge",)  # among what was added: finite by itself, and nothing that is made of it is
 Blob = tuple[Any, ...]
 Ends = Callable[[m.Done | m.Failed], None]
 After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
@@ -38,6 +39,11 @@ MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunP
 def short(*parts: object) -> str:
     """A digest of nested tuples of plain values."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def norm_sq(digest: str) -> float:
+    """Of the reduced gradient with that digest."""
+    return 1.0 + int(digest[:6], 16) / 2**24
 
 
 class Reduced(msgspec.Struct, frozen=True):
@@ -167,6 +173,7 @@ class Hands:
     def _forward(self, task: m.RunForward, inputs: Sequence[Blob]) -> m.Result:
         (x,) = inputs
         self._match(x, ("x", task.step, task.index, task.stage), "RunForward")
+        _small(x)
         used = self._used(task.stage, task.step, "RunForward")
         self._put(task.out, ("x", task.step, task.index, task.stage + 1, used))
         return m.Result(nbytes=100)
@@ -180,6 +187,8 @@ class Hands:
             wanted = ("x", task.step, task.index, 0) if task.stage == last else ("g", task.step, task.index, task.stage)
             self._match(inputs[1], wanted, "RunBackward")
             above = inputs[1][4]
+            _small(inputs[1])
+        _small(x)
         used = self._used(task.stage, task.step, "RunBackward")
         self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
         if task.out:
@@ -235,6 +244,8 @@ class Hands:
         for part in inputs:
             if part[:3] != ("part", self.stage, end):
                 raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {self.stage}")
+            if HUGE in part[4]:
+                raise ValueError("the reduced gradient is not finite")
             end = part[3]
             self._gathered.append(part)
         if not task.last:
@@ -246,7 +257,7 @@ class Hands:
         digest = short(reduced.stage, reduced.bounds, reduced.chunks)
         self.world.reduced[digest] = reduced
         self._reduced[task.round] = reduced
-        return m.Result(digest=digest, norm_sq=1.0 + int(digest[:6], 16) / 2**24)
+        return m.Result(digest=digest, norm_sq=norm_sq(digest))
 
     def _apply(self, task: m.Apply, inputs: Sequence[Blob]) -> m.Result:
         self._expect(self.stage, task.step, "Apply")
@@ -349,6 +360,16 @@ class Hands:
             raise ValueError("records are not one of each stage")
         storage.published[task.step] = tuple(record["digest"] for record in records)
         return m.Result(record=f"checkpoints/step-{task.step}")
+
+
+def _small(blob: Blob) -> None:
+    if blob[4:5] == HUGE:
+        raise ValueError("the stage's output is not finite")
+
+
+def overflown(blob: Blob) -> bool:
+    """A sum of finite parts that is not finite, as every driver sees that receives it."""
+    return blob[:1] == ("part",) and HUGE in blob[4] and len(blob[4]) > 1
 
 
 def _added(parts: Sequence[Blob]) -> Blob:

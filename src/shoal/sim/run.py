@@ -46,6 +46,9 @@ class Line(msgspec.Struct, frozen=True):
     stuck: str
     node_hours: float
     struck: dict[str, int]
+    hostile: tuple[str, ...]  # who, and what they did
+    wronged: tuple[str, ...]
+    evicted: dict[str, list[float]]
     violations: tuple[str, ...]
     rerun: str
 
@@ -60,7 +63,8 @@ def rerun(scenario: str, seed: int, hops: str = "drawn", staleness: int = -1) ->
 def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -> Line:
     """One seed, timed. `name` is what the user called the scenario, for the rerun line."""
     began = time.perf_counter()
-    outcome: Outcome = (swarm or Swarm(draw(scenario, seed))).run()
+    swarm = swarm or Swarm(draw(scenario, seed))
+    outcome: Outcome = swarm.run()
     took_s = time.perf_counter() - began
     return Line(
         scenario=scenario.name,
@@ -75,6 +79,9 @@ def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -
         stuck=outcome.stuck,
         node_hours=round(outcome.node_hours, 4),
         struck=outcome.struck,
+        hostile=tuple(map(str, swarm.case.hostile)),
+        wronged=outcome.wronged,
+        evicted=outcome.evicted,
         violations=tuple(str(violation) for violation in outcome.violations),
         rerun=rerun(name, seed, scenario.hops, scenario.staleness),
     )
@@ -87,7 +94,12 @@ def describe(line: Line) -> str:
         f"seed {line.seed}: {verdict}, {line.committed} steps committed, {line.redone} bookings redone, "
         f"{line.virtual_s:.0f} virtual s, {line.events} events, {line.events_per_s:.0f} events/s{stuck}"
     )
-    return "\n".join([text, *(f"  {violation}" for violation in line.violations[:10])])
+    told = [f"  hostile: {', '.join(line.hostile)}"] if line.hostile else []
+    told += [
+        f"  put out: {who} after {', '.join(f'{one:.0f}' for one in after)} s" for who, after in line.evicted.items()
+    ]
+    told += [f"  wronged: {who}" for who in line.wronged]
+    return "\n".join([text, *told, *(f"  {violation}" for violation in line.violations[:10])])
 
 
 class Tracer:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from shoal.core.messages import Settings
-from shoal.sim import lines
+from shoal.sim import lines, strangers
 from shoal.sim.lines import Ranges, Wire
 
 TIGHT = 2.0  # servers that keep six microbatches of a step pass them nearly one by one
@@ -98,6 +98,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     happenings: Happenings = Happenings()
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
+    strangers: tuple[int, int] = (0, 0)  # hostile peers (strangers.py)
+    acts: tuple[str, ...] = ()  # what those do, as place/act; nothing: anything
     regions: tuple[int, int] = (1, 1)  # links within one are fast, between two slow
     faults_s: float = 25.0  # counted from the start of training; then everything heals
     start_s: float = 90.0  # the run must have started by then
@@ -126,6 +128,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     messages: Messages
     happenings: Happenings
     strikes: Strikes = Strikes()
+    hostile: tuple[strangers.Hostile, ...] = ()
     regions: int = 1
     patience: float = 1.0  # times the scenario's bounds on progress
     wire: Wire | None = None  # with `lines`
@@ -222,6 +225,17 @@ SCENARIOS = {
             strikes=Strikes(rows=2, tellings=2),
         ),
         Scenario(
+            name="strangers",
+            strangers=(1, 3),
+            peers=(7, 14),
+            stages=(1, 3),
+            messages=Messages(drop=0.01, delay=0.01, fail=0.01),
+            happenings=Happenings(joiners=1, restarts=1),
+            # Three hostile peers one after the other, each found out within 30 s and back after its ban.
+            progress_s=180.0,
+            finish_s=900.0,
+        ),
+        Scenario(
             name="large",
             peers=(24, 40),
             stages=(3, 6),
@@ -289,6 +303,14 @@ LONG = (  # hours of machines that come and go: what only shows after hundreds o
     ),
 )  # fmt: skip
 SCENARIOS |= {scenario.name: scenario for scenario in (*FAULTS, *LONG)}
+HOSTILE = tuple(  # strangers/member/mute: one hostile peer that does only that
+    msgspec.structs.replace(
+        SCENARIOS["strangers"], name=f"strangers/{place}/{act}", strangers=(1, 1), acts=(f"{place}/{act}",)
+    )
+    for place, acts in strangers.ACTS.items()
+    for act in acts
+)
+SCENARIOS |= {scenario.name: scenario for scenario in HOSTILE}
 
 
 def suite(name: str) -> tuple[Scenario, ...]:
@@ -299,7 +321,18 @@ def suite(name: str) -> tuple[Scenario, ...]:
         *FAULTS,
         *(
             SCENARIOS[one]
-            for one in ("churn", "network", "chaos", "wild", "lost", "fleet", "lines", "large_group", "unlike_lines")
+            for one in (
+                "churn",
+                "network",
+                "chaos",
+                "wild",
+                "lost",
+                "fleet",
+                "lines",
+                "large_group",
+                "unlike_lines",
+                "strangers",
+            )
         ),
         *LONG,
     )
@@ -311,7 +344,8 @@ def load(name: str) -> Scenario:
         return SCENARIOS[name]
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"scenario {name!r}: neither a file nor one of {', '.join(SCENARIOS)}")
+        known = [one for one in SCENARIOS if "/" not in one]
+        raise ValueError(f"scenario {name!r}: neither a file nor one of {', '.join(known)}")
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Scenario)
     except msgspec.DecodeError as error:
@@ -372,6 +406,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         messages=_some(scenario.messages, rng, whole=False),
         happenings=_some(scenario.happenings, rng, whole=True, sure=scenario.sure),
         strikes=_some(scenario.strikes, aimed, whole=True, sure=True),
+        hostile=strangers.draw(scenario.strangers, scenario.acts, peers, Random(f"{scenario.name}/{seed}/strangers")),
         regions=aimed.randint(*scenario.regions),
         patience=TIGHT if settings.hops == "direct" and settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 import zlib
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -19,14 +20,16 @@ from shoal.core import messages as m
 from shoal.core.peer import PeerMachine
 from shoal.sim import churn, faults, strikes
 from shoal.sim.checkers import Violation, Watch, progress
-from shoal.sim.hands import BAD, CHUNKS, Blob, Hands, World
+from shoal.sim.hands import BAD, CHUNKS, Blob, Hands, World, overflown
 from shoal.sim.kernel import Kernel
 from shoal.sim.lines import Wire
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenario import Case, Scenario, draw, load
+from shoal.sim.strangers import AGAIN_S, Strangers
 
 SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
+SAMPLE_HOSTILE = 7  # the same where somebody tries to make them other messages
 STRANGER = "stranger.0"
 LEADER = 0.3  # how often the leader is chosen before all others
 CHECK_S = 5.0  # between looks at the progress
@@ -48,10 +51,13 @@ class Outcome(msgspec.Struct, frozen=True):
     stuck: str = ""
     node_hours: float = 0.0
     struck: dict[str, int] = {}  # of what strikes.py does
+    wronged: tuple[str, ...] = ()  # honest peers that were put out though they lived (strangers.py)
+    evicted: dict[str, list[float]] = {}  # hostile ones, and how many seconds after they began, or came back
 
 
 class Node:
-    """One process: its machine, hands and clock. `away`: its membership is at risk, do not rely on it."""
+    """One process: its machine, hands and clock. `away`: its membership is at risk, do not rely on it. `mask`: it is hostile, and no
+    checker listens to it."""
 
     def __init__(self, swarm: Swarm, key: int, incarnation: int, found: bool) -> None:
         case = swarm.case
@@ -66,7 +72,8 @@ class Node:
         self.hands.slowness = case.speeds[key % len(case.speeds)]
         self.hands.fails = swarm.fails
         self.lives = True
-        self.away = False
+        self.mask = swarm.strangers.mask_of(key, self) if swarm.strangers is not None else None
+        self.away = swarm.strangers is not None and key in swarm.strangers.by_key
         self.stopped = False
         self._held: list[tuple[Callable[[Any], None], Any]] = []  # what ends while the process is stopped
         self.finish: m.Finish | None = None
@@ -94,12 +101,13 @@ class Node:
         self._handle(event)
 
     def deliver(self, source: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> None:
+        """Every message to this peer comes through here."""
         checked = evidence.checked(self.name, source, message, _holds)
         if checked is None:
             return
         message = checked
         if values:
-            bad = any(value is BAD for value in values)
+            bad = any(value is BAD or overflown(value) for value in values)
             refs = () if bad else tuple(m.BlobRef(self._keep(value), 100) for value in values)
             self.told(m.Received(source, message, refs, "blob 0: values are not finite" if bad else ""))
         else:
@@ -143,10 +151,6 @@ class Node:
 
         self.swarm.kernel.after(seconds, act)
 
-    def _sign(self, data: bytes) -> m.Signed:
-        """By the rules of the simulation nobody makes another's."""
-        return m.Signed(self.name, b"", _signature(self.name, data))
-
     def _keep(self, value: Blob) -> str:
         self._names += 1
         name = f"r/{self._names}"
@@ -160,8 +164,10 @@ class Node:
         try:
             commands = machine.handle(event, now + self._ahead_s)
         except Exception:  # noqa: BLE001  whatever a machine raises is a finding, not an end of the simulation
-            swarm.watch.report(self.name, "crash", f"on {event}:\n{traceback.format_exc(limit=-6)}")
+            self._report("crash", f"on {event!r:.1500}:\n{traceback.format_exc(limit=-6)}")
             swarm.kill(self)
+            if self.mask is not None:
+                swarm.kernel.after(AGAIN_S, swarm.boot, (self.key, self.incarnation + 1))
             return
         swarm.handled += 1
         swarm.mix(self.serial, len(commands))
@@ -169,8 +175,8 @@ class Node:
             swarm.record(now + self._ahead_s, self.name, event, commands)
         if machine.view is not self.view:
             self.view = machine.view
-            if self.view is not None:
-                swarm.agreed(self.name, self.view)
+            if self.view is not None and self.mask is None:
+                swarm.agreed(self, self.view)
         cut = strikes.sprung(swarm, self, commands) if swarm.traps else None
         for command in commands if cut is None else commands[:cut]:
             _CARRY[type(command)](self, command)
@@ -202,35 +208,50 @@ class Node:
             self._spins = self._spins + 1 if self._spun_at == now else 0
             self._spun_at = now
             if self._spins > SPINS:
-                self.swarm.watch.report(
-                    self.name, "spin", f"deadline stays {deadline - now - self._ahead_s:+.3f} s from now"
-                )
+                self._report("spin", f"deadline stays {deadline - now - self._ahead_s:+.3f} s from now")
                 self.swarm.kill(self)
                 return
             self._handle(m.Tick())
         else:
             self._arm()
 
+    def _report(self, checker: str, text: str) -> None:
+        if self.mask is None:
+            self.swarm.watch.report(self.name, checker, text)
+
     def _send(self, command: m.Send) -> None:
+        """Every message of this peer's machine leaves here."""
         swarm = self.swarm
         message = command.message
         values = tuple([self._value(name, message) for name in command.blobs])
+        if type(message) is m.Propose and swarm.strangers is not None:
+            swarm.strangers.propose(message.entry.view)
+        if self.mask is not None:
+            if type(message) is m.Round:
+                swarm.watch.sent(self.name, command.peer, message)  # it leads: who meets whom is told by it
+            sent = self.mask.sends(message, values)
+            if sent is not None:
+                swarm.carry(self.name, command.peer, *sent, honest=False)
+            return
         swarm.watch.sent(self.name, command.peer, message)
         if self.lies and swarm.chance.random() < self.lies:
             message = faults.garble(message, swarm.chance) if swarm.chance.random() < 0.2 else message
             values = tuple(BAD for _ in values)
-        swarm.carry(self, command.peer, evidence.seal(self.name, command.peer, message, self._sign), values)
+        swarm.carry(self.name, command.peer, self._sealed(command.peer, message), values)
+
+    def _sealed(self, to: m.Peer, message: m.Message) -> m.Message:
+        return evidence.seal(self.name, to, message, partial(Swarm.sign, self.name))
 
     def _value(self, name: str, message: m.Message) -> Blob:
         value = self.hands.blobs.get(name)
         if value is None:
-            self.swarm.watch.report(self.name, "blobs", f"sends blob {name!r}, which is not held, with {message}")
+            self._report("blobs", f"sends blob {name!r}, which is not held, with {message}")
             return BAD
         return value
 
     def _do(self, command: m.Do) -> None:
         task = command.task
-        if isinstance(task, m.Apply):
+        if isinstance(task, m.Apply) and self.mask is None:
             self.swarm.watch.applying(self.name, self.view, task)
         self.hands.submit(task, self._done)
         self._faults()
@@ -239,22 +260,22 @@ class Node:
         self._faults()
         hands, swarm = self.hands, self.swarm
         if isinstance(result, m.Done):
-            if result.result.record.startswith("checkpoints/"):
+            if result.result.record.startswith("checkpoints/") and self.mask is None:
                 step = int(result.result.record.rpartition("-")[2])
                 swarm.watch.published(self.name, step, hands.world.storage.published[step])
         self.told(result)
-        if isinstance(result, m.Done) and result.result.digest:
+        if isinstance(result, m.Done) and result.result.digest and self.mask is None:
             swarm.holds(self)
 
     def _faults(self) -> None:
         for text in self.hands.world.faults:
-            self.swarm.watch.report(self.name, "tasks", text)
+            self._report("tasks", text)
         self.hands.world.faults.clear()
 
     def _drop(self, command: m.Drop) -> None:
         for name in command.blobs:
             if self.hands.blobs.pop(name, None) is None:
-                self.swarm.watch.report(self.name, "blobs", f"drops blob {name!r}, which is not held")
+                self._report("blobs", f"drops blob {name!r}, which is not held")
 
     def _find(self, command: m.Find) -> None:
         self.swarm.kernel.after(self.swarm.chance.uniform(0.05, 0.5), self._found)
@@ -296,7 +317,7 @@ class Swarm:
         values = wire.gradient_values if wire is not None else case.scenario.values
         self.world = World(case.settings.stages, values, case.settings.staleness, wire)
         self.watch = Watch(case.settings, self.world, lambda: self.kernel.now)
-        self.watch.trusting = not case.happenings.liars
+        self.watch.trusting = not (case.happenings.liars or case.hostile)
         self.network = Network(case.scenario, case.rng("network"), case.regions, wire)
         self.chance = case.rng("chance")
         self.record = record
@@ -305,7 +326,8 @@ class Swarm:
         self.finished: list[m.Peer] = []
         self.booted = 0
         self.handled = 0
-        self.keys = case.peers
+        self.keys = max([case.peers, *(one.key + 1 for one in case.hostile)])
+        self.strangers = Strangers(self) if case.hostile else None
         self.healed_s: float | None = None
         self.traps: list[strikes.Trap] = []
         self.struck: dict[str, int] = {}
@@ -337,7 +359,7 @@ class Swarm:
         if self.kernel.events >= most:
             self.watch.report("", "progress", f"{most} events and no end: {self._state()}")
         elif not self.stuck and not self.watch.violations:
-            self.watch.end(self.finished, list(self.nodes))
+            self.watch.end(self.finished, [node.name for node in self.nodes.values() if node.mask is None])
             self._at_home()
         newest = self.watch.newest
         return Outcome(
@@ -350,7 +372,14 @@ class Swarm:
             stuck=self.stuck,
             node_hours=(self.lived_s + sum(self.kernel.now - node.born_s for node in self.nodes.values())) / 3600,
             struck=self.struck,
+            wronged=tuple(self.strangers.wronged) if self.strangers is not None else (),
+            evicted=self.strangers.evicted if self.strangers is not None else {},
         )
+
+    @staticmethod
+    def sign(peer: m.Peer, data: bytes) -> m.Signed:
+        """By the rules of the simulation nobody makes another's."""
+        return m.Signed(peer, b"", _signature(peer, data))
 
     def boot(self, who: tuple[int, int]) -> None:
         """A process starts: (key, incarnation)."""
@@ -384,7 +413,7 @@ class Swarm:
         violations = self.watch.violations
         self.watch = Watch(self.settings, self.world, lambda: self.kernel.now)
         self.watch.violations = violations
-        self.watch.trusting = not self.case.happenings.liars
+        self.watch.trusting = not (self.case.happenings.liars or self.case.hostile)
         self.watch.resumes(first, published.get(first, ()))
         self._proposed, self.finished = None, []
         self._heal(None)
@@ -398,15 +427,28 @@ class Swarm:
         """A machine has finished: its process ends, and if it was not the run's end another one takes its place."""
         assert node.finish is not None
         self.kill(node)
-        if node.finish.ok:
+        if node.mask is not None and not self.over:
+            self.kernel.after(AGAIN_S, self.boot, (node.key, node.incarnation + 1))
+        elif node.finish.ok:
+            newest = self.watch.newest
+            if node.mask is None and not node.leaving and not (newest is not None and newest.finished):
+                self.watch.report(node.name, "ended", f"ends before the run does: {node.finish.reason}")
             self.finished.append(node.name)
-            if not self.nodes:
+            if all(other.mask is not None for other in self.nodes.values()):
                 self.kernel.stop()
         else:
             self.kernel.after(2.0, self.boot, (node.key, node.incarnation + 1))
 
-    def agreed(self, peer: m.Peer, view: m.View) -> None:
-        self.watch.agreed(peer, view)
+    @property
+    def over(self) -> bool:
+        """Some honest peer holds the run for finished."""
+        return self._over_s is not None
+
+    def agreed(self, node: Node, view: m.View) -> None:
+        """An honest peer has a view that is new to it."""
+        self.watch.agreed(node.name, view)
+        if self.strangers is not None:
+            self.strangers.agreed(node, view)
         if self._began_s is None and view.started:
             self._began_s = self.kernel.now
             for planned in [
@@ -417,6 +459,8 @@ class Swarm:
             ]:
                 self.kernel.after(planned.at_s, self.happen, planned)
             self.kernel.after(self.case.scenario.faults_s, self._heal)
+            if self.strangers is not None:
+                self.strangers.begin()
         if view.finished and self._over_s is None:
             self._over_s = self.kernel.now
             self.veterans = list(self.nodes.values())
@@ -431,16 +475,24 @@ class Swarm:
 
     # ---------------------------------------------------------------------------------------------------- the network
 
-    def carry(self, source: Node, target: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> None:
+    def carry(
+        self, source: m.Peer, target: m.Peer, message: m.Message, values: tuple[Blob, ...], *, honest: bool = True
+    ) -> None:
         """Hand a message to the network."""
         kernel, case = self.kernel, self.case
         self._messages += 1
-        if self._messages % SAMPLE == 0:
-            self._through_wire(source.name, message)
-        if type(message) is m.Propose and (self._proposed is None or message.entry.view.number > self._proposed.number):
+        if honest and self._messages % (SAMPLE if self.strangers is None else SAMPLE_HOSTILE) == 0:
+            self._through_wire(source, message)
+        if self.strangers is not None and self.strangers.swallows(source, target, values):
+            return
+        if (
+            honest
+            and type(message) is m.Propose
+            and (self._proposed is None or message.entry.view.number > self._proposed.number)
+        ):
             self._proposed = message.entry.view
-        parcel = (source.name, target, message, values)
-        if target == source.name:
+        parcel = (source, target, message, values)
+        if target == source:
             kernel.at(kernel.now, self._arrive, parcel)
             return
         nbytes = 0
@@ -450,7 +502,7 @@ class Swarm:
         if values and case.wire is not None:
             self._on_the_line(parcel, case.wire)
             return
-        arrivals = self.network.arrivals(source.name, target, nbytes, kernel.now, m.rank(message))
+        arrivals = self.network.arrivals(source, target, nbytes, kernel.now, m.rank(message))
         for at in arrivals:
             kernel.at(at, self._arrive, parcel)
         stranger = self.network.faults.stranger
@@ -488,7 +540,7 @@ class Swarm:
     def _through_wire(self, peer: m.Peer, message: m.Message) -> None:
         try:
             same = _DECODER.decode(_ENCODER.encode(message)) == message
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, OverflowError) as error:  # beyond 64 bits: its driver would end
             self.watch.report(peer, "wire", f"{message}: {error}")
             return
         if not same and "nan" not in repr(message):
@@ -573,6 +625,8 @@ class Swarm:
         self.healed_s = self.kernel.now
         self.network.heal()
         self.traps.clear()
+        if self.strangers is not None:
+            self.strangers.heal()
         for over in self._healers:
             over(None)
         self._progressed_s = self.kernel.now
@@ -610,6 +664,8 @@ class Swarm:
         assert newest is not None and self._over_s is not None and self.healed_s is not None
         known = {one.peer for one in newest.members + newest.joining}
         for node in self.veterans:
+            if node.mask is not None or (self.strangers is not None and self.strangers.excused(node)):
+                continue
             if self._over_s - max(self.healed_s, node.born_s) < HOME_BEATS * self.settings.beat_s or node.leaving:
                 continue
             if node.name not in known:
@@ -628,7 +684,7 @@ class Swarm:
                 return f"{len(alive)} of {len(view.voters)} voters live"
             if len(self.nodes) < self.case.settings.stages:
                 return f"{len(self.nodes)} peers live for {self.case.settings.stages} stages"
-        return ""
+        return self.strangers.alone() if self.strangers is not None else ""
 
     def _state(self) -> str:
         newest = self.watch.newest
