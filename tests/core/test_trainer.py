@@ -441,9 +441,8 @@ def test_a_peer_that_answers_nothing_is_reported() -> None:
     complaints: list[Complaint] = []
     while rig.now < 60:
         complaints += [c.message for c in rig.tick() if isinstance(c, Send) and isinstance(c.message, Complaint)]
-    kinds = [complaint.kind for complaint in complaints]
-    assert all(complaint.about == silent for complaint in complaints)
-    assert 2 <= kinds.count("unreachable") <= 6 and 1 <= kinds.count("withholds") <= 6 and len(set(kinds)) == 2
+    assert 2 <= len(complaints) <= 6
+    assert all(complaint.about == silent and complaint.kind == "unreachable" for complaint in complaints)
 
 
 def test_an_empty_stage_is_waited_for() -> None:

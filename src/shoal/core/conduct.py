@@ -31,7 +31,7 @@ class Conduct:
     def __init__(self) -> None:
         self._accused: dict[Peer, dict[Peer, list[str]]] = {}
         self._convicted: dict[str, set[str]] = {}  # by one accuser alone: its key, their keys
-        self._differed: Counter[Peer] = Counter()
+        self._differed: Counter[str] = Counter()  # of keys
         self._doubts: Counter[str] = Counter()  # of keys: in how many disagreements that nobody could settle
 
     def keep(self, present: Iterable[Peer]) -> None:
@@ -42,7 +42,6 @@ class Conduct:
             for peer, held in self._accused.items()
             if peer in there
         }
-        self._differed = Counter({peer: times for peer, times in self._differed.items() if peer in there})
 
     def step(self) -> None:
         """A step is committed: what was said in it is over."""
@@ -86,10 +85,9 @@ class Conduct:
 
     def differs(self, peer: Peer, reason: str) -> Verdict | None:
         """It has to download its state again; a verdict if it had to too often."""
-        self._differed[peer] += 1
-        if self._differed[peer] < DIFFERS:
-            return None
-        return peer, f"{reason}, for the {self._differed[peer]}th time"
+        key = key_of(peer)
+        self._differed[key] += 1
+        return (peer, f"{reason}, for the {self._differed[key]}th time") if self._differed[key] >= DIFFERS else None
 
     def _doubted(self, peers: list[Peer]) -> int:
         return sum(self._doubts[key_of(peer)] for peer in peers)

@@ -48,6 +48,7 @@ from shoal.core.quorum import Register
 from shoal.core.rebalance import Fleet, Move, measure, place, rebalance
 from shoal.core.saving import Saving
 from shoal.core.seat import owner_of
+from shoal.core.stalls import Stalls
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or shows life within this many beats
@@ -85,6 +86,8 @@ class Coordinator:
         self.conduct = Conduct()
         self.progress = Progress(self.name, self.settings)
         self.pauses = Pauses(self.settings)
+        self.stalls = Stalls(self.settings)
+        self.reassigning: dict[Index, str] = {}  # microbatches that need another owner, and why
         self.watch: RoundWatch | None = None  # of the round that is open
         self.failures: Counter[Peer] = Counter()  # rounds of this step that a peer gave up
         self.again = 0  # rounds of this step that had to be tried again
@@ -162,6 +165,15 @@ class Coordinator:
         if self.step_at is None and view.started:
             self.step_at = now
         opened_again = before is not None and before.ahead and not view.ahead
+        if before is None or (before.work, before.epoch, before.since, before.started) != (
+            view.work,
+            view.epoch,
+            view.since,
+            view.started,
+        ):
+            self.stalls.on_step(now, first=before is None)
+        self.stalls.on_view(view)
+        self.reassigning = {}
         if fresh_step or opened_again or self.round is None or fenced(self.round, view) is not None:
             self._close_round()
         for ledger in self.ledgers.values():
@@ -202,6 +214,7 @@ class Coordinator:
         self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
         self.doubted.clear()
         self.progress.forgive(gap_s, now)
+        self.stalls.forgive(gap_s, now)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         assert self.view is not None
@@ -236,6 +249,7 @@ class Coordinator:
                 self.watch.on_waits(peer, message, now)
             case Booker():
                 self._on_booker(peer, message)
+                self.stalls.on_answer(peer, message, now)
             case _:
                 return self.saving.on_message(peer, message, now)
         return []
@@ -270,6 +284,7 @@ class Coordinator:
         commands = self._watch(view, now) if self.scan else []
         for rule in (
             self._remove,
+            self._reassign,
             self._promote,
             self._take_back,
             self._recover,
@@ -339,6 +354,19 @@ class Coordinator:
         if not view.ahead or (closed.complete(view.members) and not any(closed.books.get(peer) for peer in left)):
             return after
         return ahead.opened_again(after, owners_of(members, self.settings.microbatches) if members else ())
+
+    def _reassign(self, view: View, now: float) -> View | None:
+        """Microbatches that do not get on with their owner go to another."""
+        if not self.reassigning or not view.owners:
+            return None
+        moves = {index: why for index, why in self.reassigning.items() if index < len(view.owners)}
+        self.reassigning = {}
+        owners, words, verdicts = self.stalls.reassign(view, moves, self.name)
+        for verdict in verdicts:
+            self._convict(verdict)
+        if owners == view.owners:
+            return None
+        return msgspec.structs.replace(view, number=view.number + 1, owners=owners, reason="; ".join(words)[:2000])
 
     def _go_ahead(self, view: View, now: float) -> View | None:
         """With delayed updates (ahead.py) whole books are closed, and the next step is computed while the step is averaged.
@@ -678,8 +706,9 @@ class Coordinator:
         """Ask for the round when the books are whole; repeat it to whoever has not answered."""
         if not view.started or view.step >= self.settings.steps:
             return []
+        commands = self._inquire(view, now) if self.scan else []
         if self.round is None:
-            return self._open_round(view, now)
+            return commands + self._open_round(view, now)
         if self.scan and self.watch is not None:
             self._convict(self.watch.verdict(self.reduced, self.conduct, now))
         late = [
@@ -689,7 +718,20 @@ class Coordinator:
             if share.peer not in self.reduced and now - self.round_sent.get(share.peer, -1e9) > 4 * self.settings.beat_s
         ]
         self.round_sent.update(dict.fromkeys(late, now))
-        return [Send(peer, self.round) for peer in late]
+        return commands + [Send(peer, self.round) for peer in late]
+
+    def _inquire(self, view: View, now: float) -> list[Command]:
+        """Ask where what is missing hangs, and judge by the answers."""
+        ledger = self._ledger(view.work)
+        if ledger.booked >= self.settings.stages * self.settings.microbatches:
+            return []
+        rates = [pulse.rate for peer, pulse in self.pulses.items() if peer in self.serving and pulse.rate > 0.0]
+        commands = self.stalls.ask(view, ledger, 1.0 / min(rates) if rates else 0.0, now)
+        verdicts, self.reassigning = self.stalls.judge(view, ledger, self.conduct, now)
+        for verdict in verdicts:
+            self._convict(verdict)
+        self.dirty |= bool(self.reassigning)
+        return commands
 
     def _open_round(self, view: View, now: float) -> list[Command]:
         total, ledger = self.settings.stages * self.settings.microbatches, self._ledger(view.step)
@@ -773,7 +815,7 @@ class Coordinator:
         self.failures[peer] += 1
         if failed.culprit and any(share.peer == failed.culprit for share in group):
             self._complain(peer, failed.culprit, failed.reason, witnesses=len(group) - 1)
-        elif self.failures[peer] >= FAILURES:
+        if self.failures[peer] >= FAILURES:
             self._convict((peer, f"has given up {self.failures[peer]} rounds of a step, the last: {failed.reason}"))
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
 
@@ -815,10 +857,6 @@ class Coordinator:
                 self.stale[peer] = reason
             case "stale":
                 pass
-            case "withholds":
-                still = self.progress.withholds(about, self.pulses.get(about), now)
-                if still and about in self.serving:
-                    self._complain(peer, about, f"{reason}; it {still}", witnesses=1, gentle=True)
             case "unreachable":
                 self._complain(peer, about, reason, witnesses=others, gentle=True)
             case "faulty":
@@ -884,7 +922,10 @@ class Coordinator:
             if self.serving.get(peer) == member.stage and (other.step, other.epoch) == (view.step, view.epoch)
         } - {""}
         if others and pulse.digest not in others:
-            self.unfit[member.peer] = f"came with another state of stage {member.stage} than its replicas have"
+            if member.peer not in self.unfit and member.peer not in self.guilty:
+                why = f"came with another state of stage {member.stage} than its replicas have"
+                self.unfit[member.peer] = why
+                self._convict(self.conduct.differs(member.peer, why))
             return False
         return True
 

@@ -62,6 +62,16 @@ class Ledger:
                 found.append(f"stage {stage} has {len(indices)} of {self.microbatches} microbatches")
         return found
 
+    def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
+        """What is not booked everywhere, with the highest stage that lacks it: backwards go down from there."""
+        booked = {(member.stage, one.index) for member in members for one in self.books.get(member.peer, ())}
+        found = []
+        for index in range(self.microbatches):
+            lacking = [stage for stage in range(self.stages) if (stage, index) not in booked]
+            if lacking:
+                found.append((index, lacking[-1]))
+        return found
+
     def open(self, members: tuple[Member, ...]) -> set[int]:
         """Microbatches that one of these has yet to book at some stage."""
         times = Counter(booking.index for member in members for booking in self.books.get(member.peer, ()))

@@ -274,12 +274,12 @@ class Leave(Wire, frozen=True):
 
 
 class Complaint(Wire, frozen=True):
-    """Member to leader, about a member. `faulty`: what it sent is wrong (shapes, values). `unreachable`: it answers me nothing.
-    `withholds`: it took a hop and does not finish it. `stale`, about myself: my state is not the stage's, I must download it again."""
+    """Member to leader, about a member. `faulty`: what it sent is wrong (shapes, values). `unreachable`: it answers me nothing. `stale`,
+    about myself: my state is not the stage's, I must download it again."""
 
     about: Peer
     reason: Text
-    kind: Literal["faulty", "unreachable", "withholds", "stale"] = "faulty"
+    kind: Literal["faulty", "unreachable", "stale"] = "faulty"
 
 
 class AskStanding(Wire, frozen=True):
@@ -588,7 +588,8 @@ class Waits(Wire, frozen=True):
 
 
 class WhoBooked(Wire, frozen=True):
-    """Leader to owner: two replicas of that stage say that they have booked your microbatch. Whose gradient did you get? Answer: Booker."""
+    """Leader to owner: whose gradient of your microbatch did you get at that stage? Either two say that they have booked it, or nobody
+    does, and nothing is booked any more. Answer: Booker."""
 
     epoch: Count
     step: Count
@@ -597,13 +598,15 @@ class WhoBooked(Wire, frozen=True):
 
 
 class Booker(Wire, frozen=True):
-    """`peer` is empty while none has answered."""
+    """`peer` is empty while none has answered; then `at` is who I wait for, after so many others (`slow`) did not answer."""
 
     epoch: Count
     step: Count
     index: Index
     stage: Stage
     peer: Nobody = ""
+    at: Nobody = ""
+    slow: Count = 0
 
 
 class RoundFailed(Wire, frozen=True):

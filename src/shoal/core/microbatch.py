@@ -41,6 +41,7 @@ Where = tuple[str, ...]  # my blob, one; with direct hops the peers that hold th
 
 FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
 NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
+LOST = 2  # times that a tensor could not be had from a peer, before the leader is told of it when it asks
 LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised
 
 
@@ -120,6 +121,9 @@ class Microbatch(msgspec.Struct, eq=False):
     fails: int = 0  # failures in a row
     direct: bool = False  # boundary tensors stay with the servers
     next: Peer = ""  # who was chosen, and charged, for the hop that comes next
+    lost: dict[Peer, int] = msgspec.field(
+        default_factory=dict
+    )  # how often what those should hold could not be had from them
 
     def abandon(self) -> None:
         """Give up the forward in flight; a late answer is still welcome."""
@@ -176,6 +180,14 @@ class Microbatch(msgspec.Struct, eq=False):
             return self.x[0] if stage in (0, last) else ()
         return self.x[stage] if last == 0 else (*self.x[stage], *(self.x[0] if stage == last else self.g[stage]))
 
+    @property
+    def waits_for(self) -> Peer:
+        """Who is in the way: whoever has not given what it holds twice, else who was asked last; '' while nobody is."""
+        worst = max(self.lost, key=lambda peer: self.lost[peer], default="")
+        if worst and self.lost[worst] >= LOST:
+            return worst
+        return self.hop.peer if self.hop is not None and self.hop.kind is not Kind.FETCH else ""
+
     def made(self, hop: Hop, gradient: bool, blob: str) -> None:
         """What that hop has made is with me, or where it was made and to whom it went."""
         where = tuple(peer for peer in (hop.peer, hop.to) if peer) if self.direct else (blob,)
@@ -188,7 +200,11 @@ class Microbatch(msgspec.Struct, eq=False):
 
     def gone(self, stage: Stage, gradient: bool) -> None:
         """None of those who should hold it can give it: it is made again from what is nearest, or recalled."""
-        (self.g if gradient else self.x)[stage] = ()
+        held = self.g if gradient else self.x
+        if self.direct:
+            for peer in held[stage]:
+                self.lost[peer] = self.lost.get(peer, 0) + 1
+        held[stage] = ()
 
     def keep_holders(self, members: dict[Peer, Stage]) -> None:
         if self.direct:

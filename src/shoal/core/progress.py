@@ -1,8 +1,8 @@
 """Whether each peer of a view still gets on: a heartbeat alone keeps nobody in. For coordinator.py, which evicts those that are late.
 
 Followed from pulses: that a peer takes the views that are agreed, that a member holds the step that is trained, that a joiner's state
-grows, and, of one that others say withholds what it took, that its books do. And from a round: that whoever takes part gets done, or
-says whose parts it lacks. Every verdict names a peer, with how long it was waited for.
+grows. And from a round: that whoever takes part gets done, or says whose parts it lacks. Every verdict names a peer, with how long it was
+waited for. Books that do not grow are stalls.py's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ VIEW_SILENCES = 3.0  # for a peer that beats to take a view that it is sent with
 HOLDS = 2.0  # of hold_s: for a joiner that downloads to get on; also the least for a member to hold the step
 BUILD_HOLDS = 20.0  # of hold_s: for a state that is built from the seed or a checkpoint, of which nothing is heard until it stands
 STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
-FLOORS = 4.0  # of hop_floor_s: for books to grow at a peer that is said to withhold,
-HOPS = 8.0  # or so many of its usual microbatches; and for the last of a round to get done when all others are
-ROUNDS = 4.0  # usual times of this round, likewise
+FLOORS = 4.0  # of hop_floor_s: for the last of a round to get done when all others are,
+ROUNDS = 4.0  # or so many times what it took them
 HEAR_BEATS = 3.0  # from the first Waits to a verdict: the others tell theirs, too
 
 
@@ -32,8 +31,6 @@ class Seen(msgspec.Struct):
     number_at: float
     state: tuple[int, int, int, bool, int]
     state_at: float
-    books: tuple[int, int, int]
-    books_at: float
     current_at: float
 
 
@@ -55,25 +52,22 @@ class Progress:
         )
         if fresh:
             for seen in self._seen.values():
-                seen.current_at = seen.books_at = now
+                seen.current_at = now
 
     def forgive(self, gap_s: float, now: float) -> None:
         for seen in self._seen.values():
             seen.number_at, seen.state_at = min(now, seen.number_at + gap_s), min(now, seen.state_at + gap_s)
-            seen.books_at, seen.current_at = min(now, seen.books_at + gap_s), min(now, seen.current_at + gap_s)
+            seen.current_at = min(now, seen.current_at + gap_s)
 
     def on_pulse(self, peer: Peer, pulse: Pulse, view: View, now: float) -> None:
         state = (pulse.epoch, pulse.stage, pulse.step, pulse.ready, pulse.loaded)
-        books = (pulse.epoch, pulse.work, len(pulse.books) + len(pulse.closed))
         seen = self._seen.get(peer)
         if seen is None:
-            seen = self._seen[peer] = Seen(pulse.number, now, state, now, books, now, now)
+            seen = self._seen[peer] = Seen(pulse.number, now, state, now, now)
         if pulse.number > seen.number or pulse.number >= view.number:
             seen.number, seen.number_at = pulse.number, now
         if state != seen.state:
             seen.state, seen.state_at = state, now
-        if books != seen.books:
-            seen.books, seen.books_at = books, now
         if pulse.ready and (pulse.epoch, pulse.step) == (view.epoch, view.step):
             seen.current_at = now
 
@@ -91,19 +85,6 @@ class Progress:
                 if why:
                     found[member.peer] = why
         return found
-
-    def withholds(self, peer: Peer, pulse: Pulse | None, now: float) -> str:
-        """Of a peer that is accused of it: how long its books have not grown, if that is too long."""
-        seen = self._seen.get(peer)
-        if seen is None:
-            return ""
-        usual_s = 1.0 / pulse.rate if pulse is not None and pulse.rate > 0.0 else 0.0
-        still_s = now - seen.books_at
-        return f"books nothing for {still_s:.0f} s" if still_s > max(self._floor_s, HOPS * usual_s) else ""
-
-    @property
-    def _floor_s(self) -> float:
-        return FLOORS * self._settings.hop_floor_s
 
     def _behind(self, peer: Peer, view: View, now: float) -> str:
         seen = self._seen[peer]

@@ -10,8 +10,9 @@ under a new name.
 
 Nobody's word is enough. A view counts as agreed with the signed acceptances of both majorities, a leader leads with the signed votes
 of a majority of the newest view that the follower holds; messages of anybody but voters change nothing. A voter's claim of a higher
-term raises mine by TERMS a beat at most, and makes a leader stand down only rarely. What a lying elected leader could still do is
-narrowed by succession.py: no voter accepts a view that cannot follow the one before.
+term raises mine by TERMS a beat at most; two voters must claim it for a leader to stand down, and not again for ever longer. So a peer
+whose term ran ahead alone comes back to a proven leader's, if it has not pledged a higher one: by a vote for another, or by accepting.
+What a lying elected leader could still do is narrowed by succession.py: no voter accepts a view that cannot follow the one before.
 
 For peer.py; what the views say is coordinator.py's business.
 """
@@ -53,7 +54,8 @@ TERMS = (
     16  # by which a claim raises my term in a beat: it cannot be used up, and an honest peer is rarely so far behind
 )
 TURNS = 16  # changes of the voters that a peer may have missed and still be brought up to date without coming in anew
-PAUSES = 8  # doublings of the time for which a voter that made me stand down cannot do so again
+CLAIMS = 2  # voters that say so, where there are so many, for a leader to stand down
+PAUSES = 8  # doublings of the time before claims can make me stand down again
 
 
 class Role(Enum):
@@ -91,7 +93,11 @@ class Register:
         self.fresh: list[View] = []
         self.stalled = ""  # leader: why nothing has been committed for long, for everybody
         self._raised_at = float("-inf")  # when a claim last raised my term
-        self._challenged: dict[str, tuple[int, float]] = {}  # by key: how often it made me stand down; not again before
+        self._pledged = (
+            0  # the highest term in which I voted for another, or accepted something: never back before that
+        )
+        self._claims: dict[str, float] = {}  # leader: by key, when it last said that the term is higher
+        self._stood_down: tuple[int, float] = (0, float("-inf"))  # because of claims: how often; not again before
         self._turns: list[Propose] = []  # newest agreed views that changed the voters
         self._digests: dict[int, tuple[View, str]] = {}  # of the newest views, by number
 
@@ -233,10 +239,8 @@ class Register:
     # --------------------------------------------------------------------------------------------------- private
 
     def _on_lead(self, peer: Peer, lead: Lead, now: float) -> list[Command]:
-        if lead.term < self.term:
-            return [Send(peer, Accept(term=self.term, number=0))]  # tells an old leader that it is one
         if not self._follow(peer, lead.term, lead.votes, now):
-            return []
+            return self._refuse(peer, lead.term)
         held = self.accepted
         if (
             held is not None
@@ -249,10 +253,8 @@ class Register:
         return []
 
     def _on_propose(self, peer: Peer, message: Propose, now: float) -> list[Command]:
-        if message.term < self.term:
-            return [Send(peer, Accept(term=self.term, number=0))]
         if message.entry.term != message.term or not self._follow(peer, message.term, (), now):
-            return []
+            return self._refuse(peer, message.term)
         entry, agreed = message.entry, self.agreed
         if agreed is None:
             return []  # the proof of what it follows is on its way
@@ -270,7 +272,12 @@ class Register:
             self.accepted = entry
         elif self.accepted != entry:
             return []
+        self._pledged = max(self._pledged, self.term)
         return [Send(peer, Accept(self.term, view.number, self._digest(view), Signed(self.name)))]
+
+    def _refuse(self, peer: Peer, term: int) -> list[Command]:
+        """Tells an old leader that it is one."""
+        return [Send(peer, Accept(term=self.term, number=0))] if term < self.term else []
 
     def _on_proof(self, peer: Peer, message: Propose, now: float) -> list[Command]:
         """An agreed view that I may have missed. It proves who led then, too."""
@@ -304,7 +311,7 @@ class Register:
 
     def _on_accept(self, peer: Peer, message: Accept, now: float) -> list[Command]:
         if message.by is None:
-            if message.term > self.term:
+            if message.term > self.term and self.leading:
                 self._claimed(peer, message.term, now)
             return []
         if not self.leading or message.term != self.term or message.by.peer != peer:
@@ -337,12 +344,14 @@ class Register:
             self._claimed(peer, ask.term, now)
         granted = ask.term == self.term and current and self.voted in (None, peer) and not self.leading
         if granted:
-            self.voted = peer
+            self.voted, self._pledged = peer, self.term
             self._rearm(now)
         by = Signed(self.name) if granted else None
         return [*commands, Send(peer, Vote(term=self.term, granted=granted, by=by))]
 
     def _on_vote(self, peer: Peer, vote: Vote, now: float) -> list[Command]:
+        if self.role not in (Role.TRIAL, Role.CANDIDATE):
+            return []
         if vote.term > self.term:
             self._claimed(peer, vote.term, now)
             return []
@@ -360,29 +369,32 @@ class Register:
         return self._campaign(now) if self.role is Role.TRIAL else self._become_leader(now)
 
     def _claimed(self, peer: Peer, term: int, now: float) -> None:
-        """A voter says that the term is higher. It may be so, and mine follows, but in small steps; a leader that stood down for that
-        peer does not again for ever longer."""
+        """A voter says that the term is higher. It may be so, and mine follows, but in small steps."""
         if now < self._raised_at + self.settings.beat_s:
             return
         if self.leading:
-            times, until = self._challenged.get(key_of(peer), (0, float("-inf")))
-            if now < until:
+            self._claims = {key: at for key, at in self._claims.items() if now - at < self.settings.silence_s}
+            self._claims[key_of(peer)] = now
+            times, until = self._stood_down
+            if len(self._claims) < min(CLAIMS, len(self._everyone())) or now < until:
                 return
-            self._challenged[key_of(peer)] = times + 1, now + self.settings.silence_s * 2 ** min(times, PAUSES)
+            self._stood_down = times + 1, now + self.settings.silence_s * 2 ** min(times, PAUSES)
         self._raised_at = now
         self._step_down(min(term, self.term + TERMS), now)
 
     def _follow(self, peer: Peer, term: int, votes: tuple[Signed, ...], now: float) -> bool:
         """Take `peer` for the leader of `term`, unless that term is over or nothing shows that it was elected."""
-        if term < self.term or (term == self.term and self.leading):
+        ahead = term < self.term and not self.leading and self._pledged <= term  # alone: nobody relies on it
+        if (term < self.term and not ahead) or (term == self.term and self.leading):
             return False
         if self.proven != (term, peer):
-            if self.agreed is None or not majority(self.agreed.voters, signers(votes)):
+            newer = self.proven is not None and self.proven[0] > term
+            if newer or self.agreed is None or not majority(self.agreed.voters, signers(votes)):
                 return False
             self.proven = term, peer
-        if term > self.term:
-            self._step_down(term, now)
-        self.role, self.leader, self.heard_lead = Role.FOLLOWER, peer, now
+        if term != self.term:
+            self.term, self.voted = term, None
+        self.role, self.leader, self.heard_lead, self.beat_at = Role.FOLLOWER, peer, now, None
         self._rearm(now)
         return True
 

@@ -35,10 +35,6 @@ class Reports:
         if silent_s:
             self._complain(Complaint(peer, f"has answered nothing for {silent_s:.1f} s", kind="unreachable"))
 
-    def withholds(self, peer: Peer, reason: str) -> None:
-        """The leader looks whether its books grow."""
-        self._complain(Complaint(peer, reason, kind="withholds"))
-
     def note_once(self, kind: str, what: str, peer: Peer, text: str) -> None:
         if (what, peer) not in self._told:
             self._told.add((what, peer))

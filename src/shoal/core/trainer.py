@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from shoal.core.adoption import Adoptions
 from shoal.core.choice import Choice
 from shoal.core.messages import (
@@ -53,7 +55,6 @@ _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
 ASK_FLOORS = 0.5  # of hop_floor_s: a server that has got a request says so within that
-WITHHELD = 2  # times that a server said it has got a request, before the leader hears of it
 MOST_HOLDS = 8  # with a guess of 1 s: up to 17 minutes for a forward whose server says that it has got it
 
 
@@ -179,12 +180,18 @@ class Trainer:
         return self._flush(now)
 
     def on_who_booked(self, peer: Peer, asked: WhoBooked) -> list[Command]:
-        """The leader wonders whose gradient of one of my microbatches I have got."""
-        m = self._owned.held.get(asked.index)
+        """The leader wonders where one of my microbatches is."""
         known = (asked.epoch, asked.step) == (self._view.epoch, self._view.work)
-        if m is None or not known or asked.stage >= self._settings.stages:
+        if not known or asked.stage >= self._settings.stages:
             return []
-        return [Send(peer, Booker(asked.epoch, asked.step, asked.index, asked.stage, m.booked[asked.stage]))]
+        m, told = self._owned.held.get(asked.index), Booker(asked.epoch, asked.step, asked.index, asked.stage)
+        if m is not None:
+            told = replace(told, peer=m.booked[asked.stage], at=m.waits_for, slow=m.slow)
+        elif asked.index in self._adoptions:
+            told = replace(told, at=next(iter(self._adoptions.missing), ""))
+        else:
+            return []
+        return [Send(peer, told)]
 
     @property
     def deadline(self) -> float | None:
@@ -315,8 +322,6 @@ class Trainer:
         """Its server has got it. While nothing is known of how long that stage takes, it is waited for as long again, several times;
         once only when it was done and `sent`: that may be lost."""
         hop.asked, hop.holds = False, hop.holds + 1
-        if hop.holds >= WITHHELD:
-            self._reports.withholds(hop.peer, f"has had a {hop.kind.value} for {now - hop.sent:.0f} s")
         hop.held = sent or hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
         wait_s = self._routes.patience(hop.peer, hop.kind.size)
         self._timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
@@ -407,8 +412,6 @@ class Trainer:
             self._timers.set(m.index, now + ASK_FLOORS * self._settings.hop_floor_s)
             return
         self._reports.missed(hop.peer, now)
-        if hop.kind is not Kind.FORWARD and hop.repeated:
-            self._reports.withholds(hop.peer, f"has had a {hop.kind.value} for {now - hop.sent:.0f} s")
         if not hop.repeated and hop.kind is not Kind.RECALL:
             m.slow += 1
             self._routes.slow(hop.peer, now - hop.sent, hop.kind.size, now)

@@ -281,6 +281,21 @@ def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
+def most(code: Code) -> float:
+    """How large a decoded value can be at most, from scales alone where there are any."""
+    spec, count = codec.parse(code.codec), math.prod(code.shape)
+    if count == 0:
+        return 0.0
+    match spec.name:
+        case "bf16":
+            return float(code.data.view(torch.bfloat16).abs().max())
+        case "int8":
+            return float(_int8_parts(code.data, count, spec.parameter)[0].max())
+        case "int4":
+            return 64 * float(code.data[: 2 * _groups(count)].view(torch.bfloat16).max())
+    return float(_topk_parts(code.data, spec.parameter)[1].abs().max())
+
+
 def _scales_fault(scales: Tensor, largest: float) -> str:
     if not _finite(scales):
         return "scales are not finite"

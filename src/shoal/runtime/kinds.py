@@ -20,6 +20,11 @@ from shoal.runtime.data import vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, raw
 from shoal.transport.base import DTYPES, Blob
 
+# Of what another peer computed. Beyond it the sums and squares that are made of a value overflow here, and this peer would be blamed;
+# the activations and gradients of a model that trains lie 10^9 below.
+MOST = 2.0**50
+TOO_LARGE = f"beyond {MOST:.0e} what is made of them overflows"
+
 
 class Kind(msgspec.Struct, frozen=True):
     """What a blob must be. An empty shape: one dimension of 1 to `most` values. `codecs`: names of those that may be used."""
@@ -105,13 +110,15 @@ class Kinds:
         if blob.codec.startswith("topk/") and blob.codec != (wanted := f"topk/1/{codec.keeps(blob.shape[0])}"):
             return f"codec {blob.codec}, not {wanted}, which keeps what this run keeps"
         if blob.codec != codec.RAW:
-            return compress.fault(coding.code_of(blob))
+            code = coding.code_of(blob)
+            fault = compress.fault(code)
+            return fault or (
+                "" if compress.most(code) <= MOST else f"values up to {compress.most(code):.1g}: {TOO_LARGE}"
+            )
         tensor = tensor_of(blob)
         if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):
             return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not 0 to {self._vocabulary - 1}"
-        if tensor.is_floating_point() and not finite(tensor):
-            return "values are not finite"
-        return ""
+        return _beyond(tensor) if tensor.is_floating_point() else ""
 
 
 def blob_of(tensor: torch.Tensor) -> Blob:
@@ -159,6 +166,16 @@ def _malformed(blob: Blob) -> str:
 def _codec(how: str) -> str:
     """The name that codec `how` of the configuration has on the wire."""
     return codec.RAW if compress.lossless(how) else how
+
+
+def _beyond(tensor: torch.Tensor) -> str:
+    """What is wrong with its values: in one pass, whose bounds are NaN if any value is."""
+    low, high = (float(bound) for bound in torch.aminmax(tensor))
+    if -MOST <= low and high <= MOST:
+        return ""
+    if not finite(tensor):
+        return "values are not finite"
+    return f"values from {low:.1g} to {high:.1g}: {TOO_LARGE}"
 
 
 def finite(tensor: torch.Tensor) -> bool:

@@ -368,8 +368,8 @@ def _small(blob: Blob) -> None:
 
 
 def overflown(blob: Blob) -> bool:
-    """A sum of finite parts that is not finite, as every driver sees that receives it."""
-    return blob[:1] == ("part",) and HUGE in blob[4] and len(blob[4]) > 1
+    """Finite, and too large for anything to be made of it, as every driver sees that receives it."""
+    return HUGE in blob[4] if blob[:1] == ("part",) else blob[4:5] == HUGE
 
 
 def _added(parts: Sequence[Blob]) -> Blob:

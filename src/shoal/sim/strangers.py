@@ -34,7 +34,7 @@ FUZZ_S, BURST = 0.5, 8  # every so often so many attacks with messages of one ty
 NAG_S = 0.25  # between two messages of those who do one thing again and again
 AGAIN_S = 5.0  # until a hostile process that has ended is started again
 FALSE = "0" * 16  # a digest of nothing
-CHARGES: tuple[Literal["faulty", "unreachable", "withholds", "stale"], ...] = (
+CHARGES: tuple[Literal["faulty", "unreachable", "stale"], ...] = (
     "faulty",
     "unreachable",
     "withholds",
