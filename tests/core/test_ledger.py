@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.core.ledger import Ledger, counted_twice
+from shoal.core.ledger import Doubled, Ledger, counted_twice
 from shoal.core.messages import Booking, Member, Share
 
 A, B, C, D = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
@@ -31,13 +31,13 @@ def test_a_missing_index_keeps_the_step_open() -> None:
     assert "stage 0 has 3 of 4 microbatches" in ledger.faults(MEMBERS)
 
 
-def test_an_index_in_two_books_of_a_stage_keeps_the_step_open_and_names_the_smaller_book() -> None:
+def test_an_index_in_two_books_of_a_stage_keeps_the_step_open_and_names_both() -> None:
     ledger = a_whole_step()
     ledger.forget("b")
     ledger.report("b", books(3, 2))  # the count is right, the books overlap
     assert not ledger.complete(MEMBERS)
-    ledger.report("b", books(3, 2, 1))
-    assert ledger.doubled(MEMBERS) == (2, 0, "b", "a")
+    ledger.report("b", books(3, 2, 0))
+    assert ledger.doubled(MEMBERS) == [Doubled(2, 0, "a", "b"), Doubled(0, 0, "a", "b")]
 
 
 def test_the_books_of_a_peer_outside_the_view_count_for_nothing() -> None:

@@ -17,6 +17,7 @@ from shoal.core.names import invite_of, key_of
 COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
 ACCUSERS = 2  # that are independent, where there can be so many
 ALONE = 3  # peers that one accuses and no other does
+FEW = 2  # peers that one may accuse in any case; more only if they are less than a third
 DIFFERS = 3  # times that a replica's values differ before it is evicted
 KEPT = 256  # keys that a view remembers
 DOUBLED = 8  # times that a pause doubles
@@ -30,6 +31,7 @@ class Conduct:
 
     def __init__(self) -> None:
         self._accused: dict[Peer, dict[Peer, list[str]]] = {}
+        self._accuses: dict[str, set[str]] = {}  # whom each has accused, by key
         self._convicted: dict[str, set[str]] = {}  # by one accuser alone: its key, their keys
         self._differed: Counter[str] = Counter()  # of keys
         self._doubts: Counter[str] = Counter()  # of keys: in how many disagreements that nobody could settle
@@ -51,6 +53,10 @@ class Conduct:
         """Whom to evict now and why, if anybody. `witnesses`: how many others could see it."""
         if accuser == accused:
             return None
+        several = self._accuses.setdefault(key_of(accuser), set())
+        several.add(key_of(accused))
+        if len(several) > max(FEW, witnesses // 3):
+            return accuser, f"accuses {len(several)} peers, the last {accused}: {reason}"
         held = self._accused.setdefault(accused, {})
         words = held.setdefault(accuser, [])
         words.append(reason)

@@ -15,7 +15,7 @@ import msgspec
 from shoal.core import ahead, recovery
 from shoal.core.averaging import fenced
 from shoal.core.conduct import Conduct, Pauses, Verdict, barring
-from shoal.core.ledger import Ledger, counted_twice
+from shoal.core.ledger import Doubled, Ledger, counted_twice
 from shoal.core.members import arrived, counting, inherit, moving, names, owners_of
 from shoal.core.messages import (
     Booker,
@@ -35,7 +35,6 @@ from shoal.core.messages import (
     RoundFailed,
     Send,
     Settings,
-    Stage,
     View,
     Waits,
     WhoBooked,
@@ -56,6 +55,7 @@ NEAR = 2  # steps that a joiner still has to apply when the others begin to wait
 NEAR_BEATS = 8  # and how long they do in all
 ENTER_BEATS = 20  # that a step must still last for a joiner to serve from the middle of it: each is a new view for all
 MOVES_KEPT = 256  # of those decided: old ones bar nobody any more
+SAME = 5  # rounds of one step that a peer may give up because of one other
 FAILURES = 8  # rounds of one step that a peer may give up
 PAUSES = 4  # doublings of the pause before a round is tried again
 OWNER_BEATS = 8  # for an owner to say whose gradient it got
@@ -89,9 +89,11 @@ class Coordinator:
         self.stalls = Stalls(self.settings)
         self.reassigning: dict[Index, str] = {}  # microbatches that need another owner, and why
         self.watch: RoundWatch | None = None  # of the round that is open
-        self.failures: Counter[Peer] = Counter()  # rounds of this step that a peer gave up
+        self.failures: Counter[Peer | tuple[Peer, Peer]] = (
+            Counter()
+        )  # rounds of this step that a peer gave up, also by culprit
         self.again = 0  # rounds of this step that had to be tried again
-        self.asked_owner: tuple[tuple[Index, Stage, Peer, Peer], float] | None = None  # who booked it, and since when
+        self.asked_owner: tuple[Doubled, float] | None = None  # who booked it, and since when
         self.resigns = ""  # why I had better not lead
         self.committed_at: float | None = None  # the last commit, as far as I saw it
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
@@ -613,12 +615,9 @@ class Coordinator:
         right = self.conduct.right(found, self.name)
         for peers in found.values():
             for peer in peers if peers is not right else ():
-                if peer not in self.stale and peer not in self.guilty:
-                    verdict = self.conduct.differs(peer, why)
-                    if verdict is None:
-                        self.stale[peer] = why
-                    else:
-                        self._convict(verdict)
+                if not any(peer in known for known in (self.stale, self.unfit, self.guilty)):
+                    (self.stale if peer in self.serving else self.unfit)[peer] = why
+                    self._convict(self.conduct.differs(peer, why))
 
     def _convict(self, verdict: Verdict | None) -> None:
         """Whoever leads cannot evict itself: its successor judges anew."""
@@ -710,7 +709,7 @@ class Coordinator:
         if self.round is None:
             return commands + self._open_round(view, now)
         if self.scan and self.watch is not None:
-            self._convict(self.watch.verdict(self.reduced, self.conduct, now))
+            self._convict(self.watch.verdict(self.reduced, self.conduct, self.name, now))
         late = [
             share.peer
             for group in self.round.groups
@@ -781,31 +780,40 @@ class Coordinator:
         return peer == self.name or (peer in self.pulses and peer not in self.doubted)
 
     def _who_booked(self, view: View, ledger: Ledger, now: float) -> list[Command]:
-        """Two members say that they have booked one microbatch: its owner knows whose gradient it got. Without an answer the one with
-        fewer bookings goes, so that less is redone."""
-        twice = ledger.doubled(view.members)
-        if twice is None:
+        """Two members say that they have booked one microbatch: its owner knows whose gradient it got. Whoever is at odds with several
+        needs no owner's word; without it the one with fewer bookings goes, so that less is redone."""
+        found = ledger.doubled(view.members)
+        if not found:
             return []
-        index, stage, one, two = twice
-        owner = owner_of(view, index) if view.work == view.step else None
-        if self.asked_owner is None or self.asked_owner[0] != twice:
-            self.asked_owner = twice, now
+        odds: dict[Peer, set[Peer]] = {}
+        for one in found:
+            odds.setdefault(one.one, set()).add(one.two)
+            odds.setdefault(one.two, set()).add(one.one)
+        worst = max(odds, key=lambda peer: len(odds[peer]))
+        first = found[0]
+        if len(odds[worst]) > 1:
+            self._convict((worst, f"booked what {' and '.join(sorted(odds[worst]))} had booked"))
+            return []
+        if self.asked_owner is None or self.asked_owner[0] != first:
+            self.asked_owner = first, now
+        owner = owner_of(view, first.index) if view.work == view.step else None
         waited = now - self.asked_owner[1]
-        if owner is None or owner in (one, two) or waited > OWNER_BEATS * self.settings.beat_s:
-            self.guilty[two] = f"booked microbatch {index}, which {one} had booked"
-            self.dirty = True
+        if owner is None or owner in (first.one, first.two) or waited > OWNER_BEATS * self.settings.beat_s:
+            fewer = min((first.two, first.one), key=lambda peer: (peer == self.name, len(ledger.books[peer])))
+            other = first.one if fewer == first.two else first.two
+            self._convict((fewer, f"booked microbatch {first.index}, which {other} had booked"))
             return []
-        return [Send(owner, WhoBooked(view.epoch, view.step, index, stage))] if self.scan else []
+        return [Send(owner, WhoBooked(view.epoch, view.step, first.index, first.stage))] if self.scan else []
 
     def _on_booker(self, peer: Peer, answer: Booker) -> None:
         view, asked = self.view, self.asked_owner
         if view is None or asked is None or (answer.epoch, answer.step) != (view.epoch, view.step):
             return
-        index, stage, one, two = asked[0]
-        told = (answer.index, answer.stage, peer) == (index, stage, owner_of(view, index))
-        if told and answer.peer in (one, two):
-            liar = two if answer.peer == one else one
-            self.guilty[liar] = f"booked microbatch {index}, whose owner has its gradient from {answer.peer}"
+        twice = asked[0]
+        told = (answer.index, answer.stage, peer) == (twice.index, twice.stage, owner_of(view, twice.index))
+        if told and answer.peer in (twice.one, twice.two):
+            liar = twice.two if answer.peer == twice.one else twice.one
+            self._convict((liar, f"booked microbatch {twice.index}, whose owner has its gradient from {answer.peer}"))
 
     def _on_round_failed(self, peer: Peer, failed: RoundFailed, now: float) -> list[Command]:
         assert self.view is not None and self.round is not None
@@ -813,9 +821,12 @@ class Coordinator:
         self._close_round()
         self._pause(now)
         self.failures[peer] += 1
-        if failed.culprit and any(share.peer == failed.culprit for share in group):
-            self._complain(peer, failed.culprit, failed.reason, witnesses=len(group) - 1)
-        if self.failures[peer] >= FAILURES:
+        self.failures[peer, failed.culprit] += 1
+        if any(share.peer == failed.culprit for share in group):
+            self._convict(self.conduct.accuse(peer, failed.culprit, failed.reason, len(group) - 1))
+            if self.failures[peer, failed.culprit] >= SAME and failed.culprit not in self.guilty:
+                self._convict(self.conduct.alone(peer, failed.culprit, f"{peer}: {failed.reason}"))
+        elif self.failures[peer] >= FAILURES:
             self._convict((peer, f"has given up {self.failures[peer]} rounds of a step, the last: {failed.reason}"))
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
 

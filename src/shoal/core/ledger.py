@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from shoal.core.messages import Booking, Index, Member, Peer, Share, Stage
+
+
+class Doubled(msgspec.Struct, frozen=True):
+    """A microbatch in the books of two replicas of a stage, one of which is wrong: by the protocol it was added once."""
+
+    index: Index
+    stage: Stage
+    one: Peer
+    two: Peer
 
 
 class Ledger:
@@ -77,16 +88,16 @@ class Ledger:
         times = Counter(booking.index for member in members for booking in self.books.get(member.peer, ()))
         return {index for index in range(self.microbatches) if times[index] < self.stages}
 
-    def doubled(self, members: tuple[Member, ...]) -> tuple[Index, Stage, Peer, Peer] | None:
-        """A microbatch that two members say they have booked at their stage; the one with fewer bookings last."""
+    def doubled(self, members: tuple[Member, ...]) -> list[Doubled]:
+        """What two members say they have booked at their stage."""
         seen: dict[tuple[int, int], Peer] = {}
+        found = []
         for member in members:
             for booking in self.books.get(member.peer, ()):
                 other = seen.setdefault((member.stage, booking.index), member.peer)
                 if other != member.peer:
-                    one, two = sorted((other, member.peer), key=lambda peer: (-len(self.books[peer]), peer))
-                    return booking.index, member.stage, one, two
-        return None
+                    found.append(Doubled(booking.index, member.stage, other, member.peer))
+        return found
 
     def groups(
         self, members: tuple[Member, ...], ready: tuple[Member, ...], widths: tuple[int, ...] = ()

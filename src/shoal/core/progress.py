@@ -13,7 +13,6 @@ import msgspec
 
 from shoal.core.conduct import Conduct, Verdict
 from shoal.core.messages import Member, Peer, Pulse, Reduced, Round, Settings, View, Waits
-from shoal.core.names import key_of
 
 VIEW_SILENCES = 3.0  # for a peer that beats to take a view that it is sent with every pulse
 HOLDS = 2.0  # of hold_s: for a joiner that downloads to get on; also the least for a member to hold the step
@@ -136,12 +135,12 @@ class RoundWatch:
         if self._told_at is None:
             self._told_at = now
 
-    def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, now: float) -> Verdict | None:
+    def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> Verdict | None:
         """Whom this round waits for in vain."""
         if self._told_at is not None and now - self._told_at >= HEAR_BEATS * self._settings.beat_s:
             self._told_at = now
             for group in self._groups:
-                found = self._accused(group, reduced, conduct)
+                found = self._accused(group, reduced, conduct, leader)
                 if found is not None:
                     return found
         missing = [peer for group in self._groups for peer in group if peer not in reduced]
@@ -155,34 +154,42 @@ class RoundWatch:
                 return left[0], f"has not got done with a round for {late_s:.0f} s in which the others of its stage are"
         return None
 
-    def _accused(self, group: list[Peer], reduced: dict[Peer, Reduced], conduct: Conduct) -> Verdict | None:
-        """By whom most of the group are kept waiting: for parts, and only where nobody lacks any, for sums."""
+    def _accused(
+        self, group: list[Peer], reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer
+    ) -> Verdict | None:
+        """Each that waits and each that it waits for is an edge; whoever has most of them explains most: it sends nothing, it receives
+        nothing, or it lies. Sums are looked at only where nobody lacks parts: they are made of them."""
         open_ = [peer for peer in group if peer not in reduced]
         for what in ("parts", "sums"):
-            by: dict[Peer, set[str]] = {}
-            for peer, waits in self._waits.items():
-                if peer in open_:
-                    for other in getattr(waits, what):
-                        if other in group and other != peer:
-                            by.setdefault(other, set()).add(key_of(peer))
-            votes = Counter({other: len(keys) for other, keys in by.items()})
-            if not votes:
+            edges = {
+                (peer, other)
+                for peer, waits in self._waits.items()
+                if peer in open_
+                for other in getattr(waits, what)
+                if other in group and other != peer
+            }
+            if not edges:
                 continue
-            most = max(votes.values())
-            top = [other for other in group if votes[other] == most]
-            if most > 1:
-                return top[0], f"{most} of its stage have waited in vain for its {what} of a round"
-            return self._one(group, top, open_, what, conduct)
+            degree = Counter(peer for edge in edges for peer in edge)
+            worst = max(group, key=lambda peer: degree[peer])
+            if degree[worst] > 1:
+                by = sum(other == worst for _, other in edges)
+                for_ = degree[worst] - by
+                return worst, f"keeps {by} of its stage waiting for its {what} of a round, and lacks those of {for_}"
+            return self._one(group, [other for _, other in sorted(edges)], open_, what, conduct, leader)
         return None
 
     def _one(
-        self, group: list[Peer], top: list[Peer], open_: list[Peer], what: str, conduct: Conduct
+        self, group: list[Peer], top: list[Peer], open_: list[Peer], what: str, conduct: Conduct, leader: Peer
     ) -> Verdict | None:
-        """Everybody that is accused is so by one. Where all others are done, the one that is not may be the one that cannot receive."""
+        """Everybody that is accused is so by one. Where all others are done, the one that is not may be the one that cannot receive. A
+        leader does not judge in its own case: it lets another lead."""
         accused = top[-1]  # the one that joined last
         accusers = [peer for peer in self._waits if peer in open_ and accused in getattr(self._waits[peer], what)]
         if not accusers:
             return None
+        if accusers[0] == leader:
+            return leader, f"lacks {what} of a round, of {accused}, and does not judge in its own case"
         reason = f"{accusers[0]} has waited in vain for its {what} of a round"
         if len(group) > 2 and open_ == accusers[:1]:
             said = f"is the only one of its stage that lacks {what} of a round, of {accused}"

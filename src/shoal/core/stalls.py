@@ -107,7 +107,11 @@ class Stalls:
                 if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
                     moves[index] = f"{case.owner} does not say where {what} is"
                 continue
-            booked = {peer for peer, books in ledger.books.items() if any(one.index == index for one in books)}
+            booked = {
+                member.peer
+                for member in view.members
+                if member.stage == case.stage and any(one.index == index for one in ledger.books.get(member.peer, ()))
+            }
             if answer.peer and answer.peer not in booked:
                 if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
                     case.asked_at = now
@@ -117,7 +121,9 @@ class Stalls:
                 moves[index] = f"{case.owner} waits for {what}, which {case.at} has booked and answered"
             elif answer.slow >= SLOW:
                 moves[index] = f"{case.owner} gets no answer for {what} from {answer.slow} peers"
-            elif case.at and now - case.at_since > long_s and case.at != case.owner:
+            elif case.at == case.owner and now - case.at_since > long_s:
+                moves[index] = f"{case.owner} gets nowhere with {what}"
+            elif case.at and now - case.at_since > long_s:
                 accusers = self._accusers.setdefault(case.at, set())
                 accusers.add(key_of(case.owner))
                 others = len({key_of(member.peer) for member in view.members} - {key_of(case.at)})

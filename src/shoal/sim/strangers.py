@@ -311,7 +311,7 @@ class Strangers:
 
     def swallows(self, source: m.Peer, target: m.Peer, values: tuple[Blob, ...]) -> bool:
         """Does a black hole take that message?"""
-        if not values:
+        if not values or source == target:
             return False
         for peer, way in ((source, "out"), (target, "in")):
             one, node = self.by_key.get(self._key(peer)), self.swarm.nodes.get(peer)

@@ -230,8 +230,8 @@ class Node:
             if type(message) is m.Round:
                 swarm.watch.sent(self.name, command.peer, message)  # it leads: who meets whom is told by it
             sent = self.mask.sends(message, values)
-            if sent is not None:
-                swarm.carry(self.name, command.peer, *sent, honest=False)
+            if sent is not None:  # it signs like anybody else, with its own key
+                swarm.carry(self.name, command.peer, self._sealed(command.peer, sent[0]), sent[1], honest=False)
             return
         swarm.watch.sent(self.name, command.peer, message)
         if self.lies and swarm.chance.random() < self.lies:
