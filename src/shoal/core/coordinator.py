@@ -166,6 +166,14 @@ class Coordinator:
         if peer in self.heard:
             self.doubted.setdefault(peer, now)
 
+    def bar(self, peers: tuple[Peer, ...]) -> None:
+        """The run's authority has revoked these."""
+        for peer in peers:
+            self.joins.pop(peer, None)
+            if peer in self.present and peer not in self.guilty:
+                self.guilty[peer] = "revoked by the run's authority"
+                self.dirty = True
+
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
         self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 14  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 15  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -24,6 +24,8 @@ Stage = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Seat = Annotated[int, msgspec.Meta(ge=-1, lt=2**20)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Digest = Annotated[str, msgspec.Meta(max_length=128)]
+
+MAX_LIST_BYTES = 512 << 10  # of the authority's list of passes
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -269,6 +271,21 @@ class Removed(Wire, frozen=True):
 
     number: Count
     reason: Text = ""
+
+
+class AskPasses(Wire, frozen=True):
+    """Any peer to any other: I hold this version of the authority's list of passes. Answer: Passes. Drivers settle it (runtime/passes.py);
+    no machine hears of it."""
+
+    version: Count
+
+
+class Passes(Wire, frozen=True):
+    """The version I hold, with the list itself when it is newer than what was asked with. Signed by the run's authority
+    (transport/passes.py)."""
+
+    version: Count
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_LIST_BYTES)] = b""
 
 
 # ------------------------------------------------------------------------------------------------------------- hops
@@ -670,6 +687,7 @@ Message = (
     | Round | Part | Sum | Resend | Reduced | RoundFailed
     | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
     | AskStanding | Standing | Override
+    | AskPasses | Passes
     | Ping | Pong | Measure | Measured
 )  # fmt: skip
 
@@ -776,6 +794,12 @@ class Asked(Event, frozen=True):
     """A person or the launcher asks this peer to leave at the next step boundary."""
 
     reason: Text = ""
+
+
+class Barred(Event, frozen=True):
+    """The run's authority has revoked these peers of my view: whoever leads removes them. Told again with every view that has some."""
+
+    peers: tuple[Peer, ...]
 
 
 # ---------------------------------------------------------------------------------------------------------- commands

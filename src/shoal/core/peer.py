@@ -22,6 +22,7 @@ from shoal.core.messages import (
     AskState,
     AskVote,
     Backward,
+    Barred,
     BlobRef,
     Boundary,
     Cancel,
@@ -118,6 +119,7 @@ class PeerMachine:
         self.pass_on_at: float | None = None  # when to look for peers that have not heard of it
         self.alone = False  # told of being without a leader
         self.led_at = float("-inf")  # when I led last
+        self.barred: tuple[Peer, ...] = ()  # revoked by the run's authority
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -193,6 +195,8 @@ class PeerMachine:
             case Found():
                 self.known = tuple(peer for peer in event.peers if peer != self.name)
                 return self._ask_in(now) + self._pass_on(event.peers)
+            case Barred():
+                self.barred = event.peers
             case Asked():
                 self.leaving = event.reason or "asked to"
         return []
@@ -343,6 +347,7 @@ class PeerMachine:
             self.led = self.register.term
             commands += self.coordinator.lead(view, self.register.term, now)
             commands += self._pulse(now)
+        self.coordinator.bar(self.barred)
         commands += self.coordinator.decide(self.register, now)
         if self.coordinator.dismissed and not self.dismissing:
             self.dismissing = True  # what says so is on its way: a process that ended now would take it along
