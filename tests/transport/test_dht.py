@@ -203,6 +203,27 @@ def test_a_record_that_has_expired_is_forgotten(patience: None) -> None:
     run(story)
 
 
+def test_a_revoked_peers_record_is_not_believed_and_spoils_no_answer(patience: None) -> None:
+    me = Identity.new()
+    mine = INVITE.membership(me)
+
+    async def story() -> None:
+        async with swarm(1) as (a,):
+            record = record_of(me)
+            value = hivemind("utils").MSGPackSerializer.dumps(seal(me, mine, record))
+            subkey = hivemind("utils").MSGPackSerializer.dumps(me.name)
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key).to_bytes()
+            assert a.directory._accept(key, subkey, value, record.expires_s) and me.name in await a.names()
+            a.membership.take_list(RUN.pass_list(1, (), (RUN.revoked(me.key_id, 1.0),)))
+            assert me.name not in await a.names()
+            assert a.directory._accept(key, subkey, value, record.expires_s), (
+                "others may not have heard of it: their answers must not be thrown away for it"
+            )
+            assert me.name not in await a.names() and [one.peer for one in a.learnt] == [me.name]
+
+    run(story)
+
+
 def test_an_unreachable_bootstrap_peer_is_named_with_what_would_do() -> None:
     async def story() -> None:
         address = f"/ip4/127.0.0.1/tcp/1/p2p/{written(Daemon(Identity.new()).peer_id)}"

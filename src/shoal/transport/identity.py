@@ -28,6 +28,7 @@ from cryptography.x509.oid import NameOID
 from shoal.core.messages import Peer
 
 KEY_ID_BYTES = 20  # of SHA-256: finding another key with the same id takes 2^160 tries
+KEY_ID_CHARS = KEY_ID_BYTES * 8 // 5
 PUBLIC_BYTES = 32
 _FROM = datetime.datetime(2000, 1, 1)  # no peer's clock is trusted for certificates: they are always valid
 _UNTIL = datetime.datetime(9999, 12, 31)
@@ -69,7 +70,7 @@ def key_id_of(name: Peer) -> str:
     """The key id inside a peer's name; ValueError when the name has another form. What a name says of its invite is compared with the
     pass (passes.py)."""
     fields = name.split(".")
-    length = len(key_id(b""))
+    length = KEY_ID_CHARS
     plain = all(field.isalnum() and field.isascii() and len(field) <= length for field in fields)
     if not plain or len(fields) not in (2, 4) or len(fields[0]) != length:
         raise ValueError(

@@ -97,9 +97,12 @@ class Authority:
         issued = min(time.time() if issued is None else issued, expires)
         grant = self._granted(Grant(self.public, public_bytes(holder), max(0, int(issued)), int(expires), peers))
         secret = holder.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
-        invite = Invite(title, addresses, grant, secret, config=config)
-        signature = sign(self._key, "invite", msgspec.msgpack.encode(invite))
-        data = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=signature))
+        return self.text(Invite(title, addresses, grant, secret, config=config))
+
+    def text(self, invite: Invite) -> str:
+        """Signed, to be handed over."""
+        unsigned = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=bytes(64)))
+        data = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=sign(self._key, "invite", unsigned)))
         text = PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
         read_invite(text, now=0.0)  # names, limits and addresses that no peer would accept are refused here
         return text

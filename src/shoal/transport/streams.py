@@ -168,12 +168,6 @@ class StreamTransport:
                 self._sender(kind).post(lambda box=box: self._unlink(box))  # type: ignore[misc]
             self._reader(kind).post(lambda kind=kind: self._hang_up(peer, kind))  # type: ignore[misc]
 
-    def cut_revoked(self) -> None:
-        """Whoever the membership does not admit any more, whatever they were doing."""
-        for peer in dict.fromkeys(peer for peer, _ in [*self._boxes, *list(self._incoming)]):
-            if self._membership.revoked(peer):
-                self.forget(peer)
-
     async def close(self) -> None:
         """Last words get a second to leave."""
         if self._closed:
