@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.e2e.test_run import NO_MODEL, Start, end, start, wait_for
+from tests.e2e.test_run import LONG_S, NO_MODEL, Start, end, start, wait_for
 
 from shoal.cli import rundir
 from shoal.core.names import invite_of
@@ -104,9 +104,11 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
     assert back.pid
 
 
-def test_a_run_outlives_the_passes_that_it_began_with(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("discovery", ["gossip", "dht"])
+def test_a_run_outlives_the_passes_that_it_began_with(start: Start, tmp_path: Path, discovery: str) -> None:
     lifetime_s = 10
-    host = start("run", "tiny.toml", "run.peers=4", "--here", "3", f"network.pass_s={lifetime_s}", *RUN)
+    about = (f"network.pass_s={lifetime_s}", f"network.discovery={discovery}")
+    host = start("run", "tiny.toml", "run.peers=4", "--here", "3", *about, *RUN)
     until(lambda: listening(tmp_path, 3), host)
     text = (
         end(start("invite", "tiny.toml", "--for", f"{lifetime_s} s", "--out", "old")) and (tmp_path / "old").read_text()
@@ -129,3 +131,36 @@ def test_a_run_outlives_the_passes_that_it_began_with(start: Start, tmp_path: Pa
     host.send_signal(signal.SIGINT)
     end(host, code=130)
     assert second.pid
+
+
+def test_guests_that_go_on_without_the_founders_machine_are_told_by_way_of_one_of_them(
+    start: Start, tmp_path: Path
+) -> None:
+    host = start("run", "tiny.toml", "run.peers=4", "--here", "1", f"checkpoint.url={tmp_path / 'saved'}", *RUN)
+    until(lambda: listening(tmp_path, 1), host)
+    for name, peers in (("ann", "2"), ("bob", "1")):
+        end(start("invite", "tiny.toml", "--name", name, "--out", name))
+        ours = (f"checkpoint.url={tmp_path / 'saved'}", f"run.dir={name}-runs", *GUEST)
+        guest = start("join", "--invite-file", name, "--peers", peers, *ours)
+    ids = {name: read_invite((tmp_path / name).read_text(), 0.0).grant.id for name in ("ann", "bob")}
+    until(
+        lambda: sorted(invites_in_view(tmp_path)).count(ids["ann"]) == 2 and ids["bob"] in invites_in_view(tmp_path),
+        host,
+    )
+    until(lambda: committed(tmp_path) >= 2, host)
+    host.send_signal(signal.SIGKILL)  # its peer goes with it
+    host.communicate(timeout=LONG_S)
+
+    def others() -> list[str]:
+        try:
+            return [invite_of(name) for name in rundir.locals_of(tmp_path / "ann-runs/tiny").names]
+        except ValueError:
+            return []
+
+    wait_for(lambda: sorted(others()) == sorted([ids["ann"], ids["ann"], ids["bob"]]))
+    end(start("revoke", "tiny.toml", "bob"))  # nobody answers: kept for later
+    (via, *_) = json.loads((tmp_path / "ann-runs/tiny/bootstrap.json").read_bytes())
+    said = end(start("invite", "tiny.toml", "--renew", "--via", via))
+    assert "peers have heard" in said, said
+    assert f"its invite {ids['bob']} was revoked" in end(guest, code=1)
+    wait_for(lambda: others() == [ids["ann"]] * 2)

@@ -136,11 +136,11 @@ def test_a_forged_list_is_not_taken_and_an_old_one_changes_nothing() -> None:
         ann, bob = Peer(hub, invite), Peer(hub, invite)
         forged = Authority.new().pass_list(9, (), (RUN.revoked(invite.grant.id, NOW),))
         async with together(ann, bob, knowing=lambda _: ()):
-            for version, data in ((9, forged), (2, a_list(2)), (1, a_list(1, invite.grant.id))):
+            for version, data in ((2, a_list(2)), (1, a_list(1, invite.grant.id)), (9, forged), (10, a_list(10))):
                 bob.transport.send(ann.name, Passes(version, data))
             bob.transport.send(ann.name, AskStanding())
             await until(lambda: ann.passed)
-            assert ann.membership.standing.version == 2 and not ann.refused
+            assert ann.membership.standing.version == 2 and not ann.refused, "nor is a liar listened to again"
 
     asyncio.run(story())
 

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -41,6 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="", help="whom it is for; shown by --list")
     parser.add_argument("--out", metavar="FILE", help="write it there, for your eyes only, instead of printing it")
+    add_via(parser)
     parser.add_argument("--list", action="store_true", help="which invites there are, and make none")
     parser.add_argument("--renew", action="store_true", help="renew every invite that was not revoked, and make none")
 
@@ -50,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     if args.list:
         print(table(Office(directory, _authority(directory)), here(directory)))
         return 0
-    run = Founded(directory)
+    run = Founded(directory, args.via)
     if args.renew:
         return _renew(run)
     lifetime_s = units.parse(args.lifetime, "_s")
@@ -62,17 +63,27 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_via(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--via",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="of a peer of the run that listens, where none does on this machine any more: from bootstrap.json on a guest's",
+    )
+
+
 class Founded:
     """A run that was founded on this machine, as its directory tells. ValueError when there is none."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, via: Sequence[str] = ()) -> None:
         bootstrap = directory / "bootstrap.json"
         if not (directory / "config.toml").exists() or not bootstrap.exists():
             raise ValueError(f"{directory}: no run has been started there; start it with: shoal run CONFIG")
         self.directory = directory
         self.office = Office(directory, _authority(directory))
         self.config = configuration.load(directory / "config.toml")
-        self.addresses = msgspec.json.decode(bootstrap.read_bytes(), type=tuple[str, ...])
+        self.addresses = (*via, *msgspec.json.decode(bootstrap.read_bytes(), type=tuple[str, ...]))[:32]
 
     def invite(self, lifetime_s: float, peers: int, title: str, renews: bool) -> str:
         from shoal import build
@@ -91,9 +102,15 @@ class Founded:
         """The run's peers, and say who has heard."""
         heard, found = 0, 0
         if self.addresses:
-            heard, found = asyncio.run(tell(self.config, self.office.authority, self.addresses, data, TELL_S))
+            try:
+                heard, found = asyncio.run(tell(self.config, self.office.authority, self.addresses, data, TELL_S))
+            except ValueError as error:  # a directory that nobody answers from
+                print(error)
         if not found:
-            print("no peer of the run answers: those who take part will hear of it when `shoal run` goes on here")
+            print(
+                "no peer of the run answers. It is written down, and told when `shoal run` goes on here; if guests go on without this "
+                "machine, tell them now: `shoal invite CONFIG --renew --via ADDRESS`, of one of them"
+            )
         else:
             print(
                 f"{heard} of {found} peers have heard" + ("" if heard == found else "; the others hear it from these")

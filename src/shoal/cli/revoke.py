@@ -14,7 +14,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.cli import rundir
-from shoal.cli.invite import Founded, hand_over, here, table
+from shoal.cli.invite import Founded, add_via, hand_over, here, table
 from shoal.cli.invites import Book, invite_named
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of, key_of
@@ -30,13 +30,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="invites, by id or by whom they are for (`shoal invite CONFIG --list`); peers, by label, name, key id or its beginning",
     )
     parser.add_argument("--rotate", action="store_true", help="print a new invite in the place of each that is revoked")
+    add_via(parser)
     parser.add_argument("--out", metavar="FILE", help="with --rotate: write it there, for your eyes only")
 
 
 def main(args: argparse.Namespace) -> int:
     settings = [word for word in args.who if "=" in word]
     words = [word for word in args.who if "=" not in word]
-    run = Founded(rundir.place(configuration.load(args.config, settings)))
+    run = Founded(rundir.place(configuration.load(args.config, settings)), args.via)
     book = run.office.book()
     if not words:
         raise ValueError(f"whom? There are these invites:\n{table(run.office, here(run.directory))}")

@@ -47,6 +47,9 @@ class Gate:
         self._met: dict[Peer, float] = {}  # -> when the list was sent there last
         self._spread = 0  # the version that others were told of
         self._warned = 0  # the end of the pass that was warned of
+        self._liars: dict[
+            Peer, None
+        ] = {}  # who has told a list that is none: what they tell of it is not looked at again
         self._refusals: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -66,7 +69,8 @@ class Gate:
                 if message.version < version:
                     self._send(peer)
             case Passes():
-                self.hear(message.data, peer)
+                if peer not in self._liars:
+                    self.hear(message.data, peer)
             case _:
                 if peer not in self._met:
                     self._meet(peer, float("-inf"))
@@ -87,6 +91,9 @@ class Gate:
             self.membership.take_list(data)
         except ValueError as error:
             log.warning("%s tells %s", peer or "the launcher", error)
+            self._liars[peer] = None
+            if len(self._liars) > MET:
+                del self._liars[next(iter(self._liars))]
 
     def _answer(self, peer: Peer, version: int) -> None:
         if version < self.membership.standing.version:

@@ -227,6 +227,8 @@ class Membership:
         """Somebody hands me a grant that may be a renewal of my own. Whatever else it is counts for nothing."""
         try:
             grant = msgspec.msgpack.decode(data, type=Grant)
+            if not self._renews_mine(grant):
+                return False
             grant.check_signature()
         except (ValueError, msgspec.MsgspecError, UnicodeDecodeError):
             return False
@@ -240,10 +242,10 @@ class Membership:
         """Somebody who refuses me shows the authority's word that I am not welcome. Is it?"""
         try:
             entry = msgspec.msgpack.decode(data, type=Revoked)
+            if key_id(entry.authority) != self.run or entry.what not in (invite_of(self.name), key_of(self.name)):
+                return False
             entry.check_signature()
         except (ValueError, msgspec.MsgspecError, UnicodeDecodeError):
-            return False
-        if key_id(entry.authority) != self.run or entry.what not in (invite_of(self.name), key_of(self.name)):
             return False
         with self._lock:
             known = self._standing
@@ -253,14 +255,17 @@ class Membership:
 
     def _adopt(self, grant: Grant) -> bool:
         """From now on my pass shows this grant, if it is a later one for the same holder."""
-        mine = self._pass
-        if mine is None or grant.expires <= mine.grant.expires:
+        if self._pass is None or not self._renews_mine(grant):
             return False
-        if (grant.authority, grant.holder, grant.peers) != (mine.grant.authority, mine.grant.holder, mine.grant.peers):
-            return False
-        self._pass = msgspec.structs.replace(mine, grant=grant)
+        self._pass = msgspec.structs.replace(self._pass, grant=grant)
         self._proof = msgspec.msgpack.encode(self._pass)
         return True
+
+    def _renews_mine(self, grant: Grant) -> bool:
+        mine = self.grant
+        if mine is None or grant.expires <= mine.expires:
+            return False
+        return (grant.authority, grant.holder, grant.peers) == (mine.authority, mine.holder, mine.peers)
 
 
 def _read_pass(proof: bytes, run: str, peer: Peer) -> Grant:
