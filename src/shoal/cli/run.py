@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -262,17 +263,22 @@ class Run:
             return
         view = self.watch.books.view
         everyone = view.members + view.joining if view is not None else ()
-        try:
-            news = office.tend({invite_of(each.peer) for each in everyone})
-        except (OSError, ValueError) as error:  # a full disk: training goes on, and there is time until passes end
-            if str(error) != self.untended:
-                self.untended = str(error)
-                self.watch.tell("trouble", f"passes are not renewed: {describe(error)}", time.monotonic())
-            return
-        self.untended = ""
+        news = self._passes(lambda: office.tend({invite_of(each.peer) for each in everyone}))
         for child in self.crew.living:
             if news and child.introduced:
                 child.write(News(passes=news))
+
+    def _passes(self, ask: Callable[[], bytes]) -> bytes:
+        """What the office says. Training goes on where it cannot: on a full disk, say, there is time until passes end."""
+        try:
+            passes = ask()
+        except (OSError, ValueError) as error:
+            if str(error) != self.untended:
+                self.untended = str(error)
+                self.watch.tell("trouble", f"passes are not renewed: {describe(error)}", time.monotonic())
+            return b""
+        self.untended = ""
+        return passes
 
     def _look_for_a_majority(self, now: float) -> None:
         """Peers without a majority wait for ever, by right: somebody must tell the user."""
@@ -308,7 +314,7 @@ class Run:
         invite, passes = self.job.invite, b""
         if self.office is not None:
             invite = self.office.local(self._addresses(), self.config.network.pass_s, self.config.run.name)
-            passes = self.office.pass_list()
+            passes = self._passes(self.office.pass_list)
         child.write(Start(invite=invite, passes=passes))
         child.introduced = True
 

@@ -134,6 +134,8 @@ class Standing(msgspec.Struct, frozen=True):
     revoked: dict[str, Revoked] = {}
 
     def find(self, peer: Peer) -> Revoked | None:
+        if not self.revoked:  # asked for every message
+            return None
         return self.revoked.get(invite_of(peer)) or self.revoked.get(key_of(peer))
 
 
