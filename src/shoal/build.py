@@ -28,6 +28,7 @@ from shoal.runtime.checkpoint import Store, refuse_foreign
 from shoal.runtime.data import Dataset, open_dataset
 from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
+from shoal.runtime.passes import Gate
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import Listening
 from shoal.runtime.signing import Signing
@@ -170,16 +171,19 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
-        node = Node(machine, hands, transport, directory, record, Signing(identity, membership.run))
+        signing, gate = Signing(identity, membership.run), Gate(transport, membership)
+        node = Node(machine, hands, transport, directory, record, signing, gate)
         node.meter.facts = _facts(config)
         yield node
 
 
 @asynccontextmanager
-async def operator(config: Config, invite: Invite) -> AsyncIterator[tuple[Reachable, Directory]]:
-    """The network of somebody who asks and tells peers of a run but takes no part in it."""
+async def operator(config: Config, invite: Invite, passes: bytes = b"") -> AsyncIterator[tuple[Reachable, Directory]]:
+    """The network of somebody who asks and tells peers of a run but takes no part in it. `passes`: the authority's list, if known."""
     identity = Identity.new()
     membership = invite.membership(identity)
+    if passes:
+        membership.take_list(passes)
     async with AsyncExitStack() as stack:
         daemon = _daemon(config, identity, invite, 0)
         plain = msgspec.structs.replace(config.network, faults=False, delay_s=0.0, bandwidth_Bps=0.0)

@@ -146,6 +146,7 @@ class Network(Section, frozen=True):
         str, tuple[float, float]
     ] = {}  # modelled, by the host where others listen: seconds, bytes per second (0 = as it is)
     blob_bytes: int = 1 << 30  # largest tensor accepted from a peer
+    pass_s: float = 2_592_000.0  # how long the passes of `shoal run`'s own peers last; it renews them at half of that
     faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
     activations: Literal["none", "bf16", "int8", "int4"] = "none"  # how boundary tensors travel; none = as they are
     gradients: Literal["none", "bf16", "int8"] = "none"  # and their gradients
@@ -371,6 +372,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 _POSITIVE = (
     "run.beat_s",
     "run.silence_s",
+    "network.pass_s",
     "run.hop_floor_s",
     "train.learning_rate",
     "train.epsilon",

@@ -20,6 +20,7 @@ import msgspec
 from shoal.core.messages import (
     PROTOCOL,
     Asked,
+    Barred,
     Command,
     Do,
     Done,
@@ -41,7 +42,7 @@ from shoal.traffic import Kept, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
 
-AnyEvent = Received | Unreachable | Done | Failed | Tick | Found | Asked
+AnyEvent = Received | Unreachable | Done | Failed | Tick | Found | Asked | Barred
 AnyCommand = Send | Drop | Note | Finish | Find | Do
 
 

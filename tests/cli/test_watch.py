@@ -98,3 +98,9 @@ def test_a_member_on_another_machine_is_thought_to_live() -> None:
     watch = a_watch(*HISTORY)
     del watch.labels["c"], watch.labels["d"]
     assert not watch.hopeless({"p0"})
+
+
+def test_names_of_other_machines_peers_are_shortened_for_people() -> None:
+    watch = Watch(CONFIG, 0.0, Resumed())
+    watch.tell("removed", f"{'abcdef' + 'g' * 26}.18c1f0.q7wzkdmabcde.16 silent for 4.2 s, and so is {'b' * 32}.9", 1.0)
+    assert watch.happenings[-1].text == "abcdef silent for 4.2 s, and so is bbbbbb"

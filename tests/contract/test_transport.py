@@ -369,6 +369,8 @@ def test_strangers_and_impostors_are_refused_with_the_reason(secure: Any) -> Non
         me, other = Identity.new(), Identity.new()
         elsewhere = Authority.new()
         foreign = read_invite(elsewhere.invite((), time.time() + 60), now=0.0).membership(me)
+        late = Identity(me.key)
+        expired = secure.membership(late, expires=time.time() - 60)
         forged = bytearray(secure.membership(me).proof)
         forged[-1] ^= 1
         forged_grant = bytearray(secure.membership(me).proof)
@@ -381,7 +383,10 @@ def test_strangers_and_impostors_are_refused_with_the_reason(secure: Any) -> Non
                 ({"proof": bytes(forged_grant)}, "forged"),
                 ({"proof": foreign.proof}, "another run"),
                 ({"proof": foreign.proof, "run": foreign.run}, "it belongs to another run"),
-                ({"proof": secure.membership(me, expires=time.time() - 60).proof}, "expired"),
+                ({"proof": expired.proof, "name": late.name}, "expired"),
+                ({"name": f"{me.key_id}.1"}, "by which invite"),
+                ({"name": f"{me.key_id}.1.{'a' * 12}.{secure.invite.grant.peers}"}, "by which invite"),
+                ({"name": f"{me.key_id}.1.{secure.invite.grant.id}.999"}, "by which invite"),
                 ({"proof": secure.membership(other).proof}, "belongs to another peer"),
                 ({"name": other.name}, "holds the key of"),
                 ({"name": other.name, "proof": secure.membership(other).proof}, "holds the key of"),

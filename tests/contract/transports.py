@@ -76,16 +76,20 @@ class RealNet:
 
     def __init__(self) -> None:
         self.authority = Authority.new()
+        self.invite = read_invite(self.authority.invite((), time.time() + 3600, "contract"), now=0.0)
 
     def membership(self, identity: Identity, expires: float | None = None) -> Membership:
-        text = self.authority.invite((), time.time() + 3600 if expires is None else expires, "contract")
-        return read_invite(text, now=0.0).membership(identity)
+        """All by one invite; a pass that ends at another time is of an invite of its own."""
+        if expires is None:
+            return self.invite.membership(identity)
+        return read_invite(self.authority.invite((), expires, "contract"), now=0.0).membership(identity)
 
     def _on_stream(self, raw: bytes, kind: str) -> bytes:
         return bytes(fragment_head(0, len(raw))) + raw if kind == "bulk" else raw
 
     def _hello(self, identity: Identity, victim: Any, kind: Any) -> Hello:
-        return Hello(PROTOCOL, self.authority.run, identity.name, victim.name, kind, self.membership(identity).proof)
+        membership = self.membership(identity)
+        return Hello(PROTOCOL, self.authority.run, identity.name, victim.name, kind, membership.proof)
 
 
 class TlsNet(RealNet):
@@ -121,7 +125,8 @@ class TlsNet(RealNet):
 
 class Libp2pNet(RealNet):
     def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
-        return Libp2pTransport(identity.name, self.membership(identity), Daemon(identity, port=port), limits)
+        membership = self.membership(identity)
+        return Libp2pTransport(identity.name, membership, Daemon(identity, port=port), limits)
 
     def port(self, transport: Any) -> int:
         return int(transport.address[0].split("/")[4])

@@ -43,7 +43,7 @@ def test_survivors_go_on_by_the_operators_word_and_only_when_the_others_are_gone
     wait_for(lambda: host.poll() is not None or "nothing is committed until a majority" in told())
     seen = committed(tmp_path)
     refused = end(start("recover", "runs/tiny", "--wait", "30"), code=2)
-    names = re.findall(r"\b[a-z2-7]{32}\.\w+", refused.partition("do not answer")[0])
+    names = re.findall(r"\b[a-z2-7]{32}(?:\.\w+)+", refused.partition("do not answer")[0])
     assert len(names) == 3, refused
     running = end(start("recover", "runs/tiny", "--wait", "10", "--gone", "p1", *names), code=2)
     assert "p1 is said to be gone, but its process" in running

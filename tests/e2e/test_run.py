@@ -63,17 +63,22 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
     started: list[subprocess.Popen[str]] = []
 
-    def start(command: str, *words: str, first: str = "") -> subprocess.Popen[str]:
-        """`first`: a directory where Python looks before ours."""
+    def start(command: str, *words: str, first: str = "", stdin: str | None = None) -> subprocess.Popen[str]:
+        """`first`: a directory where Python looks before ours. `stdin`: what it reads there."""
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal.cli.main", command, *words],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": f"{first}{os.pathsep}{SOURCE}" if first else str(SOURCE)},
+            stdin=None if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         started.append(process)
+        if process.stdin is not None and stdin is not None:
+            process.stdin.write(stdin)
+            process.stdin.close()
+            process.stdin = None  # communicate() would close it again
         return process
 
     yield start

@@ -129,17 +129,20 @@ def test_forged_and_foreign_records_are_neither_kept_nor_believed(patience: None
     me, other = Identity.new(), Identity.new()
     mine = INVITE.membership(me)
     elsewhere = read_invite(Authority.new().invite((), time.time() + 60), 0.0)
-    foreign = record_of(me, run=elsewhere.run)
+    guest, guests = Identity(me.key), Identity(me.key)  # the same key with other invites
+    abroad = elsewhere.membership(guest)
+    foreign = record_of(guest, run=elsewhere.run)
     honest = record_of(me)
     sealed = msgspec.msgpack.decode(seal(me, mine, honest), type=Sealed)
-    late = read_invite(RUN.invite((), time.time() - 3600), 0.0).membership(me)
+    late = read_invite(RUN.invite((), time.time() - 3600), 0.0).membership(guests)
+    INVITE.membership(other)
     forgeries: dict[str, tuple[bytes, float, str]] = {
         "of another peer": (seal(me, mine, record_of(other)), honest.expires_s, other.name),
         "under another name": (seal(me, mine, honest), honest.expires_s, other.name),
         "without a pass": (seal(me, Membership(INVITE.run, b""), honest), honest.expires_s, me.name),
         "with another's pass": (seal(me, INVITE.membership(other), honest), honest.expires_s, me.name),
-        "with a pass that had ended": (seal(me, late, honest), honest.expires_s, me.name),
-        "of another run": (seal(me, elsewhere.membership(me), foreign), foreign.expires_s, me.name),
+        "with a pass that had ended": (seal(guests, late, record_of(guests)), honest.expires_s, guests.name),
+        "of another run": (seal(guest, abroad, foreign), foreign.expires_s, guest.name),
         "with a changed body": (
             msgspec.msgpack.encode(
                 msgspec.structs.replace(sealed, body=msgspec.msgpack.encode(msgspec.structs.replace(honest, port=2)))
@@ -180,11 +183,12 @@ def test_forged_and_foreign_records_are_neither_kept_nor_believed(patience: None
 
 def test_a_record_that_has_expired_is_forgotten(patience: None) -> None:
     me = Identity.new()
+    mine = INVITE.membership(me)
 
     async def story() -> None:
         async with swarm(1) as (a,):
             record = record_of(me, expires_s=time.time() + 1.0)
-            value = hivemind("utils").MSGPackSerializer.dumps(seal(me, INVITE.membership(me), record))
+            value = hivemind("utils").MSGPackSerializer.dumps(seal(me, mine, record))
             subkey = hivemind("utils").MSGPackSerializer.dumps(me.name)
             key = hivemind("dht.routing").DHTID.generate(a.directory._key).to_bytes()
             a.directory._accept(key, subkey, value, record.expires_s)
@@ -195,6 +199,27 @@ def test_a_record_that_has_expired_is_forgotten(patience: None) -> None:
                 "a record that has just expired must not spoil the answer that it comes with"
             )
             assert me.name not in await a.names()
+
+    run(story)
+
+
+def test_a_revoked_peers_record_is_not_believed_and_spoils_no_answer(patience: None) -> None:
+    me = Identity.new()
+    mine = INVITE.membership(me)
+
+    async def story() -> None:
+        async with swarm(1) as (a,):
+            record = record_of(me)
+            value = hivemind("utils").MSGPackSerializer.dumps(seal(me, mine, record))
+            subkey = hivemind("utils").MSGPackSerializer.dumps(me.name)
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key).to_bytes()
+            assert a.directory._accept(key, subkey, value, record.expires_s) and me.name in await a.names()
+            a.membership.take_list(RUN.pass_list(1, (), (RUN.revoked(me.key_id, 1.0),)))
+            assert me.name not in await a.names()
+            assert a.directory._accept(key, subkey, value, record.expires_s), (
+                "others may not have heard of it: their answers must not be thrown away for it"
+            )
+            assert me.name not in await a.names() and [one.peer for one in a.learnt] == [me.name]
 
     run(story)
 

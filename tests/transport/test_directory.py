@@ -136,3 +136,25 @@ def test_a_bootstrap_peer_that_does_not_answer_or_talks_nonsense_is_passed_over(
         babbler.close()
 
     asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_whoever_is_revoked_is_no_longer_listed_nor_passed_on(ann: Someone, bob: Someone, authority: Authority) -> None:
+    async def run() -> None:
+        carl = Someone(authority)
+        directories: list[Gossip] = []
+        for one in (ann, bob, carl):
+            bootstrap = directories[0].addresses if directories else ()
+            directories.append(Gossip(one.identity, one.membership, one.record(), bootstrap, lambda _: None))
+            await directories[-1].start()
+            await directories[-1].announce()
+        first, second, third = directories
+        assert bob.identity.name in {record.peer for record in await first.peers()}
+        for one in (ann, carl):
+            one.membership.take_list(authority.pass_list(1, (), (authority.revoked(bob.identity.key_id, 1.0),)))
+        await second.announce()  # it goes on telling of itself
+        for directory in (first, third):
+            assert {record.peer for record in await directory.peers()} == {ann.identity.name, carl.identity.name}
+        for directory in directories:
+            await directory.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.messages import Member, View
+from shoal.core.names import invite_of, key_of, limit_of
 from shoal.transport.identity import Identity, key_id, key_id_of, verify
 from shoal.transport.invite import PREFIX, Authority, Invite, read_invite, signed_by
 
@@ -44,10 +45,23 @@ def test_what_is_no_key_is_refused_by_name(tmp_path: Path) -> None:
         Identity.load(file)
 
 
-def test_a_name_is_key_id_and_incarnation() -> None:
+def test_a_name_is_key_id_and_incarnation_and_by_which_invite() -> None:
     me = Identity.new()
     assert key_id_of(me.name) == me.key_id == key_id(me.public)
-    for wrong in ("", "p1", me.key_id, f"{me.key_id}.", f"{me.key_id}.a b", f"x{me.name}", f"{me.key_id}.{'9' * 33}"):
+    invite = read_invite(RUN.invite((), NOW + 60, peers=3), NOW)
+    invite.membership(me)
+    assert key_id_of(me.name) == key_of(me.name) == me.key_id
+    assert invite_of(me.name) == invite.grant.id and limit_of(me.name) == 3
+    for wrong in (
+        "",
+        "p1",
+        me.key_id,
+        f"{me.key_id}.",
+        f"{me.key_id}.a b",
+        f"x{me.name}",
+        f"{me.key_id}.1.a",
+        f"{me.key_id}.{'9' * 33}",
+    ):
         with pytest.raises(ValueError, match="is not a peer's name"):
             key_id_of(wrong)
 
@@ -73,21 +87,21 @@ def test_an_invite_tells_run_and_addresses_and_admits_its_holder() -> None:
     assert invite.addresses == ("/ip4/10.0.0.1/tcp/4001/p2p/x", "10.0.0.2:77")
     me = Identity.new()
     mine = invite.membership(me)
-    mine.check(mine.proof, me.key_id, NOW)
+    mine.check(mine.proof, me.name, NOW)
 
 
 def test_a_pass_is_of_no_use_to_another_peer() -> None:
     me, thief = Identity.new(), Identity.new()
     mine = read_invite(TEXT, NOW).membership(me)
     with pytest.raises(ValueError, match="belongs to another peer"):
-        mine.check(mine.proof, thief.key_id, NOW)
+        mine.check(mine.proof, thief.name, NOW)
 
 
 def test_passes_end_with_their_invite() -> None:
     me = Identity.new()
     mine = read_invite(TEXT, NOW).membership(me)
     with pytest.raises(ValueError, match="expired at 1970-01-12 13:47 UTC"):
-        mine.check(mine.proof, me.key_id, NOW + 60)
+        mine.check(mine.proof, me.name, NOW + 60)
 
 
 def test_an_expired_invite_is_refused_with_its_date() -> None:

@@ -41,7 +41,8 @@ class Hidden(Daemon):
 
 def make(kind: type[Daemon] = Daemon, relays: tuple[str, ...] = ()) -> Libp2pTransport:
     identity = Identity.new()
-    return Libp2pTransport(identity.name, INVITE.membership(identity), kind(identity, relays=relays))
+    membership = INVITE.membership(identity)
+    return Libp2pTransport(identity.name, membership, kind(identity, relays=relays))
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -244,3 +244,22 @@ def test_a_connection_handed_to_an_engine_that_has_ended_is_closed() -> None:
         one.stop()  # after the step that it is in
         other.stop()
         assert link.closed and link.sock.fileno() == -1
+
+
+def test_a_revoked_peer_is_refused_and_shown_the_authoritys_word() -> None:
+    async def story() -> None:
+        me, other = Identity.new(), Identity.new()
+        mine, theirs = INVITE.membership(me), INVITE.membership(other)
+        a, b = TlsTransport(me, mine), TlsTransport(other, theirs)
+        await a.start()
+        await b.start()
+        a.learn(b.name, b.address)
+        theirs.take_list(RUN.pass_list(1, (), (RUN.revoked(me.key_id, time.time()),)))
+        a.send(b.name, Cancelled(0, 1, 2, 0, 0))
+        lost = await take(a)
+        assert isinstance(lost, Lost) and f"its key {me.key_id} was revoked by the run's authority" in lost.reason
+        assert mine.revoked(a.name) is not None, "it knows now, and need not believe b"
+        await a.close()
+        await b.close()
+
+    asyncio.run(story())

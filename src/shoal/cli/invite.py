@@ -1,45 +1,185 @@
-"""`shoal invite CONFIG`: a signed, expiring text that lets one more machine take part in a run that is being trained here."""
+"""`shoal invite CONFIG`: a signed, expiring text that lets one more machine take part in a run that is being trained here; which there
+are (`--list`); and all of them renewed by hand (`--renew`), where `shoal run` is not there to do it."""
 
 from __future__ import annotations
 
 import argparse
-import time
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from shoal import config as configuration
 from shoal import units
 from shoal.cli import rundir
+from shoal.cli.invites import Issued, Office, tell
+from shoal.config import Config
+from shoal.core.messages import Peer
+from shoal.core.names import invite_of
+from shoal.transport.invite import PEERS, Authority
+from shoal.transport.passes import MAX_PEERS, date
+
+TELL_S = 20.0  # for the peers of a run to hear of a new list
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="the TOML file of the run")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings given to `shoal run`, such as run.name")
     parser.add_argument(
-        "--for", dest="lifetime", default="7 d", metavar="TIME", help='how long it is good, such as "12 h"'
+        "--for",
+        dest="lifetime",
+        default="7 d",
+        metavar="TIME",
+        help='how long it is good, such as "12 h"; renewed for as long again while somebody takes part by it',
     )
+    parser.add_argument("--no-renew", action="store_true", help="it ends then, whoever takes part by it")
+    parser.add_argument(
+        "--peers", type=int, default=PEERS, metavar="N", help=f"peers that may take part by it at a time ({PEERS})"
+    )
+    parser.add_argument("--name", default="", help="whom it is for; shown by --list")
+    parser.add_argument("--out", metavar="FILE", help="write it there, for your eyes only, instead of printing it")
+    add_via(parser)
+    parser.add_argument("--list", action="store_true", help="which invites there are, and make none")
+    parser.add_argument("--renew", action="store_true", help="renew every invite that was not revoked, and make none")
 
 
 def main(args: argparse.Namespace) -> int:
-    from shoal import build
-    from shoal.transport.invite import Authority
-
-    lifetime_s = units.parse(args.lifetime, "_s")
-    if lifetime_s <= 0:
-        raise ValueError(f"--for {args.lifetime!r} is over already; try '7 d'")
     directory = rundir.place(configuration.load(args.config, args.settings))
-    config = configuration.load(directory / "config.toml") if (directory / "config.toml").exists() else None
-    bootstrap = directory / "bootstrap.json"
-    if config is None or not bootstrap.exists():
-        raise ValueError(f"{directory}: no run has been started there; start it with: shoal run {args.config}")
-    addresses = msgspec.json.decode(bootstrap.read_bytes(), type=tuple[str, ...])
-    if not addresses:
-        raise ValueError(
-            f"{directory}: none of the run's peers listens (any more); start it with: shoal run {args.config}"
-        )
-    if config.device.executor != "emulated":
-        data = msgspec.structs.replace(config.data, digest=build.data(config).digest)
-        config = msgspec.structs.replace(config, data=data)  # so that no machine trains on other text
-    authority = Authority.load(directory / "authority.key")
-    print(authority.invite(addresses, time.time() + lifetime_s, config.run.name, build.shared(config)))
+    if args.list:
+        print(table(Office(directory, _authority(directory)), here(directory)))
+        return 0
+    run = Founded(directory, args.via)
+    if args.renew:
+        return _renew(run)
+    lifetime_s = units.parse(args.lifetime, "_s")
+    if lifetime_s < 1:
+        raise ValueError(f"--for {args.lifetime!r} is over already; try '7 d'")
+    if not 1 <= args.peers <= MAX_PEERS:
+        raise ValueError(f"--peers {args.peers}: 1 to {MAX_PEERS} may take part by an invite; try {PEERS}")
+    hand_over(run.invite(lifetime_s, args.peers, args.name, not args.no_renew), args.out)
     return 0
+
+
+def add_via(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--via",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="of a peer of the run that listens, where none does on this machine any more: from bootstrap.json on a guest's",
+    )
+
+
+class Founded:
+    """A run that was founded on this machine, as its directory tells. ValueError when there is none."""
+
+    def __init__(self, directory: Path, via: Sequence[str] = ()) -> None:
+        bootstrap = directory / "bootstrap.json"
+        if not (directory / "config.toml").exists() or not bootstrap.exists():
+            raise ValueError(f"{directory}: no run has been started there; start it with: shoal run CONFIG")
+        self.directory = directory
+        self.office = Office(directory, _authority(directory))
+        self.config = configuration.load(directory / "config.toml")
+        self.addresses = (*via, *msgspec.json.decode(bootstrap.read_bytes(), type=tuple[str, ...]))[:32]
+
+    def invite(self, lifetime_s: float, peers: int, title: str, renews: bool) -> str:
+        from shoal import build
+
+        if not self.addresses:
+            raise ValueError(
+                f"{self.directory}: none of the run's peers listens (any more); start it with: shoal run CONFIG"
+            )
+        shared = build.shared(self._with_digest())
+        name = self.config.run.name
+        return self.office.issue(
+            self.addresses, lifetime_s, name, shared, peers=peers, title=title[:100], renews=renews
+        )
+
+    def tell(self, data: bytes) -> None:
+        """The run's peers, and say who has heard."""
+        heard, found = 0, 0
+        if self.addresses:
+            try:
+                heard, found = asyncio.run(tell(self.config, self.office.authority, self.addresses, data, TELL_S))
+            except ValueError as error:  # a directory that nobody answers from
+                print(error)
+        if not found:
+            print(
+                "no peer of the run answers. It is written down, and told when `shoal run` goes on here; if guests go on without this "
+                "machine, tell them now: `shoal invite CONFIG --renew --via ADDRESS`, of one of them"
+            )
+        else:
+            print(
+                f"{heard} of {found} peers have heard" + ("" if heard == found else "; the others hear it from these")
+            )
+
+    def _with_digest(self) -> Config:
+        from shoal import build
+
+        config = self.config
+        if config.device.executor == "emulated":
+            return config
+        data = msgspec.structs.replace(config.data, digest=build.data(config).digest)
+        return msgspec.structs.replace(config, data=data)  # so that no machine trains on other text
+
+
+def hand_over(text: str, out: str | None) -> None:
+    if out is None:
+        print(text)
+        return
+    with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)  # also where there was one
+        file.write(text + "\n")
+    print(f"wrote {out}; on the other machine: shoal join --invite-file {out}")
+
+
+def here(directory: Path) -> tuple[Peer, ...]:
+    """Everybody who takes part now, as far as the launcher has heard."""
+    try:
+        return rundir.locals_of(directory).names
+    except ValueError:  # no launcher
+        return ()
+
+
+def table(office: Office, peers: Iterable[Peer]) -> str:
+    """One line for each invite."""
+    invites = office.book().invites
+    count = Counter(map(invite_of, peers))
+    rows = [("invite", "for", "peers", "until", "")]
+    for each, issued in invites.items():
+        grant = issued.granted
+        limit = f"{count[each]}" if issued.local else f"{count[each]} of {grant.peers}"
+        rows.append((each, issued.title or "-", limit, date(grant.expires), _state(issued, office.clock())))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    revoked = [f"key {key} was revoked on {date(since)}" for key, since in office.book().keys.items()]
+    return "\n".join([*lines, *revoked])
+
+
+def _state(issued: Issued, now: float) -> str:
+    if issued.revoked:
+        return f"revoked on {date(issued.revoked)}"
+    if issued.granted.ends_s <= now:
+        return "over"
+    return "renewed while it is used" if issued.renews else "not renewed"
+
+
+def _renew(run: Founded) -> int:
+    data = run.office.renew(lambda _, __: True)
+    if not data:
+        raise ValueError(f"{run.directory}: there is no invite to renew; make one without --renew")
+    print(table(run.office, here(run.directory)))
+    run.tell(data)
+    return 0
+
+
+def _authority(directory: Path) -> Authority:
+    key = directory / "authority.key"
+    if not key.exists():
+        raise ValueError(
+            f"{key} is not there: invites are made, renewed and revoked on the machine that founded the run"
+        )
+    return Authority.load(key)

@@ -1,24 +1,37 @@
 """`shoal join INVITE`: take part in a run by its invite, with one peer or several on this machine.
 
 The same watching and the same directory as `shoal run` (cli/run.py), for a guest: Ctrl-C lets the peers leave at the next
-step boundary, and the account is the host's to make.
+step boundary, and the account is the host's to make. An invite is a secret, and every user of a machine sees the arguments of its
+programs: so it may also come by a file, by standard input or by the environment.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import sys
 import time
+from pathlib import Path
 
 from shoal.cli import rundir
+from shoal.cli.launch import INVITE_VARIABLE
 from shoal.cli.run import Job, Run
+from shoal.transport.invite import MAX_INVITE_CHARS, PREFIX
+from shoal.transport.passes import date
+
+HOW = f"name it as `--invite-file FILE`, `-` (standard input), {INVITE_VARIABLE} in the environment, or as it is (then `ps` shows it)"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("invite", help="the text that `shoal invite` printed")
     parser.add_argument(
-        "settings", nargs="*", metavar="a.b=c", help="this machine's own settings, such as network.host"
+        "words",
+        nargs="*",
+        metavar="INVITE | a.b=c",
+        help=f"the text that `shoal invite` printed, or - to read it from standard input; else --invite-file or {INVITE_VARIABLE}. "
+        "As an argument it shows in `ps`. Then this machine's own settings, such as network.host",
     )
+    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from there")
     parser.add_argument("--peers", type=int, default=1, metavar="N", help="peers to start here")
 
 
@@ -27,12 +40,40 @@ def main(args: argparse.Namespace) -> int:
     from shoal import build
     from shoal.transport.invite import read_invite
 
-    invite = read_invite(args.invite, time.time())
-    config = build.joined(invite.config, args.settings)
+    texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
+    text = found(texts, args.invite_file)
+    invite = read_invite(text, 0.0)
+    config = build.joined(invite.config, [word for word in args.words if word not in texts])
     if args.peers < 1:
         raise ValueError(f"--peers {args.peers}: at least one takes part")
+    if args.peers > invite.grant.peers:
+        raise ValueError(
+            f"--peers {args.peers}: this invite is for {invite.grant.peers} at a time; ask for one with more"
+        )
+    if invite.grant.ends_s <= time.time():
+        print(
+            f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
+        )
     directory = rundir.place(config)
     with rundir.claimed(directory):
         rundir.set_aside(directory)
-        job = Job(config=config, directory=directory, here=args.peers, started_s=started_s, invite=args.invite)
+        job = Job(config=config, directory=directory, here=args.peers, started_s=started_s, invite=text)
         return asyncio.run(Run(job).run())
+
+
+def found(texts: list[str], file: str | None) -> str:
+    """The invite's text, wherever it was put. ValueError: nowhere, or in several places."""
+    ways = [*texts, *(["--invite-file"] if file else [])]
+    if len(ways) > 1:
+        raise ValueError(f"one invite, not {len(ways)}: {HOW}")
+    if file:
+        path = Path(file)
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            print(f"warning: others can read the invite in {path}; chmod 600 {path}", file=sys.stderr)
+        return path.read_text(encoding="utf-8", errors="replace")[: MAX_INVITE_CHARS + 100]
+    if texts == ["-"]:
+        return sys.stdin.read(MAX_INVITE_CHARS + 100)
+    text = texts[0] if texts else os.environ.get(INVITE_VARIABLE, "")
+    if not text:
+        raise ValueError(f"no invite: {HOW}")
+    return text

@@ -21,6 +21,7 @@ from shoal.cli.process import identify
 from shoal.runtime.report import AnyLine, Ended, Listening, decode
 
 MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
+INVITE_VARIABLE = "SHOAL_INVITE"  # a peer gets its invite by its standard input, and hands nothing on to what it starts
 GOODBYE_S = 5.0  # from SIGTERM to SIGKILL
 
 
@@ -35,9 +36,17 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Second line: the invite to the run, with the addresses of peers that listen by now."""
+    """Second line: the invite to the run, with the addresses of peers that listen by now, and the list of passes. Never on a command
+    line, which every user of the machine can read."""
 
     invite: str
+    passes: bytes = b""
+
+
+class News(msgspec.Struct, frozen=True):
+    """Any further line: a newer list of passes."""
+
+    passes: bytes
 
 
 class Child:
@@ -50,12 +59,13 @@ class Child:
         self.addresses: tuple[str, ...] = ()
         self.ended: Ended | None = None
         self.killed = False
+        self.introduced = False  # it has been told how to find the run, and takes news
 
     @property
     def alive(self) -> bool:
         return self.process.returncode is None
 
-    def write(self, line: Spec | Start) -> None:
+    def write(self, line: Spec | Start | News) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(line) + b"\n")
 
@@ -159,4 +169,5 @@ class Crew:
 def _environment(spec: Spec) -> dict[str, str]:
     """Threads that wait by spinning would take the cores from the other peers of this machine."""
     threads = spec.config["device"]["threads"]
-    return {**os.environ, "OMP_NUM_THREADS": str(threads)} if threads else dict(os.environ)
+    told = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
+    return {**told, "OMP_NUM_THREADS": str(threads)} if threads else told

@@ -13,15 +13,19 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli.launch import Spec, Start
+from shoal.cli.launch import News, Spec, Start
 from shoal.cli.main import describe
 from shoal.runtime.report import Ended, encode
+
+if TYPE_CHECKING:
+    from shoal.runtime.node import Node
 
 PR_SET_PDEATHSIG = 1
 ORPHANED = 3
@@ -30,9 +34,10 @@ ORPHANED = 3
 def main() -> int:
     die_with(int(sys.argv[1]))
     out = _own_output()
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=Spec)
+    told = _lines()
+    spec = msgspec.json.decode(next(told), type=Spec)
     try:
-        ended = _take_part(spec, out)
+        ended = _take_part(spec, told, out)
     except (ValueError, OSError) as error:
         ended = Ended(ok=False, reason=describe(error), user_error=isinstance(error, ValueError))
     out.write(encode(ended))
@@ -55,16 +60,26 @@ def _own_output() -> IO[bytes]:
     return out
 
 
-def _take_part(spec: Spec, out: IO[bytes]) -> Ended:
+def _lines() -> Iterator[bytes]:
+    """What the launcher writes. Not through sys.stdin, whose lock would be held when the interpreter ends."""
+    held = b""
+    with contextlib.suppress(OSError):
+        while piece := os.read(0, 1 << 16):
+            *whole, held = (held + piece).split(b"\n")
+            yield from whole
+
+
+def _take_part(spec: Spec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
     from shoal import build  # imports torch; every process does so while the first one is not yet listening
     from shoal.transport.invite import read_invite
 
     config = configuration.from_tree(spec.config)
     hands = build.hands(config, spec.first_step)
-    start = msgspec.json.decode(sys.stdin.buffer.readline() or b"null", type=Start | None)
+    start = msgspec.json.decode(next(told, b"null"), type=Start | None)
     if start is None:
         return Ended(ok=False, reason="the launcher is gone")
-    threading.Thread(target=_watch_launcher, name="launcher", daemon=True).start()
+    news = _News(start.passes)
+    threading.Thread(target=_watch_launcher, args=(told, news), name="launcher", daemon=True).start()
     traces = Path(spec.directory) / "traces"
     traces.mkdir(exist_ok=True)
     role = build.Role(
@@ -76,6 +91,7 @@ def _take_part(spec: Spec, out: IO[bytes]) -> Ended:
 
     async def run() -> Ended:
         async with build.peer(config, role, read_invite(start.invite, 0.0), hands, out) as node:
+            news.reach(node)
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, lambda: node.leave("its launcher asks it to"))
             finish = await node.run()
@@ -84,11 +100,35 @@ def _take_part(spec: Spec, out: IO[bytes]) -> Ended:
     return asyncio.run(run())
 
 
-def _watch_launcher() -> None:
-    """The launcher writes nothing more; an end of input means that it is gone."""
-    with contextlib.suppress(OSError):
-        while os.read(0, 1):  # not through sys.stdin, whose lock would be held when the interpreter ends
-            pass
+class _News:
+    """The newest list of passes that the launcher has told, from its thread to the node's loop."""
+
+    def __init__(self, passes: bytes) -> None:
+        self._passes = passes
+        self._tell: Callable[[], object] = lambda: None
+
+    def reach(self, node: Node) -> None:
+        """In the node's loop: from now on it hears at once."""
+        loop, gate = asyncio.get_running_loop(), node.gate
+        assert gate is not None
+
+        def hear() -> None:
+            if self._passes:
+                gate.hear(self._passes)
+
+        self._tell = lambda: loop.call_soon_threadsafe(hear)
+        hear()
+
+    def take(self, passes: bytes) -> None:
+        self._passes = passes
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this peer's part is over
+            self._tell()
+
+
+def _watch_launcher(told: Iterator[bytes], news: _News) -> None:
+    """An end of input means that the launcher is gone."""
+    for line in told:
+        news.take(msgspec.json.decode(line, type=News).passes)
     os._exit(ORPHANED)
 
 

@@ -41,7 +41,11 @@ SMALL_WORK = ("data.sequence=256", "train.microbatch=4", "train.batch=4")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="CONFIG | section.field=value", help="measure with this model")
-    parser.add_argument("--run", metavar="INVITE", help="measure the links between the peers of that run instead")
+    parser.add_argument(
+        "--run",
+        metavar="INVITE",
+        help="measure the links between the peers of that run instead; - reads the invite from standard input, as `ps` shows arguments",
+    )
     parser.add_argument("--out", metavar="FILE", help="device.toml, or cluster.toml with --run")
     parser.add_argument("--name", help="what this machine is called; else its host name")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to compute")
@@ -138,6 +142,7 @@ def _flops(value: float) -> str:
 
 async def _links(args: argparse.Namespace) -> int:
     from shoal import build
+    from shoal.cli.join import found as found_invite
     from shoal.runtime.measure import MOST_BYTES, Meter, survey
     from shoal.transport.base import Incoming
     from shoal.transport.invite import read_invite
@@ -147,7 +152,7 @@ async def _links(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--most {args.most!r}: 1 B to {units.size(MOST_BYTES)}, which a peer answers at most; try '16 MB'"
         )
-    invite = read_invite(args.run, time.time())
+    invite = read_invite(found_invite([args.run], None), 0.0)
     settings = [word for word in args.words if "=" in word]
     config = build.joined(invite.config, settings)
     async with build.operator(config, invite) as (transport, directory):

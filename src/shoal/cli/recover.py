@@ -17,6 +17,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.cli import process, rundir
+from shoal.cli.invites import Office
 from shoal.config import Config, microbatches
 from shoal.core.messages import AskStanding, Override, Peer, Standing
 from shoal.core.override import Refusal, decide
@@ -61,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
 
     async def recover() -> int:
-        async with operator(config, invite) as (transport, peers):
+        async with operator(config, invite, Office(directory, authority).pass_list()) as (transport, peers):
             desk = Desk(transport, peers)
             standings = await desk.ask(args.wait)
             gone = frozenset(_named(word, standings, labels) for word in args.gone)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -20,11 +21,14 @@ import msgspec
 from shoal import config as configuration
 from shoal.cli import planned, rundir
 from shoal.cli.files import Files
-from shoal.cli.launch import Child, Crew, Spec, Start
+from shoal.cli.invites import Office
+from shoal.cli.launch import Child, Crew, News, Spec, Start
+from shoal.cli.main import describe
 from shoal.cli.plan import refuse_other_size, tensor_bytes
 from shoal.cli.process import identify
 from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
+from shoal.core.names import invite_of
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
@@ -41,7 +45,6 @@ STATUS_S = 1.0
 FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
 LEAVE_S = 120.0  # for a guest's step to end
 LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
-INVITE_S = 30 * 86400.0  # local peers' passes: longer than any run on one machine
 HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended processes do not come back
 RECOVER_S = 900.0  # the same, when members on other machines could go on: an operator has time for `shoal recover`
 NO_MAJORITY = "a majority of the members has ended, so the others can agree on nothing more"
@@ -151,6 +154,8 @@ class Run:
         self.watch = Watch(job.config, job.started_s, job.resumed)
         self.crew = Crew(job.directory, self._hear, self._ended)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
+        self.office = Office(job.directory, self.authority) if self.authority is not None else None
+        self.untended = ""  # why passes could not be looked after
         self.rng = Random(f"{job.config.run.seed}/kill")
         self.over = asyncio.Event()
         self.early = ""  # why the run ended before its last step
@@ -249,7 +254,31 @@ class Run:
             wanted = rundir.wanted(self.directory) if self.watch.started and self.authority is not None else None
             if wanted is not None and self.crew.living and len(self.crew.living) < wanted.peers:
                 await self._join()
+            self._tend(self.office)
             self._look_for_a_majority(time.monotonic())
+
+    def _tend(self, office: Office | None) -> None:
+        """Passes of those who take part are renewed; whoever was renewed or revoked, here or by a command, is told to the peers."""
+        if office is None:
+            return
+        view = self.watch.books.view
+        everyone = view.members + view.joining if view is not None else ()
+        news = self._passes(lambda: office.tend({invite_of(each.peer) for each in everyone}))
+        for child in self.crew.living:
+            if news and child.introduced:
+                child.write(News(passes=news))
+
+    def _passes(self, ask: Callable[[], bytes]) -> bytes:
+        """What the office says. Training goes on where it cannot: on a full disk, say, there is time until passes end."""
+        try:
+            passes = ask()
+        except (OSError, ValueError) as error:
+            if str(error) != self.untended:
+                self.untended = str(error)
+                self.watch.tell("trouble", f"passes are not renewed: {describe(error)}", time.monotonic())
+            return b""
+        self.untended = ""
+        return passes
 
     def _look_for_a_majority(self, now: float) -> None:
         """Peers without a majority wait for ever, by right: somebody must tell the user."""
@@ -282,10 +311,12 @@ class Run:
         )
 
     def _introduce(self, child: Child) -> None:
-        invite = self.job.invite
-        if self.authority is not None:
-            invite = self.authority.invite(self._addresses(), time.time() + INVITE_S, self.config.run.name)
-        child.write(Start(invite=invite))
+        invite, passes = self.job.invite, b""
+        if self.office is not None:
+            invite = self.office.local(self._addresses(), self.config.network.pass_s, self.config.run.name)
+            passes = self._passes(self.office.pass_list)
+        child.write(Start(invite=invite, passes=passes))
+        child.introduced = True
 
     def _addresses(self) -> tuple[str, ...]:
         """Where newcomers find the run: through those that listen."""
@@ -394,6 +425,8 @@ class Run:
         """What `shoal chaos` needs to know."""
         standing = self.watch.standing
         names = {label: peer for peer, label in self.watch.labels.items()}
+        view = self.watch.books.view
+        everyone = view.members + view.joining if view is not None else ()
         launcher = identify(os.getpid())
         assert launcher is not None
         return rundir.Locals(
@@ -415,4 +448,5 @@ class Run:
                 rundir.Seat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
             ),
             voters=tuple(self.watch.voters()),
+            names=tuple(each.peer for each in everyone),
         )

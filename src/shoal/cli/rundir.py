@@ -6,10 +6,11 @@
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
                                                           faults.json  whose links it has cut or slowed
     config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
+    invites.json   invites that were issued, renewed, revoked
     names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
     session.json   what this session began with, when it resumed an earlier one
 
-For `shoal run`, which writes most of it, `shoal join`, `shoal invite` and `shoal status`.
+For `shoal run`, which writes most of it, `shoal join`, `shoal invite`, `shoal revoke` and `shoal status`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Locals(msgspec.Struct, frozen=True):
     peers: tuple[Local, ...] = ()
     members: tuple[Seat, ...] = ()
     voters: tuple[str, ...] = ()  # labels as in `members`: these, and members that move to another stage
+    names: tuple[str, ...] = ()  # of everybody in the newest view, on whatever machine
 
 
 class Wanted(msgspec.Struct, frozen=True):

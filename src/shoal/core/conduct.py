@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from shoal.core.messages import Barred, Peer, Settings
+from shoal.core.messages import Evicted, Peer, Settings
 from shoal.core.names import invite_of, key_of
 
 COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
@@ -106,11 +106,11 @@ class Pauses:
         self._settings = settings
         self._since: dict[str, tuple[int, float]] = {}
 
-    def on_view(self, barred: tuple[Barred, ...], now: float) -> None:
+    def on_view(self, evicted: tuple[Evicted, ...], now: float) -> None:
         before = self._since
         self._since = {
             one.key: before[one.key] if one.key in before and before[one.key][0] == one.times else (one.times, now)
-            for one in barred
+            for one in evicted
         }
 
     def until(self, peer: Peer, standing: Iterable[Peer]) -> float:
@@ -128,10 +128,10 @@ class Pauses:
         return since + self._settings.ban_s * 2.0 ** min(times - 1, DOUBLED)
 
 
-def barring(barred: tuple[Barred, ...], evicted: Iterable[Peer]) -> tuple[Barred, ...]:
+def evicting(before: tuple[Evicted, ...], evicted: Iterable[Peer]) -> tuple[Evicted, ...]:
     """With those who are evicted now, and their invites; the newest last."""
-    times = {one.key: one.times for one in barred}
+    times = {one.key: one.times for one in before}
     for peer in evicted:
         for key in dict.fromkeys((key_of(peer), invite_of(peer))):
             times[key] = times.pop(key, 0) + 1
-    return tuple(Barred(key, count) for key, count in list(times.items())[-KEPT:])
+    return tuple(Evicted(key, count) for key, count in list(times.items())[-KEPT:])

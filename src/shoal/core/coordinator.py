@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.core import ahead, recovery
 from shoal.core.averaging import fenced
-from shoal.core.conduct import Conduct, Pauses, Verdict, barring
+from shoal.core.conduct import Conduct, Pauses, Verdict, evicting
 from shoal.core.ledger import Doubled, Ledger, counted_twice
 from shoal.core.members import arrived, counting, inherit, moving, names, owners_of
 from shoal.core.messages import (
@@ -149,7 +149,7 @@ class Coordinator:
             self.joins.pop(peer, None)
         fresh_step = before is None or (before.step, before.epoch) != (view.step, view.epoch)
         self.progress.on_view(before, view, now)
-        self.pauses.on_view(view.barred, now)
+        self.pauses.on_view(view.evicted, now)
         self.conduct.keep(present)
         if fresh_step:
             self.committed_at = now
@@ -210,6 +210,14 @@ class Coordinator:
         """The network says that peer cannot be reached: it has DOUBT_BEATS to show life."""
         if peer in self.heard:
             self.doubted.setdefault(peer, now)
+
+    def bar(self, peers: tuple[Peer, ...]) -> None:
+        """The run's authority has revoked these."""
+        for peer in peers:
+            self.joins.pop(peer, None)
+            if peer in self.present and peer not in self.guilty:
+                self.guilty[peer] = "revoked by the run's authority"
+                self.dirty = True
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
@@ -349,7 +357,7 @@ class Coordinator:
             owners=inherit(view, members, self._ledger(view.work).open(members)),
             fenced=(*view.fenced, *(member for member in view.members if member.peer in left)),
             account=account,
-            barred=barring(view.barred, [peer for peer in gone if peer in self.guilty]),
+            evicted=evicting(view.evicted, [peer for peer in gone if peer in self.guilty]),
             reason="; ".join(words)[:2000],
         )
         closed = self._ledger(view.step)
@@ -688,7 +696,7 @@ class Coordinator:
             reason="; ".join(words)[:2000],
             fenced=out,
             since=view.since,
-            barred=view.barred,
+            evicted=view.evicted,
         )
 
     def _end(self, view: View, now: float) -> View | None:

@@ -26,6 +26,8 @@ Seat = Annotated[int, msgspec.Meta(ge=-1, lt=2**20)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Digest = Annotated[str, msgspec.Meta(max_length=128)]
 
+MAX_LIST_BYTES = 512 << 10  # of the authority's list of passes
+
 
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A plain value inside messages."""
@@ -106,8 +108,8 @@ class Committed(Value, frozen=True):
     listeners: tuple[Peer, ...] = ()  # joiners that the sums were sent to; no other can apply them
 
 
-class Barred(Value, frozen=True):
-    """A key whose peer was evicted for what it did, so many times: it is let in again after a pause that grows with them."""
+class Evicted(Value, frozen=True):
+    """A key, or an invite, whose peer was evicted for what it did, so many times: it is let in again after a pause that grows with them."""
 
     key: Nobody
     times: Count = 1
@@ -138,7 +140,7 @@ class View(Value, frozen=True):
     ahead: bool = False  # the books of `step` are closed and it is averaged, while step + 1 is computed
     begun: bool = False  # step + 1 was opened: `ahead`, or a death has opened `step` again
     since: Count = 0  # number of the view that set `work`, or set it again: requests of older views are void
-    barred: Annotated[tuple[Barred, ...], msgspec.Meta(max_length=256)] = ()
+    evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
 
     def keeps(self, holding: Holding) -> bool:
         """That state of the epoch before is what this epoch begins with, too."""
@@ -308,6 +310,21 @@ class Dismissed(Wire, frozen=True):
     """Leader to everyone of a finished run: all know that it is, so you may end."""
 
     number: Count
+
+
+class AskPasses(Wire, frozen=True):
+    """Any peer to any other: I hold this version of the authority's list of passes. Answer: Passes. Drivers settle it (runtime/passes.py);
+    no machine hears of it."""
+
+    version: Count
+
+
+class Passes(Wire, frozen=True):
+    """The version I hold, with the list itself when it is newer than what was asked with. Signed by the run's authority
+    (transport/passes.py)."""
+
+    version: Count
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_LIST_BYTES)] = b""
 
 
 # ------------------------------------------------------------------------------------------------------------- hops
@@ -741,6 +758,7 @@ Message = (
     | Round | Part | Sum | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
     | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
     | AskStanding | Standing | Override
+    | AskPasses | Passes
     | Ping | Pong | Measure | Measured
 )  # fmt: skip
 
@@ -847,6 +865,12 @@ class Asked(Event, frozen=True):
     """A person or the launcher asks this peer to leave at the next step boundary."""
 
     reason: Text = ""
+
+
+class Barred(Event, frozen=True):
+    """The run's authority has revoked these peers of my view: whoever leads removes them. Told again with every view that has some."""
+
+    peers: tuple[Peer, ...]
 
 
 # ---------------------------------------------------------------------------------------------------------- commands

@@ -22,6 +22,7 @@ from shoal.core.messages import (
     AskState,
     AskVote,
     Backward,
+    Barred,
     BlobRef,
     Booker,
     Boundary,
@@ -125,6 +126,7 @@ class PeerMachine:
         self.alone = False  # told of being without a leader
         self.led_at = float("-inf")  # when I led last
         self.stalled_at: float | None = None  # when it was last said why nothing is committed
+        self.barred: tuple[Peer, ...] = ()  # revoked by the run's authority
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -200,6 +202,8 @@ class PeerMachine:
             case Found():
                 self.known = tuple(peer for peer in event.peers if peer != self.name)
                 return self._ask_in(now) + self._pass_on(event.peers)
+            case Barred():
+                self.barred = event.peers
             case Asked():
                 self.leaving = event.reason or "asked to"
         return []
@@ -366,6 +370,7 @@ class PeerMachine:
             self.led = self.register.term
             commands += self.coordinator.lead(view, self.register.term, now)
             commands += self._pulse(now)
+        self.coordinator.bar(self.barred)
         commands += self.coordinator.decide(self.register, now)
         self.register.stalled = self.coordinator.stall
         commands += self._tell_stall(self.coordinator.stall, now)

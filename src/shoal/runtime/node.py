@@ -16,6 +16,7 @@ import msgspec
 from shoal import trace
 from shoal.core.messages import (
     Asked,
+    Barred,
     BlobRef,
     Command,
     Do,
@@ -26,6 +27,7 @@ from shoal.core.messages import (
     Find,
     Finish,
     Found,
+    Peer,
     Received,
     Send,
     Tick,
@@ -36,8 +38,9 @@ from shoal.core.peer import PeerMachine
 from shoal.runtime.coding import Held
 from shoal.runtime.hands import Hands
 from shoal.runtime.measure import Meter
+from shoal.runtime.passes import Gate
 from shoal.runtime.record import Record
-from shoal.runtime.report import Progress
+from shoal.runtime.report import Progress, Told
 from shoal.runtime.signing import Signatures
 from shoal.traffic import Kept, Size, Tally
 from shoal.transport.base import Blob, Incoming, Transport
@@ -59,10 +62,15 @@ class Node:
         directory: Directory,
         record: Record,
         signing: Signatures,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate`: where passes count."""
         self.machine, self.hands, self.transport, self._signing = machine, hands, transport, signing
         self.directory, self.record = directory, record
         self.meter = Meter(transport)
+        self.gate = gate
+        self._found: tuple[Peer, ...] = ()  # by the last look-up
+        self._news = asyncio.Event()  # something to announce at once
         self.tally = Tally()
         self.finish: Finish | None = None
         self._shelf_most = 0  # bytes that the machine has kept for a step at most
@@ -88,6 +96,8 @@ class Node:
                 self.meter.serve(),
             )
             tasks = [group.create_task(work) for work in works]
+            if self.gate is not None:
+                tasks.append(group.create_task(self._serve_gate(self.gate)))
             self.handle(Tick())
             await self._over.wait()
             for task in tasks:
@@ -113,6 +123,7 @@ class Node:
                 self._tell_traffic(now)
             self._view = self.machine.view
             self.record.view(now, self._view)
+            self._bar()
         for command in commands:
             self._carry_out(command)
         deadline = self.machine.deadline
@@ -156,9 +167,12 @@ class Node:
         while True:
             incoming = await self.transport.receive()
             if isinstance(incoming, Incoming):
-                if not self.meter.takes(incoming):
+                refused = self.gate is not None and self.gate.takes(incoming)
+                if not refused and not self.meter.takes(incoming):
                     self._on_message(incoming)
             else:
+                if self.gate is not None:
+                    self.gate.lost(incoming.peer, incoming.reason)
                 self.handle(Unreachable(peer=incoming.peer))
                 self._find.set()  # its address may not be known here yet
             await asyncio.sleep(0)  # a flood of messages starves neither deadlines nor results
@@ -201,13 +215,47 @@ class Node:
             await self._find.wait()
             self._find.clear()
             records = await self.directory.peers()
+            self._found = tuple(record.peer for record in records)
             self.handle(Found(peers=tuple(record.peer for record in records if record.peer != self.machine.name)))
             await asyncio.sleep(LOOK_UP_S)
 
     async def _announce(self) -> None:
         while True:
+            self._news.clear()
             await self.directory.announce()
-            await asyncio.sleep(ANNOUNCE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANNOUNCE_S):
+                    await self._news.wait()
+
+    # ---------------------------------------------------------------------------------------------------- passes
+
+    async def _serve_gate(self, gate: Gate) -> None:
+        gate.known = lambda: (*self._in_view(), *self._found)
+        gate.changed, gate.refused = self._on_passes, self._on_refused
+        gate.tell = lambda text: self.record.tell(Told(time.monotonic(), self.machine.name, "passes", text))
+        gate.inside = lambda: self.machine.view is not None
+        await gate.serve()
+
+    def _on_passes(self) -> None:
+        """Somebody was revoked, or my pass was renewed."""
+        self._news.set()
+        self._bar()
+
+    def _on_refused(self, reason: str) -> None:
+        self.finish = self.finish or Finish(ok=False, reason=reason)
+        self._over.set()
+
+    def _in_view(self) -> tuple[Peer, ...]:
+        view = self._view
+        return tuple(each.peer for each in view.members + view.joining) if view is not None else ()
+
+    def _bar(self) -> None:
+        """Whoever leads is to remove those of the view that were revoked."""
+        if self.gate is None:
+            return
+        revoked = tuple(peer for peer in self._in_view() if self.gate.membership.revoked(peer) is not None)
+        if revoked:
+            self._inbox.put_nowait(Barred(peers=revoked))
 
     async def _report(self) -> None:
         while True:

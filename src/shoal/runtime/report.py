@@ -54,7 +54,7 @@ class Progress(Line, frozen=True):
 
 
 class Told(Line, frozen=True):
-    """A decision worth telling, from the machine, or of the peer's own: 'trouble', or 'network' (which way it sends)."""
+    """A decision worth telling, from the machine, or of the peer's own: 'trouble', 'network' (which way it sends), 'passes'."""
 
     time_s: float
     peer: Peer

@@ -6,7 +6,9 @@ the twenty peers nearest to that key. Whoever stores or hands on a record cannot
 to keep and what it is told (signature, pass, name, expiry, size), and what fails is neither kept nor believed.
 
 Whether a record counts depends on the record alone and not on the moment, as far as honest peers make them: hivemind throws
-away all records of an answer when one of them is refused, so that peers whose clocks differ must not differ here.
+away all records of an answer when one of them is refused, so that peers whose clocks differ must not differ here. Likewise the record
+of a peer that was revoked is passed on by those who have not heard of it, and is no fault; it is only never believed. And a peer whose own
+pass is over announces nothing until a renewal has come.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address, written
-from shoal.transport.directory import MAX_RECORDS, MAX_SEALED_BYTES, TTL_S, Record, seal, unseal
+from shoal.transport.directory import MAX_RECORDS, MAX_SEALED_BYTES, TTL_S, Record, opened, seal
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Membership
 
@@ -99,6 +101,9 @@ class Dht:
         return self._daemon.addresses
 
     async def announce(self) -> None:
+        grant = self.membership.grant
+        if grant is not None and grant.ends_s <= self.membership.clock():
+            return
         own = msgspec.structs.replace(self.own, expires_s=time.time() + TTL_S)
         if own.addresses:
             await self._refresh()
@@ -113,7 +118,8 @@ class Dht:
             await self._ask(self._meet_bootstrap)
         await self._ask(lambda: self._node.get(self._key, latest=True))
         now = time.time()
-        self._held = {peer: record for peer, record in self._held.items() if record.expires_s > now}
+        revoked = self.membership.revoked
+        self._held = {peer: kept for peer, kept in self._held.items() if kept.expires_s > now and not revoked(peer)}
         return list(self._held.values())
 
     # ------------------------------------------------------------------------------------------------------- private
@@ -192,6 +198,8 @@ class Dht:
         now = time.time()
         if peer != record.peer or record.expires_s > now + 10 * TTL_S:
             return False
+        if self.membership.revoked(peer):
+            return True
         held = self._held.get(peer)
         if held is None and len(self._held) >= MAX_RECORDS:
             return False
@@ -202,7 +210,7 @@ class Dht:
 
     def _checked(self, value: bytes, expires_s: float) -> Record:
         """ValueError says what is wrong. Signed and passed as of the time when it was made."""
-        record = unseal(msgspec.msgpack.decode(value, type=bytes), self.membership, expires_s - TTL_S)
+        record = opened(msgspec.msgpack.decode(value, type=bytes), self.membership, expires_s - TTL_S)
         if record.expires_s != expires_s:
             raise ValueError(f"{record.peer}: stored until another time than it says")
         return record

@@ -76,6 +76,14 @@ def seal(identity: Identity, membership: Membership, record: Record) -> bytes:
 
 def unseal(data: bytes, membership: Membership, now: float) -> Record:
     """The record, checked: its size, signature, run, expiry, and that its peer belongs to the run. ValueError says what is wrong."""
+    record = opened(data, membership, now)
+    if (revoked := membership.revoked(record.peer)) is not None:
+        raise ValueError(f"{record.peer}: {revoked.words}")
+    return record
+
+
+def opened(data: bytes, membership: Membership, now: float) -> Record:
+    """The same without a look at the revoked."""
     if len(data) > MAX_SEALED_BYTES:
         raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
     try:
@@ -92,7 +100,7 @@ def unseal(data: bytes, membership: Membership, now: float) -> Record:
         raise ValueError(f"{record.peer} takes part in another run")
     if not now < record.expires_s <= now + 10 * TTL_S:
         raise ValueError(f"{record.peer}: the record has expired, or a clock is wrong by minutes")
-    membership.check(sealed.proof, key, now)
+    membership.check_pass(sealed.proof, record.peer, now)
     return record
 
 
@@ -131,12 +139,17 @@ class Gossip:
 
     async def peers(self) -> list[Record]:
         await self._exchange()
+        self._drop_revoked()
         now = time.time()
         return [record for record, _ in self._held.values() if record.expires_s > now]
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
+
+    def _drop_revoked(self) -> None:
+        for peer in [peer for peer in self._held if self.membership.revoked(peer)]:
+            del self._held[peer]
 
     async def _exchange(self) -> None:
         """Ask the bootstrap peers and some others; then those that are new and have not heard of this peer."""
@@ -184,6 +197,7 @@ class Gossip:
             writer.close()
 
     def _tell(self, writer: asyncio.StreamWriter) -> None:
+        self._drop_revoked()
         now = time.time()
         told = msgspec.msgpack.encode([data for record, data in self._held.values() if record.expires_s > now])
         writer.write(len(told).to_bytes(4, "big") + told)

@@ -1,5 +1,8 @@
 """The first words on a connection between two peers: protocol number, run, name, kind of traffic, and the pass.
 
+Each side hands the other the newest grant that it knows for the other's invite, so that whoever comes with an old text, or slept
+through a renewal, shows a valid pass from then on. Who is refused because it was revoked is shown the authority's own word for it.
+
 For transports whose connections already prove the key of the other side (tls.py by its certificate, libp2p by its own
 handshake): that key's id is handed in and must be the one inside the name. The caller of a connection speaks first and
 the other side answers with its own hello, or with the reason for refusing.
@@ -7,20 +10,21 @@ the other side answers with its own hello, or with the reason for refusing.
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Literal
 
 import msgspec
 
 from shoal.core.messages import PROTOCOL, Peer
 from shoal.transport.identity import key_id_of
-from shoal.transport.invite import MAX_PASS_BYTES, Membership
+from shoal.transport.passes import MAX_GRANT_BYTES, MAX_PASS_BYTES, Membership, NotWelcome
 
 MAX_HELLO_BYTES = 4096
 
 
 class Refusal(ValueError):
-    """This side does not talk to the other, or the other way round."""
+    """This side does not talk to the other, or the other way round. `notice`: the authority's word, for whom was revoked."""
+
+    notice = b""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -30,21 +34,24 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     to: Peer  # whom the speaker wants: at that address another may have started since
     kind: Literal["control", "bulk"]
     proof: Annotated[bytes, msgspec.Meta(max_length=MAX_PASS_BYTES)]
+    grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)] = b""  # of the other's invite, as I know it
 
 
 class No(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: Annotated[str, msgspec.Meta(max_length=500)]
+    notice: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)] = b""
 
 
 _decoder: msgspec.msgpack.Decoder[Hello | No] = msgspec.msgpack.Decoder(Hello | No)
 
 
 def encode_hello(name: Peer, to: Peer, kind: Literal["control", "bulk"], membership: Membership) -> bytes:
-    return msgspec.msgpack.encode(Hello(PROTOCOL, membership.run, name, to, kind, membership.proof))
+    hello = Hello(PROTOCOL, membership.run, name, to, kind, membership.proof, membership.newer_grant(to))
+    return msgspec.msgpack.encode(hello)
 
 
-def encode_no(reason: str) -> bytes:
-    return msgspec.msgpack.encode(No(reason[:500]))
+def encode_no(refusal: Refusal) -> bytes:
+    return msgspec.msgpack.encode(No(str(refusal)[:500], refusal.notice))
 
 
 def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Membership) -> Hello:
@@ -55,6 +62,7 @@ def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Members
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise Refusal("its hello is malformed") from None
     if isinstance(hello, No):
+        membership.take_notice(hello.notice)
         raise Refusal(f"it refuses: {hello.reason}")
     if hello.protocol != PROTOCOL:
         raise Refusal(f"it speaks protocol {hello.protocol}, this peer {PROTOCOL}; install the same version of shoal")
@@ -66,7 +74,10 @@ def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Members
         claimed = key_id_of(hello.name)
         if claimed != key:
             raise ValueError(f"it claims the name of {claimed} but holds the key of {key}")
-        membership.check(hello.proof, claimed, time.time())
+        membership.check(hello.proof, hello.name, membership.clock())
     except ValueError as error:
-        raise Refusal(str(error)) from None
+        refusal = Refusal(str(error))
+        refusal.notice = error.notice if isinstance(error, NotWelcome) else b""
+        raise refusal from None
+    membership.take_grant(hello.grant)
     return hello

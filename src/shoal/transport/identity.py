@@ -28,20 +28,26 @@ from cryptography.x509.oid import NameOID
 from shoal.core.messages import Peer
 
 KEY_ID_BYTES = 20  # of SHA-256: finding another key with the same id takes 2^160 tries
+KEY_ID_CHARS = KEY_ID_BYTES * 8 // 5
 PUBLIC_BYTES = 32
 _FROM = datetime.datetime(2000, 1, 1)  # no peer's clock is trusted for certificates: they are always valid
 _UNTIL = datetime.datetime(9999, 12, 31)
 
 
 class Identity:
-    """A key in the hands of one process. `name` is the peer's name in core: the key id and this process's incarnation."""
+    """A key in the hands of one process. `name` is the peer's name in core (core/names.py): the key id, this process's incarnation,
+    and, as soon as an invite has made its pass, `tag`: that invite's id and limit. Without it no peer of a run admits it."""
 
     def __init__(self, key: Ed25519PrivateKey, incarnation: str = "") -> None:
         self.key = key
         self.public = public_bytes(key)
         self.key_id = key_id(self.public)
         self.incarnation = incarnation or f"{time.time_ns():x}"  # later starts have larger ones
-        self.name: Peer = f"{self.key_id}.{self.incarnation}"
+        self.tag = ""
+
+    @property
+    def name(self) -> Peer:
+        return f"{self.key_id}.{self.incarnation}.{self.tag}" if self.tag else f"{self.key_id}.{self.incarnation}"
 
     @classmethod
     def new(cls, incarnation: str = "") -> Identity:
@@ -61,12 +67,16 @@ def key_id(public: bytes) -> str:
 
 
 def key_id_of(name: Peer) -> str:
-    """The key id inside a peer's name; ValueError when the name has another form."""
-    key, dot, incarnation = name.partition(".")
-    length = len(key_id(b""))
-    if not dot or len(key) != length or not incarnation.isalnum() or not incarnation.isascii() or len(incarnation) > 32:
-        raise ValueError(f"'{name[:128]}' is not a peer's name; expected '<key id of {length} letters>.<incarnation>'")
-    return key
+    """The key id inside a peer's name; ValueError when the name has another form. What a name says of its invite is compared with the
+    pass (passes.py)."""
+    fields = name.split(".")
+    length = KEY_ID_CHARS
+    plain = all(field.isalnum() and field.isascii() and len(field) <= length for field in fields)
+    if not plain or len(fields) not in (2, 4) or len(fields[0]) != length:
+        raise ValueError(
+            f"'{name[:128]}' is not a peer's name; expected '<key id of {length} letters>.<incarnation>.<invite>.<limit>'"
+        )
+    return fields[0]
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:

@@ -1,17 +1,18 @@
-"""Who may take part in a run: the authority's key, invites for people, and the passes that peers show to one another.
+"""Who may take part in a run: the authority's key and the invites that it signs for people.
 
-A run is named by the key id of its authority. An invite is a secret text for one person or machine: addresses to start
-from, a date, and a key of its own that the authority has signed. With it the holder makes the pass of its peer, which
-names the peer's key: a pass proves membership to anybody and is of no use to anybody else, so that a stranger who is
-shown one gains nothing. Passes end with the invite they come from.
+A run is named by the key id of its authority, which stays the same for as long as the run lasts. An invite is a secret text for one
+person or machine: addresses to start from, a date, how many peers may come by it, and a key of its own that the authority has signed.
+With it the holder makes the pass of its peer (passes.py), which names the peer's key: a pass proves membership to anybody and is
+of no use to anybody else, so that a stranger who is shown one gains nothing. The authority renews passes and revokes them.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import datetime
 import os
+import time
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -19,80 +20,47 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from shoal.core.messages import Override, View
-from shoal.transport.identity import PUBLIC_BYTES, Identity, key_id, load_key, public_bytes, sign, verify
+from shoal.transport.identity import Identity, key_id, load_key, public_bytes, sign, verify
+from shoal.transport.passes import Grant, Key, Pass, PassList, Plain, Revoked, Signature
+from shoal.transport.passes import Membership as Membership
 
 PREFIX = "shoal-"
 MAX_INVITE_CHARS = 16384
-MAX_PASS_BYTES = 1024
 MAX_CONFIG_BYTES = 4096
+PEERS = 16  # that an invite admits at a time, unless it says otherwise
 
-_Key = Annotated[bytes, msgspec.Meta(min_length=PUBLIC_BYTES, max_length=PUBLIC_BYTES)]
-_Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
 _Config = Annotated[bytes, msgspec.Meta(max_length=MAX_CONFIG_BYTES)]
 _Address = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class _Plain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class Grant(_Plain, frozen=True):
-    """The authority lets whoever holds `holder`'s private key name members, until `expires` (seconds since 1970)."""
-
-    authority: _Key
-    holder: _Key
-    expires: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-    signature: _Signature = bytes(64)
-
-    def check(self, now: float) -> None:
-        unsigned = msgspec.msgpack.encode(msgspec.structs.replace(self, signature=bytes(64)))
-        if not verify(self.authority, "grant", unsigned, self.signature):
-            raise ValueError("forged: not signed by the run's authority")
-        if now >= self.expires:
-            raise ValueError(f"expired at {_date(self.expires)}; ask for a new invite")
-
-
-class _Pass(_Plain, frozen=True):
-    grant: Grant
-    member: _Key
-    signature: _Signature  # of the member's key, by the grant's holder
-
-
-class Membership(msgspec.Struct, frozen=True):
-    """What a transport needs to prove that its peer belongs to the run, and to check others."""
-
-    run: str
-    proof: bytes
-
-    def check(self, proof: bytes, member: str, now: float) -> None:
-        """ValueError says why `proof` does not admit the peer with key id `member` to this run."""
-        check_pass(proof, self.run, member, now)
-
-
-class Invite(_Plain, frozen=True):
+class Invite(Plain, frozen=True):
     """As read from its text. `addresses` are bootstrap addresses, in the directory's own form; `config` is what a newcomer
     needs to know of the run, in the composition root's own form."""
 
     title: _Name
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=32)]
     grant: Grant
-    secret: _Key
-    signature: _Signature = bytes(64)
+    secret: Key
+    signature: Signature = bytes(64)
     config: _Config = b""
 
     @property
     def run(self) -> str:
         return key_id(self.grant.authority)
 
-    def membership(self, identity: Identity) -> Membership:
+    def membership(self, identity: Identity, clock: Callable[[], float] = time.time) -> Membership:
+        """The identity's pass. From here on its name says by which invite it came."""
+        identity.tag = self.grant.tag
         holder = Ed25519PrivateKey.from_private_bytes(self.secret)
         signature = sign(holder, "member", identity.public)
-        return Membership(self.run, msgspec.msgpack.encode(_Pass(self.grant, identity.public, signature)))
+        proof = msgspec.msgpack.encode(Pass(self.grant, identity.public, signature))
+        return Membership(self.run, proof, identity.name, clock)
 
 
 class Authority:
-    """The key that founded a run. Whoever holds it makes invites; it is not needed for anything else."""
+    """The key that founded a run. Whoever holds it makes, renews and revokes invites, and overrides the quorum; it is not needed for
+    anything else. It cannot be replaced: its id is the run's name."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -115,18 +83,50 @@ class Authority:
             unsigned, signature=sign(self._key, "override", msgspec.msgpack.encode(unsigned))
         )
 
-    def invite(self, addresses: tuple[str, ...], expires: float, title: str = "", config: bytes = b"") -> str:
-        """The text of a new invite, good until `expires` (seconds since 1970)."""
+    def invite(
+        self,
+        addresses: tuple[str, ...],
+        expires: float,
+        title: str = "",
+        config: bytes = b"",
+        peers: int = PEERS,
+        issued: float | None = None,
+    ) -> str:
+        """The text of a new invite, good until `expires` (seconds since 1970) and for so many peers at a time."""
         holder = Ed25519PrivateKey.generate()
-        grant = Grant(self.public, public_bytes(holder), int(expires))
-        grant = msgspec.structs.replace(grant, signature=sign(self._key, "grant", msgspec.msgpack.encode(grant)))
+        issued = min(time.time() if issued is None else issued, expires)
+        grant = self._granted(Grant(self.public, public_bytes(holder), max(0, int(issued)), int(expires), peers))
         secret = holder.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
-        invite = Invite(title, addresses, grant, secret, config=config)
-        signature = sign(self._key, "invite", msgspec.msgpack.encode(invite))
-        data = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=signature))
+        return self.text(Invite(title, addresses, grant, secret, config=config))
+
+    def text(self, invite: Invite) -> str:
+        """Signed, to be handed over."""
+        unsigned = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=bytes(64)))
+        data = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=sign(self._key, "invite", unsigned)))
         text = PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
-        read_invite(text, now=0.0)  # names and addresses that no peer would accept are refused here
+        read_invite(text, now=0.0)  # names, limits and addresses that no peer would accept are refused here
         return text
+
+    def renewed(self, grant: Grant, issued: float, expires: float) -> Grant:
+        """The same for longer."""
+        return self._granted(msgspec.structs.replace(grant, issued=int(issued), expires=int(expires)))
+
+    def revoked(self, what: str, since: float) -> Revoked:
+        """`what`: the id of an invite or of a key."""
+        entry = Revoked(self.public, what, int(since))
+        return msgspec.structs.replace(entry, signature=sign(self._key, "revoked", msgspec.msgpack.encode(entry)))
+
+    def pass_list(self, version: int, grants: tuple[Grant, ...], revoked: tuple[Revoked, ...]) -> bytes:
+        """ValueError: more than a list may have."""
+        unsigned = PassList(self.public, version, grants, revoked)
+        signature = sign(self._key, "passes", msgspec.msgpack.encode(unsigned))
+        data = msgspec.msgpack.encode(msgspec.structs.replace(unsigned, signature=signature))
+        Membership(self.run, b"").take_list(data)  # what no peer would take is refused here
+        return data
+
+    def _granted(self, grant: Grant) -> Grant:
+        unsigned = msgspec.msgpack.encode(msgspec.structs.replace(grant, signature=bytes(64)))
+        return msgspec.structs.replace(grant, signature=sign(self._key, "grant", unsigned))
 
 
 def signed_by(override: Override, run: str) -> bool:
@@ -136,7 +136,8 @@ def signed_by(override: Override, run: str) -> bool:
 
 
 def read_invite(text: str, now: float, run: str = "") -> Invite:
-    """Check an invite; `run`, when given, is the run it must be for. ValueError says what is wrong with it."""
+    """Check an invite; `run`, when given, is the run it must be for. ValueError says what is wrong with it. With `now` 0 its date is
+    not looked at: it may have been renewed since, which only the run's peers know."""
     invite = _decoded("".join(text.split()))
     unsigned = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=bytes(64)))
     if not verify(invite.grant.authority, "invite", unsigned, invite.signature):
@@ -152,28 +153,6 @@ def read_invite(text: str, now: float, run: str = "") -> Invite:
     return invite
 
 
-def check_pass(proof: bytes, run: str, member: str, now: float) -> None:
-    """ValueError says why `proof` does not admit the peer with key id `member` to `run`."""
-    if not proof:
-        raise ValueError("no pass: this peer holds no invite of the run")
-    if len(proof) > MAX_PASS_BYTES:
-        raise ValueError("malformed pass")
-    try:
-        shown = msgspec.msgpack.decode(proof, type=_Pass)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise ValueError("malformed pass") from None
-    if key_id(shown.grant.authority) != run:
-        raise ValueError(f"its pass is of another run ({key_id(shown.grant.authority)}, not {run})")
-    try:
-        shown.grant.check(now)
-    except ValueError as error:
-        raise ValueError(f"its pass is {error}") from None
-    if not verify(shown.grant.holder, "member", shown.member, shown.signature):
-        raise ValueError("its pass is forged: not signed by the invite's holder")
-    if key_id(shown.member) != member:
-        raise ValueError("its pass belongs to another peer")
-
-
 def _decoded(text: str) -> Invite:
     if not text.startswith(PREFIX) or len(text) > MAX_INVITE_CHARS:
         raise ValueError(f"not an invite; expected the text that `shoal invite` printed, which starts with '{PREFIX}'")
@@ -183,10 +162,3 @@ def _decoded(text: str) -> Invite:
         return msgspec.msgpack.decode(data, type=Invite)
     except (binascii.Error, msgspec.MsgspecError, UnicodeError):
         raise ValueError("this invite is incomplete or was altered; copy the whole line") from None
-
-
-def _date(seconds: int) -> str:
-    try:
-        return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M} UTC"
-    except (OverflowError, ValueError):  # beyond the year 9999
-        return f"{seconds} s after 1970"

@@ -290,7 +290,7 @@ class StreamTransport:
         try:
             hello = check_hello((yield from _hear(stream)), key, self.name, self._membership)
         except Refusal as refusal:
-            yield from _say(stream, encode_no(str(refusal)))
+            yield from _say(stream, encode_no(refusal))
             raise Refusal(f"key {key}: {refusal}") from None
         yield from _say(stream, encode_hello(self.name, hello.name, hello.kind, self._membership))
         link.deadline = None
@@ -301,6 +301,8 @@ class StreamTransport:
             stream = stream.paced()
         self._hang_up(hello.name, hello.kind)  # the new one replaces the old one
         self._incoming[hello.name, hello.kind] = link
+        if self._membership.revoked(hello.name):
+            raise Refusal("it was revoked while it came in")
         self._tell(lambda: self._up.add(hello.name))
         yield from self._read_frames(stream, hello.name, hello.kind)
 

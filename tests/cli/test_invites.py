@@ -1,0 +1,235 @@
+"""invites.json: who is renewed and who is not, with an injected clock; what is revoked stays so; names that are meant."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.cli import invite as invite_command
+from shoal.cli import join, revoke
+from shoal.cli.invites import Book, Issued, Office, invite_named
+from shoal.cli.launch import INVITE_VARIABLE, Spec, _environment
+from shoal.transport.identity import Identity
+from shoal.transport.invite import Authority, read_invite
+from shoal.transport.passes import MAX_GRANTS, PassList
+
+DAY_S = 86400.0
+NOW = 1_800_000_000.0
+AUTHORITY = Authority.new()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def office(tmp_path: Path, clock: Clock) -> Office:
+    return Office(tmp_path, AUTHORITY, clock)
+
+
+def issue(office: Office, days: float = 7, **about: object) -> str:
+    """Its id."""
+    text = office.issue((), days * DAY_S, "run", **{"peers": 16, **about})  # type: ignore[arg-type]
+    return read_invite(text, 0.0).grant.id
+
+
+def listed(data: bytes) -> PassList:
+    return msgspec.msgpack.decode(data, type=PassList)
+
+
+def test_invites_of_those_who_take_part_are_renewed_for_ever_and_others_lapse(office: Office, clock: Clock) -> None:
+    used, unused, final = issue(office), issue(office), issue(office, renews=False)
+    office.local((), 30 * DAY_S, "run")
+    local = next(each for each, issued in office.book().invites.items() if issued.local)
+    versions = []
+    for _ in range(365):
+        clock.now += DAY_S
+        if data := office.tend({used, final}):
+            versions.append(listed(data).version)
+        grants = {each: issued.granted for each, issued in office.book().invites.items()}
+        assert grants[used].ends_s > clock.now + 3 * DAY_S and grants[local].ends_s > clock.now + 14 * DAY_S
+    assert versions == sorted(set(versions)) and len(versions) > 90
+    assert unused not in grants and final not in grants, "over, and forgotten"
+    (mine, theirs) = sorted(listed(office.pass_list()).grants, key=lambda grant: grant.peers, reverse=True)
+    assert (mine.id, theirs.id) == (local, used)
+    grants[used].check(clock.now)
+
+
+def test_a_renewal_keeps_holder_and_limit(office: Office, clock: Clock) -> None:
+    each = issue(office, peers=3)
+    before = office.book().invites[each].granted
+    clock.now += 4 * DAY_S
+    (after,) = listed(office.tend({each})).grants
+    assert (after.holder, after.peers, after.tag) == (before.holder, 3, before.tag)
+    assert after.expires == int(clock.now + 7 * DAY_S)
+
+
+def test_the_launcher_hears_of_what_commands_have_changed_once(office: Office, tmp_path: Path, clock: Clock) -> None:
+    launcher = Office(tmp_path, AUTHORITY, clock)
+    assert launcher.tend(()) == b""
+    each = issue(office)
+    assert launcher.tend(()) == b"", "an invite is no news to peers"
+    office.revoke([each], ["k" * 32])
+    told = listed(launcher.tend({each}))
+    assert {entry.what for entry in told.revoked} == {each, "k" * 32}
+    assert launcher.tend({each}) == b""
+
+
+def test_a_revoked_invite_is_never_renewed_and_stays_revoked_in_the_next_session(
+    office: Office, tmp_path: Path, clock: Clock
+) -> None:
+    each = issue(office)
+    version = listed(office.revoke([each], [])).version
+    clock.now += 6 * DAY_S
+    later = Office(tmp_path, AUTHORITY, clock)
+    later.local((), 30 * DAY_S, "run")
+    told = listed(later.tend({each}))
+    assert told.version == version and not told.grants and [entry.what for entry in told.revoked] == [each]
+    assert not later.renew(lambda name, _: name == each)
+
+
+def test_versions_grow_even_when_the_file_was_lost(office: Office, tmp_path: Path, clock: Clock) -> None:
+    before = listed(office.revoke([], ["k" * 32])).version
+    clock.now -= 3600  # and the clock was put back
+    second = listed(office.revoke([], ["l" * 32])).version
+    assert second > before
+    (tmp_path / "invites.json").unlink()
+    clock.now += 7200
+    assert listed(office.revoke([], ["m" * 32])).version > second
+
+
+def test_two_commands_at_once_lose_nothing(tmp_path: Path) -> None:
+    def work() -> None:
+        office = Office(tmp_path, AUTHORITY)
+        for _ in range(10):
+            office.issue((), DAY_S, "run", peers=1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(Office(tmp_path, AUTHORITY).book().invites) == 40
+
+
+def test_no_secret_is_written_down(office: Office, tmp_path: Path) -> None:
+    text = office.issue((), DAY_S, "run", peers=1)
+    secret = read_invite(text, 0.0).secret
+    office.local((), DAY_S, "run")
+    written = (tmp_path / "invites.json").read_bytes()
+    assert msgspec.json.encode(secret).strip(b'"') not in written and text.encode() not in written
+
+
+def test_all_the_launchers_peers_come_by_one_invite_with_the_addresses_of_the_moment(office: Office) -> None:
+    first = read_invite(office.local((), DAY_S, "run"), 0.0)
+    second = read_invite(office.local(("a:1",), DAY_S, "run"), 0.0)
+    assert first.grant == second.grant and second.addresses == ("a:1",)
+
+
+def test_a_file_that_is_no_list_is_named_and_too_many_invites_are_refused(office: Office, tmp_path: Path) -> None:
+    (tmp_path / "invites.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"invites\.json is not a list of invites"):
+        office.book()
+    one = msgspec.msgpack.encode(read_invite(AUTHORITY.invite((), NOW + DAY_S, issued=NOW), 0.0).grant)
+    book = Book(invites={f"{number:012}": Issued(grant=one) for number in range(MAX_GRANTS)})
+    (tmp_path / "invites.json").write_bytes(msgspec.json.encode(book))
+    with pytest.raises(ValueError, match="revoke some"):
+        issue(office)
+
+
+def test_who_is_meant_by_a_word(office: Office) -> None:
+    ann, bob = issue(office, title="ann"), issue(office, title="bob")
+    book, me = office.book(), Identity.new()
+    by_bob = f"{me.key_id}.1.{bob}.16"
+    labels = {"p1": f"{'a' * 32}.1.{ann}.16"}
+    assert revoke._meant("ann", book, labels, ()) == ("invite", ann)
+    assert revoke._meant(bob, book, labels, ()) == revoke._meant(bob[:5], book, labels, ()) == ("invite", bob)
+    assert revoke._meant("p1", book, labels, ()) == ("key", "a" * 32)
+    for word in (by_bob, me.key_id, me.key_id[:8]):
+        assert revoke._meant(word, book, labels, (by_bob,)) == ("key", me.key_id)
+    assert bob in revoke._still(me.key_id, (by_bob,))
+    for word in ("carl", "p9", bob[:3], ""):
+        with pytest.raises(ValueError, match="is no invite and no peer"):
+            revoke._meant(word, book, labels, (by_bob,))
+    assert invite_named("ann", book) == [ann]
+
+
+def test_the_table_names_every_invite_with_its_state(office: Office, clock: Clock) -> None:
+    ann, bob = issue(office, title="ann", peers=3), issue(office, days=1)
+    gone = issue(office, title="carl")
+    office.revoke([gone], ["k" * 32])
+    clock.now += 1.5 * DAY_S
+    text = invite_command.table(office, [f"{'a' * 32}.1.{ann}.3"])
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines()[1:-1])
+    assert "ann" in lines[ann] and "1 of 3" in lines[ann] and "renewed while it is used" in lines[ann]
+    assert lines[bob].endswith("over") and "revoked on 2027-01-15" in lines[gone]
+    assert f"key {'k' * 32} was revoked" in text
+
+
+# ------------------------------------------------------------------------------------------------------------- secrets
+
+
+def test_an_invite_is_read_from_wherever_it_was_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "invite"
+    file.write_text("shoal-abc\n")
+    file.chmod(0o600)
+    monkeypatch.delenv(INVITE_VARIABLE, raising=False)
+    assert join.found(["shoal-x"], None) == "shoal-x"
+    assert join.found([], str(file)).strip() == "shoal-abc"
+    with pytest.raises(ValueError, match="no invite"):
+        join.found([], None)
+    with pytest.raises(ValueError, match="one invite, not 2"):
+        join.found(["shoal-x"], str(file))
+    monkeypatch.setenv(INVITE_VARIABLE, "shoal-env")
+    assert join.found([], None) == "shoal-env"
+    assert join.found(["shoal-x"], None) == "shoal-x"
+
+
+def test_an_invite_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "invite"
+    file.write_text("shoal-abc")
+    file.chmod(0o644)
+    join.found([], str(file))
+    assert f"chmod 600 {file}" in capsys.readouterr().err
+
+
+def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INVITE_VARIABLE, "shoal-secret")
+    for threads in (0, 2):
+        spec = Spec(config={"device": {"threads": threads}}, directory="", label="p1", found=False)
+        assert "shoal-secret" not in _environment(spec).values()
+
+
+def test_settings_and_invite_are_told_apart() -> None:
+    parser = argparse.ArgumentParser()
+    join.arguments(parser)
+    args = parser.parse_intermixed_args(["run.dir=x", "-", "--peers", "2", "device.kind=cpu"])
+    assert args.words == ["run.dir=x", "-", "device.kind=cpu"] and args.peers == 2
+
+
+def test_standard_input_is_read_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("shoal-in\n"))
+    assert join.found(["-"], None) == "shoal-in\n"
+
+
+def test_an_invite_file_is_for_its_owner_only_also_where_there_was_one(tmp_path: Path) -> None:
+    file = tmp_path / "invite"
+    file.write_text("old")
+    file.chmod(0o644)
+    invite_command.hand_over("shoal-new", str(file))
+    assert file.read_text() == "shoal-new\n" and file.stat().st_mode & 0o777 == 0o600
