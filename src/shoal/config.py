@@ -99,6 +99,9 @@ class Data(Section, frozen=True):
     split: str = "train"
     tokenizer: str = "bytes"  # bytes, or a Hugging Face tokenizer by name or path
     sequence: int = 128  # tokens per sample
+    within: str = (
+        ""  # files are read only below this directory, which data.path is looked up in; `shoal join --files` sets it
+    )
     digest: str = (
         ""  # what the data must be; an invite fills it in, so that no machine trains on other text; "" = anything
     )

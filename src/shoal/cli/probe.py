@@ -149,7 +149,7 @@ async def _links(args: argparse.Namespace) -> int:
         )
     invite = read_invite(args.run, time.time())
     settings = [word for word in args.words if "=" in word]
-    config = build.joined(invite.config, settings)
+    config = build.visiting(invite.config, settings)
     async with build.operator(config, invite) as (transport, directory):
         await directory.announce()  # the peers answer over connections of their own
         meter = Meter(transport)
