@@ -37,6 +37,7 @@ from shoal.core.messages import (
     Tick,
     Unreachable,
 )
+from shoal.shown import escaped, escaped_json
 from shoal.traffic import Kept, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
@@ -94,12 +95,12 @@ _records = msgspec.json.Decoder(Record)
 
 
 def line(item: Header | Record | Carried) -> bytes:
-    return _encoder.encode(item) + b"\n"
+    return escaped_json(_encoder.encode(item)) + b"\n"
 
 
 def line_of(time_s: float, peer: Peer, event: Event, commands: list[Command]) -> bytes:
     """The line of a Record, without making the record."""
-    return _encoder.encode((time_s, peer, event, commands)) + b"\n"
+    return escaped_json(_encoder.encode((time_s, peer, event, commands))) + b"\n"
 
 
 def read(path: str | Path) -> Iterator[Header | Record | Carried]:
@@ -175,7 +176,7 @@ def _differing(recorded: tuple[AnyCommand, ...], said: list[Command]) -> list[st
 
 
 def _show(item: object) -> str:
-    return _encoder.encode(item).decode()
+    return escaped(_encoder.encode(item).decode())
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.runtime.account import Step
 from shoal.runtime.report import replace
+from shoal.shown import escaped_json
 
 
 class Files:
@@ -38,7 +39,7 @@ class Files:
     def commit(self, step: Step) -> None:
         """One line more of commits.jsonl. That of a step with a checkpoint is on the disk before this returns, so that no checkpoint
         is ahead of it, should the whole machine die."""
-        self._unwritten += msgspec.json.encode(step) + b"\n"
+        self._unwritten += escaped_json(msgspec.json.encode(step)) + b"\n"
         self.flush(safely=step.commit.save)
 
     def flush(self, safely: bool = False) -> None:

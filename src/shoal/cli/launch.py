@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.cli.process import identify
 from shoal.runtime.report import AnyLine, Ended, Listening, decode
+from shoal.shown import escaped_lines
 
 MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
 GOODBYE_S = 5.0  # from SIGTERM to SIGKILL
@@ -74,7 +75,7 @@ class Child:
         """The end of its log."""
         with open(self.log, "rb") as file:
             file.seek(max(0, self.log.stat().st_size - 20_000))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            return escaped_lines("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
 
 
 class Crew:

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from shoal import trace
+from shoal.shown import escaped_lines
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,5 +24,5 @@ def main(args: argparse.Namespace) -> int:
     if found.differing == 0:
         print(f"identical: {counted}")
         return 0
-    print(f"{found.differing:,} differing: {counted}\nfirst: {found.first}")
+    print(escaped_lines(f"{found.differing:,} differing: {counted}\nfirst: {found.first}"))
     return 1

@@ -33,6 +33,7 @@ from shoal.planner.cluster import Cluster
 from shoal.planner.plan import Plan
 from shoal.runtime.account import Step
 from shoal.runtime.report import AnyLine, replace
+from shoal.shown import escaped_json, escaped_lines
 from shoal.transport.faulty import FAULTS
 from shoal.transport.invite import Authority
 
@@ -213,7 +214,7 @@ class Run:
     def _conclude(self) -> int:
         finished = self.watch.finished
         if self.authority is None:
-            print(f"this peer's part is over: {'the run is finished' if finished else self.early}")
+            print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
             return 0 if finished else INTERRUPTED if self.interrupted else FAILED
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         replace(self.directory / "summary.json", account.encode(summary))
@@ -388,7 +389,7 @@ class Run:
             await asyncio.sleep(SHOW_S)
 
     def _write_status(self) -> None:
-        self.files.put("status.json", msgspec.json.encode(self.watch.snapshot(time.monotonic())))
+        self.files.put("status.json", escaped_json(msgspec.json.encode(self.watch.snapshot(time.monotonic()))))
 
     def _locals(self) -> rundir.Locals:
         """What `shoal chaos` needs to know."""

@@ -28,6 +28,7 @@ from shoal.cli.watch import Resumed
 from shoal.config import Config, microbatches
 from shoal.runtime.account import Base, Step, restarted, surviving
 from shoal.runtime.report import replace
+from shoal.shown import escaped, escaped_json
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -142,7 +143,7 @@ def resume(config: Config, directory: Path) -> Resumed:
     store = Store(checkpoint_url(config))
     training, refused = store.newest()
     for why in refused:
-        print(f"passed over {why}")
+        print(escaped(f"passed over {why}"))
     first = training.step if training is not None else 0
     standing = surviving(_written(directory))
     kept = tuple(step for step in standing if step.commit.step < first)
@@ -159,7 +160,7 @@ def resume(config: Config, directory: Path) -> Resumed:
     _set_trace_aside(directory, first)
     # In this order: killed between the two, the next one finds the same again.
     replace(directory / "session.json", msgspec.json.encode(base))
-    replace(directory / "commits.jsonl", b"".join(msgspec.json.encode(step) + b"\n" for step in kept))
+    replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
     return resumed
 

@@ -11,9 +11,12 @@ import threading
 from pathlib import Path
 from typing import IO, Protocol
 
+import msgspec
+
 from shoal import trace
 from shoal.core.messages import Command, Event, Note, Peer, View
 from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Told, encode
+from shoal.shown import escaped
 from shoal.traffic import Kept, Traffic
 
 BUFFER_BYTES = 256 << 20  # of trace waiting for the disk: minutes of a busy run
@@ -83,6 +86,8 @@ class Recorder:
         self.tell(Told(time_s=time_s, peer=self.peer, kind=kind, text=text))
 
     def tell(self, line: AnyLine) -> None:
+        if isinstance(line, Told):  # a reason may quote what another peer sent
+            line = msgspec.structs.replace(line, kind=escaped(line.kind), text=escaped(line.text))
         if self._out is not None:
             with self._lock:
                 self._told.append(encode(line))
