@@ -19,6 +19,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +30,9 @@ from shoal.config import Config, microbatches
 from shoal.runtime.account import Base, Step, restarted, surviving
 from shoal.runtime.report import replace
 from shoal.shown import escaped, escaped_json
+
+if TYPE_CHECKING:
+    from shoal.runtime.checkpoint import Store, Training
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -141,9 +145,7 @@ def resume(config: Config, directory: Path) -> Resumed:
 
     directory.mkdir(parents=True, exist_ok=True)
     store = Store(checkpoint_url(config))
-    training, refused = store.newest()
-    for why in refused:
-        print(escaped(f"passed over {why}"))
+    training = _newest_sound(store)
     first = training.step if training is not None else 0
     standing = surviving(_written(directory))
     kept = tuple(step for step in standing if step.commit.step < first)
@@ -163,6 +165,26 @@ def resume(config: Config, directory: Path) -> Resumed:
     replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
     return resumed
+
+
+def _newest_sound(store: Store) -> Training | None:
+    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. ValueError: there are
+    checkpoints, and none is whole: to begin at step 0 is for the user to say."""
+    training, refused = store.soundest()
+    for entry in refused:
+        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
+    lost = [entry for entry in refused if not store.unfinished(entry)]
+    if training is None and lost:
+        raise ValueError(
+            f"--resume: there are {len(lost)} checkpoints in {store.url}, and none can be gone on from ({lost[0].path}: {lost[0].wrong}); "
+            "put a whole copy of one there, or give the command without --resume to begin at step 0: what is there is then kept beside it"
+        )
+    if training is not None and lost:
+        print(f"going on from step {training.step}: its checkpoint is the newest that is whole")
+    for entry in lost:
+        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
+            print(escaped(f"what is left of that of step {entry.step} is now {store.set_aside(entry.step)}"))
+    return training
 
 
 def _written(directory: Path) -> list[Step]:
