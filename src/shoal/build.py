@@ -139,7 +139,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
     )
     async with AsyncExitStack() as stack:
         stack.callback(hands.close)
-        record = Recorder(header, role.trace, out, eager=config.network.faults)
+        record = _recorder(config, header, role, out)
         stack.callback(record.close)
         daemon = _daemon(config, identity, invite, role.port)
         tell = partial(_tell_network, record)
@@ -172,6 +172,13 @@ async def operator(config: Config, invite: Invite) -> AsyncIterator[tuple[Reacha
         stack.push_async_callback(directory.close)
         await directory.start()
         yield transport, directory
+
+
+def _recorder(config: Config, header: trace.Header, role: Role, out: IO[bytes] | None) -> Recorder:
+    """Its trace gives way to checkpoints that lie on the same disk."""
+    store = Store(checkpoint_url(config))
+    reserve = partial(store.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
+    return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
 
 
 def _facts(config: Config) -> str:

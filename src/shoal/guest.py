@@ -37,7 +37,7 @@ RUN = frozenset(
 # Never from an invite: each machine's own.
 MACHINE = frozenset(
     """
-    run.dir data.within
+    run.dir run.trace_bytes data.within
     network.host network.port network.delay_s network.bandwidth_Bps network.faults network.up_Bps network.down_Bps
     network.links network.spill_bytes
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s

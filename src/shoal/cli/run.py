@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -190,10 +191,22 @@ class Run:
     def _end(self) -> int:
         self.files.close()
         self._write_status()
-        rundir.gather_traces(self.directory)
         if self.user_error:
+            self._gather_traces()
             raise ValueError(self.user_error)
-        return self._conclude()
+        code = self._conclude()
+        self._gather_traces()  # after the account, whose room it may take
+        return code
+
+    def _gather_traces(self) -> None:
+        try:
+            rundir.gather_traces(self.directory)
+        except (OSError, ValueError) as error:  # no room for both; or a line that is none
+            print(
+                escaped_lines(
+                    f"the traces stay in {self.directory / 'traces'}, they could not be put together: {error}"
+                )
+            )
 
     async def _part(self) -> None:
         """Members end by themselves when the run is finished; where others can go on, these leave in good order; everything else is
@@ -324,6 +337,7 @@ class Run:
 
     def _ended(self, child: Child) -> None:
         self.watch.gone(child.label)
+        self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
             if not self.crew.living:
@@ -333,6 +347,15 @@ class Run:
             self.over.set()
         elif not child.killed and not self.over.is_set() and not self._by_chaos(child):
             self._lost(child)
+
+    def _thin_traces(self) -> None:
+        """A month of churn leaves many traces: those of the dead get as much room as those of the living."""
+        ended = [child.label for child in self.crew.children if not child.alive]
+        with contextlib.suppress(OSError):  # no directory any more: said elsewhere
+            gone = rundir.thin_traces(self.directory, ended, self.config.run.trace_bytes * self.job.here)
+            if gone:
+                words = f"the traces of {', '.join(gone)}, which have ended, are removed: run.trace_bytes"
+                self.watch.tell("trace", words, time.monotonic())
 
     def _by_chaos(self, child: Child) -> bool:
         """A peer was killed from outside while `shoal chaos` was at work, which says itself whether another is to come."""
@@ -378,6 +401,8 @@ class Run:
                 written_s = now
                 self._write_status()
                 self.files.flush()
+                with contextlib.suppress(OSError):  # a full disk, or no directory any more: said elsewhere
+                    self.crew.trim_logs()
             addresses, peers = self._addresses(), self._locals()
             if addresses != known and self.files.put("bootstrap.json", msgspec.json.encode(addresses)):
                 known = addresses

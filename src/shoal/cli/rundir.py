@@ -1,6 +1,6 @@
 """A run's directory, runs/NAME/: who may write it, what an earlier run left there, and where a resumed one goes on.
 
-    summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`)
+    summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`), or .gz
     commits.jsonl  each committed step with its round    status.json  the newest snapshot (`shoal status`)
     loss.png       checkpoints/step-N/                   logs/        each peer's words for people
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from shoal.cli.watch import Resumed
 from shoal.config import Config, microbatches
 from shoal.runtime.account import Base, Step, restarted, surviving
 from shoal.runtime.report import replace
+from shoal.runtime.tape import segments
 from shoal.shown import escaped, escaped_json
 
 if TYPE_CHECKING:
@@ -211,27 +212,61 @@ def _began_with(directory: Path) -> Base:
 
 def _set_trace_aside(directory: Path, step: int) -> None:
     """Keep the earlier session's trace under the step at which this one begins; its pieces, if its launcher was killed."""
-    number, earlier = 1, directory / f"trace-before-{step}.jsonl"
-    while earlier.exists():  # killed again before another checkpoint was written
+    whole = trace.find(directory)
+    if not segments(directory / "traces") and whole.exists():
+        os.replace(whole, _unused(directory, step, "".join(whole.suffixes)))
+        return
+    try:
+        _merge(directory, lambda packed: _unused(directory, step, ".jsonl.gz" if packed else ".jsonl"))
+    except (OSError, ValueError) as error:  # a full disk, or a torn trace, is no reason not to go on
+        kept = _unused(directory, step, "")
+        os.rename(directory / "traces", kept)
+        print(escaped(f"the earlier session's traces are in {kept}, they could not be put together: {error}"))
+
+
+def _unused(directory: Path, step: int, ending: str) -> Path:
+    number, path = 1, directory / f"trace-before-{step}{ending}"
+    while path.exists():  # killed again before another checkpoint was written
         number += 1
-        earlier = directory / f"trace-before-{step}.{number}.jsonl"
-    pieces = sorted((directory / "traces").glob("*.jsonl"))
-    if pieces:
-        trace.merge(pieces, earlier)
-        for piece in pieces:
-            piece.unlink()
-    elif (directory / "trace.jsonl").exists():
-        os.replace(directory / "trace.jsonl", earlier)
+        path = directory / f"trace-before-{step}.{number}{ending}"
+    return path
 
 
 def gather_traces(directory: Path) -> None:
-    """The peers' traces as one, by time."""
-    pieces = sorted((directory / "traces").glob("*.jsonl"))
-    if not pieces and (directory / "trace.jsonl").exists():
-        return
-    trace.merge(pieces, directory / "trace.jsonl")
-    for piece in pieces:
-        piece.unlink()
+    """The peers' traces as one, by time. OSError: there is no room; they stay as they are."""
+    if segments(directory / "traces") or not trace.find(directory).exists():
+        _merge(directory, lambda packed: directory / ("trace.jsonl.gz" if packed else "trace.jsonl"))
+
+
+def thin_traces(directory: Path, ended: Sequence[str], most_bytes: int) -> list[str]:
+    """Remove whole traces of peers that have ended, in that order, until those of the ended together take at most `most_bytes`.
+    Returns whose are gone. Each living peer keeps its own within its room."""
+    kept = segments(directory / "traces")
+    sizes = {label: sum(piece.stat().st_size for piece in kept[label]) for label in ended if label in kept}
+    removed = []
+    for label in [label for label in ended if label in sizes]:
+        if sum(sizes.values()) <= most_bytes:
+            break
+        del sizes[label]
+        removed.append(label)
+        for piece in kept[label]:
+            piece.unlink(missing_ok=True)
+    return removed
+
+
+def _merge(directory: Path, into: Callable[[bool], Path]) -> None:
+    """Compressed, when any of them was: as one they would take ten times the room that they were given."""
+    traces = list(segments(directory / "traces").values())
+    path = into(any(piece.suffix == ".gz" for pieces in traces for piece in pieces))
+    draft = path.with_name(f".{path.name}")
+    try:
+        trace.merge(traces, draft)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    for piece in (directory / "traces").glob("*.jsonl*"):
+        piece.unlink(missing_ok=True)
 
 
 def _lock(directory: Path) -> Path:

@@ -18,6 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -203,6 +204,20 @@ class Store:
                 return entry.training, tuple(refused)
             refused.append(msgspec.structs.replace(entry, wrong=wrong))
         return None, tuple(refused)
+
+    def newest_bytes(self, beside: Path) -> int:
+        """Size of the newest checkpoint, if it lies on the same disk as `beside`, else 0: about what the next one will take."""
+        if not self._local:
+            return 0
+        try:
+            if os.stat(self._root).st_dev != os.stat(beside).st_dev:
+                return 0
+            found = self._names()
+            step = max((int(match[1]) for name in found if (match := STEP.match(name))), default=None)
+            place = Path(self._root, f"step-{step}")
+            return sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) if step is not None else 0
+        except OSError:  # there is none yet, or it is deleted just now
+            return 0
 
     def unfinished(self, entry: Entry) -> bool:
         """Is this what a storage that cannot rename holds of a checkpoint while it is written?"""
