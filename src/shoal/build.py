@@ -141,8 +141,8 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         stack.callback(hands.close)
         record = _recorder(config, header, role, out)
         stack.callback(record.close)
-        daemon = _daemon(config, identity, invite, role.port)
         tell = partial(_tell_network, record)
+        daemon = _daemon(config, identity, invite, role.port, tell)
         transport = _transport(config, identity, membership, role.port, daemon, tell)
         await transport.start()
         stack.push_async_callback(transport.close)
@@ -162,7 +162,7 @@ async def operator(config: Config, invite: Invite) -> AsyncIterator[tuple[Reacha
     identity = Identity.new()
     membership = invite.membership(identity)
     async with AsyncExitStack() as stack:
-        daemon = _daemon(config, identity, invite, 0)
+        daemon = _daemon(config, identity, invite, 0, print)
         plain = msgspec.structs.replace(config.network, faults=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
         transport = _transport(config, identity, membership, 0, daemon, tell=print)
@@ -188,13 +188,13 @@ def _facts(config: Config) -> str:
         return ""
 
 
-def _daemon(config: Config, identity: Identity, invite: Invite, port: int) -> Daemon:
+def _daemon(config: Config, identity: Identity, invite: Invite, port: int, tell: Callable[[str], None]) -> Daemon:
     """For libp2p, whoever needs it; it runs only when somebody starts it."""
     network = config.network
     if network.transport != "libp2p" and port:  # taken by the transport
         port += 1 if port < 65535 else -1
     hidden = network.transport != "tls" and network.discovery == "dht"
-    return Daemon(identity, network.host, port, relays=invite.addresses if hidden else ())
+    return Daemon(identity, network.host, port, invite.addresses if hidden else (), tell)
 
 
 def _tell_network(record: Recorder, text: str) -> None:
