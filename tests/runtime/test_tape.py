@@ -186,3 +186,16 @@ def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monk
     record.close()
     found = trace.replay(tmp_path / "t.jsonl")
     assert 1 < found.events < 101, "what was in memory, and no more"
+
+
+def test_a_file_of_somebody_else_at_its_place_is_left_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a run's directory was moved away and another run has begun there."""
+    monkeypatch.setattr(tape, "AGAIN_S", 0.0)
+    told = Tape(place / "p1.jsonl", HEADER, 32 << 10)
+    os.rename(place, place.with_name("elsewhere"))
+    place.mkdir()
+    (place / "p1.jsonl").write_bytes(b"another's")
+    said = [told.write([line]) for line in lines(300)]
+    assert sum("deleted or moved away" in text for text in said) == 1
+    told.close()
+    assert [(path.name, path.read_bytes()) for path in place.iterdir()] == [("p1.jsonl", b"another's")]

@@ -40,7 +40,9 @@ def main(args: argparse.Namespace) -> int:
     if args.peers < 1:
         raise ValueError(f"--peers {args.peers}: at least one takes part")
     directory = rundir.place(config)
-    with rundir.claimed(directory):
+    with rundir.claimed(directory) as claim:
         rundir.set_aside(directory)
-        job = Job(config=config, directory=directory, here=args.peers, started_s=started_s, invite=args.invite)
+        job = Job(
+            claim=claim, config=config, directory=directory, here=args.peers, started_s=started_s, invite=args.invite
+        )
         return asyncio.run(Run(job).run())

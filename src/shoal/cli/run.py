@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
+from typing import IO
 
 import msgspec
 
@@ -28,7 +29,7 @@ from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
-from shoal.dashboard.terminal import Terminal
+from shoal.dashboard.terminal import Snapshot, Terminal
 from shoal.planner import plan as plans
 from shoal.planner.cluster import Cluster
 from shoal.planner.plan import Plan
@@ -40,6 +41,8 @@ from shoal.transport.invite import Authority
 
 SHOW_S = 0.25
 STATUS_S = 1.0
+STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
+STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
 FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
 LEAVE_S = 120.0  # for a guest's step to end
 LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
@@ -58,6 +61,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     directory: Path
+    claim: IO[str]  # on the directory
     here: int  # peers to start
     started_s: float
     resumed: Resumed = Resumed()
@@ -105,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
     if not 1 <= here <= peers:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
     directory = rundir.place(config)
-    with rundir.claimed(directory):
+    with rundir.claimed(directory) as claim:
         resumed = rundir.resume(config, directory) if args.resume else Resumed()
         if not args.resume:
             rundir.set_aside(directory)
@@ -113,6 +117,7 @@ def main(args: argparse.Namespace) -> int:
             print(account.text(over))
             return 0
         job = Job(
+            claim=claim,
             config=config,
             directory=directory,
             here=here,
@@ -145,6 +150,27 @@ def _ended(config: Config, directory: Path) -> Summary | None:
     return summary if whole else None
 
 
+class Status:
+    """status.json: written when somebody could see a difference, and at most so many bytes a second as STATUS_BPS says."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._told: object = None  # what was news in the last one
+        self._next_s = self._due_s = float("-inf")
+
+    def write(self, snapshot: Snapshot, now: float) -> None:
+        """`now` infinite: at the end, whatever was written before."""
+        news = (snapshot.step, snapshot.state, len(snapshot.peers), snapshot.happenings[-1:])
+        if now < self._next_s or (news == self._told and now < self._due_s):
+            return
+        data = escaped_json(
+            msgspec.json.encode(msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses)))
+        )
+        if self._files.put("status.json", data):
+            self._told = news
+            self._next_s, self._due_s = now + len(data) / STATUS_BPS, now + STATUS_IDLE_S
+
+
 class Run:
     """One call of the command. With `job.invite` it is a guest in somebody else's run."""
 
@@ -167,6 +193,11 @@ class Run:
         self.files = Files(job.directory, lambda words: self.watch.tell("trouble", words, time.monotonic()))
         if job.plan is not None:
             plans.save(job.plan, planned.plan_file(job.directory))
+        self._claim, self._founding = job.claim, rundir.founding(job.directory)
+        self._place = rundir.identity(job.directory)
+        self._placeless = ""  # why a directory that is gone cannot be made anew
+        self._taken = False  # the directory is another launcher's now: nothing may be written there
+        self._status = Status(self.files)
 
     async def run(self) -> int:
         if self.watch.finished:  # by an earlier session
@@ -189,8 +220,12 @@ class Run:
         return self._end()
 
     def _end(self) -> int:
+        self._look_after_directory()
         self.files.close()
-        self._write_status()
+        if self._taken:
+            print(escaped_lines(account.text(self.watch.summary(time.monotonic(), self.early))))
+            return FAILED
+        self._status.write(self.watch.snapshot(time.monotonic()), float("inf"))
         if self.user_error:
             self._gather_traces()
             raise ValueError(self.user_error)
@@ -394,12 +429,20 @@ class Run:
         known: tuple[str, ...] = ()
         listed: rundir.Locals | None = None
         named = 0
+        place = self._place
         while True:
             now = time.monotonic()
-            terminal.show(self.watch.snapshot(now))
+            snapshot = self.watch.snapshot(now)
+            terminal.show(snapshot)
             if now - written_s >= STATUS_S:
                 written_s = now
-                self._write_status()
+                self._look_after_directory()
+                if place != self._place:
+                    place, known, listed, named = self._place, (), None, 0
+                    self._status = Status(self.files)
+                if self._taken:
+                    return
+                self._status.write(snapshot, now)
                 self.files.flush()
                 with contextlib.suppress(OSError):  # a full disk, or no directory any more: said elsewhere
                     self.crew.trim_logs()
@@ -413,8 +456,29 @@ class Run:
                 named = len(names)
             await asyncio.sleep(SHOW_S)
 
-    def _write_status(self) -> None:
-        self.files.put("status.json", escaped_json(msgspec.json.encode(self.watch.snapshot(time.monotonic()))))
+    def _look_after_directory(self) -> None:
+        """Somebody may delete it, or move it away, in the middle of a run: said, and made anew with all that is known here."""
+        if self._taken or rundir.identity(self.directory) == self._place:
+            return
+        try:
+            self._claim = rundir.make_anew(self.directory, self._founding, self._claim)
+            self.files.begin_anew(self.watch.books.steps)
+        except ValueError as error:
+            self._taken = True
+            self._give_up(str(error))
+            return
+        except OSError as error:
+            if error.strerror != self._placeless:
+                self._placeless = error.strerror or str(error)
+                words = f"{self.directory} was deleted or moved away, and cannot be made anew: {self._placeless}; nothing is written down"
+                self.watch.tell("trouble", words, time.monotonic())
+            return
+        self._place, self._placeless = rundir.identity(self.directory), ""
+        words = (
+            f"{self.directory} was deleted or moved away; it is made anew, with the commits so far, and training goes on."
+            " Checkpoints, logs and traces that lay in it are gone: the next checkpoint is the first again"
+        )
+        self.watch.tell("trouble", words, time.monotonic())
 
     def _locals(self) -> rundir.Locals:
         """What `shoal chaos` needs to know."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
@@ -113,7 +113,7 @@ def running(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path) -> Iterator[None]:
+def claimed(directory: Path) -> Iterator[IO[str]]:
     """One launcher at a time writes a run's directory. The claim lies beside it, so that it can be set aside."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with open(_lock(directory), "w") as lock:
@@ -121,7 +121,47 @@ def claimed(directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{directory}: this run is being trained now; try another run.name=...") from None
-        yield
+        yield lock
+
+
+FOUNDING = ("config.toml", "authority.key", "session.json", "plan.json")  # written once, when a session begins
+
+
+def founding(directory: Path) -> dict[str, bytes]:
+    """What a directory that is deleted must get back, since nobody could make it again."""
+    return {name: (directory / name).read_bytes() for name in FOUNDING if (directory / name).exists()}
+
+
+def identity(directory: Path) -> tuple[int, int] | None:
+    """Which directory it is; None when it is not there."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def make_anew(directory: Path, files: Mapping[str, bytes], claim: IO[str]) -> IO[str]:
+    """A run's directory that was deleted or moved away while it is trained. Returns the claim on it. ValueError: another launcher has
+    claimed that place meanwhile. OSError: it cannot be made."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(directory)
+    if not lock.exists() or not os.path.samestat(os.fstat(claim.fileno()), lock.stat()):
+        claim = open(lock, "w")  # its life is the launcher's
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            claim.close()
+            raise ValueError(f"{directory} was deleted, and another launcher has begun a run there") from None
+    for name in ("", "logs", "traces"):
+        (directory / name).mkdir(exist_ok=True)
+    for name, data in files.items():
+        place = directory / name
+        with open(
+            os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if name.endswith(".key") else 0o644), "wb"
+        ) as file:
+            file.write(data)
+    return claim
 
 
 def set_aside(directory: Path) -> None:

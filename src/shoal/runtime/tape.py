@@ -9,6 +9,7 @@ the oldest segments go, then nothing more is written until there is room again. 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import os
 import shutil
@@ -45,6 +46,7 @@ class Tape:
         self._again_s, self._pause_s = 0.0, AGAIN_S
         self._packing: threading.Thread | None = None
         self._news = ""
+        self._begun = (0, 0)
         self._begin()
 
     def write(self, lines: list[bytes]) -> str:
@@ -83,6 +85,8 @@ class Tape:
     def _begin(self) -> None:
         self._file = open(self._path, "wb", buffering=0)
         self._size_bytes = 0
+        found = os.fstat(self._file.fileno())
+        self._begun = found.st_dev, found.st_ino
         header = msgspec.structs.replace(self._header, before=self._lines) if self._lines else self._header
         try:
             self._append(trace.line(header))
@@ -90,6 +94,14 @@ class Tape:
             if self._lines:
                 raise
             self._news = self._stop(f"{self._path}: {error.strerror}")  # nobody listens yet: told with the first line
+
+    def _own(self) -> bool:
+        """Is what lies at the path the file that was begun here last?"""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._begun
 
     def _append(self, data: bytes) -> None:
         """Whole lines or none: what a full disk took half of is taken back. Older segments make room."""
@@ -114,6 +126,8 @@ class Tape:
         assert self._file is not None
         if self._packing is not None:
             self._packing.join()
+        if not self._own():
+            raise FileNotFoundError(errno.ENOENT, "it was deleted or moved away")
         self._file.close()
         full = self._path.with_name(f"{self._path.stem}.{self._number:06}.jsonl")
         os.rename(self._path, full)
@@ -169,6 +183,8 @@ class Tape:
         if _free_bytes(self._path) < ACCOUNT_BYTES + self._reserve() + 2 * self._segment_bytes:
             return ""
         try:
+            if self._path.exists() and not self._own():  # another run's, in the place of one that was deleted
+                return ""
             if self._path.exists():
                 os.rename(self._path, self._path.with_name(f"{self._path.stem}.{self._number:06}.jsonl"))
                 self._number += 1
@@ -213,4 +229,4 @@ def _free_bytes(path: Path) -> int:
     try:
         return shutil.disk_usage(path.parent).free
     except OSError:  # the directory is gone: whoever opens the next segment says so
-        return 0
+        return 1 << 62
