@@ -155,6 +155,7 @@ class Training:
         terminal.show(snapshot)
         if now - self._written_s >= SHOW_S:
             self._written_s = now
+            snapshot = msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses))
             replace(self.directory / "status.json", escaped_json(msgspec.json.encode(snapshot)))
 
     def _save(self, terminal: Terminal) -> None:
