@@ -136,7 +136,7 @@ def measured(there: Path, text: str, steps: int, by_lines: bool = False) -> tupl
     peers = tuple(plan.PeerPlan(name, seats.forward_s[n], seats.backward_s[n]) for n, name in enumerate(names))
     made = plan.Plan(SHAPE.layers, (stage,), peers=peers, boundary_bytes=seats.boundary_bytes, widths=seats.widths)
     play(there, made)
-    spans = averagings(there / "runs" / "predict" / "trace.jsonl")
+    spans = averagings(trace.find(there / "runs" / "predict"))
     return sorted(spans)[len(spans) // 2], formulas(known, gradient_bytes, seats)
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 import overhead
 from averaging import averagings
 from report import report
+from shoal import trace
 
 LINE_Bps = 20e6 / 8
 COMPUTE_S = 6.0  # of a replica of the first stage: its share of forwards and backwards
@@ -60,7 +61,7 @@ def measure(values: int, staleness: int, steps: int, words: list[str]) -> tuple[
         subprocess.run(command, cwd=folder, env=overhead.environment(), check=True, stdout=sys.stderr)
         directory = Path(folder) / "runs/lab"
         heard = [json.loads(line)["heard_s"] for line in (directory / "commits.jsonl").read_bytes().splitlines()]
-        averaging_s = statistics.median(averagings(directory / "trace.jsonl"))
+        averaging_s = statistics.median(averagings(trace.find(directory)))
     return statistics.median([late - early for early, late in pairwise(heard[1:])]), averaging_s
 
 

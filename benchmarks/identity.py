@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))  # for tests.reference
 from tests import reference  # noqa: E402
 
 from shoal import config as configuration  # noqa: E402
+from shoal import trace  # noqa: E402
 from shoal.runtime.data import open_dataset  # noqa: E402
 
 QUICKSTART = ROOT / "configs/quickstart.toml"
@@ -57,7 +58,7 @@ def main() -> int:
         directory = Path(folder) / "runs/identity"
         commits = reference.commits(directory)
         wanted = reference.checkpoint(directory, config.run.steps)
-        held = reference.held(directory / "trace.jsonl")
+        held = reference.held(trace.find(directory))
     dataset = open_dataset(config)
     recorded, trained = reference.follow(config, dataset, map(reference.as_recorded, commits))
     losses = [commit.loss for commit in commits]

@@ -104,7 +104,7 @@ def command(case: Case, steps: int) -> list[str]:
 def played(folder: Path, case: Case) -> list[float]:
     subprocess.run(command(case, case.steps), cwd=folder, env=environment(), check=True, stdout=sys.stderr)
     compare(folder / RUN, case.peers, int(case.megabytes * 1e6 / 4), case.steps)
-    return averagings(folder / RUN / "trace.jsonl")
+    return averagings(trace.find(folder / RUN))
 
 
 def compare(directory: Path, microbatches: int, values: int, steps: int) -> None:
@@ -131,7 +131,7 @@ def struck(folder: Path, case: Case, whom: str) -> dict[str, float]:
         kill(folder / RUN, running, case.peers, steps, case.bound_s / 2, whom)
         if running.wait():
             raise SystemExit(f"{case.peers} peers: the run ended with {running.returncode}")
-    path = folder / RUN / "trace.jsonl"
+    path = trace.find(folder / RUN)
     took = {step: over - begun for step, (begun, over) in spans(path).items()}
     before = sorted(took[step] for step in range(1, steps))
     rounds, gathered = of_step(path, steps)

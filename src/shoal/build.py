@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,10 +19,11 @@ from typing import IO, Any
 
 import msgspec
 
-from shoal import executor, trace
-from shoal.config import Config, from_tree, overridden, settings, to_tree
+from shoal import executor, guest, trace
+from shoal.config import Config, settings, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
+from shoal.executor.fit import free_bytes
 from shoal.model import stages
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoint import Store, refuse_foreign
@@ -95,53 +97,33 @@ def _data_and_store(config: Config, first_step: int) -> tuple[Dataset, Store]:
     return dataset, store
 
 
-# What each machine of a run decides for itself; everything else must be the same everywhere and travels in the invite.
-_LOCAL = (
-    "run.dir",
-    "network.host",
-    "network.port",
-    "network.delay_s",
-    "network.bandwidth_Bps",
-    "network.faults",
-    "network.up_Bps",
-    "network.down_Bps",
-    "network.links",
-    "device",
-)
-_ADAPTABLE = (
-    *_LOCAL,
-    "data.path",
-    "model.path",
-    "checkpoint.url",
-)  # the same thing may lie elsewhere on another machine
-
-
 def shared(config: Config) -> bytes:
-    """What an invite tells of the configuration: all that is not this machine's own and not the default."""
-    told: dict[str, dict[str, Any]] = {}
-    default = to_tree(Config())
-    for section, fields in to_tree(config).items():
-        for field, value in fields.items():
-            if value != default[section][field] and not {section, f"{section}.{field}"} & set(_LOCAL):
-                told.setdefault(section, {})[field] = value
-    return msgspec.json.encode(told)
+    """What an invite tells of the configuration: all that is the run's and not the default (guest.py)."""
+    return msgspec.json.encode(guest.told(config, to_tree(config), to_tree(Config())))
 
 
-def joined(told: bytes, overrides: Sequence[str]) -> Config:
-    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself."""
-    for override in overrides:
-        path = override.partition("=")[0].strip()
-        if not {path, path.partition(".")[0]} & set(_ADAPTABLE):
-            raise ValueError(
-                f"{path} is the same for all peers of a run; a joining machine may set {', '.join(_ADAPTABLE)}"
-            )
+def joined(told: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
+    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
+    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
+    config = guest.admitted(_tree(told), overrides, files)
+    place = Path(config.run.dir)
+    there = next(each for each in (place, *place.absolute().parents) if each.exists())
+    guest.refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
+    return config
+
+
+def visiting(told: bytes, overrides: Sequence[str]) -> Config:
+    """The configuration of somebody with an invite who asks the run's peers and takes no part."""
+    return guest.visiting(_tree(told), overrides)
+
+
+def _tree(told: bytes) -> dict[str, dict[str, Any]]:
     try:
-        tree = msgspec.json.decode(told, type=dict[str, dict[str, Any]])
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(told, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
         ) from None
-    return from_tree(overridden(tree, overrides))
 
 
 @asynccontextmanager
@@ -159,10 +141,10 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
     )
     async with AsyncExitStack() as stack:
         stack.callback(hands.close)
-        record = Recorder(header, role.trace, out, eager=config.network.faults)
+        record = _recorder(config, header, role, out)
         stack.callback(record.close)
-        daemon = _daemon(config, identity, invite, role.port)
         tell = partial(_tell_network, record)
+        daemon = _daemon(config, identity, invite, role.port, tell)
         transport = _transport(config, identity, membership, role.port, daemon, tell)
         await transport.start()
         stack.push_async_callback(transport.close)
@@ -185,7 +167,7 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
     if passes:
         membership.take_list(passes)
     async with AsyncExitStack() as stack:
-        daemon = _daemon(config, identity, invite, 0)
+        daemon = _daemon(config, identity, invite, 0, print)
         plain = msgspec.structs.replace(config.network, faults=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
         transport = _transport(config, identity, membership, 0, daemon, tell=print)
@@ -197,6 +179,13 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         yield transport, directory
 
 
+def _recorder(config: Config, header: trace.Header, role: Role, out: IO[bytes] | None) -> Recorder:
+    """Its trace gives way to checkpoints that lie on the same disk."""
+    store = Store(checkpoint_url(config))
+    reserve = partial(store.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
+    return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
+
+
 def _facts(config: Config) -> str:
     try:
         return Path(config.device.probed).read_text(encoding="utf-8")
@@ -204,13 +193,13 @@ def _facts(config: Config) -> str:
         return ""
 
 
-def _daemon(config: Config, identity: Identity, invite: Invite, port: int) -> Daemon:
+def _daemon(config: Config, identity: Identity, invite: Invite, port: int, tell: Callable[[str], None]) -> Daemon:
     """For libp2p, whoever needs it; it runs only when somebody starts it."""
     network = config.network
     if network.transport != "libp2p" and port:  # taken by the transport
         port += 1 if port < 65535 else -1
     hidden = network.transport != "tls" and network.discovery == "dht"
-    return Daemon(identity, network.host, port, relays=invite.addresses if hidden else ())
+    return Daemon(identity, network.host, port, invite.addresses if hidden else (), tell)
 
 
 def _tell_network(record: Recorder, text: str) -> None:

@@ -56,6 +56,9 @@ class Run(Section, frozen=True):
     )
     # A stage has lost its last replica: all go back to the newest checkpoint, or it is made from its neighbours, or the run waits
     lost: Literal["checkpoint", "neighbours", "wait"] = "checkpoint"
+    trace_bytes: int = (
+        1 << 28
+    )  # on the disk, of each peer's trace, whose oldest part is dropped beyond it; 0 = no trace
     round_bytes: int = (
         1 << 30
     )  # memory that averaging takes at a peer, besides its result: what is larger is averaged piece by piece
@@ -99,6 +102,9 @@ class Data(Section, frozen=True):
     split: str = "train"
     tokenizer: str = "bytes"  # bytes, or a Hugging Face tokenizer by name or path
     sequence: int = 128  # tokens per sample
+    within: str = (
+        ""  # files are read only below this directory, which data.path is looked up in; `shoal join --files` sets it
+    )
     digest: str = (
         ""  # what the data must be; an invite fills it in, so that no machine trains on other text; "" = anything
     )
@@ -334,6 +340,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "run.hold_s": (0, math.inf),
     "run.lost_wait_s": (0, math.inf),
     "run.round_bytes": (2**10, 2**60),
+    "run.trace_bytes": (0, 2**60),
     "model.hidden_size": (1, 2**20),
     "model.layers": (1, 4096),
     "model.heads": (1, 4096),

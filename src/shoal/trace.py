@@ -2,18 +2,23 @@
 
 A trace is a file of JSON lines. A Header introduces each peer with all that its machine was made from; every Record after it is
 one call of that machine: the time handed in, the event, the commands that came back; a Carried says what it had sent by then.
-So a trace can be replayed: the same machines fed with the same events must give the same commands. A process killed while writing
-leaves half a last line, which readers pass over. Writing without making anybody wait is runtime/record.py's business.
+So a trace can be replayed: the same machines fed with the same events must give the same commands. A trace that has outgrown its
+room lacks its oldest lines (runtime/tape.py): each of its segments begins with the Header again, which says how many came before. A
+process killed while writing leaves half a last line, which readers pass over. Writing without making anybody wait is
+runtime/record.py's business.
 """
 
 from __future__ import annotations
 
+import gzip
 import heapq
-from collections.abc import Iterable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from typing import IO
+from typing import IO, cast
 
 import msgspec
 
@@ -38,6 +43,7 @@ from shoal.core.messages import (
     Tick,
     Unreachable,
 )
+from shoal.shown import escaped, escaped_json
 from shoal.traffic import Kept, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
@@ -55,6 +61,7 @@ class Header(msgspec.Struct, frozen=True):
     seed: str
     found: bool
     config: str = ""
+    before: int = 0  # lines of that peer in earlier segments; those that are not here are missing
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +92,7 @@ class Replay(msgspec.Struct, frozen=True):
     commands: int
     differing: int
     first: str = ""
+    missing: dict[Peer, int] = {}  # lines that the trace lacks, of peers which were replayed up to there and no further
 
 
 _encoder = msgspec.json.Encoder()
@@ -95,17 +103,17 @@ _records = msgspec.json.Decoder(Record)
 
 
 def line(item: Header | Record | Carried) -> bytes:
-    return _encoder.encode(item) + b"\n"
+    return escaped_json(_encoder.encode(item)) + b"\n"
 
 
 def line_of(time_s: float, peer: Peer, event: Event, commands: list[Command]) -> bytes:
     """The line of a Record, without making the record."""
-    return _encoder.encode((time_s, peer, event, commands)) + b"\n"
+    return escaped_json(_encoder.encode((time_s, peer, event, commands))) + b"\n"
 
 
 def read(path: str | Path) -> Iterator[Header | Record | Carried]:
     """Everything in the trace, in order. ValueError names the line that is none; half a last line is passed over."""
-    with open(path, "rb") as file:
+    with _open(path) as file:
         for number, text in enumerate(_lines(file, str(path)), start=1):
             try:
                 if text.startswith(_CARRIED):
@@ -116,25 +124,44 @@ def read(path: str | Path) -> Iterator[Header | Record | Carried]:
                 raise ValueError(f"{path}, line {number}: not a line of a trace ({error})") from None
 
 
-def merge(paths: Iterable[str | Path], into: str | Path) -> int:
-    """Several peers' traces as one, by time; all of one machine, whose peers share a clock. Returns the number of lines."""
+def merge(traces: Iterable[Sequence[str | Path]], into: str | Path) -> int:
+    """Several peers' traces, each of one segment or more, as one, by time; all of one machine, whose peers share a clock. Compressed when
+    `into` ends in .gz. Returns the number of lines."""
     count = 0
-    with ExitStack() as stack, open(into, "wb") as out:
-        files = [(stack.enter_context(open(path, "rb")), str(path)) for path in paths]
-        for _, text in heapq.merge(*(_timed(file, name) for file, name in files), key=lambda pair: pair[0]):
+    with ExitStack() as stack:
+        out = stack.enter_context(
+            gzip.open(into, "wb", compresslevel=1) if str(into).endswith(".gz") else open(into, "wb")
+        )
+        streams = [_joined(paths, stack) for paths in traces]
+        for _, text in heapq.merge(*streams, key=lambda pair: pair[0]):
             out.write(text)
             count += 1
     return count
+
+
+def find(directory: str | Path) -> Path:
+    """The trace in a run's directory, compressed or not."""
+    packed = Path(directory) / "trace.jsonl.gz"
+    return packed if packed.exists() else Path(directory) / "trace.jsonl"
 
 
 def replay(path: str | Path) -> Replay:
     """Feed every event of the trace to fresh machines and compare what they say with what was recorded."""
     from shoal.core.peer import PeerMachine  # here, so that reading a trace does not need the machines
 
-    machines: dict[Peer, PeerMachine] = {}
+    machines: dict[Peer, PeerMachine | None] = {}
     events = commands = differing = 0
     first = ""
+    missing: dict[Peer, int] = {}
+    lines: Counter[Peer] = Counter()
     for item in read(path):
+        if isinstance(item, Header) and item.before > lines[item.peer]:
+            missing[item.peer] = missing.get(item.peer, 0) + item.before - lines[item.peer]
+            lines[item.peer] = item.before
+            machines.setdefault(item.peer, None)
+            continue
+        if not isinstance(item, Header):
+            lines[item.peer] += 1
         if isinstance(item, Header):
             if item.protocol != PROTOCOL:
                 raise ValueError(f"{path}: recorded under protocol {item.protocol}; this version speaks {PROTOCOL}")
@@ -144,14 +171,17 @@ def replay(path: str | Path) -> Replay:
             continue
         if item.peer not in machines:
             raise ValueError(f"{path}: {item.peer} acts before the header that introduces it")
-        said = machines[item.peer].handle(item.event, item.time_s)
+        machine = machines[item.peer]
+        if machine is None or item.peer in missing:
+            continue
+        said = machine.handle(item.event, item.time_s)
         events += 1
         commands += len(item.commands)
         wrong = _differing(item.commands, said)
         if wrong and not first:
             first = f"{item.peer} at {item.time_s:.6f} on {_around(_show(item.event), 0)}: {wrong[0]}"
         differing += len(wrong)
-    return Replay(peers=len(machines), events=events, commands=commands, differing=differing, first=first)
+    return Replay(len(machines), events, commands, differing, first, missing)
 
 
 def finite(value: object) -> bool:
@@ -176,17 +206,48 @@ def _differing(recorded: tuple[AnyCommand, ...], said: list[Command]) -> list[st
 
 
 def _show(item: object) -> str:
-    return _encoder.encode(item).decode()
+    return escaped(_encoder.encode(item).decode())
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
     number = 0
-    while text := file.readline(MAX_LINE_BYTES):
+    while True:
+        try:
+            text = file.readline(MAX_LINE_BYTES)
+        except (
+            EOFError,
+            zlib.error,
+            gzip.BadGzipFile,
+        ):  # half a segment, of a machine that lost power: what is there counts
+            return
+        if not text:
+            return
         number += 1
         if text.endswith(b"\n"):
             yield text
         elif len(text) == MAX_LINE_BYTES:
             raise ValueError(f"{name}, line {number}: longer than {MAX_LINE_BYTES} bytes, so it is not a trace")
+
+
+def _open(path: str | Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if str(path).endswith(".gz") else open(path, "rb")
+
+
+def _joined(paths: Sequence[str | Path], stack: ExitStack) -> Iterator[tuple[float, bytes]]:
+    """The lines of one peer's segments, oldest first. A Header stays where lines are missing before it, and at the beginning."""
+    count, last_s = 0, float("-inf")
+    for path in paths:
+        for time_s, text in _timed(stack.enter_context(_open(path)), str(path)):
+            if text.startswith(b"{") and not text.startswith(_CARRIED):
+                before = _headers.decode(text).before
+                if before == count and count:
+                    continue
+                count = before
+                yield last_s, text
+            else:
+                count += 1
+                last_s = time_s
+                yield time_s, text
 
 
 def _timed(file: IO[bytes], name: str) -> Iterator[tuple[float, bytes]]:

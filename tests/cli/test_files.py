@@ -10,8 +10,12 @@ import msgspec
 import pytest
 
 from shoal.cli.files import Files
+from shoal.cli.run import STATUS_BPS, Status
 from shoal.core.messages import Committed
+from shoal.dashboard.plot import THINNED, curve
+from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.runtime.account import Step
+from shoal.traffic import Traffic
 
 
 def a_step(number: int) -> Step:
@@ -69,3 +73,45 @@ def test_a_file_that_cannot_be_written_is_told_once_until_it_can(
     assert files.put("status.json", b"newest") and (tmp_path / "status.json").read_bytes() == b"newest"
     files.close()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def a_snapshot(steps: int, elapsed_s: float = 1.0) -> Snapshot:
+    return Snapshot(
+        name="r",
+        elapsed_s=elapsed_s,
+        step=steps,
+        steps=10**6,
+        stages=1,
+        losses=tuple(2.0 + 1 / (1 + n) for n in range(steps)),
+        peers=tuple(PeerLine(f"p{n}", 0, sent=Traffic(10**9, 10**9)) for n in range(6)),
+        happenings=tuple(
+            Happening(n, 1.0, "commit", "step 12 committed: loss 2.31, norm 0.9, round 0") for n in range(60)
+        ),
+    )
+
+
+def test_status_costs_little_however_long_the_run_and_shows_the_same_curve(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    class Counted(Files):
+        def put(self, name: str, data: bytes) -> bool:
+            written.append(len(data))
+            return super().put(name, data)
+
+    files = Counted(tmp_path, lambda text: None)
+    status = Status(files)
+    for second in range(3600):
+        status.write(a_snapshot(10_000 + second, float(second)), float(second))
+    assert sum(written) <= 3600 * STATUS_BPS + max(written) and len(written) > 300
+    found = msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=Snapshot)
+    last = a_snapshot(found.step)
+    assert found.losses[-1] == last.losses[-1] and len(found.losses) == THINNED
+    assert len(curve(found.losses, 80, 5)) == pytest.approx(len(curve(last.losses, 80, 5)), abs=20)
+
+    written.clear()
+    for second in range(3600, 7200):
+        status.write(a_snapshot(20_000, float(second)), float(second))  # nothing happens
+    assert len(written) <= 361
+    status.write(a_snapshot(20_000, 7200.0), float("inf"))
+    assert msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=Snapshot).elapsed_s == 7200.0
+    files.close()

@@ -43,7 +43,7 @@ def test_a_run_with_codecs_and_one_process_get_the_same_bits(
         trained = process.train(reference.as_recorded(commit), names)
         assert (trained.loss, trained.norm) == (commit.loss, commit.norm), commit.step
         wanted |= {(stage, commit.step + 1): digest for stage, digest in enumerate(trained.digests)}
-    trace.merge(sorted(tmp_path.glob("[0-9]*.jsonl")), tmp_path / "trace.jsonl")
+    trace.merge([[path] for path in sorted(tmp_path.glob("[0-9]*.jsonl"))], tmp_path / "trace.jsonl")
     held = [one for one in reference.held(tmp_path / "trace.jsonl") if one.step > 0]
     there = {(one.stage, one.step) for one in held}
     last = {

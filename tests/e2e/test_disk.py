@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 from tests.e2e.test_run import NO_MODEL, Start, end, start, summary, wait_for
 
 from shoal.runtime.account import Step
+from shoal.runtime.tape import segments
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,3 +106,51 @@ def test_a_run_whose_own_directory_is_full_trains_on_and_writes_down_later_what_
     end(launcher, code=130)
     found = committed(made / "commits.jsonl")
     assert found == list(range(len(found))), "every commit once, in order"
+
+
+def test_a_long_runs_traces_stay_within_their_room_and_replay_says_what_is_missing(
+    start: Start, tmp_path: Path
+) -> None:
+    room = 200_000
+    launcher = start("run", "tiny.toml", "run.steps=100000", f"run.trace_bytes={room}", *NO_MODEL)
+    made = tmp_path / "runs/tiny"
+    most: dict[str, int] = {}
+
+    def long_enough() -> bool:
+        for label, pieces in segments(made / "traces").items():
+            with contextlib.suppress(FileNotFoundError):  # packed or dropped just now
+                most[label] = max(most.get(label, 0), sum(piece.stat().st_size for piece in pieces))
+        first = {label: pieces[0].name for label, pieces in segments(made / "traces").items()}
+        return len(first) == 3 and all("000001" not in name and ".gz" in name for name in first.values())
+
+    wait_for(lambda: launcher.poll() is not None or long_enough())
+    launcher.send_signal(signal.SIGINT)
+    end(launcher, code=130)
+    assert all(size <= room for size in most.values()), most
+    output = end(start("replay", "runs/tiny"), code=2)
+    assert "nothing can be replayed" in output and "are not in this trace any more" in output
+    assert (made / "trace.jsonl.gz").stat().st_size <= 3 * room
+
+
+def test_a_trace_never_takes_the_room_of_a_checkpoint_or_of_the_account(
+    start: Start, tmp_path: Path, disk: Path
+) -> None:
+    """On a disk of 4 MiB traces would fill it within half a minute: they give way, checkpoints are saved, the account is written."""
+    words = ("run.steps=100000", "checkpoint.every=5", f"run.dir={disk}", "run.trace_bytes=1GB")
+    launcher = start("run", "tiny.toml", *words, *NO_MODEL)
+    made = disk / "tiny"
+    # The peers' words reach the launcher, which prints them.
+    assert launcher.stdout is not None
+    said = ""
+    for line in launcher.stdout:
+        said += line
+        if "the trace stops here" in line:
+            break
+    seen = len(committed(made / "commits.jsonl"))
+    wait_for(lambda: launcher.poll() is not None or len(committed(made / "commits.jsonl")) >= seen + 20)
+    launcher.send_signal(signal.SIGINT)
+    output = said + end(launcher, code=130)
+    assert "NOT saved" not in output and "cannot be written" not in output
+    found = json.loads((made / "summary.json").read_bytes())
+    assert (found["lost"], found["counted_twice"]) == (0, 0)
+    assert list(made.glob("checkpoints/step-*"))

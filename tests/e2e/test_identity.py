@@ -124,7 +124,7 @@ def trained_in_memory(directory: Path, config: Config) -> Left:
     books = swarm.books()
     assert books.totals().balanced, books.totals().reason
     (directory / "commits.jsonl").write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in books.steps))
-    trace.merge(sorted(directory.glob("[0-9]*.jsonl")), directory / "trace.jsonl")
+    trace.merge([[path] for path in sorted(directory.glob("[0-9]*.jsonl"))], directory / "trace.jsonl")
     return Left(directory=directory, config=config, dataset=swarm.dataset)
 
 

@@ -4,6 +4,7 @@ seen twice beyond the newest checkpoint, and what was trained is bit for bit wha
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -98,3 +99,44 @@ def test_a_run_killed_whole_goes_on_from_its_checkpoint_when_the_same_command_is
     (tmp_path / "runs/tiny/summary.json").unlink()  # as if the launcher had been killed before it wrote that
     assert "Every sample counted once." in end(start("run", *COMMAND))
     assert summary(tmp_path)["losses"] == found["losses"] and summary(tmp_path)["undone"] == undone
+
+
+def damaged(path: Path) -> None:
+    """One bit in the middle of the file."""
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_taken(start: Start, tmp_path: Path) -> None:
+    words = ("tiny.toml", "train.schedule=cosine", "checkpoint.every=2")
+    end(start("run", *words, "run.steps=8", "run.name=whole"))
+    whole = json.loads((tmp_path / "runs/whole/summary.json").read_bytes())
+    end(start("run", *words, "run.steps=8"))
+    (tmp_path / "runs/tiny/summary.json").unlink()
+    checkpoints = tmp_path / "runs/tiny/checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-4", "step-6", "step-8"]
+    damaged(checkpoints / "step-8/optimizer/stage-00002-of-00003.safetensors")
+    (checkpoints / "step-6/model-00001-of-00003.safetensors").unlink()
+    output = end(start("run", *words, "run.steps=8", "--resume"))
+    assert re.search(r"passed over \S*step-8: damaged: optimizer/stage-00002-of-00003.safetensors has SHA-256", output)
+    assert re.search(r"passed over \S*step-6: damaged: model-00001-of-00003.safetensors is missing", output)
+    assert "going on from step 4: its checkpoint is the newest that is whole" in output
+    found = summary(tmp_path)
+    assert_balanced(found, 8)
+    assert found["losses"] == whole["losses"]
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == [
+        "step-4",
+        "step-6",
+        "step-6.damaged",
+        "step-8",
+        "step-8.damaged",
+    ]
+
+    for step in (4, 6, 8):
+        damaged(checkpoints / f"step-{step}/training.json")
+    (tmp_path / "runs/tiny/summary.json").unlink()
+    commits = (tmp_path / "runs/tiny/commits.jsonl").read_bytes()
+    output = end(start("run", *words, "run.steps=8", "--resume"), code=2)
+    assert "there are 3 checkpoints in" in output and "none can be gone on from" in output
+    assert (tmp_path / "runs/tiny/commits.jsonl").read_bytes() == commits, "nothing was undone"

@@ -321,3 +321,87 @@ def test_no_space_on_a_local_disk_leaves_no_draft(tmp_path: Path, monkeypatch: p
 def test_an_unknown_storage_is_refused() -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.url = 'nosuch://x'"):
         checkpoint.Store("nosuch://x")
+
+
+def files_of(store: checkpoint.Store, step: int) -> list[str]:
+    return sorted([*store.open(step).files, checkpoint.MARKER])
+
+
+@pytest.mark.parametrize("number", range(len(STATES) * 2 + 5))
+def test_one_flipped_bit_in_any_file_is_found_and_the_next_older_one_is_taken(url: str, number: int) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 5)
+    a_checkpoint(store, 7)
+    names = files_of(store, 7)
+    assert len(names) == len(STATES) * 2 + 5
+    path = f"{store.path(7)}/{names[number]}"
+    for place in (0, 0.3, 0.5, 0.9, 1):
+        with fsspec.open(path, "rb") as file:
+            whole = file.read()
+        at = min(len(whole) - 1, int(place * len(whole)))
+        for bit in (0, 5, 7):
+            with fsspec.open(path, "wb") as file:
+                file.write(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            training, refused = store.soundest()
+            assert training is not None and training.step == 5
+            assert [entry.step for entry in refused] == [7] and refused[0].wrong.startswith(("damaged", "foreign"))
+        with fsspec.open(path, "wb") as file:
+            file.write(whole)
+    assert store.soundest()[0].step == 7  # type: ignore[union-attr]
+
+
+def test_no_bit_of_the_marker_can_be_another_but_those_of_the_seals_own_name(tmp_path: Path) -> None:
+    store = checkpoint.Store(str(tmp_path))
+    a_checkpoint(store, 7)
+    marker = tmp_path / "step-7" / checkpoint.MARKER
+    whole = marker.read_bytes()
+    name = whole.index(b'"seal"')
+    for at in range(len(whole)):
+        marker.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        [entry] = store.entries()
+        assert entry.wrong or name <= at < name + 6, (at, whole[at - 20 : at + 20])
+        if not entry.wrong:  # without a seal, as before there was one: all else is as it was
+            marker.write_bytes(whole)
+            assert msgspec.structs.replace(entry.training, seal="") == msgspec.structs.replace(store.open(7), seal="")
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing", "longer", "empty"])
+def test_a_file_that_is_not_whole_is_named(tmp_path: Path, harm: str) -> None:
+    store = checkpoint.Store(str(tmp_path))
+    a_checkpoint(store, 5)
+    a_checkpoint(store, 7)
+    for name in files_of(store, 7):
+        path = tmp_path / "step-7" / name
+        whole = path.read_bytes()
+        if harm == "missing":
+            path.unlink()
+        else:
+            path.write_bytes({"truncated": whole[: len(whole) // 2], "longer": whole + b"x", "empty": b""}[harm])
+        training, [entry] = store.soundest()
+        assert training is not None and training.step == 5 and (name in entry.wrong or name == checkpoint.MARKER)
+        path.write_bytes(whole)
+
+
+def test_a_damaged_checkpoint_is_set_aside_so_that_its_step_can_be_written_again(url: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 5)
+    a_checkpoint(store, 7)
+    path = f"{store.path(7)}/model-00001-of-00003.safetensors"
+    with fsspec.open(path, "rb") as file:
+        whole = file.read()
+    with fsspec.open(path, "wb") as file:
+        file.write(whole[:-1] + bytes([whole[-1] ^ 1]))
+    store.set_aside(7)
+    assert [entry.step for entry in store.entries() if not entry.wrong] == [5]
+    a_checkpoint(store, 7)
+    assert store.soundest()[0].step == 7  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_from_before_there_were_seals_is_read(tmp_path: Path) -> None:
+    store = checkpoint.Store(str(tmp_path))
+    a_checkpoint(store, 5)
+    marker = tmp_path / "step-5" / checkpoint.MARKER
+    told = json.loads(marker.read_text())
+    del told["seal"]
+    marker.write_text(json.dumps(told))
+    assert store.soundest()[0].step == 5  # type: ignore[union-attr]

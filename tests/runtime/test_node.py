@@ -399,7 +399,7 @@ def test_eighteen_replicas_of_the_whole_model_have_one_processs_bits(round_bytes
 def test_what_was_recorded_replays_without_a_difference(swarm: Swarm, tmp_path: Path) -> None:
     asyncio.run(swarm.run())
     swarm.close()
-    trace.merge(sorted(tmp_path.glob("*.jsonl")), tmp_path / "all.jsonl")
+    trace.merge([[path] for path in sorted(tmp_path.glob("*.jsonl"))], tmp_path / "all.jsonl")
     found = trace.replay(tmp_path / "all.jsonl")
     assert found.peers == 4 and found.commands > 100
     assert found.differing == 0, found.first

@@ -47,7 +47,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else() -> None:
     record.event(2.0, Tick(), [Note("route", "still here")])
     record.close()
     told = [line for line in out.lines() if isinstance(line, Told)]
-    assert "the trace ends here, training goes on" in told[0].text
+    assert "the trace stops here, training goes on" in told[0].text
     assert told[-1].text == "still here"
 
 

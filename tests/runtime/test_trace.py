@@ -101,7 +101,7 @@ def test_traces_are_merged_by_time_with_all_headers_first(tmp_path: Path) -> Non
     two = write(tmp_path / "2.jsonl", a_header("p2"), a_record(2.0, "p2"))
     with open(two, "ab") as file:
         file.write(trace.line(a_record(4.0, "p2"))[:-7])  # killed while writing
-    assert trace.merge([one, two], tmp_path / "all.jsonl") == 5
+    assert trace.merge([[one], [two]], tmp_path / "all.jsonl") == 5
     items = list(trace.read(tmp_path / "all.jsonl"))
     assert [item.peer for item in items] == ["p1", "p2", "p1", "p2", "p1"]
     assert [item.time_s for item in items if isinstance(item, trace.Record)] == [1.0, 2.0, 3.0]

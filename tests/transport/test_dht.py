@@ -96,6 +96,7 @@ def test_a_newcomer_finds_those_that_live_when_others_were_killed() -> None:
     async def story() -> None:
         async with swarm(5) as peers:
             for victim in peers[1:3]:
+                victim.daemon._pause_s = 3600.0  # it is not started again
                 victim.daemon._process.stdin.close()  # its shell kills the daemon
             while not all(victim.daemon.ended for victim in peers[1:3]):
                 await asyncio.sleep(0.01)
@@ -265,3 +266,34 @@ async def _store(rogue: Any, victim: Peer, entry: tuple[Any, str, bytes, float])
     answer = await rogue.protocol.call_store(peer_id, [key], [packed], [expires_s], [name])
     assert answer is not None, "no answer"
     return bool(answer[0])
+
+
+@pytest.mark.slow
+def test_a_peer_whose_daemon_was_killed_is_in_the_table_again() -> None:
+    """Also the first, which has nobody to begin with: it remembers whom it was connected to."""
+
+    async def story() -> None:
+        async with swarm(3) as peers:
+            names = {peer.name for peer in peers}
+            for peer in peers:
+                await until(names, peer)
+                await peer.directory.announce()
+            for victim in (peers[0], peers[2]):
+                killed = victim.daemon._process.pid
+                victim.daemon._process.stdin.close()  # its shell kills the daemon
+                while victim.daemon._process.pid == killed or victim.daemon.ended:
+                    await asyncio.sleep(0.02)
+                victim.directory._held.clear()
+                await victim.directory.announce()
+                await until(names, victim)
+            newcomer = Peer(peers[0].directory.addresses)  # the address that was told before: it is the same
+            try:
+                await newcomer.directory.start()
+                await newcomer.directory.announce()
+                await until(names | {newcomer.name}, newcomer)
+                for peer in peers:
+                    await until({newcomer.name}, peer)
+            finally:
+                await newcomer.directory.close()
+
+    run(story)

@@ -5,6 +5,7 @@ The contract itself is tested in tests/contract (slow for this network, as each 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -145,6 +146,13 @@ def test_a_daemon_does_not_outlive_its_shell_and_its_peer(monkeypatch: pytest.Mo
     peer.stdout.close()
 
 
+def kill_daemon(daemon: Daemon) -> None:
+    """The program itself, not the shell that watches over it."""
+    for pid in processes(str(daemon.directory)):
+        if b"p2pd\0" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"-id")[0][-6:]:
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_daemon_that_ends_is_told_and_sending_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         a, b = make(), make()
@@ -153,10 +161,9 @@ def test_a_daemon_that_ends_is_told_and_sending_does_not_raise(caplog: pytest.Lo
         a.learn(b.name, b.address)
         a.send(b.name, Cancelled(0, 1, 2, 0, 0))
         await take(b)
+        a._libp2p.daemon._pause_s = 3600.0  # it is not started again while we look
         with caplog.at_level(logging.ERROR):
-            for pid in processes(str(a._libp2p.daemon.directory)):
-                if b"p2pd\0" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"-id")[0][-6:]:
-                    os.kill(pid, signal.SIGKILL)
+            kill_daemon(a._libp2p.daemon)
             assert isinstance(await take(a), Lost)
             while not a._libp2p.daemon.ended:
                 await asyncio.sleep(0.01)
@@ -165,6 +172,50 @@ def test_a_daemon_that_ends_is_told_and_sending_does_not_raise(caplog: pytest.Lo
         assert "libp2p daemon does not answer" in (await take(a)).reason
         await a.close()
         await b.close()
+
+    run(story)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("with_its_directory", [False, True])
+def test_a_daemon_that_is_killed_runs_again_and_both_ways_are_open_again(with_its_directory: bool) -> None:
+    """Several times, under the same address; the end and the new beginning are told. Nothing is left behind."""
+
+    async def story() -> None:
+        told: list[str] = []
+        identity = Identity.new()
+        a = Libp2pTransport(identity.name, INVITE.membership(identity), Daemon(identity, tell=told.append))
+        b = make()
+        await a.start()
+        await b.start()
+        a.learn(b.name, b.address)
+        b.learn(a.name, a.address)
+        daemon, address = a._libp2p.daemon, a.address
+        directory = str(daemon.directory)
+        for time_ in range(3):
+            daemon._pause_s = daemons.FIRST_PAUSE_S
+            if with_its_directory:
+                daemon._process.stdin.close()  # type: ignore[union-attr]  # its shell ends and takes all with it
+            else:
+                kill_daemon(daemon)
+            while len(told) < 2 * time_ + 2 or daemon.ended:
+                await asyncio.sleep(0.02)
+            assert "has ended" in told[2 * time_] and "runs again" in told[2 * time_ + 1]
+            assert a.address == address
+            for one, other in ((a, b), (b, a)):
+                number = 0
+                while True:  # what was sent into the broken streams is lost, as the contract allows
+                    one.send(other.name, Cancelled(0, time_, number, 0, 0))
+                    number += 1
+                    with contextlib.suppress(TimeoutError):
+                        got = await asyncio.wait_for(other.receive(), 1.0)
+                        if isinstance(got, Incoming) and got.message.step == time_:  # type: ignore[attr-defined]
+                            break
+            assert len(processes(directory)) == 2, "one shell and one daemon"
+        await a.close()
+        await b.close()
+        assert not processes(directory) and not Path(directory).exists()
 
     run(story)
 

@@ -7,13 +7,14 @@ room, and are written once and in order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from shoal.runtime.account import Step
 from shoal.runtime.report import replace
+from shoal.shown import escaped_json
 
 
 class Files:
@@ -35,10 +36,18 @@ class Files:
         self._full.discard(name)
         return True
 
+    def begin_anew(self, steps: Iterable[Step]) -> None:
+        """The directory is another: all commits so far belong into it. OSError: there is no room."""
+        lines = b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in steps)
+        replace(self._directory / "commits.jsonl", lines)
+        self._commits.close()
+        self._commits = open(self._directory / "commits.jsonl", "ab", buffering=0)
+        self._unwritten = b""
+
     def commit(self, step: Step) -> None:
         """One line more of commits.jsonl. That of a step with a checkpoint is on the disk before this returns, so that no checkpoint
         is ahead of it, should the whole machine die."""
-        self._unwritten += msgspec.json.encode(step) + b"\n"
+        self._unwritten += escaped_json(msgspec.json.encode(step)) + b"\n"
         self.flush(safely=step.commit.save)
 
     def flush(self, safely: bool = False) -> None:

@@ -11,6 +11,8 @@ import json
 import re
 from pathlib import Path
 
+from shoal.shown import escaped_lines
+
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -26,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     _check(args)
-    print(sample(checkpoint(args.checkpoint), args))
+    print(escaped_lines(sample(checkpoint(args.checkpoint), args)))  # a model says whatever its data did
     return 0
 
 

@@ -2,7 +2,8 @@
 
 The same watching and the same directory as `shoal run` (cli/run.py), for a guest: Ctrl-C lets the peers leave at the next
 step boundary, and the account is the host's to make. An invite is a secret, and every user of a machine sees the arguments of its
-programs: so it may also come by a file, by standard input or by the environment.
+programs: so it may also come by a file, by standard input or by the environment. It names no file of this machine: --files DIR says
+what the run may read, or settings name things one by one (guest.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "As an argument it shows in `ps`. Then this machine's own settings, such as network.host",
     )
     parser.add_argument("--invite-file", metavar="FILE", help="read the invite from there")
+    parser.add_argument(
+        "--files",
+        type=Path,
+        metavar="DIR",
+        help="the run may read below this directory; names in the invite are looked up there",
+    )
     parser.add_argument("--peers", type=int, default=1, metavar="N", help="peers to start here")
 
 
@@ -43,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
     text = found(texts, args.invite_file)
     invite = read_invite(text, 0.0)
-    config = build.joined(invite.config, [word for word in args.words if word not in texts])
+    config = build.joined(invite.config, [word for word in args.words if word not in texts], args.files)
     if args.peers < 1:
         raise ValueError(f"--peers {args.peers}: at least one takes part")
     if args.peers > invite.grant.peers:
@@ -55,9 +62,9 @@ def main(args: argparse.Namespace) -> int:
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
     directory = rundir.place(config)
-    with rundir.claimed(directory):
+    with rundir.claimed(directory) as claim:
         rundir.set_aside(directory)
-        job = Job(config=config, directory=directory, here=args.peers, started_s=started_s, invite=text)
+        job = Job(claim=claim, config=config, directory=directory, here=args.peers, started_s=started_s, invite=text)
         return asyncio.run(Run(job).run())
 
 

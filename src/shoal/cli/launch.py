@@ -18,10 +18,13 @@ from typing import Any
 import msgspec
 
 from shoal.cli.process import identify
-from shoal.runtime.report import AnyLine, Ended, Listening, decode
+from shoal.runtime.report import AnyLine, Ended, Listening, decode, replace
+from shoal.shown import escaped_lines
 
 MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
 INVITE_VARIABLE = "SHOAL_INVITE"  # a peer gets its invite by its standard input, and hands nothing on to what it starts
+LOG_BYTES = 4 << 20  # of a peer's log, and once more of what was in it before
+LOGS = 64  # of peers that have ended; older ones are removed
 GOODBYE_S = 5.0  # from SIGTERM to SIGKILL
 
 
@@ -80,11 +83,28 @@ class Child:
         except ProcessLookupError:  # it has ended by itself
             return
 
+    def trim_log(self) -> None:
+        """Begin its log anew when it is long; the end of what was there is kept beside it. The process appends, so it goes on at the
+        beginning. OSError: no room for the copy; the log is begun anew all the same."""
+        if self.log.stat().st_size <= LOG_BYTES:
+            return
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(-LOG_BYTES, os.SEEK_END)
+                file.readline()
+                replace(self.log.with_name(f"{self.log.name}.1"), file.read())
+        finally:
+            os.truncate(self.log, 0)
+
     def last_words(self, lines: int = 15) -> str:
         """The end of its log."""
-        with open(self.log, "rb") as file:
+        try:
+            file = open(self.log, "rb")
+        except OSError as error:  # the run's directory is gone
+            return f"(its log cannot be read: {error.strerror})"
+        with file:
             file.seek(max(0, self.log.stat().st_size - 20_000))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            return escaped_lines("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
 
 
 class Crew:
@@ -121,6 +141,15 @@ class Crew:
         child.write(spec)
         self._readers[child.label] = asyncio.get_running_loop().create_task(self._read(child))
         return child
+
+    def trim_logs(self) -> None:
+        """For a run of months: no log grows without end, and peers that are long gone leave none."""
+        gone = [child for child in self.children if not child.alive][:-LOGS]
+        for child in gone:
+            child.log.unlink(missing_ok=True)
+            child.log.with_name(f"{child.log.name}.1").unlink(missing_ok=True)
+        for child in self.living:
+            child.trim_log()
 
     async def wait(self, children: Iterable[Child], wait_s: float | None) -> None:
         """Until all of these have ended, or `wait_s` have passed."""

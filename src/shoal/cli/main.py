@@ -18,6 +18,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from shoal.shown import escaped
+
 COMMANDS = {
     "run": "train: start local peers from a config and watch them",
     "train": "train the whole model on this machine alone, also one larger than its device",
@@ -60,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def describe(error: ValueError | OSError) -> str:
     """The error as one line."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+        return escaped(f"{error.filename}: {error.strerror}")
+    return escaped(" ".join(str(error).split())) or type(error).__name__
 
 
 def _call(words: list[str]) -> int:

@@ -6,6 +6,7 @@ bytes are looked for: a task's tag stands in a trace nowhere but in the command 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,6 +57,8 @@ class Traces:
         begin = self._read.get(label, 0)
         try:
             with open(path, "rb") as file:
+                if begin > os.fstat(file.fileno()).st_size:  # another segment has begun
+                    begin = 0
                 file.seek(begin)
                 news = file.read()
         except FileNotFoundError:  # it has not begun yet

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from shoal import config as configuration
 from shoal.cli.launch import News, Spec, Start
 from shoal.cli.main import describe
 from shoal.runtime.report import Ended, encode
+from shoal.shown import escaped, escaped_lines
 
 if TYPE_CHECKING:
     from shoal.runtime.node import Node
@@ -34,6 +36,7 @@ ORPHANED = 3
 def main() -> int:
     die_with(int(sys.argv[1]))
     out = _own_output()
+    write_log()
     told = _lines()
     spec = msgspec.json.decode(next(told), type=Spec)
     try:
@@ -51,6 +54,23 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
         os._exit(ORPHANED)
+
+
+class Plain(logging.Formatter):
+    """What is logged may quote another peer: a record is one line, but for a traceback, and nothing in it is obeyed by a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escaped(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped_lines(super().format(record))
+
+
+def write_log() -> None:
+    """Warnings and errors of every library, on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Plain("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def _own_output() -> IO[bytes]:

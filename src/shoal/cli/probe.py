@@ -25,6 +25,7 @@ from shoal import units
 from shoal.config import Config
 from shoal.planner import measured
 from shoal.planner.cluster import Device
+from shoal.shown import escaped
 
 if TYPE_CHECKING:
     from shoal.runtime.measure import Survey
@@ -154,7 +155,7 @@ async def _links(args: argparse.Namespace) -> int:
         )
     invite = read_invite(found_invite([args.run], None), 0.0)
     settings = [word for word in args.words if "=" in word]
-    config = build.joined(invite.config, settings)
+    config = build.visiting(invite.config, settings)
     async with build.operator(config, invite) as (transport, directory):
         await directory.announce()  # the peers answer over connections of their own
         meter = Meter(transport)
@@ -168,9 +169,9 @@ async def _links(args: argparse.Namespace) -> int:
         receiving = asyncio.create_task(receive())
         try:
             peers = await _found(directory, transport.name, args.peers)
-            print(f"{invite.title}: {len(peers)} peers, at most {units.size(most)} a transfer", flush=True)
+            print(escaped(f"{invite.title}: {len(peers)} peers, at most {units.size(most)} a transfer"), flush=True)
             before = time.monotonic()
-            found = await survey(meter, peers, most, lambda text: print(f"  {text}", flush=True))
+            found = await survey(meter, peers, most, lambda text: print(escaped(f"  {text}"), flush=True))
         finally:
             receiving.cancel()
     if len(found.peers) < 2:
@@ -210,7 +211,7 @@ def _cluster(found: Survey, title: str) -> str:
         try:
             devices.append(measured.device_from(found.facts[peer]))
         except ValueError as error:  # another machine's file
-            print(f"  {peer}: its device.toml cannot be read: {error}")
+            print(escaped(f"  {peer}: its device.toml cannot be read: {error}"))
             devices.append(None)
     names = measured.named(devices)
     name_of = dict(zip(found.peers, names, strict=True))
@@ -223,7 +224,7 @@ def _cluster(found: Survey, title: str) -> str:
         for (a, b), link in sorted(found.links.items(), key=lambda item: (name_of[item[0][0]], name_of[item[0][1]]))
     ]
     notes = [
-        f"Measured between the peers of {title} by `shoal probe --run` at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
+        f"Measured between the peers of {escaped(title)} by `shoal probe --run` at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         "A delay is half of the shortest round trip; bandwidths are of both directions of a pair at once; up_Bps and down_Bps",
         "are what a peer sent to all the others, and got from them, at once.",
     ]

@@ -22,6 +22,7 @@ from shoal.config import Config, microbatches
 from shoal.core.messages import AskStanding, Override, Peer, Standing
 from shoal.core.override import Refusal, decide
 from shoal.runtime.report import replace
+from shoal.shown import escaped
 from shoal.transport.base import Incoming
 from shoal.transport.directory import Directory
 from shoal.transport.invite import Authority, read_invite
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
             gone = frozenset(_named(word, standings, labels) for word in args.gone)
             _refuse_running(directory, gone, labels)
             view, term = decide(standings, gone, saved, _microbatches(config), _before(directory))
-            print(f"{view.reason}; this undoes {view.account.undone} microbatches in all")
+            print(escaped(f"{view.reason}; this undoes {view.account.undone} microbatches in all"))
             if args.dry_run:
                 return 0
             override = authority.override(view, term)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import IO
 
 import msgspec
 
@@ -31,17 +33,20 @@ from shoal.config import Config
 from shoal.core.names import invite_of
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
-from shoal.dashboard.terminal import Terminal
+from shoal.dashboard.terminal import Snapshot, Terminal
 from shoal.planner import plan as plans
 from shoal.planner.cluster import Cluster
 from shoal.planner.plan import Plan
 from shoal.runtime.account import Step
 from shoal.runtime.report import AnyLine, replace
+from shoal.shown import escaped_json, escaped_lines
 from shoal.transport.faulty import FAULTS
 from shoal.transport.invite import Authority
 
 SHOW_S = 0.25
 STATUS_S = 1.0
+STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
+STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
 FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
 LEAVE_S = 120.0  # for a guest's step to end
 LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
@@ -59,6 +64,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     directory: Path
+    claim: IO[str]  # on the directory
     here: int  # peers to start
     started_s: float
     resumed: Resumed = Resumed()
@@ -106,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
     if not 1 <= here <= peers:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
     directory = rundir.place(config)
-    with rundir.claimed(directory):
+    with rundir.claimed(directory) as claim:
         resumed = rundir.resume(config, directory) if args.resume else Resumed()
         if not args.resume:
             rundir.set_aside(directory)
@@ -114,6 +120,7 @@ def main(args: argparse.Namespace) -> int:
             print(account.text(over))
             return 0
         job = Job(
+            claim=claim,
             config=config,
             directory=directory,
             here=here,
@@ -146,6 +153,27 @@ def _ended(config: Config, directory: Path) -> Summary | None:
     return summary if whole else None
 
 
+class Status:
+    """status.json: written when somebody could see a difference, and at most so many bytes a second as STATUS_BPS says."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._told: object = None  # what was news in the last one
+        self._next_s = self._due_s = float("-inf")
+
+    def write(self, snapshot: Snapshot, now: float) -> None:
+        """`now` infinite: at the end, whatever was written before."""
+        news = (snapshot.step, snapshot.state, len(snapshot.peers), snapshot.happenings[-1:])
+        if now < self._next_s or (news == self._told and now < self._due_s):
+            return
+        data = escaped_json(
+            msgspec.json.encode(msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses)))
+        )
+        if self._files.put("status.json", data):
+            self._told = news
+            self._next_s, self._due_s = now + len(data) / STATUS_BPS, now + STATUS_IDLE_S
+
+
 class Run:
     """One call of the command. With `job.invite` it is a guest in somebody else's run."""
 
@@ -170,6 +198,11 @@ class Run:
         self.files = Files(job.directory, lambda words: self.watch.tell("trouble", words, time.monotonic()))
         if job.plan is not None:
             plans.save(job.plan, planned.plan_file(job.directory))
+        self._claim, self._founding = job.claim, rundir.founding(job.directory)
+        self._place = rundir.identity(job.directory)
+        self._placeless = ""  # why a directory that is gone cannot be made anew
+        self._taken = False  # the directory is another launcher's now: nothing may be written there
+        self._status = Status(self.files)
 
     async def run(self) -> int:
         if self.watch.finished:  # by an earlier session
@@ -192,12 +225,28 @@ class Run:
         return self._end()
 
     def _end(self) -> int:
+        self._look_after_directory()
         self.files.close()
-        self._write_status()
-        rundir.gather_traces(self.directory)
+        if self._taken:
+            print(escaped_lines(account.text(self.watch.summary(time.monotonic(), self.early))))
+            return FAILED
+        self._status.write(self.watch.snapshot(time.monotonic()), float("inf"))
         if self.user_error:
+            self._gather_traces()
             raise ValueError(self.user_error)
-        return self._conclude()
+        code = self._conclude()
+        self._gather_traces()  # after the account, whose room it may take
+        return code
+
+    def _gather_traces(self) -> None:
+        try:
+            rundir.gather_traces(self.directory)
+        except (OSError, ValueError) as error:  # no room for both; or a line that is none
+            print(
+                escaped_lines(
+                    f"the traces stay in {self.directory / 'traces'}, they could not be put together: {error}"
+                )
+            )
 
     async def _part(self) -> None:
         """Members end by themselves when the run is finished; where others can go on, these leave in good order; everything else is
@@ -218,7 +267,7 @@ class Run:
     def _conclude(self) -> int:
         finished = self.watch.finished
         if self.authority is None:
-            print(f"this peer's part is over: {'the run is finished' if finished else self.early}")
+            print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
             return 0 if finished else INTERRUPTED if self.interrupted else FAILED
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         replace(self.directory / "summary.json", account.encode(summary))
@@ -354,6 +403,7 @@ class Run:
 
     def _ended(self, child: Child) -> None:
         self.watch.gone(child.label)
+        self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
             if not self.crew.living:
@@ -363,6 +413,15 @@ class Run:
             self.over.set()
         elif not child.killed and not self.over.is_set() and not self._by_chaos(child):
             self._lost(child)
+
+    def _thin_traces(self) -> None:
+        """A month of churn leaves many traces: those of the dead get as much room as those of the living."""
+        ended = [child.label for child in self.crew.children if not child.alive]
+        with contextlib.suppress(OSError):  # no directory any more: said elsewhere
+            gone = rundir.thin_traces(self.directory, ended, self.config.run.trace_bytes * self.job.here)
+            if gone:
+                words = f"the traces of {', '.join(gone)}, which have ended, are removed: run.trace_bytes"
+                self.watch.tell("trace", words, time.monotonic())
 
     def _by_chaos(self, child: Child) -> bool:
         """A peer was killed from outside while `shoal chaos` was at work, which says itself whether another is to come."""
@@ -401,13 +460,23 @@ class Run:
         known: tuple[str, ...] = ()
         listed: rundir.Locals | None = None
         named = 0
+        place = self._place
         while True:
             now = time.monotonic()
-            terminal.show(self.watch.snapshot(now))
+            snapshot = self.watch.snapshot(now)
+            terminal.show(snapshot)
             if now - written_s >= STATUS_S:
                 written_s = now
-                self._write_status()
+                self._look_after_directory()
+                if place != self._place:
+                    place, known, listed, named = self._place, (), None, 0
+                    self._status = Status(self.files)
+                if self._taken:
+                    return
+                self._status.write(snapshot, now)
                 self.files.flush()
+                with contextlib.suppress(OSError):  # a full disk, or no directory any more: said elsewhere
+                    self.crew.trim_logs()
             addresses, peers = self._addresses(), self._locals()
             if addresses != known and self.files.put("bootstrap.json", msgspec.json.encode(addresses)):
                 known = addresses
@@ -418,8 +487,29 @@ class Run:
                 named = len(names)
             await asyncio.sleep(SHOW_S)
 
-    def _write_status(self) -> None:
-        self.files.put("status.json", msgspec.json.encode(self.watch.snapshot(time.monotonic())))
+    def _look_after_directory(self) -> None:
+        """Somebody may delete it, or move it away, in the middle of a run: said, and made anew with all that is known here."""
+        if self._taken or rundir.identity(self.directory) == self._place:
+            return
+        try:
+            self._claim = rundir.make_anew(self.directory, self._founding, self._claim)
+            self.files.begin_anew(self.watch.books.steps)
+        except ValueError as error:
+            self._taken = True
+            self._give_up(str(error))
+            return
+        except OSError as error:
+            if error.strerror != self._placeless:
+                self._placeless = error.strerror or str(error)
+                words = f"{self.directory} was deleted or moved away, and cannot be made anew: {self._placeless}; nothing is written down"
+                self.watch.tell("trouble", words, time.monotonic())
+            return
+        self._place, self._placeless = rundir.identity(self.directory), ""
+        words = (
+            f"{self.directory} was deleted or moved away; it is made anew, with the commits so far, and training goes on."
+            " Checkpoints, logs and traces that lay in it are gone: the next checkpoint is the first again"
+        )
+        self.watch.tell("trouble", words, time.monotonic())
 
     def _locals(self) -> rundir.Locals:
         """What `shoal chaos` needs to know."""

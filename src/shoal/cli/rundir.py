@@ -1,6 +1,6 @@
 """A run's directory, runs/NAME/: who may write it, what an earlier run left there, and where a resumed one goes on.
 
-    summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`)
+    summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`), or .gz
     commits.jsonl  each committed step with its round    status.json  the newest snapshot (`shoal status`)
     loss.png       checkpoints/step-N/                   logs/        each peer's words for people
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +30,11 @@ from shoal.cli.watch import Resumed
 from shoal.config import Config, microbatches
 from shoal.runtime.account import Base, Step, restarted, surviving
 from shoal.runtime.report import replace
+from shoal.runtime.tape import segments
+from shoal.shown import escaped, escaped_json
+
+if TYPE_CHECKING:
+    from shoal.runtime.checkpoint import Store, Training
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -109,7 +115,7 @@ def running(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path) -> Iterator[None]:
+def claimed(directory: Path) -> Iterator[IO[str]]:
     """One launcher at a time writes a run's directory. The claim lies beside it, so that it can be set aside."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with open(_lock(directory), "w") as lock:
@@ -117,7 +123,47 @@ def claimed(directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{directory}: this run is being trained now; try another run.name=...") from None
-        yield
+        yield lock
+
+
+FOUNDING = ("config.toml", "authority.key", "session.json", "plan.json")  # written once, when a session begins
+
+
+def founding(directory: Path) -> dict[str, bytes]:
+    """What a directory that is deleted must get back, since nobody could make it again."""
+    return {name: (directory / name).read_bytes() for name in FOUNDING if (directory / name).exists()}
+
+
+def identity(directory: Path) -> tuple[int, int] | None:
+    """Which directory it is; None when it is not there."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def make_anew(directory: Path, files: Mapping[str, bytes], claim: IO[str]) -> IO[str]:
+    """A run's directory that was deleted or moved away while it is trained. Returns the claim on it. ValueError: another launcher has
+    claimed that place meanwhile. OSError: it cannot be made."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(directory)
+    if not lock.exists() or not os.path.samestat(os.fstat(claim.fileno()), lock.stat()):
+        claim = open(lock, "w")  # its life is the launcher's
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            claim.close()
+            raise ValueError(f"{directory} was deleted, and another launcher has begun a run there") from None
+    for name in ("", "logs", "traces"):
+        (directory / name).mkdir(exist_ok=True)
+    for name, data in files.items():
+        place = directory / name
+        with open(
+            os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if name.endswith(".key") else 0o644), "wb"
+        ) as file:
+            file.write(data)
+    return claim
 
 
 def set_aside(directory: Path) -> None:
@@ -142,9 +188,7 @@ def resume(config: Config, directory: Path) -> Resumed:
 
     directory.mkdir(parents=True, exist_ok=True)
     store = Store(checkpoint_url(config))
-    training, refused = store.newest()
-    for why in refused:
-        print(f"passed over {why}")
+    training = _newest_sound(store)
     first = training.step if training is not None else 0
     standing = surviving(_written(directory))
     kept = tuple(step for step in standing if step.commit.step < first)
@@ -161,9 +205,29 @@ def resume(config: Config, directory: Path) -> Resumed:
     _set_trace_aside(directory, first)
     # In this order: killed between the two, the next one finds the same again.
     replace(directory / "session.json", msgspec.json.encode(base))
-    replace(directory / "commits.jsonl", b"".join(msgspec.json.encode(step) + b"\n" for step in kept))
+    replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
     return resumed
+
+
+def _newest_sound(store: Store) -> Training | None:
+    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. ValueError: there are
+    checkpoints, and none is whole: to begin at step 0 is for the user to say."""
+    training, refused = store.soundest()
+    for entry in refused:
+        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
+    lost = [entry for entry in refused if not store.unfinished(entry)]
+    if training is None and lost:
+        raise ValueError(
+            f"--resume: there are {len(lost)} checkpoints in {store.url}, and none can be gone on from ({lost[0].path}: {lost[0].wrong}); "
+            "put a whole copy of one there, or give the command without --resume to begin at step 0: what is there is then kept beside it"
+        )
+    if training is not None and lost:
+        print(f"going on from step {training.step}: its checkpoint is the newest that is whole")
+    for entry in lost:
+        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
+            print(escaped(f"what is left of that of step {entry.step} is now {store.set_aside(entry.step)}"))
+    return training
 
 
 def _written(directory: Path) -> list[Step]:
@@ -190,27 +254,61 @@ def _began_with(directory: Path) -> Base:
 
 def _set_trace_aside(directory: Path, step: int) -> None:
     """Keep the earlier session's trace under the step at which this one begins; its pieces, if its launcher was killed."""
-    number, earlier = 1, directory / f"trace-before-{step}.jsonl"
-    while earlier.exists():  # killed again before another checkpoint was written
+    whole = trace.find(directory)
+    if not segments(directory / "traces") and whole.exists():
+        os.replace(whole, _unused(directory, step, "".join(whole.suffixes)))
+        return
+    try:
+        _merge(directory, lambda packed: _unused(directory, step, ".jsonl.gz" if packed else ".jsonl"))
+    except (OSError, ValueError) as error:  # a full disk, or a torn trace, is no reason not to go on
+        kept = _unused(directory, step, "")
+        os.rename(directory / "traces", kept)
+        print(escaped(f"the earlier session's traces are in {kept}, they could not be put together: {error}"))
+
+
+def _unused(directory: Path, step: int, ending: str) -> Path:
+    number, path = 1, directory / f"trace-before-{step}{ending}"
+    while path.exists():  # killed again before another checkpoint was written
         number += 1
-        earlier = directory / f"trace-before-{step}.{number}.jsonl"
-    pieces = sorted((directory / "traces").glob("*.jsonl"))
-    if pieces:
-        trace.merge(pieces, earlier)
-        for piece in pieces:
-            piece.unlink()
-    elif (directory / "trace.jsonl").exists():
-        os.replace(directory / "trace.jsonl", earlier)
+        path = directory / f"trace-before-{step}.{number}{ending}"
+    return path
 
 
 def gather_traces(directory: Path) -> None:
-    """The peers' traces as one, by time."""
-    pieces = sorted((directory / "traces").glob("*.jsonl"))
-    if not pieces and (directory / "trace.jsonl").exists():
-        return
-    trace.merge(pieces, directory / "trace.jsonl")
-    for piece in pieces:
-        piece.unlink()
+    """The peers' traces as one, by time. OSError: there is no room; they stay as they are."""
+    if segments(directory / "traces") or not trace.find(directory).exists():
+        _merge(directory, lambda packed: directory / ("trace.jsonl.gz" if packed else "trace.jsonl"))
+
+
+def thin_traces(directory: Path, ended: Sequence[str], most_bytes: int) -> list[str]:
+    """Remove whole traces of peers that have ended, in that order, until those of the ended together take at most `most_bytes`.
+    Returns whose are gone. Each living peer keeps its own within its room."""
+    kept = segments(directory / "traces")
+    sizes = {label: sum(piece.stat().st_size for piece in kept[label]) for label in ended if label in kept}
+    removed = []
+    for label in [label for label in ended if label in sizes]:
+        if sum(sizes.values()) <= most_bytes:
+            break
+        del sizes[label]
+        removed.append(label)
+        for piece in kept[label]:
+            piece.unlink(missing_ok=True)
+    return removed
+
+
+def _merge(directory: Path, into: Callable[[bool], Path]) -> None:
+    """Compressed, when any of them was: as one they would take ten times the room that they were given."""
+    traces = list(segments(directory / "traces").values())
+    path = into(any(piece.suffix == ".gz" for pieces in traces for piece in pieces))
+    draft = path.with_name(f".{path.name}")
+    try:
+        trace.merge(traces, draft)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    for piece in (directory / "traces").glob("*.jsonl*"):
+        piece.unlink(missing_ok=True)
 
 
 def _lock(directory: Path) -> Path:

@@ -30,6 +30,7 @@ from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.terminal import Terminal
 from shoal.runtime.report import Agreed, replace
+from shoal.shown import escaped_json
 
 if TYPE_CHECKING:
     from shoal.runtime.alone import Alone
@@ -154,7 +155,8 @@ class Training:
         terminal.show(snapshot)
         if now - self._written_s >= SHOW_S:
             self._written_s = now
-            replace(self.directory / "status.json", msgspec.json.encode(snapshot))
+            snapshot = msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses))
+            replace(self.directory / "status.json", escaped_json(msgspec.json.encode(snapshot)))
 
     def _save(self, terminal: Terminal) -> None:
         if self.alone.saved == self.alone.done:

@@ -16,6 +16,7 @@ from shoal.dashboard.account import Carried, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.runtime.account import Base, Books, Step
 from shoal.runtime.report import Agreed, AnyLine, Ended, Listening, Progress, Told
+from shoal.shown import escaped, escaped_lines
 from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
@@ -64,7 +65,7 @@ class Watch:
                 self.carried[line.peer] = line
             case Told():
                 if line.kind == "checkpoint" and " saved at " in line.text and not line.text.startswith("NOT"):
-                    self.checkpoint = line.text.partition(" saved at ")[2]
+                    self.checkpoint = escaped(line.text.partition(" saved at ")[2])
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
                 step = self.books.agree(line.view, now)
@@ -80,8 +81,8 @@ class Watch:
         for peer, known in self.labels.items():
             if peer in text:
                 text = text.replace(peer, known)
-        text = _NAME.sub(r"\1", text)
-        self.happenings.append(Happening(self._serial, now - self.started_s, kind, text, label))
+        text = escaped(_NAME.sub(r"\1", text))
+        self.happenings.append(Happening(self._serial, now - self.started_s, escaped(kind), text, label))
 
     def gone(self, label: str) -> None:
         self.standing.pop(label, None)
@@ -185,7 +186,8 @@ class Watch:
         """`early`: why the run ended before its last step."""
         totals = self.books.totals()
         losses = self.losses()
-        reasons = [reason for reason in (early, totals.reason) if reason]
+        early = escaped_lines(early)
+        reasons = [escaped_lines(reason) for reason in (early, totals.reason) if reason]
         return Summary(
             name=self.config.run.name,
             steps=totals.steps,

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import units
+from shoal.shown import escaped_json, escaped_lines
 from shoal.traffic import KINDS, Kept, Traffic
 
 
@@ -54,7 +55,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode(summary: Summary) -> bytes:
     """summary.json."""
-    return msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+    return escaped_json(msgspec.json.format(msgspec.json.encode(summary), indent=2)) + b"\n"
 
 
 def read(path: str | Path) -> Summary:
@@ -89,7 +90,7 @@ def text(summary: Summary) -> str:
     lines = [_headline(summary), *(f"  {name:<{width}}  {value}" for name, value in rows), verdict]
     if summary.balanced and summary.reason:
         lines.append(summary.reason)
-    return "\n".join(lines)
+    return escaped_lines("\n".join(lines))
 
 
 def _peers(summary: Summary) -> list[tuple[str, str]]:

@@ -10,6 +10,17 @@ from pathlib import Path
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
+THINNED = 400  # losses of a whole run that are enough for a curve on any terminal
+
+
+def thinned(losses: Sequence[float]) -> tuple[float, ...]:
+    """At most so many, each the mean of as many steps, and the last one as it is."""
+    if len(losses) <= THINNED:
+        return tuple(losses)
+    finite = [loss for loss in losses[:-1] if math.isfinite(loss)] or [losses[-1]]
+    return (*_resample(finite, THINNED - 1), losses[-1])
+
+
 def curve(losses: Sequence[float], width: int = 72, height: int = 10) -> str:
     """The curve in block characters: at most `height` rows of at most `width` columns, lowest loss at the bottom.
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shoal import units
 from shoal.dashboard import plot
+from shoal.shown import escaped
 from shoal.traffic import KINDS, Kept, Traffic
 
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
@@ -161,7 +162,7 @@ def headline(snapshot: Snapshot) -> str:
         words.append(f"about {units.duration(snapshot.left_s)} to go")
     if snapshot.state:
         words.append(snapshot.state)
-    return ", ".join(words)
+    return escaped(", ".join(words))
 
 
 def rows(snapshot: Snapshot) -> int:
@@ -250,15 +251,15 @@ def _bytes(title: str, peers: tuple[PeerLine, ...], columns: dict[str, list[int]
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
     for place, peer in enumerate(peers):
-        table.add_row(peer.label, *(units.size(figures[place]) for figures in shown.values()))
+        table.add_row(escaped(peer.label), *(units.size(figures[place]) for figures in shown.values()))
     return table
 
 
 def _mark(peer: PeerLine) -> str:
-    return f"{peer.label}{'*' if peer.leading else ''}{'' if peer.ready else '~'}"
+    return escaped(f"{peer.label}{'*' if peer.leading else ''}{'' if peer.ready else '~'}")
 
 
 def _event_line(event: Happening) -> str:
     minutes, seconds = divmod(int(event.elapsed_s), 60)
     label = f"{event.label}: " if event.label else ""
-    return f"{minutes:3d}:{seconds:02d}  {event.kind:<10} {label}{' '.join(event.text.split())}"
+    return escaped(f"{minutes:3d}:{seconds:02d}  {event.kind:<10} {label}{' '.join(event.text.split())}")

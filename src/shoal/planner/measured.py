@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.planner.cluster import Device, device_of
+from shoal.shown import escaped
 
 _FIELDS = ("memory_bytes", "host_memory_bytes", "host_Bps", "up_Bps", "down_Bps", "disk_Bps")
 
@@ -51,7 +52,7 @@ def device_from(text: str) -> Device | None:
 
 def named(devices: Sequence[Device | None]) -> list[str]:
     """A name for each peer: its machine's, numbered where several peers share one, or peer-N where it is not known."""
-    raw = [device.name if device is not None else "peer" for device in devices]
+    raw = [_plain(device.name) or "peer" if device is not None else "peer" for device in devices]
     counts = dict.fromkeys(raw, 0)
     names = []
     for name in raw:
@@ -65,7 +66,7 @@ def cluster_text(machines: Sequence[Machine], links: Sequence[Link], notes: Sequ
     lines = [f"# {note}" for note in notes]
     lines += ["", "links = ["]
     for link in links:
-        reason = f"  # not measured: {' '.join(link.reason.split())}" if link.reason else ""
+        reason = f"  # not measured: {escaped(' '.join(link.reason.split()))}" if link.reason else ""
         lines.append(
             f'  {{ from = "{link.source}", to = "{link.target}", delay_s = "{link.delay_s * 1e3:.4g} ms",'
             f' bandwidth_Bps = "{_rate(link.bandwidth_Bps)}", one_way = true }},{reason}'

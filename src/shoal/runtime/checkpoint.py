@@ -18,6 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -34,6 +35,8 @@ MARKER = "training.json"
 INDEX = "model.safetensors.index.json"
 MODEL = "model/"  # prefix of parameters in a stage's state; all else is the optimizer's
 STEP = re.compile(r"^step-(\d{1,15})$")
+SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"')
+READ_BYTES = 8 << 20  # at a time, when every byte of a checkpoint is looked at
 HIDDEN = re.compile(r"^\.step-(\d{1,15})\.(part|gone)$")
 
 
@@ -80,6 +83,7 @@ class Training(msgspec.Struct, frozen=True):
     data_note: str
     config: Config
     files: dict[str, File]
+    seal: str = "0" * 64  # SHA-256 of this file, with zeros here; before November 2026 there was none
 
 
 class About(msgspec.Struct, frozen=True):
@@ -158,7 +162,7 @@ class Store:
                 raise ValueError(f"{name} of step {step} is not at {self.url}, which must be one place for all peers")
         for name, content in {**about.files, INDEX: _index(shards)}.items():
             files[name] = self._write(posixpath.join(folder, name), [memoryview(content)])
-        training = msgspec.json.format(msgspec.json.encode(_training(step, shards, about, files)), indent=2)
+        training = _sealed(msgspec.json.format(msgspec.json.encode(_training(step, shards, about, files)), indent=2))
         self._write(posixpath.join(folder, MARKER), [memoryview(training)])
         if self._local:
             self._reveal(step, {*files, MARKER})
@@ -189,6 +193,48 @@ class Store:
                 return entry.training, tuple(refused)
             refused.append(f"{entry.path}: {entry.wrong}")
         return None, tuple(refused)
+
+    def soundest(self) -> tuple[Training | None, tuple[Entry, ...]]:
+        """The newest checkpoint of which every byte is what was written, and the newer ones, with what is wrong with each. Reads all of
+        them: as long as it takes to load one."""
+        refused: list[Entry] = []
+        for entry in self.entries():
+            wrong = entry.wrong or self._damage(entry)
+            if not wrong:
+                return entry.training, tuple(refused)
+            refused.append(msgspec.structs.replace(entry, wrong=wrong))
+        return None, tuple(refused)
+
+    def newest_bytes(self, beside: Path) -> int:
+        """Size of the newest checkpoint, if it lies on the same disk as `beside`, else 0: about what the next one will take."""
+        if not self._local:
+            return 0
+        try:
+            if os.stat(self._root).st_dev != os.stat(beside).st_dev:
+                return 0
+            found = self._names()
+            step = max((int(match[1]) for name in found if (match := STEP.match(name))), default=None)
+            place = Path(self._root, f"step-{step}")
+            return sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) if step is not None else 0
+        except OSError:  # there is none yet, or it is deleted just now
+            return 0
+
+    def unfinished(self, entry: Entry) -> bool:
+        """Is this what a storage that cannot rename holds of a checkpoint while it is written?"""
+        return not self._local and entry.wrong.startswith("torn")
+
+    def set_aside(self, step: int) -> str:
+        """Take a damaged checkpoint out of the way of the one that will be written in its place. Returns where it is now."""
+        place = posixpath.join(self._root, f"step-{step}")
+        if not self._local:  # it cannot be renamed; without this file it does not count
+            self._delete(posixpath.join(place, MARKER))
+            return f"{self.path(step)}, without its {MARKER}"
+        number, aside = 1, f"{place}.damaged"
+        while os.path.lexists(aside):
+            number += 1
+            aside = f"{place}.damaged.{number}"
+        os.rename(place, aside)
+        return aside
 
     def open(self, step: int) -> Training:
         """The checkpoint of `step`. ValueError says what is wrong with it."""
@@ -235,6 +281,21 @@ class Store:
             )
         return {prefix + short: tensor for short, tensor in tensors.items()}
 
+    def _damage(self, entry: Entry) -> str:
+        """What is wrong with the content of its files; '' when nothing is."""
+        assert entry.training is not None
+        for name, file in sorted(entry.training.files.items()):
+            sha = hashlib.sha256()
+            try:
+                with self._fs.open(posixpath.join(self._root, f"step-{entry.step}", name), "rb") as handle:
+                    while data := handle.read(READ_BYTES):
+                        sha.update(data)
+            except OSError as error:  # a disk that fails, or somebody deletes it just now
+                return f"damaged: {name} cannot be read: {error.strerror or error}"
+            if sha.hexdigest() != file.sha256:
+                return f"damaged: {name} has SHA-256 {sha.hexdigest()[:16]}, not {file.sha256[:16]}"
+        return ""
+
     def _holds(self, handle: Any, prefix: str, like: State) -> bool:
         """Whether the header names any tensor of `like`; one that cannot be read is for `unpack` to refuse."""
         size = int.from_bytes(handle.read(8), "little")
@@ -255,12 +316,13 @@ class Store:
             )
         try:
             with self._fs.open(posixpath.join(folder, MARKER), "rb") as handle:
-                told = msgspec.json.decode(handle.read(), type=dict[str, msgspec.Raw])
+                text = handle.read()
+            told = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             number = msgspec.json.decode(told.get("format", msgspec.Raw(b"null")))
             if number != FORMAT:
                 return Entry(step, path, f"foreign: {MARKER} has format {number!r}, this version reads {FORMAT}")
             training = msgspec.json.decode(msgspec.json.encode(told), type=Training)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             return Entry(step, path, f"damaged: {MARKER} cannot be read: {error}")
         if training.step != step:
             return Entry(step, path, f"foreign: {MARKER} is of step {training.step}")
@@ -269,6 +331,8 @@ class Store:
             if size != file.bytes:
                 wrong = f"{name} is missing" if size is None else f"{name} has {size} bytes, not {file.bytes}"
                 return Entry(step, path, f"damaged: {wrong}", training)
+        if b'"seal"' in text and (len(SEAL.findall(text)) != 1 or _sealed(text) != text):
+            return Entry(step, path, f"damaged: {MARKER} is not what was written")
         return Entry(step, path, "", training)
 
     # ------------------------------------------------------------------------------------------------------ storage
@@ -456,6 +520,12 @@ def _training(step: int, shards: list[Record], about: About, files: dict[str, Fi
         config=config,
         files=dict(sorted(files.items())),
     )
+
+
+def _sealed(text: bytes) -> bytes:
+    """With the SHA-256 of the whole in its place, computed with zeros there."""
+    zeros = SEAL.sub(b'"seal": "' + b"0" * 64 + b'"', text)
+    return SEAL.sub(b'"seal": "' + hashlib.sha256(zeros).hexdigest().encode() + b'"', zeros)
 
 
 def _schedule(train: Train, step: int, steps: int) -> Schedule:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shoal import guest
 from shoal.config import Config, Data, Train, microbatches
 
 Tokens = npt.NDArray[np.int64]
@@ -326,13 +327,16 @@ def _corpus(data: Data) -> Corpus:
     if not data.path:
         raise ValueError(f"data.source = {data.source!r} needs data.path: a file, a directory or a glob")
     suffix = ".txt" if data.source == "text" else ".jsonl"
-    root, files = _files(data.path, suffix)
+    root, files = _files(data.path, suffix, data.within)
+    if data.within:
+        guest.refuse_outside(data.within, files, "data.path")
     field = data.field if data.source == "jsonl" else ""
     return Corpus(f"{data.source} files at {data.path}", root, files, field)
 
 
-def _files(path: str, suffix: str) -> tuple[Path, tuple[Path, ...]]:
-    place = Path(path).expanduser()
+def _files(path: str, suffix: str, within: str = "") -> tuple[Path, tuple[Path, ...]]:
+    """The directory that names are relative to, and the files. `within`: nothing is looked for elsewhere, whatever `path` says."""
+    place = guest.below(within, path, "data.path") if within else Path(path).expanduser()
     if place.is_file():
         return place.parent, (place,)
     if place.is_dir():
@@ -342,12 +346,13 @@ def _files(path: str, suffix: str) -> tuple[Path, tuple[Path, ...]]:
                 f"data.path = {path!r}: no {suffix} files in this directory; a glob such as '{path}/**/*' takes others"
             )
     else:
-        root = Path(".")
-        found = [Path(p) for p in glob.glob(str(place), recursive=True) if os.path.isfile(p)]
+        root = Path(within or ".")
+        names = glob.glob(path, root_dir=within, recursive=True) if within else glob.glob(str(place), recursive=True)
+        found = [Path(within, name) for name in names if os.path.isfile(Path(within, name))]
         if not found:
             what = "no file matches" if glob.has_magic(path) else "no such file or directory"
-            raise ValueError(f"data.path = {path!r}: {what}; it is looked for from {Path.cwd()}")
-        if place.is_absolute():
+            raise ValueError(f"data.path = {path!r}: {what}; it is looked for from {within or Path.cwd()}")
+        if place.is_absolute() and not within:
             root = Path(os.path.commonpath([p.parent for p in found]))
     return root, _ordered(root, found)
 
@@ -470,7 +475,7 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._inner = AutoTokenizer.from_pretrained(name)
+            self._inner = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ValueError(

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.messages import Peer, View
+from shoal.shown import escaped_json
 from shoal.traffic import Kept, Traffic
 
 
@@ -77,7 +78,7 @@ _decoder = msgspec.json.Decoder(AnyLine)
 
 
 def encode(line: AnyLine) -> bytes:
-    return _encoder.encode(line) + b"\n"
+    return escaped_json(_encoder.encode(line)) + b"\n"
 
 
 def decode(text: bytes) -> AnyLine | None:

@@ -61,6 +61,7 @@ class AutoTransport(StreamTransport):
     ) -> None:
         self._both = Both(Tls(identity, *place), Libp2p(daemon), tell)
         super().__init__(identity.name, membership, self._both, limits)
+        daemon.revived.append(lambda: self._both.libp2p.again(self.listen, self._control))
 
     @property
     def address(self) -> Address:

@@ -7,6 +7,9 @@ the hash of. hivemind is imported here, late and in one place: it takes a second
 The daemon must die with this process, however that ends. Its parent is a shell that waits for the end of a pipe which only
 this process holds open; then it kills the daemon and removes its sockets. Should that shell be killed too, the daemon
 misses the connection we keep to it and ends itself.
+
+A daemon that ends by itself is started again, after pauses that grow, under the same key and port and in the same directory. Whoever
+uses it hears of that (`revived`) and tells the new one what the old one knew.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import importlib.util
 import ipaddress
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +53,10 @@ _ED25519 = bytes.fromhex("0024080112") + bytes(
     [PUBLIC_BYTES]
 )  # a peer id that is the key itself, after the libp2p spec
 _P2P = bytes.fromhex("a503")  # the multiaddr code before a peer id, 421 as a varint
-_WATCH = '"$@" & exec >/dev/null 2>&1; read -r _; kill -KILL $!; wait; rm -rf "$0"'
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0  # before it is started again; doubled each time
+STEADY_S = 60.0  # one that has run for so long has nothing to do with the end of the one before
+# A word on its input instead of the end: another daemon runs in that directory by now.
+_WATCH = '"$@" & exec >/dev/null 2>&1; read -r word; kill -KILL $!; wait; [ -n "$word" ] || rm -rf "$0"'
 _NEEDED = "network.transport = 'libp2p' and network.discovery = 'dht' need it; 'tls' and 'gossip' do not"
 
 
@@ -55,13 +64,25 @@ class Daemon:
     """Used by several: each starts and closes it, and it runs in between."""
 
     def __init__(
-        self, identity: Identity, host: str = "127.0.0.1", port: int = 0, relays: tuple[str, ...] = ()
+        self,
+        identity: Identity,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        relays: tuple[str, ...] = (),
+        tell: Callable[[str], None] = log.error,
     ) -> None:
-        """`relays`: addresses of peers through which others may reach this one when it has no open port."""
+        """`relays`: addresses of peers through which others may reach this one when it has no open port. `tell` hears when the daemon
+        ends and when it runs again."""
         self.peer_id = _ED25519 + identity.public
         self._identity = identity
         self._host, self._port, self._relays = host, port, relays
-        self.ended = False  # by itself
+        self.ended = False  # by itself, and it does not run again yet
+        self.revived: list[Callable[[], Awaitable[None]]] = []  # called each time that it runs again
+        self._tell = tell
+        self._pause_s: float = FIRST_PAUSE_S
+        self._began_s = 0.0
+        self._reviving: asyncio.Task[None] | None = None
+        self._family: int = socket.AF_INET
         self._users = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
@@ -104,6 +125,9 @@ class Daemon:
         self._users -= 1
         if self._users:
             return
+        if self._reviving is not None:
+            self._reviving.cancel()
+            await asyncio.gather(self._reviving, return_exceptions=True)
         if self._kept is not None:
             self._kept.close()
         if self._process is not None:
@@ -153,13 +177,65 @@ class Daemon:
     async def _start(self) -> None:
         program = _program()
         load()
-        family, (self._host, _) = await resolved(self._host, self._port)
-        _check_free(family, self._host, self._port)
+        self._family, (self._host, _) = await resolved(self._host, self._port)
+        _check_free(self._family, self._host, self._port)
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-"))  # mode 700
         self._run(program)
+        await self._begin()
+        self._port = self._port or _port_of(self._addresses)  # others know it by now
+
+    async def _begin(self) -> None:
         await self._wait()
         self._keep()
         await self.refresh()
+        self._began_s = time.monotonic()
+
+    async def _revive(self) -> None:
+        while self.ended:
+            if time.monotonic() - self._began_s > STEADY_S:
+                self._pause_s = FIRST_PAUSE_S
+            self._tell(
+                f"the libp2p daemon of this peer has ended, nobody is reached through it ({self._last or 'without a word'});"
+                f" it is started again in {self._pause_s:g} s"
+            )
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            try:
+                await self._start_again()
+            except (OSError, ValueError) as error:
+                self._last = str(error)
+                continue
+            self.ended = False
+            self._tell("the libp2p daemon of this peer runs again")
+            for call in self.revived:
+                try:
+                    await call()
+                except (
+                    OSError,
+                    EOFError,
+                    ValueError,
+                ) as error:  # it has ended once more; or it will be asked again later
+                    log.warning("the libp2p daemon is not told all that the one before it knew: %s", error)
+
+    async def _start_again(self) -> None:
+        before = self._process
+        assert before is not None
+        if self._kept is not None:
+            self._kept.close()
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        for name in ("control", "key"):
+            (self.directory / name).unlink(missing_ok=True)
+        try:
+            _check_free(self._family, self._host, self._port)
+        except ValueError:  # somebody has taken it meanwhile
+            self._port = 0
+        self._words = b""
+        self._run(_program())
+        with contextlib.suppress(OSError, ValueError):  # its shell may have ended too
+            assert before.stdin is not None
+            os.write(before.stdin.fileno(), b"replaced\n")
+        await self._end(before)
+        await self._begin()
 
     def _run(self, program: Path) -> None:
         key = self.directory / "key"
@@ -232,7 +308,8 @@ class Daemon:
                 self._listens.set_result(False)
             elif self._users:
                 self.ended = True
-                log.error("the libp2p daemon of this peer has ended, nobody is reached through it: %s", self._last)
+                if self._reviving is None or self._reviving.done():
+                    self._reviving = asyncio.get_running_loop().create_task(self._revive())
 
     def _keep(self) -> None:
         """The connection without which it ends itself."""
@@ -347,6 +424,12 @@ def _packed(way: str) -> bytes:
         relay_id = hivemind("p2p").PeerID.from_base58(name).to_bytes()
         packed += _P2P + bytes([len(relay_id)]) + relay_id + (multiaddr(slash + rest).to_bytes() if slash else b"")
     return packed
+
+
+def _port_of(addresses: tuple[str, ...]) -> int:
+    """That it listens on; 0 when it does not."""
+    found = (re.search(r"/tcp/(\d+)/p2p/", address) for address in addresses if "/p2p-circuit" not in address)
+    return next((int(match[1]) for match in found if match), 0)
 
 
 def _fit(address: str) -> bool:

@@ -59,17 +59,23 @@ class Dht:
         self._p2p: Any = None
         self._node: Any = None
         self._started = False
+        self._contacts: tuple[str, ...] = ()  # libp2p addresses of peers of the table, as last seen
+        daemon.revived.append(self._again)
 
     async def start(self) -> None:
         await self._daemon.start()
         self._started = True
         if self.bootstrap:
             await self._call_bootstrap()
+        await self._begin(self._bootstrap_ids())
+
+    async def _begin(self, initial: list[str]) -> None:
         try:
             self._p2p = await hivemind("p2p").P2P.replicate(multiaddr(f"/unix{self._daemon.control}"))
             self._node = await hivemind("dht.node").DHTNode.create(
                 p2p=self._p2p,
-                initial_peers=self._bootstrap_ids(),
+                node_id=self._node.node_id if self._node is not None else None,  # the others know it under that one
+                initial_peers=initial,
                 num_replicas=REPLICAS,
                 bucket_size=REPLICAS,
                 wait_timeout=ANSWER_S,
@@ -88,13 +94,41 @@ class Dht:
         if not self._started:
             return
         self._started = False
+        await self._leave()
+        await self._daemon.close()
+
+    async def _leave(self) -> None:
         if self._node is not None and not self._daemon.ended:
             with contextlib.suppress(OSError, hivemind("p2p").P2PDaemonError):  # it ends just now
                 async with asyncio.timeout(ANSWER_S):
                     await self._node.shutdown()
         if self._p2p is not None:
             await self._p2p.shutdown()
-        await self._daemon.close()
+
+    async def _again(self) -> None:
+        """Another daemon runs. hivemind's objects belong to the one before, so the table is entered anew, by way of those that were in
+        it; what is known of others stays."""
+        if not self._started:
+            return
+        contacts = tuple(dict.fromkeys((*self._contacts, *self.bootstrap)))
+        with contextlib.suppress(OSError, EOFError, hivemind("p2p").P2PDaemonError):  # its daemon is gone
+            async with asyncio.timeout(ANSWER_S):
+                await self._node.protocol.shutdown()
+        self._node.is_alive = False
+        for name in ("_read_task", "_write_task"):  # they have failed with their daemon, and nobody asks them why
+            task = getattr(self._p2p._client.control, name, None)
+            if task is not None:
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        with contextlib.suppress(OSError, EOFError):
+            await self._p2p.shutdown()
+        await asyncio.gather(*(self._daemon.connect(each, ANSWER_S) for each in contacts), return_exceptions=True)
+        await self._begin(sorted({f"/p2p/{each.rpartition('/p2p/')[2]}" for each in contacts}))
+        await self.announce()
+
+    async def _note_contacts(self) -> None:
+        """For the day on which the daemon ends."""
+        found = [f"{way}/p2p/{info.peer_id.to_base58()}" for info in await self._p2p.list_peers() for way in info.addrs]
+        self._contacts = tuple(found[:MAX_RECORDS])
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -111,6 +145,7 @@ class Dht:
         self.own = self._held[own.peer] = own
         sealed = seal(self.identity, self.membership, own)
         await self._ask(lambda: self._node.store(self._key, sealed, own.expires_s, subkey=own.peer))
+        await self._ask(self._note_contacts)
 
     async def peers(self) -> list[Record]:
         """What the look-up brings passes `_accept`."""

@@ -12,7 +12,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from pathlib import Path
 
 import msgspec
 
@@ -49,6 +50,7 @@ class Libp2pTransport(StreamTransport):
     def __init__(self, name: Peer, membership: Membership, daemon: Daemon, limits: Limits = Limits()) -> None:
         self._libp2p = Libp2p(daemon)
         super().__init__(name, membership, self._libp2p, limits)
+        daemon.revived.append(lambda: self._libp2p.again(self.listen, self._control))
 
     @property
     def address(self) -> Address:
@@ -75,16 +77,36 @@ class Libp2p:
     async def start(self) -> tuple[socket.socket, ...]:
         await self.daemon.start()
         self._started = True
-        path = self.daemon.directory / "streams"
+        listener = self._listener()
+        await self._register()
+        return (listener,)
+
+    async def again(self, listen: Callable[[socket.socket], None], control: Engine) -> None:
+        """Another daemon runs: it hears where streams go, and calls whom the one before had called."""
+        if not self._started:
+            return
+        if not self._place.exists():  # it has gone with the old daemon's directory
+            listen(self._listener())
+        await self._register()
+        for way in list(self._ways.values()):
+            control.post(lambda way=way: control.adopt(self.call(way)))  # type: ignore[misc]
+
+    @property
+    def _place(self) -> Path:
+        return self.daemon.directory / "streams"
+
+    def _listener(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
+        listener.bind(str(self._place))
         listener.listen(256)
         listener.setblocking(False)
+        return listener
+
+    async def _register(self) -> None:
         pb = protobuf()
-        addr = multiaddr(f"/unix{path}").to_bytes()
+        addr = multiaddr(f"/unix{self._place}").to_bytes()
         handler = pb.StreamHandlerRequest(addr=addr, proto=[PROTOCOL_NAME], balanced=False)
         await self.daemon.ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler), streams.CONNECT_S)
-        return (listener,)
 
     def way(self, peer: Peer) -> Way | None:
         return self._ways.get(peer)

@@ -124,11 +124,15 @@ class StreamTransport:
         listeners = await self._carrier.start()
         self._spare = socket.socket()
         for listener in listeners:
-            link = Link(listener, lambda error: log.error("%s no longer accepts connections: %s", self.name, error))
-            link.steps = self._accept(link)
-            self._control.post(lambda link=link: self._control.adopt(link))  # type: ignore[misc]
+            self.listen(listener)
         for engine in self._engines():
             engine.start()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept what comes in there, too."""
+        link = Link(listener, lambda error: log.error("%s no longer accepts connections: %s", self.name, error))
+        link.steps = self._accept(link)
+        self._control.post(lambda: self._control.adopt(link))
 
     def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)

@@ -1,0 +1,311 @@
+"""What an invite decides on a guest's machine, and what the guest decides itself: for every field of the configuration.
+
+An invite is text from somebody else. It may say what the run is (sizes, schedule, patience), within bounds and within the memory that
+is free here. It never names a file, a directory, a program, a data set or a storage of this machine: a guest allows a directory
+with `shoal join --files DIR`, below which the names in an invite are looked up, or names things on its own command line.
+For build.py (`joined`) and runtime/data.py; docs/design/2026-11-22-guests-files.md says why each field stands where it does.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shoal.config import Config, from_tree, overridden
+from shoal.units import size
+
+# From the invite, the same for every peer.
+RUN = frozenset(
+    """
+    run.name run.seed run.peers run.stages run.layers run.steps run.inflight run.queue_limit run.beat_s run.silence_s
+    run.hop_floor_s run.hold_s run.lost run.round_bytes run.lost_wait_s run.stage_seconds run.seats run.widths run.routes
+    model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
+    model.tied_embeddings model.boundary model.extra
+    data.source data.field data.split data.sequence data.digest
+    train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
+    train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.round_warmup
+    train.outer_rate train.outer_momentum train.staleness
+    network.transport network.discovery network.blob_bytes network.activations network.gradients network.averaging
+    network.hops network.keep_bytes
+    checkpoint.every checkpoint.last checkpoint.keep
+    plan.allow
+    """.split()
+)
+# Never from an invite: each machine's own.
+MACHINE = frozenset(
+    """
+    run.dir run.trace_bytes data.within
+    network.host network.port network.delay_s network.bandwidth_Bps network.faults network.up_Bps network.down_Bps
+    network.links network.spill_bytes network.pass_s
+    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s
+    device.emulated_backward_s device.emulated_values device.emulated_gradient device.seat device.threads device.probed
+    """.split()
+)
+# Names in an invite that mean something on the guest's machine: looked up below --files DIR, or given on its own command line.
+FILES = ("data.path", "data.tokenizer", "model.path")
+PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
+ADAPTABLE = (MACHINE - {"data.within"}) | {*FILES, PLACE}
+
+# Tighter than config._BOUNDS: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
+_BOUNDS = {"run.beat_s": (0.05, 3600.0), "run.hold_s": (0.0, 86400.0), "run.lost_wait_s": (0.0, 86400.0)}
+_BOUNDS |= {"checkpoint.keep": (1, 100)}  # they lie on the guest's disk where it publishes
+_EXTRA_MOST = 1 << 24  # a number in model.extra; the largest that a known family has is a vocabulary or a context
+_PARTS_MOST = 1 << 17  # blocks times experts: each is an object in memory, on the meta device too
+_OURS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+_NAME_MOST = 255  # characters of a file name in an invite
+_MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
+
+
+def admitted(tree: dict[str, Any], overrides: Collection[str], files: Path | None = None) -> Config:
+    """The guest's configuration: what the invite tells, and what this machine decides itself. `files`: the directory that the run may
+    read below. ValueError: the invite decides what is not its to decide, or wants files that it was not given."""
+    own = {override.partition("=")[0].strip() for override in overrides}
+    config = visiting(tree, overrides)
+    named = {field: str(_pop(tree, field) or "") for field in (*FILES, PLACE)}
+    source = config.data.source
+    reads = config.device.executor != "emulated"
+    unused = {"data.path": source == "python", "data.tokenizer": named["data.tokenizer"] == "bytes"}
+    wanted = {
+        field: name
+        for field, name in named.items()
+        if name and field not in own and not unused.get(field, False) and (reads or field == PLACE)
+    }
+    for field, place in _looked_up(wanted, source, files).items():
+        _put(tree, field, place)
+        if field == "data.path" and files is not None:
+            _put(tree, "data.within", str(files.resolve()))
+    if not reads:  # the names stay as they were told, for people: a text source without a path is refused by config.py
+        return config
+    if source != "python" and not config.data.digest:
+        raise ValueError(
+            f"this invite does not say what the run's data is (data.digest), and the run reads data.source = {source!r};"
+            " without it anything in those files could be asked for. Ask for an invite made by `shoal invite`"
+        )
+    return from_tree(overridden(tree, overrides))
+
+
+def visiting(tree: Mapping[str, Any], overrides: Collection[str]) -> Config:
+    """For somebody who asks the peers of a run and takes no part: names of files stay as they were told, and nobody looks them up."""
+    for path in (override.partition("=")[0].strip() for override in overrides):
+        if path not in ADAPTABLE and path.partition(".")[0] != "device":
+            mine = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
+            raise ValueError(f"{path} is the same for all peers of a run; a joining machine may set device.*, {mine}")
+    _refuse_local(tree)
+    config = from_tree(overridden(_without_place(tree), overrides))
+    _refuse_out_of_bounds(config)
+    return config
+
+
+def told(
+    config: Config, tree: Mapping[str, Mapping[str, Any]], default: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What an invite tells of the configuration: what is the run's and not the default, and names of files without the way to them
+    on this machine."""
+    out: dict[str, dict[str, Any]] = {}
+    for section, fields in tree.items():
+        for field, value in fields.items():
+            path = f"{section}.{field}"
+            if path in MACHINE or value == default[section][field]:
+                continue
+            if path in FILES and not (path == "data.path" and config.data.source == "huggingface"):
+                local = path != "data.tokenizer" or Path(value).expanduser().exists()
+                value = relative(value) if local else value
+            out.setdefault(section, {})[field] = value
+    return out
+
+
+def relative(name: str) -> str:
+    """A name as others may look it up: as it is, or what follows the last directory when it is not below the current one."""
+    pure = PurePosixPath(name)
+    parts = [part for part in pure.parts if part != "."]
+    if parts and (pure.is_absolute() or parts[0].startswith("~") or ".." in parts):
+        magic = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+        parts = [part for part in parts[max(1, magic - 1) :] if part != ".."]
+    return "/".join(parts)
+
+
+def below(root: str | Path, name: str, field: str) -> Path:
+    """Where `name` is below `root`. ValueError: it leads elsewhere. A symlink on the way is for `refuse_outside`."""
+    pure = PurePosixPath(name)
+    if not name or len(name) > _NAME_MOST or not name.isprintable():
+        raise ValueError(f"{field} = {name[:80]!r} is no name of a file below {root}")
+    if pure.is_absolute() or ".." in pure.parts or name.startswith("~") or "\\" in name:
+        raise ValueError(
+            f"{field} = {name!r} leads out of {root}; an invite may only name what lies below the directory given with --files"
+        )
+    if name.count("**") > _MAGIC_MOST:
+        raise ValueError(f"{field} = {name!r} has more than one '**'; name the files yourself with {field}=...")
+    return Path(root) / pure
+
+
+def refuse_outside(root: str | Path, paths: Iterable[Path], field: str) -> None:
+    """ValueError: one of these leads out of `root` by a symlink."""
+    real = Path(os.path.realpath(root))
+    for path in paths:
+        if not Path(os.path.realpath(path)).is_relative_to(real):
+            raise ValueError(f"{field}: {path} is a link that leads out of {root}; put the file itself there")
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+def refuse_too_large(config: Config, free_bytes: int | None, disk_bytes: int | None = None) -> None:
+    """ValueError: what the invite asks for is more than this machine has, said before any of it is taken. Bounds from below: what
+    passes here is measured exactly later (executor/fit.py)."""
+    if config.device.executor == "emulated":
+        return
+    free, told_by = (
+        config.device.host_bytes or free_bytes,
+        "device.host_bytes" if config.device.host_bytes else "free here",
+    )
+    if free is not None:
+        for what, needed in _needs(config):
+            if needed > free:
+                raise ValueError(
+                    f"this invite asks for more memory than there is: {what} {size(needed)}, {told_by} {size(free)}; "
+                    "this machine cannot take part in that run"
+                )
+        default = Config()
+        for path, most, usual in (
+            ("network.blob_bytes", config.network.blob_bytes, default.network.blob_bytes),
+            ("run.round_bytes", config.run.round_bytes, default.run.round_bytes),
+        ):
+            if most > max(free, usual):
+                raise ValueError(
+                    f"this invite lets the run take {size(most)} of memory ({path}), {told_by} {size(free)}; "
+                    "ask for an invite to a run with a smaller one"
+                )
+    if disk_bytes is not None and config.network.keep_bytes > max(disk_bytes, Config().network.keep_bytes):
+        raise ValueError(
+            f"this invite lets the run keep {size(config.network.keep_bytes)} of boundary tensors (network.keep_bytes); "
+            f"{size(disk_bytes)} is free on the disk of {config.run.dir}"
+        )
+
+
+def _needs(config: Config) -> Iterator[tuple[str, int]]:
+    model, train, run = config.model, config.train, config.run
+    tokens = (config.device.sequences or train.microbatch) * config.data.sequence
+    yield "the tokens of one microbatch take", train.microbatch * (config.data.sequence + 1) * 8
+    if model.path or (config.device.kind != "cpu" and config.device.executor == "resident"):
+        return  # its sizes are in this machine's own files; a device has a limit of its own
+    block = 2 * model.hidden_size * (model.intermediate_size + model.hidden_size)
+    most = max(run.layers) if run.layers else -(-model.layers // run.stages)
+    if not any("expert" in name for name in model.extra):  # whose blocks are of other sizes
+        yield f"a stage of {most} blocks takes at least", 8 * most * block
+    yield "the vocabulary's matrix takes at least", 8 * model.vocab_size * model.hidden_size
+    yield "one block's activations take at least", 4 * tokens * max(model.hidden_size, model.intermediate_size)
+    yield "the scores of one microbatch take at least", 4 * tokens * model.vocab_size
+
+
+def _refuse_out_of_bounds(config: Config) -> None:
+    for path, (low, high) in _BOUNDS.items():
+        section, _, field = path.partition(".")
+        value = getattr(getattr(config, section), field)
+        if not low <= value <= high:
+            raise ValueError(f"this invite sets {path} = {value:g}; a guest takes {low:g} to {high:g}")
+    for name, value in config.model.extra.items():
+        if name in _OURS:
+            raise ValueError(f"this invite sets model.extra.{name}, which has a field of its own in [model]")
+        if isinstance(value, int | float) and not abs(value) <= _EXTRA_MOST:
+            raise ValueError(f"this invite sets model.extra.{name} = {value:g}; a guest takes up to {_EXTRA_MOST:,}")
+        parts = config.model.layers * value if "expert" in name and isinstance(value, int | float) else 0
+        if parts > _PARTS_MOST and "per_tok" not in name:
+            raise ValueError(
+                f"this invite asks for {config.model.layers:,} blocks with model.extra.{name} = {value:,}; a guest takes up to"
+                f" {_PARTS_MOST:,} parts in all"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+def _refuse_local(tree: Mapping[str, Any]) -> None:
+    for section, fields in tree.items():
+        for field in fields if isinstance(fields, Mapping) else ():
+            if f"{section}.{field}" in MACHINE:
+                raise ValueError(
+                    f"this invite sets {section}.{field}, which every machine decides for itself; it was not made by `shoal invite`"
+                )
+
+
+def _without_place(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, in which an invite's checkpoint.url counts for nothing."""
+    return {
+        section: {field: value for field, value in fields.items() if f"{section}.{field}" != PLACE}
+        for section, fields in tree.items()
+    }
+
+
+def _looked_up(wanted: Mapping[str, str], source: str, files: Path | None) -> dict[str, str]:
+    """Where the names are that an invite tells. ValueError lists what the guest was not given, and how to give it."""
+    if files is not None and not files.is_dir():
+        raise ValueError(f"--files {files}: no such directory")
+    found, missing = {}, []
+    for field, name in wanted.items():
+        online = field == PLACE or (field == "data.path" and source == "huggingface")
+        if files is None or online:
+            missing.append((field, name, online))
+            continue
+        place = below(files, name, field)
+        if field == "data.path":
+            found[field] = name  # a file, a directory or a pattern: found, and checked again, when it is read
+            continue
+        if not place.is_dir():
+            missing.append((field, name, True))
+            continue
+        refuse_outside(files, [place, *place.rglob("*")], field)
+        found[field] = str(place.resolve())
+    if missing:
+        raise ValueError(_permission(missing, source, files))
+    return found
+
+
+def _permission(missing: list[tuple[str, str, bool]], source: str, files: Path | None) -> str:
+    wants = "; ".join(f"{_MEANS[field]}: {field} = {name!r}" for field, name, _ in missing)
+    ways = [
+        f"{field}={_SUCH[field] if field != 'data.path' or source != 'huggingface' else name}"
+        for field, name, _ in missing
+    ]
+    directory = [field for field, _, online in missing if not online]
+    way = (
+        f"add --files DIR, a directory that the run may read and in which {' and '.join(directory)} will be found, or "
+        if directory
+        else ""
+    )
+    where = (
+        f" (not found below {files})" if files is not None and any(field != PLACE for field, _, _ in missing) else ""
+    )
+    return (
+        f"an invite may not name what lies on this machine or is reached in its name, and this run wants {wants}{where}. "
+        f"If that is right: {way}name it yourself: {' '.join(ways)}"
+    )
+
+
+_MEANS = {
+    "data.path": "to read data",
+    "data.tokenizer": "to load a tokenizer",
+    "model.path": "to read a model",
+    PLACE: "to write and delete checkpoints",
+}
+_SUCH = {"data.path": "PATH", "data.tokenizer": "NAME-OR-DIRECTORY", "model.path": "DIRECTORY", PLACE: "URL"}
+
+
+def _pop(tree: dict[str, Any], path: str) -> Any:
+    section, _, field = path.partition(".")
+    fields = tree.get(section)
+    return fields.pop(field, None) if isinstance(fields, dict) else None
+
+
+def _put(tree: dict[str, Any], path: str, value: str) -> None:
+    section, _, field = path.partition(".")
+    tree.setdefault(section, {})[field] = value
