@@ -224,7 +224,11 @@ class Coordinator:
         self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
         self.doubted.clear()
         self.progress.forgive(gap_s, now)
-        self.stalls.forgive(gap_s, now)
+        self.stalls.forgive(now)
+        if self.watch is not None:
+            self.watch.forgive(gap_s, now)
+        if self.asked_owner is not None:
+            self.asked_owner = self.asked_owner[0], min(now, self.asked_owner[1] + gap_s)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         assert self.view is not None

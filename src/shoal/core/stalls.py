@@ -65,7 +65,8 @@ class Stalls:
             if owner is not None:
                 self._owned_by.setdefault(index, set()).add(owner)
 
-    def forgive(self, gap_s: float, now: float) -> None:
+    def forgive(self, now: float) -> None:
+        """This process was stopped: what was booked and answered meanwhile is still to be read."""
         self._grew_at = now
         self._cases.clear()
 
@@ -107,14 +108,14 @@ class Stalls:
                 if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
                     moves[index] = f"{case.owner} does not say where {what} is"
                 continue
-            booked = {
-                member.peer
-                for member in view.members
-                if member.stage == case.stage and any(one.index == index for one in ledger.books.get(member.peer, ()))
-            }
+            replicas = {member.peer for member in view.members if member.stage == case.stage}
+            booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
             if answer.peer and answer.peer not in booked:
                 if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
                     case.asked_at = now
+                    if answer.peer not in replicas or answer.peer == case.owner:  # nobody could be convicted of that
+                        moves[index] = f"{case.owner} has {what} from {answer.peer}, which has not booked it"
+                        continue
                     said = f"its books lack {what}, whose owner {case.owner} has its gradient"
                     verdicts += [one for one in [conduct.accuse(case.owner, answer.peer, said, 1)] if one is not None]
             elif case.at in booked and now - case.at_since > long_s:
