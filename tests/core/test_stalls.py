@@ -207,6 +207,20 @@ def test_an_owner_that_waits_for_what_the_server_has_booked_loses_it_and_the_ser
     )
 
 
+def test_an_owner_that_names_nobody_for_long_loses_it_too() -> None:
+    """It cannot read its data, say, or finds no free replica."""
+    step = Step()
+    step.hang()
+    step.answer("b")
+    assert step.judge(LONG_S) == ([], {})
+    assert step.judge(0.1) == ([], {1: "b has asked nobody for microbatch 1 of stage 1"})
+    step = Step()
+    step.hang()
+    for at in ("d", "", "c", ""):
+        step.answer("b", at=at)
+        assert step.judge(LONG_S - 0.1) == ([], {}), "it gets on"
+
+
 def test_an_owner_that_gives_up_on_several_servers_or_waits_for_itself_loses_the_microbatch() -> None:
     step = Step()
     step.hang()
@@ -261,7 +275,8 @@ def test_a_microbatch_never_comes_back_to_who_has_had_it_in_this_step() -> None:
     had = ["b"]
     for _ in range(3):
         step.hang()
-        owners, evicted = step.reassign({1: f"{had[-1]} waits for microbatch 1 at somebody"})
+        step.answer(had[-1], at="")
+        owners, evicted = step.reassign(step.judge(LONG_S + 0.1)[1])
         assert owners[1] not in had and evicted == []
         had.append(owners[1])
     step.hang()
@@ -342,7 +357,8 @@ def test_an_owner_that_others_had_to_take_over_from_again_and_again_is_evicted()
         assert evicted == (["b"] if strike == STRIKES - 1 else [])
 
 
-def test_an_owner_that_waits_for_others_is_not_to_blame() -> None:
+@pytest.mark.parametrize("at", ["d", ""])
+def test_an_owner_that_waits_for_others_is_not_to_blame(at: str) -> None:
     step = Step()
     for _ in range(3 * STRIKES):
         step.view = VIEW
@@ -350,9 +366,9 @@ def test_an_owner_that_waits_for_others_is_not_to_blame() -> None:
         step.stalls.on_view(VIEW)
         step.ask()
         step.hang()
-        step.answer("b", at="d")
+        step.answer("b", at=at)
         _, moves = step.judge(LONG_S + 0.1)
-        assert step.reassign(moves)[1] == []
+        assert moves and step.reassign(moves)[1] == []
 
 
 def test_several_microbatches_at_once_are_one_strike() -> None:
