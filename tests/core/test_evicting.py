@@ -237,7 +237,7 @@ def test_a_leader_that_was_stopped_waits_for_the_owners_answer() -> None:
     leader = doubled()
     leader.now += 60.0
     leader.mind.forgive(60.0, leader.now)
-    leader.decide()
+    leader.wait(1.0, alive=tuple("bcde"))
     leader.hear("b", Booker(0, 0, 1, 0, peer="e"))
     assert members(leader) == "abde"
 
@@ -409,7 +409,7 @@ def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_l
     leader.wait(2.0, alive=tuple("bcd"))
     leader.now += 60.0
     leader.mind.forgive(60.0, leader.now)
-    leader.decide()
+    leader.wait(2.0, alive=tuple("bcd"))
     assert members(leader) == "abcd"
     leader.wait(10.0, alive=tuple("bcd"))
     assert members(leader) == "abd" and "c has not got done with a round" in leader.reasons
@@ -498,7 +498,6 @@ def test_a_leader_that_was_stopped_evicts_nobody_for_that_time() -> None:
     leader.pulse("c", ready=False)
     leader.now += 100.0
     leader.mind.forgive(100.0, leader.now)
-    leader.decide()
     leader.wait(1.0, alive=("b", "d"))
     assert members(leader) == "abcd"
 

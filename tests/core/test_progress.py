@@ -154,6 +154,14 @@ def test_a_leader_that_was_stopped_blames_nobody_for_that_time() -> None:
     assert watched.wait(500.0, ready=False, number=5).keys() == {"b", "j"}
 
 
+def test_a_member_that_was_ready_for_long_is_not_late_when_the_leader_was_stopped() -> None:
+    watched = Watched()
+    watched.wait(300.0)
+    watched.now += 100.0
+    watched.progress.forgive(100.0, watched.now)
+    assert watched.late() == {}
+
+
 def test_a_leader_is_not_late_itself_and_whoever_never_beat_is_left_to_its_silence() -> None:
     watched = Watched()
     watched.pulse("a", ready=False)
