@@ -151,6 +151,22 @@ def test_a_cut_ends_at_its_moment_or_with_its_file(tmp_path: Path) -> None:
     among(path, story)
 
 
+def test_a_hole_takes_messages_with_blobs_and_lets_small_ones_pass(tmp_path: Path) -> None:
+    path = tmp_path / FAULTS
+    write(path, msgspec.structs.replace(fault("out", others=("b",)), large=True))
+
+    async def story(peers: dict[str, Faulty]) -> None:
+        a, b = peers["a"], peers["b"]
+        blob = Blob("uint8", (1,), b"x")
+        for index, blobs in ((1, (blob,)), (2, ()), (3, (blob,)), (4, ())):
+            a.send("b", Output(0, 1, index, 0, 1) if blobs else control(index), blobs)
+        assert [await next_of(b), await next_of(b)] == [2, 4]
+        b.send("a", Output(0, 1, 5, 0, 1), (blob,))
+        assert await next_of(a) == 5, "the other direction is whole"
+
+    among(path, story)
+
+
 def test_peers_find_a_new_file_by_themselves(tmp_path: Path) -> None:
     path = tmp_path / FAULTS
 
@@ -159,7 +175,7 @@ def test_peers_find_a_new_file_by_themselves(tmp_path: Path) -> None:
         write(path, fault("out", others=("b",)))
         async with asyncio.timeout(60):
             sent = 0
-            while not a._cut("a", "b"):
+            while not a._cut("a", "b", ()):
                 a.send("b", control(sent))
                 sent += 1
                 await asyncio.sleep(0.01)

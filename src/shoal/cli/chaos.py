@@ -34,7 +34,7 @@ from shoal.runtime.report import replace
 from shoal.sim import preemption
 from shoal.transport.faulty import FAULTS, Fault
 
-KINDS = ("kill", "stop", "slow", "cut", "lag")  # that can be drawn
+KINDS = ("kill", "stop", "slow", "cut", "hole", "lag")  # that can be drawn
 LOOK_S = 0.25  # between looks at the run
 RETRY_S = 1.0  # an act that would stop the run for good is put off: the run has to take in the last one first
 PATIENCE_S = 60.0  # then it is given up
@@ -61,17 +61,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--slow-every", metavar="S", help="slow a peer every S seconds on average")
     parser.add_argument("--cut-every", metavar="S", help="cut a peer off every S seconds on average (network.faults)")
+    parser.add_argument(
+        "--hole-every", metavar="S", help="let a peer's messages with tensors vanish every S seconds on average"
+    )
     parser.add_argument("--lag-every", metavar="S", help="slow a peer's links every S seconds on average")
     parser.add_argument(
         "--stop-for", default=str(schedule.STOP_S), metavar="S", help="how long a peer stays stopped (8)"
     )
     parser.add_argument("--slow-for", default=str(schedule.SLOW_S), metavar="S", help="how long a peer stays slow (20)")
     parser.add_argument("--cut-for", default=str(schedule.CUT_S), metavar="S", help="how long it stays cut off (12)")
+    parser.add_argument("--hole-for", default=str(schedule.HOLE_S), metavar="S", help="how long they vanish (120)")
     parser.add_argument(
         "--cut-way",
         choices=("both", "out", "in", "any"),
         default="any",
-        help="which direction is cut; any = drawn (any)",
+        help="which direction is cut, or has a hole; any = drawn (any)",
     )
     parser.add_argument("--lag-for", default=str(schedule.LAG_S), metavar="S", help="how long links stay slow (20)")
     parser.add_argument(
@@ -108,7 +112,7 @@ def _acts(args: argparse.Namespace, directory: Path) -> tuple[Act, ...]:
     if sum(ways) != 1:
         raise ValueError(
             "say what to do in one way: --schedule FILE, --trace CSV, or --kill-every, --stop-every, --slow-every, "
-            "--cut-every, --lag-every S"
+            "--cut-every, --hole-every, --lag-every S"
         )
     if args.schedule is not None:
         return schedule.read(args.schedule)
@@ -146,6 +150,7 @@ def _rates(args: argparse.Namespace) -> Rates:
         stop_s=_positive("--stop-for", args.stop_for),
         slow_s=_positive("--slow-for", args.slow_for),
         cut_s=_positive("--cut-for", args.cut_for),
+        hole_s=_positive("--hole-for", args.hole_for),
         lag_s=_positive("--lag-for", args.lag_for),
         cut_way=args.cut_way,
         slow_by=args.slow_by,
@@ -279,12 +284,13 @@ class Chaos:
             others=tuple(others),
             way=act.way,
             link=act.link if act.kind == "lag" else None,
+            large=act.kind == "hole",
             until_s=time.monotonic() + act.length_s,
         )
         self._faults.append(fault)
         self._tell_faults()
         labels = [peer.label for peer in side]
-        if act.kind == "cut":
+        if act.kind in ("cut", "hole"):
             self._away.update(labels)
         self._say(f"{act.kind} {', '.join(labels)}{act.how()}: {act.why}")
         self._at(self._now() + act.length_s, partial(self._heal, fault, labels))

@@ -22,13 +22,14 @@ from shoal.sim.preemption import Change, most, some
 from shoal.transport.faulty import Way
 from shoal.transport.shaped import Link
 
-Kind = Literal["kill", "remove", "add", "stop", "slow", "cut", "lag"]
-LASTING: tuple[Kind, ...] = ("stop", "slow", "cut", "lag")
-LINKS: tuple[Kind, ...] = ("cut", "lag")  # need a run with network.faults
+Kind = Literal["kill", "remove", "add", "stop", "slow", "cut", "hole", "lag"]
+LASTING: tuple[Kind, ...] = ("stop", "slow", "cut", "hole", "lag")
+LINKS: tuple[Kind, ...] = ("cut", "hole", "lag")  # need a run with network.faults
 STOP_S = 8.0  # twice the silence after which a member is removed, so that a stop is seen
 SLOW_S = 20.0
 SLOW_BY = 10.0
 CUT_S = 12.0  # long enough to be removed, then back
+HOLE_S = 120.0  # found out by what does not come, so it takes longer than a cut
 LAG_S = 20.0
 LAG = Link(
     delay_s=0.3, up_Bps=1e6
@@ -41,7 +42,8 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
 
     kill: SIGKILL, and the launcher starts another peer in its place. remove: SIGKILL, and one peer fewer from then on. add: one peer
     more. stop: SIGSTOP, and SIGCONT after `length_s`. slow: stopped for all but 1/`by` of the time, for `length_s`. cut: nothing passes
-    between it and `off` for `length_s`. lag: what it sends to `off` takes as long as over `link`, for `length_s`."""
+    between it and `off` for `length_s`. hole: small messages pass, those with tensors vanish (an MTU black hole), for `length_s`. lag:
+    what it sends to `off` takes as long as over `link`, for `length_s`."""
 
     at_s: float
     kind: Kind
@@ -115,7 +117,7 @@ def read(path: str | Path) -> tuple[Act, ...]:
 
 
 def _act(written: _Written, why: str) -> Act:
-    usual = {"stop": STOP_S, "slow": SLOW_S, "cut": CUT_S, "lag": LAG_S}.get(written.kind, 0.0)
+    usual = {"stop": STOP_S, "slow": SLOW_S, "cut": CUT_S, "hole": HOLE_S, "lag": LAG_S}.get(written.kind, 0.0)
     bandwidth_Bps = written.bandwidth
     if isinstance(bandwidth_Bps, str):
         bandwidth_Bps = units.parse(bandwidth_Bps, "_Bps")
@@ -153,10 +155,12 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     stop_every_s: float | None = None
     slow_every_s: float | None = None
     cut_every_s: float | None = None
+    hole_every_s: float | None = None
     lag_every_s: float | None = None
     stop_s: float = STOP_S
     slow_s: float = SLOW_S
     cut_s: float = CUT_S
+    hole_s: float = HOLE_S
     lag_s: float = LAG_S
     slow_by: float = SLOW_BY
     cut_way: Way | Literal["any"] = "any"  # drawn anew for each
@@ -169,6 +173,7 @@ def drawn(rates: Rates, seed: int, for_s: float) -> tuple[Act, ...]:
         ("stop", rates.stop_every_s, rates.stop_s),
         ("slow", rates.slow_every_s, rates.slow_s),
         ("cut", rates.cut_every_s, rates.cut_s),
+        ("hole", rates.hole_every_s, rates.hole_s),
         ("lag", rates.lag_every_s, rates.lag_s),
     )
     acts = []
@@ -177,7 +182,7 @@ def drawn(rates: Rates, seed: int, for_s: float) -> tuple[Act, ...]:
         while every_s is not None and (at_s := at_s + every_s * rng.uniform(0.5, 1.5)) < for_s:
             why = f"drawn from seed {seed}, every {units.duration(every_s)} on average"
             act = Act(at_s=at_s, kind=kind, length_s=length_s, by=rates.slow_by, why=why)
-            if kind == "cut":
+            if kind in ("cut", "hole"):
                 ways: tuple[Way, ...] = ("both", "out", "in") if rates.cut_way == "any" else (rates.cut_way,)
                 act = msgspec.structs.replace(act, way=rng.choice(ways))
             acts.append(act)

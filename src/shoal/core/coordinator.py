@@ -58,7 +58,7 @@ MOVES_KEPT = 256  # of those decided: old ones bar nobody any more
 SAME = 5  # rounds of one step that a peer may give up because of one other
 FAILURES = 8  # rounds of one step that a peer may give up
 PAUSES = 4  # doublings of the pause before a round is tried again
-OWNER_BEATS = 8  # for an owner to say whose gradient it got
+OWNER_BEATS = 16  # for an owner to say whose gradient it got
 INCARNATIONS = 2  # of one key in a view
 NORMS = 1e-6  # by which the norms of equal gradients may differ: sums of the same values on unlike machines
 JOINS = 256  # that are kept; whoever asks again later is heard then
@@ -808,7 +808,7 @@ class Coordinator:
             self.asked_owner = first, now
         owner = owner_of(view, first.index) if view.work == view.step else None
         waited = now - self.asked_owner[1]
-        if owner is None or owner in (first.one, first.two) or waited > OWNER_BEATS * self.settings.beat_s:
+        if owner is None or waited > OWNER_BEATS * self.settings.beat_s:
             fewer = min((first.two, first.one), key=lambda peer: (peer == self.name, len(ledger.books[peer])))
             other = first.one if fewer == first.two else first.two
             self._convict((fewer, f"booked microbatch {first.index}, which {other} had booked"))

@@ -15,10 +15,11 @@ from shoal.core.conduct import Conduct, Verdict
 from shoal.core.messages import Member, Peer, Pulse, Reduced, Round, Settings, View, Waits
 
 VIEW_SILENCES = 3.0  # for a peer that beats to take a view that it is sent with every pulse
+LEAST_BEATS = 120.0  # no state is waited for less,
 HOLDS = 2.0  # of hold_s: for a joiner that downloads to get on; also the least for a member to hold the step
 BUILD_HOLDS = 20.0  # of hold_s: for a state that is built from the seed or a checkpoint, of which nothing is heard until it stands
 STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
-FLOORS = 4.0  # of hop_floor_s: for the last of a round to get done when all others are,
+LAST_BEATS = 24.0  # for the last of a round to get done when all others are,
 ROUNDS = 4.0  # or so many times what it took them
 HEAR_BEATS = 3.0  # from the first Waits to a verdict: the others tell theirs, too
 
@@ -99,7 +100,7 @@ class Progress:
         if not view.started:
             return ""
         usual_s = step_s if step_s < float("inf") else 0.0
-        most_s = max(HOLDS * self._settings.hold_s, STEPS * usual_s)
+        most_s = max(HOLDS * self._settings.hold_s, LEAST_BEATS * self._settings.beat_s, STEPS * usual_s)
         seen = self._seen[peer]
         waited_s = now - max(seen.current_at, seen.state_at)
         return f"has not been ready for step {view.step} for {waited_s:.0f} s" if waited_s > most_s else ""
@@ -110,7 +111,9 @@ class Progress:
         if seen.state[3] or not self._settings.hold_s:
             return ""
         builds = view.step == self._settings.first_step or not view.started
-        most_s = (BUILD_HOLDS if builds else 2 * HOLDS) * self._settings.hold_s
+        most_s = max(
+            LEAST_BEATS * self._settings.beat_s, (BUILD_HOLDS if builds else 2 * HOLDS) * self._settings.hold_s
+        )
         waited_s = now - seen.state_at
         return (
             f"has not got on with the state of stage {member.stage} for {waited_s:.0f} s" if waited_s > most_s else ""
@@ -153,7 +156,7 @@ class RoundWatch:
         missing = [peer for group in self._groups for peer in group if peer not in reduced]
         usual_s = self._reduced_at - self._opened
         late_s = now - self._reduced_at
-        if not reduced or late_s <= max(FLOORS * self._settings.hop_floor_s, ROUNDS * usual_s):
+        if not reduced or late_s <= max(LAST_BEATS * self._settings.beat_s, ROUNDS * usual_s):
             return None
         for group in self._groups:
             left = [peer for peer in group if peer in missing]

@@ -47,7 +47,8 @@ from shoal.core.routing import Latency
 from shoal.core.seat import TEXT, Seat, drop
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
-TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting
+TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting,
+TELL_BEATS = 24  # but not sooner: a peer may be busy with a long hop before it begins
 ASKS = 6  # after so many the pause between two does not double any more
 
 
@@ -461,7 +462,8 @@ class Rounds:
             if peer != self._name and number not in current.sums:
                 sums[peer] = None
                 commands.append(Send(peer, self._resend(current, number, True)))
-        if now - current.came >= TELL * self._patience_s and (parts or sums) and self._seat.leader is not None:
+        long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.beat_s)
+        if now - current.came >= long_s and (parts or sums) and self._seat.leader is not None:
             of = current.message
             commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, tuple(parts), tuple(sums))))
         return commands

@@ -18,7 +18,8 @@ from shoal.core.messages import Booker, Command, Index, Peer, Send, Settings, St
 from shoal.core.names import key_of
 from shoal.core.seat import owner_of
 
-FLOORS = 4.0  # of hop_floor_s without a booking, before owners are asked,
+QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long they may wait for one peer,
+FLOORS = 4.0  # or of hop_floor_s,
 HOPS = 8.0  # or so many microbatches of the slowest peer
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
 ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
@@ -84,7 +85,7 @@ class Stalls:
         if ledger.booked != self._booked or self._grew_at is None:
             self._booked, self._grew_at = ledger.booked, now
             self._cases.clear()
-        wait_s = max(FLOORS * self._settings.hop_floor_s, HOPS * slowest_s) * (1.0 if ledger.booked else FIRST)
+        wait_s = max(self._quiet_s, HOPS * slowest_s) * (1.0 if ledger.booked else FIRST)
         if now - self._grew_at < wait_s:
             return []
         commands: list[Command] = []
@@ -102,7 +103,7 @@ class Stalls:
         """Whom to evict, and which microbatches need another owner, with the reasons."""
         verdicts: list[Verdict] = []
         moves: dict[Index, str] = {}
-        long_s = FLOORS * self._settings.hop_floor_s
+        long_s = self._quiet_s
         for index, case in list(self._cases.items()):
             answer, what, case.blameless = case.answer, f"microbatch {index} of stage {case.stage}", False
             if answer is None:
@@ -139,6 +140,10 @@ class Stalls:
                     case.blameless = True
                     moves[index] = f"{case.owner} waits for {what} at {case.at}"
         return verdicts, moves
+
+    @property
+    def _quiet_s(self) -> float:
+        return max(QUIET_BEATS * self._settings.beat_s, FLOORS * self._settings.hop_floor_s)
 
     def reassign(
         self, view: View, moves: dict[Index, str], leader: Peer

@@ -29,13 +29,18 @@ Way = Literal["both", "out", "in"]
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Links between `side` and `others` (none named: everybody who is not of `side`). `out`: what `side` sends; `in`: what is sent
-    to it. Without a `link` they are cut; with one they are like that, which slows them."""
+    to it. Without a `link` they are cut; with one they are like that, which slows them. `large`: only messages with blobs are cut, as
+    where a router drops packets above a size without a word (an MTU black hole): everything small passes."""
 
     side: tuple[Peer, ...]
     others: tuple[Peer, ...] = ()
     way: Way = "both"
     link: Link | None = None
+    large: bool = False
     until_s: float  # of this machine's monotonic clock
+
+    def cuts(self, blobs: tuple[Blob, ...]) -> bool:
+        return self.link is None and (bool(blobs) or not self.large)
 
     def meets(self, sender: Peer, receiver: Peer) -> bool:
         """Is what `sender` sends to `receiver` meant?"""
@@ -73,9 +78,9 @@ class Faulty:
             task.add_done_callback(tell_mistake)
 
     def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
-        link, cut = self._fate(peer)
+        link = self._line_to(peer)
         self._settle(peer, link)
-        if cut:
+        if self._cut(self.name, peer, blobs):
             return 0
         if link is None:
             return self._inner.send(peer, message, blobs)
@@ -91,7 +96,7 @@ class Faulty:
     async def receive(self) -> Incoming | Lost:
         while True:
             item = await self._inner.receive()
-            if isinstance(item, Lost) or not self._cut(item.peer, self.name):
+            if isinstance(item, Lost) or not self._cut(item.peer, self.name, item.blobs):
                 return item
 
     def forget(self, peer: Peer) -> None:
@@ -124,15 +129,15 @@ class Faulty:
 
     # ------------------------------------------------------------------------------------------------------- private
 
-    def _cut(self, sender: Peer, receiver: Peer) -> bool:
+    def _cut(self, sender: Peer, receiver: Peer, blobs: tuple[Blob, ...]) -> bool:
         now = _now()
-        return any(f.link is None and now < f.until_s and f.meets(sender, receiver) for f in self._faults)
+        return any(f.cuts(blobs) and now < f.until_s and f.meets(sender, receiver) for f in self._faults)
 
-    def _fate(self, peer: Peer) -> tuple[Link | None, bool]:
-        """What becomes of what is sent to that peer now: the first slow link that is meant, and whether it is cut."""
+    def _line_to(self, peer: Peer) -> Link | None:
+        """The first slow link that is meant for what is sent to that peer now."""
         now = _now()
-        meant = [fault for fault in self._faults if now < fault.until_s and fault.meets(self.name, peer)]
-        return next((fault.link for fault in meant if fault.link), None), any(fault.link is None for fault in meant)
+        meant = (fault for fault in self._faults if now < fault.until_s and fault.meets(self.name, peer))
+        return next((fault.link for fault in meant if fault.link), None)
 
     def _settle(self, peer: Peer, link: Link | None) -> None:
         """The link to that peer is another than it was: what is on its way arrives now, before anything sent later."""
@@ -143,7 +148,7 @@ class Faulty:
                 self._hand_over(peer, message, blobs)
 
     def _hand_over(self, peer: Peer, message: Message, blobs: tuple[Blob, ...]) -> None:
-        if not self._cut(self.name, peer):
+        if not self._cut(self.name, peer, blobs):
             self._inner.send(peer, message, blobs)
 
     async def _watch(self) -> None:
@@ -151,7 +156,7 @@ class Faulty:
             await asyncio.sleep(LOOK_S)
             self.look()
             for peer in list(self._lines):
-                self._settle(peer, self._fate(peer)[0])
+                self._settle(peer, self._line_to(peer))
 
     async def _turn(self) -> None:
         """Hand over what has passed a slow link, when it has."""
