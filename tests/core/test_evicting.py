@@ -129,6 +129,21 @@ def test_a_single_accuser_among_several_evicts_nobody() -> None:
         assert members(leader) == "abcd"
 
 
+def test_a_stages_last_replica_stays_where_a_link_may_be_to_blame_and_goes_for_wrong_values() -> None:
+    leader = a_run("bc")
+    for accuser in "acac":
+        complain(leader, accuser, "b", "unreachable")
+    assert members(leader) == "abc"
+    leader = a_run("bcd")
+    for accuser in "aca":
+        complain(leader, accuser, "b", "unreachable")
+    assert members(leader) == "acd", "of two replicas one can go"
+    leader = a_run("bc")
+    for accuser in "aca":
+        complain(leader, accuser, "b")
+    assert "b" not in members(leader)
+
+
 def test_a_complaint_of_a_peer_about_itself_does_not_count() -> None:
     leader = a_run("bcd")
     complain(leader, "c", "c", times=9)
