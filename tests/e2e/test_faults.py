@@ -275,7 +275,9 @@ def test_a_peer_whose_tensors_vanish_is_found_out_and_the_others_go_on(swarm: Sw
     """It beats and answers, and whatever is large does not arrive: once nobody was evicted and nothing was committed any more."""
     (three,) = swarm.stages_with(3)[:1]
     label = next(
-        seat.label for seat in swarm.locals.members if seat.stage == three and seat.label and not seat_leads(swarm, seat)
+        seat.label
+        for seat in swarm.locals.members
+        if seat.stage == three and seat.label and not seat_leads(swarm, seat)
     )
     began = len(swarm.commits())
     swarm.chaos(f'kind = "hole"\nwho = "{label}"\nway = "out"\nfor = "240 s"')

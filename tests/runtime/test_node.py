@@ -511,7 +511,7 @@ def test_nobodys_word_but_the_operators_reaches_the_machine(swarm: Swarm, tmp_pa
     node = swarm.nodes[0]
     view = View(number=1 << 20, step=0, members=(Member(swarm.names[1], 0),), epoch=1)
     authority = Authority(Ed25519PrivateKey.from_private_bytes(bytes(32)))
-    node._signing = Signing(Identity.new(), authority.run)
+    node.signing = Signing(Identity.new(), authority.run)
     before = node.machine.last_now
     for forged in (Override(view=view, term=1 << 20), Authority.new().override(view, 1 << 20)):
         node._on_message(Incoming(peer=swarm.names[1], message=forged))

@@ -65,7 +65,7 @@ class Node:
         gate: Gate | None = None,
     ) -> None:
         """`gate`: where passes count."""
-        self.machine, self.hands, self.transport, self._signing = machine, hands, transport, signing
+        self.machine, self.hands, self.transport, self.signing = machine, hands, transport, signing
         self.directory, self.record = directory, record
         self.meter = Meter(transport)
         self.gate = gate
@@ -138,7 +138,7 @@ class Node:
                 self._inbox.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
             case Send():
                 blobs = tuple(self.hands.blob(name) for name in command.blobs)
-                message = self._signing.seal(command.peer, command.message)
+                message = self.signing.seal(command.peer, command.message)
                 sent = self.transport.send(command.peer, message, blobs)
                 if sent:
                     self.tally.sent(command.message, _sizes(blobs), sent)
@@ -179,7 +179,7 @@ class Node:
 
     def _on_message(self, incoming: Incoming) -> None:
         self.tally.received(incoming.message, _sizes(incoming.blobs), incoming.nbytes)
-        message = self._signing.check(incoming.peer, incoming.message)
+        message = self.signing.check(incoming.peer, incoming.message)
         if message is None:
             return
         fault = self.hands.check(message, incoming.blobs)
