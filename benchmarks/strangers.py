@@ -6,9 +6,10 @@
 The attacker sends each message type with each field at each of its edges (sim/edges.py), and what once ended runs with one
 message (sim/strangers.py), to every peer in turn: as an outsider, who has a pass and is in no view, then as a joiner, who asked to
 take part and beats, then as a member, a whole peer that trains and signs and sends all of this besides. What is sent is bounded in
-number, rate and time, and goes to peers of 127.0.0.1 only. Told of each phase: steps/s by commits.jsonl, peers that died, memory of the largest peer. The last line is one JSON object: steps/s while attacked; the bound is
-what they were before. The exit code is 1 if a process died, no step was committed in a phase, a peer grew by more than --growth, or (of
-a run of its own) it did not finish with a balanced account.
+number, rate and time, and goes to peers of 127.0.0.1 only. Told of each phase: steps/s by commits.jsonl, peers that died, memory of
+the largest peer. The last line is one JSON object: steps/s while attacked; the bound is what they were before. The exit code is 1 if a
+process died, no step was committed in a phase, a peer grew by more than --growth, or (of a run of its own) it did not finish with a
+balanced account.
 """
 
 from __future__ import annotations
