@@ -370,3 +370,21 @@ def test_through_the_owner_nothing_of_this_is_said() -> None:
     forward: Message = send.message
     assert (forward.x_from, forward.grad_from, forward.to) == ((), (), "")  # type: ignore[union-attr]
     assert len(send.blobs) == 2
+
+
+def test_whoever_does_not_give_what_it_holds_is_in_the_way_until_a_booking_shows_that_it_is_not() -> None:
+    rig = Rig()
+    rig.read()
+    rig.answer(rig.sent(Forward), Output)
+    holder = rig.sent(Forward)
+    m = rig.trainer._owned.held[0]
+    m.lost = {"b1": 1}
+    m.x[1] = ("b1",)
+    rig.answer(holder, Missing, False, False)
+    assert m.waits_for == "b1"
+    while not m.booked[2]:
+        if m.hop is None:
+            rig.tick()
+        (send,) = [command for command in rig.out if isinstance(command, Send)]
+        rig.answer(send, Output if isinstance(send.message, Forward) else Gradient)
+    assert m.lost == {} and m.waits_for == rig.sent(Backward).peer != ""

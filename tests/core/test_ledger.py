@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shoal.core.ledger import Doubled, Ledger, counted_twice
 from shoal.core.messages import Booking, Member, Share
 
@@ -73,3 +75,69 @@ def test_the_loss_is_the_mean_over_the_microbatches() -> None:
 
 def test_a_commit_that_holds_an_index_twice_is_counted() -> None:
     assert counted_twice(((Share("a", (0, 1)), Share("b", (1, 2))), (Share("c", (0, 1, 2)),))) == 1
+
+
+@pytest.mark.parametrize(
+    ("report", "wrong"),
+    [
+        ((0, 1, 3, 3), "has booked a microbatch twice"),
+        ((0, 1, 0), "has booked a microbatch twice"),
+        ((0, 1, 4), "has booked microbatch 4 of 4"),
+        ((0, 1, 2**20 - 1), "has booked microbatch 1048575 of 4"),
+        ((1, 0, 2), "has changed what it booked"),
+        ((2, 3, 0, 1), "has changed what it booked"),
+    ],
+)
+def test_books_that_cannot_be_are_refused_and_what_was_booked_before_stands(
+    report: tuple[int, ...], wrong: str
+) -> None:
+    ledger = Ledger(stages=1, microbatches=4)
+    assert ledger.report("a", books(0, 1)) == ""
+    assert ledger.report("a", books(*report)) == wrong
+    assert ledger.books["a"] == books(0, 1) and ledger.booked == 2
+
+
+def test_a_first_report_is_held_to_the_same() -> None:
+    ledger = Ledger(stages=1, microbatches=4)
+    assert ledger.report("a", books(2, 2)) == "has booked a microbatch twice"
+    assert ledger.booked == 0 and not ledger.books
+
+
+def test_books_that_grow_stay_or_come_late_are_in_order() -> None:
+    ledger = Ledger(stages=1, microbatches=4)
+    for report in ((), (3,), (3, 1), (3,), (2,), (3, 1), (3, 1, 0, 2)):
+        assert ledger.report("a", books(*report)) == ""
+    assert ledger.complete((Member("a", 0),))
+
+
+def test_a_booking_whose_loss_changes_is_another() -> None:
+    ledger = Ledger(stages=1, microbatches=4)
+    ledger.report("a", (Booking(0, 1.0),))
+    assert ledger.report("a", (Booking(0, 2.0), Booking(1, 1.0))) == "has changed what it booked"
+
+
+def test_what_two_replicas_of_one_stage_have_booked_is_found_and_of_two_stages_is_in_order() -> None:
+    ledger = a_whole_step()
+    assert ledger.doubled(MEMBERS) == []
+    ledger.report("b", books(3, 1, 0))
+    assert ledger.doubled(MEMBERS) == [Doubled(0, 0, "a", "b")]
+    assert ledger.doubled((A, C, D)) == [], "b has left"
+
+
+def test_what_is_open_is_named_with_the_highest_stage_that_lacks_it() -> None:
+    ledger = Ledger(stages=3, microbatches=3)
+    members = (Member("a", 0), Member("b", 1), Member("c", 2))
+    ledger.report("c", books(0, 1))
+    ledger.report(
+        "b",
+        books(
+            1,
+        ),
+    )
+    assert ledger.open_at(members) == [(0, 1), (1, 0), (2, 2)]
+    assert ledger.open_at(members[:2]) == [(0, 2), (1, 2), (2, 2)], "what c booked left with it"
+    for peer in "abc":
+        ledger.report(
+            peer, ledger.books.get(peer, ()) + books(*({0, 1, 2} - {b.index for b in ledger.books.get(peer, ())}))
+        )
+    assert ledger.open_at(members) == []

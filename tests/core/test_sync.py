@@ -26,6 +26,7 @@ from shoal.core.messages import (
     Note,
     Offer,
     ReadChunk,
+    Rebuilt,
     Result,
     Send,
     Settings,
@@ -341,3 +342,68 @@ def test_strangers_get_nothing_and_nobody_reads_without_end() -> None:
     assert reads == 8
     play.hear("stranger", AskChunk(epoch=0, step=5, stage=1, chunk=0))
     assert play.said == []
+
+
+@pytest.mark.parametrize("peer", ["a", "x", "j"])
+def test_an_offer_counts_only_from_a_replica_of_the_stage(peer: str) -> None:
+    """a serves another stage, x is in no view, j joins as I do."""
+    view = a_view()
+    play = Play(msgspec.structs.replace(view, joining=(*view.joining, Member("j", 1))))
+    play.offer(peer)
+    assert play.asked() == [] and play.sync.download is None
+    play.offer("b")
+    assert play.asked() == [("b", 0), ("b", 1)]
+    play.offer(peer)
+    assert play.sync.download is not None and list(play.sync.download.donors) == ["b"]
+
+
+def test_a_replica_that_left_or_moved_offers_nothing_any_more() -> None:
+    play = Play()
+    play.view(a_view(number=2, members=(*MEMBERS[:2], Member("c", 0))))
+    for peer in "cd":
+        play.offer(peer)
+    assert play.asked() == []
+    play.offer("b")
+    assert play.asked() == [("b", 0), ("b", 1)]
+
+
+def test_an_offer_of_nothing_or_of_too_old_a_version_is_not_taken() -> None:
+    play = Play()
+    play.offer("b", manifest=Manifest(hashes=(), sizes=()))
+    play.offer("b", manifest=Manifest(hashes=("h",), sizes=(1, 2)))
+    play.offer("b", step=4)
+    assert play.asked() == [] and play.sync.download is None
+
+
+def test_chunks_that_are_here_and_right_are_counted_for_the_leader() -> None:
+    play = alone()
+    assert play.sync.loaded == 0
+    for chunk in range(3):
+        play.whole("b", chunk)
+        assert play.sync.loaded == chunk + 1
+    play.chunk("b", 3)
+    assert play.sync.loaded == 3, "not before it is compared"
+    play.wait(4.5)
+    play.wait(30.0)
+    assert play.sync.loaded == 3, "nor does it shrink when a donor is given up"
+
+
+def test_of_a_stage_made_from_two_neighbours_the_chunks_of_both_are_counted() -> None:
+    members = (Member("a", 0), Member("c", 2), Member("me", 1))
+    rebuilt = (Rebuilt(stage=1),)
+    settings = msgspec.structs.replace(SETTINGS, stages=3)
+    server = Server("me", settings)
+    sync = Sync("me", settings, random.Random(1), server)
+    view = View(number=2, step=5, members=members, epoch=1, kept=True, rebuilt=rebuilt)
+    server.on_view(view, 0.0)
+    sync.on_view(view, 0.0)
+    for number, (peer, stage) in enumerate((("a", 0), ("c", 2))):
+        sync.on_message(peer, Offer(1, 5, stage, Manifest(hashes=("h",), sizes=(9,))), (), "", 0.0)
+        check = next(
+            command.task
+            for command in sync.on_message(peer, Chunk(1, 5, stage, 0), (BlobRef("blob", 9),), "", 0.0)
+            if isinstance(command, Do)
+        )
+        assert sync.loaded == number
+        sync.on_done(Done(check.id, Result()), 0.0)
+        assert sync.loaded == number + 1

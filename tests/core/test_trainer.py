@@ -11,6 +11,7 @@ from shoal.core.messages import (
     AskBooks,
     Backward,
     BlobRef,
+    Booker,
     Books,
     Busy,
     Cancel,
@@ -35,8 +36,9 @@ from shoal.core.messages import (
     Send,
     Settings,
     View,
+    WhoBooked,
 )
-from shoal.core.microbatch import Kind, Want, new_microbatch, plan
+from shoal.core.microbatch import Hop, Kind, Want, new_microbatch, plan
 from shoal.core.trainer import MOST_HOLDS, Trainer
 
 ME = "me"
@@ -551,3 +553,74 @@ def test_nothing_is_left_after_a_rollback_a_removal_or_a_lost_ownership(change: 
     assert rig.answer(backward, Gradient, blobs=1) == [Drop((f"r{rig.serial}.0",))]
     if change.epoch == 0:
         assert rig.trainer.deadline is None and rig.trainer.summary().inflight == 0
+
+
+# --------------------------------------------------------------------------------------------------- what the leader asks
+
+
+def asks(rig: Rig, index: int = 0, stage: int = 1, step: int = 0, epoch: int = 0) -> list[Booker]:
+    commands = rig.trainer.on_who_booked("boss", WhoBooked(epoch, step, index, stage))
+    assert all(isinstance(one, Send) and one.peer == "boss" for one in commands)
+    return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, Booker)]
+
+
+def test_the_leader_is_told_who_has_booked_a_microbatch_and_who_it_waits_for() -> None:
+    rig = Rig()
+    assert asks(rig) == [Booker(0, 0, 0, 1)], "its tokens are being read"
+    backward = rig.at_last_backward()
+    assert asks(rig) == [Booker(0, 0, 0, 1, at=backward.peer)]
+    rig.answer(backward, Gradient, blobs=1)
+    last = rig.sent(Backward)
+    assert asks(rig) == [Booker(0, 0, 0, 1, peer=backward.peer, at=last.peer)]
+    assert asks(rig, stage=0) == [Booker(0, 0, 0, 0, at=last.peer)]
+    rig.answer(last, Gradient)
+    assert asks(rig, stage=0) == [Booker(0, 0, 0, 0, peer=last.peer)]
+
+
+def test_what_is_not_mine_or_of_another_time_is_not_answered() -> None:
+    rig = Rig()
+    for changes in ({"index": 1}, {"step": 1}, {"epoch": 1}, {"stage": 2}, {"stage": 4095}):
+        assert asks(rig, **changes) == []
+
+
+def test_the_leader_is_told_how_many_servers_did_not_answer() -> None:
+    rig = Rig()
+    rig.read()
+    for slow in range(1, 4):
+        rig.overdue()
+        (told,) = asks(rig)
+        assert (told.peer, told.at, told.slow) == ("", rig.sent(Forward).peer, slow)
+    rig.answer(rig.sent(Forward), Output, blobs=1)
+    (told,) = asks(rig)
+    assert told.slow == 0, "it got on"
+
+
+def test_an_heir_that_lacks_somebodys_books_says_whose() -> None:
+    rig = Rig(view=a_view(owner="a0"))
+    rig.keep(rig.trainer.on_view(a_view(number=3), 0.0))
+    asked = [command.peer for command in rig.out if isinstance(command, Send) and isinstance(command.message, AskBooks)]
+    for peer in asked:
+        (told,) = asks(rig)
+        assert (told.peer, told.at) == ("", peer)
+        rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ()))
+    assert asks(rig) == [Booker(0, 0, 0, 1)]
+
+
+def test_whoever_has_not_given_twice_what_it_holds_is_in_the_way_and_not_who_was_asked_for_it() -> None:
+    m = new_microbatch(0, ["", "", ""], a_view(stages=3), direct=True)
+    m.hop = Hop(Kind.BACKWARD, 2, "a2", 0.0)
+    assert m.waits_for == "a2"
+    for times in range(1, 4):
+        m.x[2] = ("b1",)
+        m.gone(2, gradient=False)
+        assert m.waits_for == ("a2" if times == 1 else "b1"), "once may be a message that was lost"
+    m.g[1] = ("b2",)
+    m.gone(1, gradient=True)
+    assert m.lost == {"b1": 3, "b2": 1} and m.waits_for == "b1"
+
+
+def test_without_direct_hops_nobody_else_holds_a_tensor() -> None:
+    m = new_microbatch(0, ["", ""], a_view())
+    m.x[1] = ("blob",)
+    m.gone(1, gradient=False)
+    assert m.lost == {} and m.waits_for == ""

@@ -13,18 +13,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core import averaging, coordinator, evidence, microbatch, quorum, rounds
+from shoal.core import averaging, conduct, coordinator, evidence, microbatch, quorum, rounds
 from shoal.core.averaging import Layout, Place
+from shoal.core.conduct import Conduct
 from shoal.core.coordinator import Coordinator
 from shoal.core.hops import Hops
 from shoal.core.ledger import Ledger
 from shoal.core.members import inherit
 from shoal.core.messages import View
 from shoal.core.microbatch import Hop, Microbatch, Owned
+from shoal.core.progress import RoundWatch
+from shoal.core.quorum import Register
 from shoal.core.rounds import Rounds
 from shoal.core.trainer import Trainer
 from shoal.sim.hands import Hands
-from shoal.sim.scenario import Case, Happenings, Messages, Scenario, draw
+from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
 from shoal.sim.swarm import Swarm
 
 SEEDS = 80
@@ -236,6 +239,38 @@ def meets_everybody(patch: Patch) -> None:
     patch.setattr(averaging, "ONE_ROW", 1000)
 
 
+def believes_any_lead(patch: Patch) -> None:
+    """Whoever says that it leads is followed, without votes."""
+    follow = Register._follow
+
+    def trusting(self: Register, peer: str, term: int, *rest: Any) -> bool:
+        if term >= self.term and not self.leading:
+            self.proven = term, peer
+        return follow(self, peer, term, *rest)
+
+    patch.setattr(Register, "entitled", lambda self, peer: True)
+    patch.setattr(Register, "_follow", trusting)
+
+
+def counts_complaints_of_one_peer(patch: Patch) -> None:
+    patch.setattr(conduct, "ACCUSERS", 1)
+    patch.setattr(conduct, "FEW", 1000)
+    patch.setattr(conduct, "ALONE", 1000)
+    patch.setattr(Conduct, "alone", lambda self, accuser, accused, reason: (accused, reason))
+
+
+def sets_no_deadline_for_rounds(patch: Patch) -> None:
+    patch.setattr(RoundWatch, "verdict", lambda self, *_: None)
+
+
+def leaves_a_hanging_microbatch_with_its_owner(patch: Patch) -> None:
+    patch.setattr(Coordinator, "_reassign", lambda self, view, now: None)
+
+
+def takes_the_norm_of_the_first_replica(patch: Patch) -> None:
+    patch.setattr(Coordinator, "_by_norm", lambda self, peers: {"": peers})
+
+
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
     (accepts_a_stale_answer, STORM, (55, 57)),
     (forgets_a_waiting_microbatch, ROUNDS, (2, 1)),
@@ -254,6 +289,43 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, .
     (adds_as_it_comes, LARGE, (0,)),
     (meets_everybody, LARGE, (0,)),
 ]
+
+
+# Rules that hostile peers strain: each with the scenario in which one does that alone.
+STRAINED: list[tuple[Callable[[pytest.MonkeyPatch], None], str, tuple[int, ...]]] = [
+    (believes_any_lead, "outsider/coup", (0,)),
+    (believes_any_lead, "member/coup", (0,)),
+    (counts_complaints_of_one_peer, "member/complain", (2,)),
+    (sets_no_deadline_for_rounds, "member/mute", (1,)),
+    (leaves_a_hanging_microbatch_with_its_owner, "joiner/withhold", (5,)),
+    (takes_the_norm_of_the_first_replica, "member/norm", (15,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "act", "known"), STRAINED, ids=lambda one: getattr(one, "__name__", one if isinstance(one, str) else "")
+)
+def test_a_mutant_is_caught_by_one_who_means_harm(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    act: str,
+    known: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a violation, or because honest peers are evicted on the word of the hostile one."""
+
+    def caught(seed: int) -> bool:
+        outcome = Swarm(draw(SCENARIOS[f"strangers/{act}"], seed)).run()
+        evicted = [one for one in outcome.wronged if "after complaints by" in one]
+        return bool(outcome.violations or evicted)
+
+    for seed in (*known, *(seed for seed in range(SEEDS) if seed not in known)):
+        with monkeypatch.context() as patch:
+            mutant(patch)
+            found = caught(seed)
+        if found:
+            assert not caught(seed)
+            return
+    pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")
 
 
 def a_case(scenario: Scenario, seed: int) -> Case:

@@ -95,7 +95,6 @@ class Coordinator:
         self.again = 0  # rounds of this step that had to be tried again
         self.asked_owner: tuple[Doubled, float] | None = None  # who booked it, and since when
         self.resigns = ""  # why I had better not lead
-        self.committed_at: float | None = None  # the last commit, as far as I saw it
         self.guilty: dict[Peer, str] = {}  # to be removed, and why
         self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
@@ -131,8 +130,8 @@ class Coordinator:
     def lead(self, view: View, term: int, now: float) -> list[Command]:
         """This peer now leads `term`, with `view` agreed."""
         self._forget_all()
+        self.view = None  # the one I led with before says nothing of what happened since
         self.term = term
-        self.committed_at = now
         self.on_view(view, now)
         self.heard = {member.peer: now for member in view.members + view.joining}
         return [Note("leader", f"{self.name} leads term {term} from view {view.number}, step {view.step}")]
@@ -152,7 +151,6 @@ class Coordinator:
         self.pauses.on_view(view.evicted, now)
         self.conduct.keep(present)
         if fresh_step:
-            self.committed_at = now
             self.failures.clear()
             self.again, self.again_at, self.asked_owner = 0, float("-inf"), None
             self.conduct.step()
@@ -224,7 +222,11 @@ class Coordinator:
         self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
         self.doubted.clear()
         self.progress.forgive(gap_s, now)
-        self.stalls.forgive(gap_s, now)
+        self.stalls.forgive(now)
+        if self.watch is not None:
+            self.watch.forgive(gap_s, now)
+        if self.asked_owner is not None:
+            self.asked_owner = self.asked_owner[0], min(now, self.asked_owner[1] + gap_s)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         assert self.view is not None
@@ -602,7 +604,7 @@ class Coordinator:
         return self._next(view, last, over, now)
 
     def _by_norm(self, peers: list[Peer]) -> dict[str, list[Peer]]:
-        """Replicas by what they say the norm of their equal gradients is; first the one nearest to the stage's last."""
+        """Replicas by what they say the norm of their equal gradients is: alike where rounding explains the difference."""
         found: dict[str, list[Peer]] = {}
         for peer in peers:
             norm = self.reduced[peer].norm_sq
@@ -914,7 +916,7 @@ class Coordinator:
     def _why_stalled(self, view: View, now: float) -> str:
         """In words, when no step has been committed for long."""
         long_s = max(STALLED * self.settings.beat_s, 2 * self.step_s if self.step_s < math.inf else 0.0)
-        since = self.committed_at if self.committed_at is not None else now
+        since = self.step_at if self.step_at is not None else now
         if not view.started or view.finished or view.step >= self.settings.steps or now - since < long_s:
             return ""
         if self.round is not None:

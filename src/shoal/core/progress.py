@@ -130,6 +130,13 @@ class RoundWatch:
         self._waits: dict[Peer, Waits] = {}
         self._told_at: float | None = None
 
+    def forgive(self, gap_s: float, now: float) -> None:
+        """What was told while this process was stopped is still to be read."""
+        self._opened = min(now, self._opened + gap_s)
+        self._reduced_at = min(now, self._reduced_at + gap_s)
+        if self._told_at is not None:
+            self._told_at = min(now, self._told_at + gap_s)
+
     def on_reduced(self, now: float) -> None:
         self._reduced_at = now
 
@@ -153,8 +160,12 @@ class RoundWatch:
             return None
         for group in self._groups:
             left = [peer for peer in group if peer in missing]
-            if len(left) == 1 and left[0] not in self._waits:
+            if len(left) != 1 or left[0] in self._waits:
+                continue
+            if len(group) > 1:
                 return left[0], f"has not got done with a round for {late_s:.0f} s in which the others of its stage are"
+            if late_s > HOLDS * self._settings.hold_s:  # a stage's only replica: nobody takes its place
+                return left[0], f"has not got done with a round for {late_s:.0f} s in which the others are"
         return None
 
     def _accused(

@@ -34,9 +34,10 @@ class Case(msgspec.Struct):
     owner: Peer
     stage: Stage
     asked_at: float
+    at_since: float  # when it began to wait
+    at: Peer = ""  # for whom, as it says
     answer: Booker | None = None
-    at: Peer = ""  # whom it waits for,
-    at_since: float = 0.0  # and since when it has said so
+    blameless: bool = False  # its owner waits for others
 
 
 class Stalls:
@@ -66,7 +67,8 @@ class Stalls:
             if owner is not None:
                 self._owned_by.setdefault(index, set()).add(owner)
 
-    def forgive(self, gap_s: float, now: float) -> None:
+    def forgive(self, now: float) -> None:
+        """This process was stopped: what was booked and answered meanwhile is still to be read."""
         self._grew_at = now
         self._cases.clear()
 
@@ -93,7 +95,7 @@ class Stalls:
                 continue
             case = self._cases.get(index)
             if case is None or (case.owner, case.stage) != (owner, stage):
-                self._cases[index] = Case(owner, stage, now)
+                self._cases[index] = Case(owner, stage, now, now)
             commands.append(Send(owner, WhoBooked(view.epoch, view.work, index, stage)))
         return commands
 
@@ -103,34 +105,39 @@ class Stalls:
         moves: dict[Index, str] = {}
         long_s = self._quiet_s
         for index, case in list(self._cases.items()):
-            answer, what = case.answer, f"microbatch {index} of stage {case.stage}"
+            answer, what, case.blameless = case.answer, f"microbatch {index} of stage {case.stage}", False
             if answer is None:
                 if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
                     moves[index] = f"{case.owner} does not say where {what} is"
                 continue
-            booked = {
-                member.peer
-                for member in view.members
-                if member.stage == case.stage and any(one.index == index for one in ledger.books.get(member.peer, ()))
-            }
+            replicas = {member.peer for member in view.members if member.stage == case.stage}
+            booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
             if answer.peer and answer.peer not in booked:
                 if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
                     case.asked_at = now
+                    if answer.peer not in replicas or answer.peer == case.owner:  # nobody could be convicted of that
+                        moves[index] = f"{case.owner} has {what} from {answer.peer}, which has not booked it"
+                        continue
                     said = f"its books lack {what}, whose owner {case.owner} has its gradient"
                     verdicts += [one for one in [conduct.accuse(case.owner, answer.peer, said, 1)] if one is not None]
             elif case.at in booked and now - case.at_since > long_s:
+                case.blameless = True
                 moves[index] = f"{case.owner} waits for {what}, which {case.at} has booked and answered"
             elif answer.slow >= SLOW:
                 moves[index] = f"{case.owner} gets no answer for {what} from {answer.slow} peers"
             elif case.at == case.owner and now - case.at_since > long_s:
                 moves[index] = f"{case.owner} gets nowhere with {what}"
-            elif case.at and now - case.at_since > long_s:
+            elif not case.at and now - case.at_since > long_s:
+                case.blameless = True  # no replica may be free
+                moves[index] = f"{case.owner} has asked nobody for {what}"
+            elif now - case.at_since > long_s:
                 accusers = self._accusers.setdefault(case.at, set())
                 accusers.add(key_of(case.owner))
                 others = len({key_of(member.peer) for member in view.members} - {key_of(case.at)})
                 if len(accusers) >= min(2, others):
                     verdicts.append((case.at, f"keeps {len(accusers)} owners waiting, the last for {what}"))
                 else:
+                    case.blameless = True
                     moves[index] = f"{case.owner} waits for {what} at {case.at}"
         return verdicts, moves
 
@@ -149,7 +156,7 @@ class Stalls:
         struck: set[Peer] = set()
         for index, why in moves.items():
             case = self._cases.pop(index)
-            if case.owner not in struck and " waits for " not in why:
+            if case.owner not in struck and not case.blameless:
                 struck.add(case.owner)
                 self._strikes[case.owner] += 1
             had = self._owned_by.setdefault(index, {case.owner})

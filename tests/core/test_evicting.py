@@ -1,0 +1,786 @@
+"""What the leader does about peers that mean harm, and that it leaves the honest alone. Rules that need no leader are in
+test_conduct.py, test_progress.py and test_stalls.py."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from tests.core.test_coordinator import Leader, places
+
+from shoal.core.coordinator import FAILURES, JOINS, OWNER_BEATS, PAUSES, SAME, STALLED
+from shoal.core.messages import (
+    AskSave,
+    Booker,
+    Complaint,
+    Evicted,
+    Holding,
+    Join,
+    Member,
+    Published,
+    Reduced,
+    RoundFailed,
+    Saved,
+    Settings,
+    Waits,
+    WhoBooked,
+)
+
+LONG = Settings(stages=2, microbatches=4, steps=99, peers=3, ban_s=10.0)
+BEAT_S = LONG.beat_s
+
+
+def a_run(others: str = "bc", **changes: object) -> Leader:
+    """a, c, e serve stage 0, b, d, f stage 1, as far as they are there."""
+    leader = Leader(msgspec.structs.replace(LONG, peers=1 + len(others), **changes))
+    for peer in others:
+        leader.join(peer)
+    for peer in "a" + others:
+        leader.pulse(peer)
+    assert leader.view.started and leader.view.step == 0
+    return leader
+
+
+def members(leader: Leader) -> str:
+    return "".join(sorted(member.peer for member in leader.view.members))
+
+
+def joiners(leader: Leader) -> str:
+    return "".join(sorted(member.peer for member in leader.view.joining))
+
+
+def complain(leader: Leader, accuser: str, about: str, kind: str = "faulty", times: int = 1) -> None:
+    for _ in range(times):
+        leader.hear(accuser, Complaint(about, "is wrong", kind))  # type: ignore[arg-type]
+
+
+def whole_books(leader: Leader, without: str = "") -> None:
+    """The first members of both stages book everything."""
+    first: dict[int, str] = {}
+    for member in leader.view.members:
+        if member.peer not in without:
+            first.setdefault(member.stage, member.peer)
+    for member in leader.view.members:
+        if member.peer in first.values():
+            leader.pulse(member.peer, (0, 1, 2, 3))
+
+
+def reduce(leader: Leader, norms: dict[str, float] | None = None, digests: dict[str, str] | None = None) -> None:
+    """Everybody in the open round is done with it."""
+    round_ = leader.rounds()[-1]
+    for stage, group in enumerate(round_.groups):
+        for share in group:
+            digest = (digests or {}).get(share.peer, f"sum {stage}")
+            norm_sq = (norms or {}).get(share.peer, 4.5)
+            leader.hear(share.peer, Reduced(round_.epoch, round_.step, round_.round, digest, norm_sq))
+
+
+def again(leader: Leader, peers: tuple[str, ...]) -> None:
+    """Until the round is tried again."""
+    asked = len(leader.rounds())
+    for _ in range(200):
+        if len(leader.rounds()) > asked:
+            return
+        leader.wait(0.5, alive=peers)
+    raise AssertionError("no other round")
+
+
+def commit(leader: Leader) -> None:
+    step = leader.view.step
+    whole_books(leader)
+    reduce(leader)
+    assert leader.view.step == step + 1, leader.reasons
+
+
+def late_leader(leader: Leader) -> None:
+    """Another term, of a leader that knows only the view."""
+    leader.said += leader.mind.lead(leader.view, 2, leader.now)
+
+
+# --------------------------------------------------------------------------------------------------------- complaints
+
+
+def test_the_complaints_of_joiners_do_not_count() -> None:
+    leader = a_run("bcd")
+    leader.join("j")
+    leader.pulse("j", ready=False, digest="")
+    complain(leader, "j", "c", times=9)
+    complain(leader, "b", "c")
+    assert members(leader) == "abcd"
+
+
+def test_complaints_about_joiners_do_not_count_either() -> None:
+    leader = a_run("bcd")
+    leader.join("j")
+    leader.pulse("j", ready=False, digest="")
+    for peer in "abc":
+        complain(leader, peer, "j", times=3)
+    assert joiners(leader) == "j"
+
+
+def test_a_single_accuser_among_several_evicts_nobody() -> None:
+    for kind in ("faulty", "unreachable"):
+        leader = a_run("bcd")
+        complain(leader, "b", "c", kind, times=20)
+        assert members(leader) == "abcd"
+
+
+def test_a_complaint_of_a_peer_about_itself_does_not_count() -> None:
+    leader = a_run("bcd")
+    complain(leader, "c", "c", times=9)
+    complain(leader, "c", "c", "unreachable", times=9)
+    complain(leader, "b", "c", times=2)
+    assert members(leader) == "abcd" and not leader.view.fenced
+
+
+def test_nobody_makes_another_download_its_state() -> None:
+    leader = a_run("bcd")
+    for peer in "abd":
+        complain(leader, peer, "c", "stale", times=9)
+    assert members(leader) == "abcd"
+    complain(leader, "c", "c", "stale")
+    assert members(leader) == "abd" and Member("c", 0, back=True) in places(leader.view.joining)
+    assert leader.view.evicted == (), "and that is no eviction"
+
+
+def test_accusations_against_the_leader_make_it_resign_and_not_evict() -> None:
+    leader = a_run("bcd")
+    for peer in "bc":
+        complain(leader, peer, "a", times=2)
+    assert members(leader) == "abcd" and "complaints by b and c" in leader.mind.resigns
+
+
+def test_whoever_dies_is_not_remembered_as_evicted_and_may_come_back_at_once() -> None:
+    leader = a_run("bcd")
+    leader.wait(6.0, alive=("b", "d"))
+    assert members(leader) == "abd" and leader.view.evicted == ()
+    leader.join("c")
+    assert joiners(leader) == "c"
+
+
+# --------------------------------------------------------------------------------------------------------------- books
+
+IMPOSSIBLE = {"twice": (0, 1, 0), "of none": (0, 4), "far": (2**20 - 1,)}
+
+
+@pytest.mark.parametrize("books", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_books_that_cannot_be_evict_whoever_sends_them(books: tuple[int, ...]) -> None:
+    leader = a_run("bcd")
+    leader.pulse("c", books)
+    leader.decide()
+    assert members(leader) == "abd" and leader.view.evicted == (Evicted("c", 1),)
+
+
+def test_books_that_change_evict_and_older_ones_do_not() -> None:
+    leader = a_run("bcd")
+    leader.pulse("c", (2, 3))
+    leader.pulse("c", (2,))
+    leader.pulse("c", ())
+    leader.decide()
+    assert members(leader) == "abcd"
+    leader.pulse("c", (3, 2, 1))
+    leader.decide()
+    assert members(leader) == "abd" and "c has changed what it booked" in leader.reasons
+
+
+def doubled() -> Leader:
+    """c and e, of stage 0, have booked microbatch 1, which b owns; nothing else is wrong."""
+    leader = a_run("bcde")
+    assert leader.view.members[leader.view.owners[1]].peer == "b"
+    leader.pulse("a", (0,))
+    leader.pulse("c", (1, 2))
+    leader.pulse("e", (1,))
+    leader.pulse("b", (0, 1))
+    leader.pulse("d", (2, 3))
+    leader.wait(1.0, alive=tuple("bcde"))
+    return leader
+
+
+@pytest.mark.parametrize(("right", "liar"), [("c", "e"), ("e", "c")])
+def test_of_two_that_have_booked_one_microbatch_its_owner_says_which_is_wrong(right: str, liar: str) -> None:
+    leader = doubled()
+    assert members(leader) == "abcde" and {peer for peer, _ in leader.sent(WhoBooked)} == {"b"}
+    leader.hear("b", Booker(0, 0, 1, 0, peer=right))
+    assert members(leader) == "abcde".replace(liar, "") and leader.view.evicted == (Evicted(liar, 1),)
+
+
+@pytest.mark.parametrize(
+    ("peer", "answer"),
+    [
+        ("d", Booker(0, 0, 1, 0, peer="c")),
+        ("e", Booker(0, 0, 1, 0, peer="c")),
+        ("b", Booker(0, 0, 2, 0, peer="c")),
+        ("b", Booker(0, 0, 1, 1, peer="c")),
+        ("b", Booker(0, 1, 1, 0, peer="c")),
+        ("b", Booker(1, 0, 1, 0, peer="c")),
+        ("b", Booker(0, 0, 1, 0)),
+        ("b", Booker(0, 0, 1, 0, peer="a")),
+        ("b", Booker(0, 0, 1, 0, peer="x")),
+    ],
+)
+def test_an_answer_of_another_or_about_something_else_convicts_nobody(peer: str, answer: Booker) -> None:
+    leader = doubled()
+    leader.hear(peer, answer)
+    assert members(leader) == "abcde"
+
+
+def test_where_the_owner_does_not_say_the_one_with_fewer_bookings_goes() -> None:
+    leader = doubled()
+    leader.wait(OWNER_BEATS * BEAT_S - 2.0, alive=tuple("bcde"))
+    assert members(leader) == "abcde"
+    leader.wait(3.0, alive=tuple("bcde"))
+    assert members(leader) == "abcd"
+
+
+def test_a_leader_that_was_stopped_waits_for_the_owners_answer() -> None:
+    leader = doubled()
+    leader.now += 60.0
+    leader.mind.forgive(60.0, leader.now)
+    leader.wait(1.0, alive=tuple("bcde"))
+    leader.hear("b", Booker(0, 0, 1, 0, peer="e"))
+    assert members(leader) == "abde"
+
+
+def test_whoever_has_booked_what_several_had_booked_goes_without_the_owner() -> None:
+    leader = a_run("bcdef")
+    leader.pulse("a", (0, 1))
+    leader.pulse("c", (2,))
+    leader.pulse("e", (1, 2))
+    leader.pulse("b", (0, 1, 2))
+    leader.wait(1.0, alive=tuple("bcdef"))
+    assert "e" not in members(leader) and "e booked what a and c had booked" in leader.reasons
+    assert members(leader) == "abcdf"
+
+
+# -------------------------------------------------------------------------------------------------------------- rounds
+
+
+def test_equal_gradients_whose_norms_differ_by_rounding_are_committed() -> None:
+    leader = a_run("bcd")
+    whole_books(leader)
+    reduce(leader, norms={"c": 4.5 * (1.0 + 5e-7)})
+    assert leader.view.step == 1 and leader.view.last is not None and leader.view.last.norm == pytest.approx(3.0)
+    leader = a_run("bcd")
+    whole_books(leader)
+    reduce(leader, norms=dict.fromkeys("abcd", 0.0))
+    assert leader.view.step == 1
+
+
+@pytest.mark.parametrize("norm_sq", [4.5 * (1.0 + 5e-6), 1e150, 0.0])
+def test_one_replicas_norm_does_not_reach_the_optimizer(norm_sq: float) -> None:
+    for liar in "ac":
+        leader = a_run("bcde")
+        whole_books(leader)
+        for _ in range(2):
+            reduce(leader, norms={liar: norm_sq})
+            assert leader.view.step == 0
+            leader.wait(0.5, alive=tuple("bcde"))
+        if liar == "a":
+            assert leader.mind.stale.keys() == {"a"} or Member("a", 0, back=True) in places(leader.view.joining)
+        else:
+            assert Member("c", 0, back=True) in places(leader.view.joining)
+        assert "norm of the same sums differs" in leader.reasons and leader.view.evicted == ()
+
+
+def test_once_different_sums_cost_nobody_its_state() -> None:
+    leader = a_run("bcde")
+    whole_books(leader)
+    reduce(leader, digests={"c": "another"})
+    assert leader.view.step == 0 and members(leader) == "abcde"
+    again(leader, tuple("bcde"))
+    reduce(leader)
+    assert leader.view.step == 1 and members(leader) == "abcde"
+
+
+def test_twice_different_sums_send_the_minority_to_download_and_not_the_majority() -> None:
+    leader = a_run("bcdef")
+    whole_books(leader)
+    for _ in range(2):
+        reduce(leader, digests={"b": "another"})
+        leader.wait(0.5, alive=tuple("bcdef"))
+    assert members(leader) == "acdef" and joiners(leader) == "b" and leader.view.evicted == ()
+
+
+def test_in_a_tie_the_leaders_own_replica_is_right() -> None:
+    leader = a_run("bcd")
+    whole_books(leader)
+    for _ in range(2):
+        reduce(leader, digests={"a": "another"})
+        leader.wait(0.5, alive=tuple("bcd"))
+    assert "c" not in members(leader) and joiners(leader) == "c"
+
+
+def test_a_replica_that_differs_for_the_third_time_is_evicted() -> None:
+    leader = a_run("bcde")
+    for time in range(3):
+        assert members(leader) == "abcde", leader.reasons
+        leader.pulse("c", digest="something else")
+        leader.wait(1.0, alive=tuple("bde"))
+        if time < 2:
+            assert joiners(leader) == "c" and leader.view.evicted == ()
+            leader.pulse("c")
+            commit(leader)
+    assert "c" not in members(leader) + joiners(leader) and leader.view.evicted == (Evicted("c", 1),)
+    assert "for the 3th time" in leader.reasons
+
+
+def test_a_joiner_with_another_state_begins_anew_and_is_evicted_at_the_third_time() -> None:
+    leader = a_run("bcd")
+    for time in range(3):
+        leader.join("e")
+        leader.pulse("e", digest="made up")
+        leader.wait(1.0, alive=tuple("bcd"))
+        assert "e" not in members(leader) + joiners(leader)
+        assert leader.view.evicted == ((Evicted("e", 1),) if time == 2 else ())
+    leader.join("e")
+    assert joiners(leader) == ""
+
+
+def test_a_joiner_whose_state_is_of_another_step_is_not_unfit() -> None:
+    leader = a_run("bcd")
+    commit(leader)
+    leader.join("e")
+    leader.pulse("e", step=0, digest="of step 0")
+    leader.wait(2.0, alive=tuple("bcd"))
+    leader.pulse("e", step=0, digest="of step 0")
+    assert joiners(leader) == "e"
+
+
+def fail(leader: Leader, peer: str, culprit: str = "", **changes: object) -> None:
+    round_ = leader.rounds()[-1]
+    failed = RoundFailed(round_.epoch, round_.step, round_.round, "it does not fit", culprit)
+    leader.hear(peer, msgspec.structs.replace(failed, **changes))
+
+
+def test_a_round_goes_on_whatever_says_who_is_not_in_it_or_means_another() -> None:
+    leader = a_run("bcd")
+    leader.join("j")
+    leader.pulse("j", ready=False, digest="")
+    whole_books(leader)
+    fail(leader, "j", "c")
+    fail(leader, "x", "c")
+    for changes in ({"round": 1}, {"step": 1}, {"epoch": 1}):
+        fail(leader, "b", "d", **changes)
+    assert leader.mind.round is not None and leader.mind.failures.total() == 0
+    reduce(leader)
+    assert leader.view.step == 1
+
+
+def test_what_somebody_waits_for_in_another_round_or_from_outside_does_not_count() -> None:
+    leader = a_run("bcd")
+    leader.join("j")
+    leader.pulse("j", ready=False, digest="")
+    whole_books(leader)
+    of = leader.rounds()[-1]
+    leader.hear("j", Waits(0, 0, of.round, parts=("a", "c")))
+    leader.hear("x", Waits(0, 0, of.round, parts=("a", "c")))
+    leader.hear("b", Waits(0, 0, of.round + 1, parts=("d",)))
+    leader.hear("b", Waits(0, 1, of.round, parts=("d",)))
+    leader.wait(3.0, alive=tuple("bcdj"))
+    assert members(leader) == "abcd"
+
+
+def test_whoever_keeps_others_waiting_for_its_parts_is_evicted() -> None:
+    leader = a_run("bcdef")
+    whole_books(leader)
+    of = leader.rounds()[-1]
+    for peer in "bf":
+        leader.hear(peer, Waits(0, 0, of.round, parts=("d",)))
+    assert members(leader) == "abcdef", "the others are heard first"
+    leader.wait(2.0, alive=tuple("bcdef"))
+    assert members(leader) == "abcef" and leader.view.evicted == (Evicted("d", 1),)
+
+
+def test_a_leader_that_lacks_parts_itself_resigns() -> None:
+    leader = a_run("bcd")
+    whole_books(leader)
+    leader.hear("a", Waits(0, 0, leader.rounds()[-1].round, parts=("c",)))
+    leader.wait(2.0, alive=tuple("bcd"))
+    assert members(leader) == "abcd" and "does not judge in its own case" in leader.mind.resigns
+
+
+def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_leader_was_stopped() -> None:
+    leader = a_run("bcd")
+    whole_books(leader)
+    of = leader.rounds()[-1]
+    for peer, stage in (("a", 0), ("b", 1), ("d", 1)):
+        leader.hear(peer, Reduced(0, 0, of.round, f"sum {stage}", 4.5))
+    leader.wait(2.0, alive=tuple("bcd"))
+    leader.now += 60.0
+    leader.mind.forgive(60.0, leader.now)
+    leader.wait(2.0, alive=tuple("bcd"))
+    assert members(leader) == "abcd"
+    leader.wait(10.0, alive=tuple("bcd"))
+    assert members(leader) == "abd" and "c has not got done with a round" in leader.reasons
+
+
+def test_a_culprit_that_one_peer_names_in_two_rounds_stays_and_in_many_goes() -> None:
+    leader = a_run("bcdef")
+    whole_books(leader)
+    for failures in range(1, SAME + 1):
+        fail(leader, "b", "d")
+        assert ("d" in members(leader)) is (failures < SAME), failures
+        if failures < SAME:
+            again(leader, tuple("bcdef"))
+    assert members(leader) == "abcef"
+
+
+def test_a_culprit_of_another_stage_is_not_blamed_but_whoever_names_it_is_in_the_end() -> None:
+    leader = a_run("bcdef")
+    whole_books(leader)
+    for failures in range(1, FAILURES + 1):
+        assert members(leader) == "abcdef", failures
+        fail(leader, "b", "c")
+        if failures < FAILURES:
+            again(leader, tuple("bcdef"))
+    assert members(leader) == "acdef" and "has given up 8 rounds of a step" in leader.reasons
+
+
+def test_rounds_that_each_peer_gives_up_once_evict_nobody() -> None:
+    leader = a_run("bcdef")
+    whole_books(leader)
+    for peer in "bcdef":
+        fail(leader, peer)
+        again(leader, tuple("bcdef"))
+    assert members(leader) == "abcdef"
+
+
+def test_failures_of_the_step_before_are_forgotten() -> None:
+    leader = a_run("bcdef")
+    for _ in range(3):
+        whole_books(leader)
+        for _ in range(FAILURES // 2):
+            fail(leader, "b")
+            again(leader, tuple("bcdef"))
+        reduce(leader)
+    assert leader.view.step == 3 and members(leader) == "abcdef"
+
+
+def test_a_round_that_fails_again_is_tried_ever_later_but_not_for_ever_later() -> None:
+    leader = a_run("bcdef")
+    whole_books(leader)
+    waited = []
+    for peer in "bcdefbcd":
+        fail(leader, peer)
+        failed_at = leader.now
+        again(leader, tuple("bcdef"))
+        waited.append(leader.now - failed_at)
+    assert waited[:4] == [0.5, 1.0, 2.0, 4.0] and max(waited) == BEAT_S * 2**PAUSES
+
+
+# ----------------------------------------------------------------------------------------------------------- deadlines
+
+
+def test_a_member_that_beats_and_does_not_get_ready_is_evicted() -> None:
+    leader = a_run("bcd", hold_s=2.0)
+    for _ in range(20):
+        leader.pulse("c", ready=False)
+        leader.wait(0.5, alive=("b", "d"))
+    assert members(leader) == "abd" and "c has not been ready for step 0" in leader.reasons
+    assert leader.view.evicted == (Evicted("c", 1),)
+
+
+def test_a_joiner_that_is_still_downloading_stays_and_one_that_stands_still_goes() -> None:
+    leader = a_run("bcd", hold_s=2.0)
+    commit(leader)
+    for peer in "jk":
+        leader.join(peer)
+    for chunk in range(40):
+        leader.pulse("j", ready=False, digest="", loaded=chunk)
+        leader.pulse("k", ready=False, digest="", loaded=1)
+        leader.wait(0.5, alive=("b", "c", "d"))
+    assert joiners(leader) == "j" and "k has not got on with the state" in leader.reasons
+
+
+def test_a_leader_that_was_stopped_evicts_nobody_for_that_time() -> None:
+    leader = a_run("bcd", hold_s=2.0)
+    leader.pulse("c", ready=False)
+    leader.now += 100.0
+    leader.mind.forgive(100.0, leader.now)
+    leader.wait(1.0, alive=("b", "d"))
+    assert members(leader) == "abcd"
+
+
+# ----------------------------------------------------------------------------------------------------------- admission
+
+
+def test_two_processes_of_one_key_are_admitted_during_a_restart_and_a_third_is_not() -> None:
+    leader = a_run()
+    for process in ("k.1", "k.2", "k.3"):
+        leader.join(process)
+    assert {member.peer for member in leader.view.joining} == {"k.1", "k.2"}
+    leader.wait(6.0, alive=("b", "c", "k.2"))
+    leader.join("k.3")
+    assert {"k.2", "k.3"} <= leader.mind.present.keys() and "k.1" not in leader.mind.present
+
+
+def test_an_invite_admits_as_many_peers_as_it_says_and_others_are_not_in_their_way() -> None:
+    leader = a_run()
+    for peer in ("k1.1.inv.2", "k2.1.inv.2", "k3.1.inv.2", "k4.1.other.2", "p9"):
+        leader.join(peer)
+    assert {member.peer for member in leader.view.joining} == {"k1.1.inv.2", "k2.1.inv.2", "k4.1.other.2", "p9"}
+
+
+def test_those_who_come_in_one_beat_are_counted_together() -> None:
+    leader = a_run()
+    leader.now += 1.0
+    for number in range(4):
+        leader.said += leader.mind.on_message(f"k{number}.1.inv.2", Join(), leader.now)
+    leader.decide()
+    assert len(leader.view.joining) == 2
+
+
+def test_an_invite_that_admits_nobody_admits_nobody() -> None:
+    leader = a_run()
+    leader.join("k1.1.inv.0")
+    assert joiners(leader) == ""
+
+
+def test_so_many_that_ask_are_remembered_and_no_more() -> None:
+    leader = a_run()
+    leader.mind.admit_at = math.inf
+    for number in range(JOINS + 50):
+        leader.hear(f"p{number}", Join())
+    assert len(leader.mind.joins) == JOINS
+    leader.hear("p0", Join(holds=Holding(0, 1, 0)))
+    assert leader.mind.joins["p0"].holds is not None, "who is there may ask again"
+
+
+def evict(leader: Leader, peer: str, by: str) -> None:
+    complain(leader, by[0], peer, times=2)
+    complain(leader, by[1], peer)
+    assert peer not in members(leader), leader.reasons
+
+
+def back_after(leader: Leader, peer: str, alive: tuple[str, ...]) -> float:
+    """Seconds until it is let in, though it asks every beat."""
+    began = leader.now
+    while peer not in leader.mind.present:
+        assert leader.now < began + 500.0
+        leader.hear(peer, Join())
+        leader.wait(0.5, alive=alive)
+    return leader.now - began
+
+
+def test_a_key_that_was_evicted_stays_out_longer_each_time() -> None:
+    leader = a_run("bcd")
+    waited = []
+    for process in range(3):
+        peer = f"k.{process}"
+        waited.append(back_after(leader, peer, tuple("bcd")))
+        leader.pulse(peer)
+        commit(leader)
+        assert peer in [one.peer for one in leader.view.members]
+        for accuser in "bcb":
+            complain(leader, accuser, peer)
+        assert leader.view.evicted == (Evicted("k", process + 1),)
+    waited.append(back_after(leader, "k.9", tuple("bcd")))
+    assert [round(seconds / 10.0) for seconds in waited] == [0, 1, 2, 4]
+
+
+def test_the_pause_survives_a_change_of_the_leader() -> None:
+    leader = a_run("bcd")
+    complain(leader, "a", "c", times=2)
+    complain(leader, "b", "c")
+    assert leader.view.evicted == (Evicted("c", 1),)
+    leader.wait(2.0, alive=("b", "d"))
+    late_leader(leader)
+    assert 9.0 <= back_after(leader, "c", ("b", "d")) <= 11.0
+
+
+def test_later_views_remember_who_was_evicted() -> None:
+    leader = a_run("bcd")
+    complain(leader, "a", "c", times=2)
+    complain(leader, "b", "c")
+    leader.join("j")
+    commit(leader)
+    leader.wait(6.0, alive=("b", "j"))  # d dies
+    commit(leader)
+    assert leader.view.evicted == (Evicted("c", 1),)
+
+
+# -------------------------------------------------------------------------------------------------------------- stalls
+
+
+def hanging(others: str = "bcd") -> Leader:
+    """Microbatch 1, of b, lacks at stage 1; everything else is booked."""
+    leader = a_run(others)
+    assert leader.view.members[leader.view.owners[1]].peer == "b"
+    leader.pulse("a", (0, 1, 2, 3))
+    leader.pulse("b", (0, 2, 3))
+    return leader
+
+
+def owner(leader: Leader, index: int = 1) -> str:
+    return leader.view.members[leader.view.owners[index]].peer
+
+
+def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it_is_silent_on_that() -> None:
+    leader = hanging()
+    leader.wait(7.5, alive=tuple("bcd"))
+    assert leader.sent(WhoBooked) == [] and owner(leader) == "b"
+    leader.wait(1.0, alive=tuple("bcd"))
+    assert ("b", WhoBooked(0, 0, 1, 1)) in leader.sent(WhoBooked)
+    leader.wait(6.0, alive=tuple("bcd"))
+    assert owner(leader) != "b" and members(leader) == "abcd"
+    assert f"{owner(leader)} takes over microbatch 1: b does not say where" in leader.reasons
+    leader.pulse("d", (1,))
+    reduce(leader)
+    assert leader.view.step == 1
+
+
+def test_a_slow_step_that_gets_on_keeps_its_owners() -> None:
+    leader = a_run("bcd", microbatches=16)
+    owners = leader.view.owners
+    for done in range(1, 16):
+        leader.wait(7.0, alive=tuple("bcd"))
+        leader.pulse("b", tuple(range(done)))
+    assert leader.view.owners == owners and members(leader) == "abcd" and leader.sent(WhoBooked) == []
+
+
+def test_a_microbatch_never_returns_to_an_owner_that_had_it_in_this_step() -> None:
+    leader = hanging("bcdef")
+    had = [owner(leader)]
+    while leader.view.members and len(had) < 5:
+        leader.wait(20.0, alive=tuple("bcdef"))
+        if owner(leader) == had[-1]:
+            break
+        assert owner(leader) not in had
+        had.append(owner(leader))
+    assert len(had) >= 3, leader.reasons
+
+
+@pytest.mark.parametrize("led_before", [False, True])
+def test_a_leader_that_came_in_mid_step_evicts_instead_of_reassigning(led_before: bool) -> None:
+    """It does not know who has had the microbatch, also where it led an earlier step."""
+    leader = a_run("bcd")
+    if led_before:
+        before = leader.mind.view
+        commit(leader)
+        leader.mind.view = before  # what it knew when it led last
+    late_leader(leader)
+    leader.pulse("a", (0, 1, 2, 3))
+    leader.pulse("b", (0, 2, 3))
+    owners = [leader.view.members[at].peer for at in leader.view.owners]
+    leader.wait(15.0, alive=tuple("bcd"))
+    assert "b" not in members(leader) and "takes over" not in leader.reasons
+    now = [leader.view.members[at].peer for at in leader.view.owners]
+    assert all(now[index] == peer for index, peer in enumerate(owners) if peer != "b")
+
+
+def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
+    leader = a_run("bcdef")
+    leader.pulse("a", (0, 1, 2, 3))
+    leader.pulse("b", (0, 3))
+    for _ in range(40):
+        leader.wait(0.5, alive=tuple("bcdef"))
+        for index in (1, 2):
+            if "d" in members(leader):
+                leader.hear(owner(leader, index), Booker(0, 0, index, 1, at="d"))
+    assert members(leader) == "abcef" and "d keeps 2 owners waiting" in leader.reasons
+
+
+# ---------------------------------------------------------------------------------------------------------- why it stalls
+
+
+def test_why_a_step_is_not_committed_is_said_after_a_while_and_not_after_its_commit() -> None:
+    leader = hanging()
+    leader.wait(STALLED * BEAT_S - 0.5, alive=tuple("bcd"))
+    assert leader.mind.stall == ""
+    leader.wait(2.0, alive=tuple("bcd"))
+    assert leader.mind.stall.startswith("step 0 is not committed for 1") and "stage 1 has 3 of 4" in leader.mind.stall
+    leader.pulse("b", (0, 2, 3, 1))
+    leader.wait(1.0, alive=tuple("bcd"))
+    assert "waits for a, c, b, d" in leader.mind.stall
+    reduce(leader)
+    leader.wait(1.0, alive=tuple("bcd"))
+    assert leader.view.step == 1 and leader.mind.stall == ""
+
+
+def test_a_run_whose_steps_are_long_is_not_said_to_be_stalled() -> None:
+    leader = a_run("bcd", microbatches=8)
+    for _ in range(2):
+        for done in range(1, 9):
+            leader.wait(4.0, alive=tuple("bcd"))
+            if leader.view.step:
+                assert leader.mind.stall == ""
+            leader.pulse("a", tuple(range(done)))
+            leader.pulse("b", tuple(range(done)))
+        reduce(leader)
+    assert leader.view.step == 2
+
+
+def test_a_run_that_waited_long_for_its_peers_is_not_stalled_when_it_begins() -> None:
+    leader = Leader(LONG)
+    leader.wait(100.0)
+    for peer in "bc":
+        leader.join(peer)
+    for peer in "abc":
+        leader.pulse(peer)
+    leader.wait(2.0, alive=("b", "c"))
+    assert leader.view.started and leader.mind.stall == ""
+
+
+def test_a_run_that_has_not_begun_or_is_over_is_not_stalled() -> None:
+    leader = Leader(msgspec.structs.replace(LONG, steps=1, save_last=False))
+    leader.wait(30.0)
+    assert leader.mind.stall == ""
+    for peer in "bc":
+        leader.join(peer)
+    for peer in "abc":
+        leader.pulse(peer)
+    commit(leader)
+    leader.wait(30.0, alive=("b", "c"))
+    assert leader.view.finished and leader.mind.stall == ""
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def saving() -> Leader:
+    leader = a_run("bcd", save_every=1)
+    commit(leader)
+    leader.wait(0.5, alive=tuple("bcd"))
+    assert {peer for peer, _ in leader.sent(AskSave)} == {"a", "b"}
+    return leader
+
+
+@pytest.mark.parametrize(
+    ("peer", "answer"),
+    [
+        ("c", Saved(0, 1, 0, record="forged")),
+        ("c", Saved(0, 1, 0, failed="forged")),
+        ("b", Saved(0, 1, 0, record="forged")),
+        ("a", Saved(0, 1, 2, record="forged")),
+        ("a", Saved(0, 1, 4095, record="forged")),
+        ("a", Saved(0, 0, 0, record="forged")),
+        ("a", Saved(1, 1, 0, record="forged")),
+        ("b", Published(0, 1, path="forged")),
+        ("b", Published(0, 2**53, path="forged")),
+    ],
+)
+def test_only_whoever_was_asked_has_saved_its_stage(peer: str, answer: Saved | Published) -> None:
+    leader = saving()
+    leader.hear(peer, answer)
+    assert leader.mind.saving.records == {} and leader.mind.saving.unable == {} and leader.mind.saving.published == 0
+    assert not leader.mind.saving.idle
+
+
+def test_only_whoever_was_asked_has_published() -> None:
+    leader = saving()
+    for stage, peer in enumerate("ab"):
+        leader.hear(peer, Saved(0, 1, stage, record="shard"))
+    for peer, step in (("b", 1), ("c", 1), ("a", 2)):
+        leader.hear(peer, Published(0, step, path="forged"))
+    leader.hear("b", Published(0, 1, failed="forged"))
+    assert leader.mind.saving.published == 0 and leader.mind.saving.unpublished == {}
+    leader.hear("a", Published(0, 1, path="there"))
+    assert leader.mind.saving.published == 1
+
+
+def test_an_answer_that_comes_twice_is_one() -> None:
+    leader = saving()
+    for record in ("first", "second"):
+        leader.hear("a", Saved(0, 1, 0, record=record))
+    assert leader.mind.saving.records == {0: "first"}
