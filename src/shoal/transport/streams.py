@@ -373,7 +373,7 @@ class StreamTransport:
                 place, left = fragment(mark)
             one = arriving[place]
             while left and not (one.whole and not bulk):
-                view = one.room(left)
+                view = one.room(min(left, FRAGMENT_BYTES))
                 yield from stream.read(view)
                 one.came(view.nbytes)
                 left -= view.nbytes

@@ -23,12 +23,13 @@ import msgspec
 import numpy as np
 
 from shoal import codec
-from shoal.core.messages import BULK, RANKS, Message, rank
+from shoal.core.messages import BULK, RANKS, Message, Ping, Pong, rank
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
 PREFIX_BYTES = 4
 FRAGMENT_BYTES = 256 << 10  # 10 ms on a line of 200 Mbit/s
 MAX_DIMENSIONS = 8
+MEASURING_BYTES = 64 << 20  # of a blob that is a load and nothing else
 PEEK_BYTES = 64  # of a head: they hold the name of the message, hence tell how large it may be
 ORDINARY_BYTES = 64 << 10  # a head of any message that is not named below: the longest holds a text of 2,000 characters
 LARGE = {
@@ -257,8 +258,9 @@ def _check(message: Message, heads: tuple[BlobHead, ...], limits: Limits) -> Non
     for head in heads:
         if head.dtype not in DTYPES:
             raise Malformed(f"{kind} with a blob of type '{head.dtype}'; known are {', '.join(DTYPES)}")
-        if head.nbytes > limits.blob_bytes:
-            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes; allowed are {limits.blob_bytes}")
+        most = min(limits.blob_bytes, MEASURING_BYTES) if isinstance(message, Ping | Pong) else limits.blob_bytes
+        if head.nbytes > most:
+            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes; allowed are {most}")
         whole = math.prod(head.shape) * DTYPES[head.dtype]  # what it takes once decoded
         if whole > limits.blob_bytes:
             raise Malformed(f"{kind} with a blob of {whole} bytes when decoded; allowed are {limits.blob_bytes}")
