@@ -242,5 +242,5 @@ def _load(nbytes: int) -> tuple[Blob, ...]:
     if not nbytes:
         return ()
     if nbytes > len(_NOISE):
-        _NOISE = os.urandom(MOST_BYTES)
+        _NOISE *= MOST_BYTES // len(_NOISE)
     return (Blob("uint8", (nbytes,), memoryview(_NOISE)[:nbytes]),)

@@ -131,7 +131,7 @@ class Engine:
 
     def _run(self) -> None:
         if self._yields:
-            _step_back()
+            step_back()
         while not self._stopping:
             try:
                 self._turn()
@@ -212,7 +212,11 @@ class Engine:
         else:
             try:
                 self._follow(link, want)
-            except (OSError, ValueError, KeyError) as error:  # its socket is closed, or the system watches no further one
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+            ) as error:  # its socket is closed, or the system watches no further one
                 self._fail(link, error)
 
     def _follow(self, link: Link, want: Want | Engine) -> None:
@@ -251,7 +255,7 @@ class Engine:
         self._links.discard(link)
 
 
-def _step_back() -> None:
+def step_back() -> None:
     """With every core busy a waking thread waits its turn: on two cores a small message took 15 ms at the 99th percentile
     beside bulk of the same rank, 7 ms with bulk three steps lower. Only Linux ranks single threads."""
     if sys.platform == "linux":

@@ -58,7 +58,9 @@ PAUSE_S = 0.01  # before the next are accepted, when more come than may
 # step; a busy trainer sends some hundred messages a second.
 PACE = Allowance(per_s=2 << 20, at_once=16 << 20)
 LEAST_BYTES = 512  # that a message counts for: handling it takes time, however small it is
-UNFINISHED_BLOBS = 4  # of the largest size, that may have come in part, from all together: 16 replicas' chunks of 256 MiB
+UNFINISHED_BLOBS = (
+    4  # of the largest size, that may have come in part, from all together: 16 replicas' chunks of 256 MiB
+)
 PACES = 4096  # keys whose pace is remembered
 
 _words = struct.Struct(">H")  # before a hello: its length
