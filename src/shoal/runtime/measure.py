@@ -2,9 +2,10 @@
 
 Every peer answers (`Meter`, called by its node before its machine hears of anything): Ping with Pong, and Measure by measuring
 its own links and telling the figures. So one visitor with an invite learns about all pairs (`survey`), and a run that trains is
-measured under its own load. Bounds: a transfer has at most 64 MiB and all of one request a GiB, a peer measures for one at a time
-and keeps a short queue, of which one key has a place; what it answers to pings with has a budget for each key and for all. All loads are views of one
-buffer: what waits for slow lines takes no memory. A delay is half a round trip: two clocks are not compared, so both directions have the same.
+measured under its own load. Bounds: a transfer has at most 64 MiB and all of one request a GiB; a peer measures for one at a
+time and keeps a short queue, in which one key has one place; what it answers to pings with has a budget for each key and for all.
+All loads are views of one buffer: what waits for slow lines takes no memory. A delay is half a round trip: two clocks are not
+compared, so both directions have the same.
 """
 
 from __future__ import annotations
