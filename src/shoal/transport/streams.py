@@ -221,7 +221,13 @@ class StreamTransport:
         way = self._carrier.way(box.peer)
         if way is None or box.first() is None:
             return
-        link = Link(self._carrier.socket(way), lambda error: self._broken(box, link, way, error))
+        try:
+            sock = self._carrier.socket(way)
+        except OSError as error:  # no descriptor is left: as if the peer did not answer
+            box.empty()
+            self._warnings.warn("no file descriptors", f"{self.name} cannot call {box.peer}: {error}")
+            return self._tell(lambda error=error: self._lose(box.peer, error, always=True))  # type: ignore[misc]
+        link = Link(sock, lambda error: self._broken(box, link, way, error))
         link.steps = self._dial(link, box, way)
         link.deadline = time.monotonic() + CONNECT_S
         box.link = link
