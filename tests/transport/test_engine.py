@@ -32,7 +32,9 @@ def fail(error: Exception) -> None:
     raise error
 
 
-@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), ValueError("x"), KeyError("x"), RuntimeError("x")])
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), ValueError("x"), KeyError("x"), RuntimeError("x")]
+)
 def test_a_posted_call_that_fails_is_told_and_the_thread_goes_on(
     engine: Engine, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -43,7 +43,8 @@ def forged(count: int) -> list[bytes]:
     proof = INVITE.membership(Identity.new()).proof
     made = [Identity.new() for _ in range(count)]
     return [
-        seal(one, Membership(INVITE.run, proof), Record(INVITE.run, one.name, "h", 5, expires_s=NOW + 50)) for one in made
+        seal(one, Membership(INVITE.run, proof), Record(INVITE.run, one.name, "h", 5, expires_s=NOW + 50))
+        for one in made
     ]
 
 

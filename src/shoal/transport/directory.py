@@ -23,6 +23,8 @@ from shoal.transport.budget import Allowance, Budgets, place_of
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Membership
 from shoal.transport.records import (
+    FROM_ALL,
+    FROM_ONE,
     MAX_RECORDS,
     MAX_RECORDS_BYTES,
     MAX_SEALED_BYTES,
@@ -49,6 +51,7 @@ REFUSED_S = 0.002  # pause after a caller that may not come
 # Calls. 400 peers behind one address that have just been started ask twice a second whoever founded the run.
 CALLS_FROM_ONE = Allowance(per_s=200.0, at_once=2000.0)
 CALLS_FROM_ALL = Allowance(per_s=400.0, at_once=4000.0)
+RECORDS_FROM_ONE, RECORDS_FROM_ALL = FROM_ONE, FROM_ALL  # verifications of what callers bring
 # Verifications of what was asked for, by the address asked: at first all records are new, three signatures each.
 ASKED_ONE = Allowance(per_s=200.0, at_once=3.0 * MAX_RECORDS)
 ASKED_ALL = Allowance(per_s=500.0, at_once=6.0 * MAX_RECORDS)
@@ -89,7 +92,12 @@ class Gossip:
         self.identity, self.membership = identity, membership
         self.own, self.bootstrap = own, bootstrap
         self._aside = Aside("shoal directory")
-        self._records = Records(membership, lambda record: self._aside.tell(lambda: learn(record)))
+        self._records = Records(
+            membership,
+            lambda record: self._aside.tell(lambda: learn(record)),
+            from_one=RECORDS_FROM_ONE,
+            from_all=RECORDS_FROM_ALL,
+        )
         self._asked = Budgets(ASKED_ONE, ASKED_ALL)
         self._calls = Budgets(CALLS_FROM_ONE, CALLS_FROM_ALL)
         self._callers: dict[
@@ -183,7 +191,7 @@ class Gossip:
                 try:
                     writer.write(self._bring())
                     size = _announced(await reader.readexactly(4), MAX_ANSWER_BYTES)
-                    await self._hear(_decoded(await reader.readexactly(size))[:MAX_RECORDS], f"asked {address}")
+                    await self._hear(_decoded(await reader.readexactly(size))[:MAX_RECORDS], address, self._asked)
                     self._told.add(address)
                 finally:
                     writer.close()
@@ -260,7 +268,7 @@ class Gossip:
             self._answer = (self._answer[0], _framed([held.data for held in self._records.held.values()]))
         return self._answer[1]
 
-    async def _hear(self, told: list[bytes], source: str) -> int:
+    async def _hear(self, told: list[bytes], source: str, budgets: Budgets | None = None) -> int:
         """How many of them are believed. What is expired, of another run or forged is not passed on either."""
         good = 0
         for number, data in enumerate(told):
@@ -268,7 +276,7 @@ class Gossip:
                 await asyncio.sleep(0)
             before = len(self._records.held)
             try:
-                self._records.hear(data, source, time.time())
+                self._records.hear(data, source, time.time(), budgets=budgets)
                 good += 1
             except ValueError:
                 continue

@@ -26,6 +26,7 @@ SCRATCH_BYTES = 256 << 10  # one read from a socket
 WRITE_BYTES = 256 << 10  # encrypted and handed to a socket at once
 BULK_NICE = 3  # how much lower the threads for bulk rank
 QUANTUM_BYTES = 1 << 20  # moved for one connection before the next has its turn
+LONGEST_S = 3600.0  # asleep; the system takes no more than some weeks
 FAULT_S = 0.01  # pause after a fault of the loop itself
 
 
@@ -184,7 +185,7 @@ class Engine:
     def _patience(self) -> float | None:
         moments = (at for link in self._links for at in (link.deadline, link.resume_at) if at is not None)
         soonest = min(moments, default=None)
-        return None if soonest is None else max(0.0, soonest - time.monotonic())
+        return None if soonest is None else min(LONGEST_S, max(0.0, soonest - time.monotonic()))
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -132,8 +132,15 @@ class Records:
         self._believed.put(hashlib.sha256(data).digest(), record)
         self._put(Held(record, data, key_id_of(record.peer), b""))
 
-    def hear(self, data: bytes, source: str, now: float, label: tuple[Peer, float] | None = None) -> Record:
-        """A record that `source` brings, believed.
+    def hear(
+        self,
+        data: bytes,
+        source: str,
+        now: float,
+        label: tuple[Peer, float] | None = None,
+        budgets: Budgets | None = None,
+    ) -> Record:
+        """A record that `source` brings, believed. Its signatures count against the source's budget, among `budgets` if given.
 
         `label`: whose it is said to be, and until when; then it is checked as of the moment when it was made, not as of now.
         ValueError says what is wrong, Busy that it was not looked at."""
@@ -148,7 +155,9 @@ class Records:
             reason = self._refused.get(digest)
             if reason is not None:
                 raise ValueError(reason)
-            known, sealed = self._verified(data, source, now, label)
+            known, sealed = self._verified(
+                data, now, label, lambda count: (budgets or self._sources).take(source, now, count)
+            )
             self._believed.put(digest, known)
             self._keep(known, sealed, data, now)
         elif known.peer not in self.held and known.expires_s > now:  # it made room once; there may be some again
@@ -168,7 +177,7 @@ class Records:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _verified(
-        self, data: bytes, source: str, now: float, label: tuple[Peer, float] | None
+        self, data: bytes, now: float, label: tuple[Peer, float] | None, pay: Callable[[float], bool]
     ) -> tuple[Record, Sealed]:
         made_s = now if label is None else label[1] - TTL_S
         record, sealed = opened(data, self._membership.run, made_s)
@@ -187,7 +196,7 @@ class Records:
         checked = self._passes.get(admitted)
         known = checked is not None and made_s <= checked
         cost = 1.0 if known else 3.0
-        if not self._sources.take(source, now, cost):
+        if not pay(cost):
             raise Busy("more records are brought than are verified")
         self.verified += int(cost)
         try:
@@ -197,7 +206,7 @@ class Records:
             if not verify(sealed.public, "record", sealed.body, sealed.signature):
                 raise ValueError(f"{record.peer}: the signature is wrong")
         except ValueError as error:
-            self._sources.take(source, now, FORGED)
+            pay(FORGED)
             self._refused.put(hashlib.sha256(data).digest(), str(error))
             raise
         return record, sealed
