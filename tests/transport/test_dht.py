@@ -12,11 +12,13 @@ import msgspec
 import pytest
 
 from shoal.transport import dht
+from shoal.transport.budget import Allowance
 from shoal.transport.daemon import Daemon, hivemind, written
 from shoal.transport.dht import Dht
 from shoal.transport.directory import MAX_SEALED_BYTES, TTL_S, Record, Sealed, seal
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.records import KEY_RECORDS
 
 RUN = Authority.new()
 INVITE = read_invite(RUN.invite((), time.time() + 3600), time.time())
@@ -240,3 +242,73 @@ async def _store(rogue: Any, victim: Peer, entry: tuple[Any, str, bytes, float])
     answer = await rogue.protocol.call_store(peer_id, [key], [packed], [expires_s], [name])
     assert answer is not None, "no answer"
     return bool(answer[0])
+
+
+def test_a_call_beyond_what_strangers_have_is_refused_before_it_is_parsed(
+    patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht, "BYTES_FROM_ONE", Allowance(per_s=1e-9, at_once=100_000.0))
+    made = [record_of(one := Identity.new()) for _ in range(100)]
+    values = [seal(Identity.new(), Membership(INVITE.run, b"x" * 300), one) for one in made]
+
+    async def story() -> None:
+        async with swarm(2) as (a, b):
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key)
+            rogue = await _rogue(a)
+            victim = hivemind("p2p").PeerID(a.daemon.peer_id)
+            answers = []
+            for _ in range(10):
+                packed = [rogue.protocol.serializer.dumps(value) for value in values]
+                ends, names = [one.expires_s for one in made], [one.peer for one in made]
+                answers.append(await rogue.protocol.call_store(victim, [key] * 100, packed, ends, names))
+            assert answers[0] == [False] * 100 and answers[-1] is None
+            await until({a.name, b.name}, b)  # members have a budget of their own
+            await rogue.p2p.shutdown()
+            await rogue.daemon.close()
+
+    run(story)
+
+
+def test_many_names_of_one_key_are_not_kept_and_spoil_no_look_up(patience: None) -> None:
+    me = Identity.new()
+    mine = INVITE.membership(me)
+
+    async def story() -> None:
+        async with swarm(2) as (a, b):
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key)
+            rogue = await _rogue(a)
+            for number in range(60):
+                name = Identity(me.key, f"{number:x}")
+                record = record_of(name)
+                entry = (key, name.name, seal(name, mine, record), record.expires_s)
+                await _store(rogue, a, entry)
+                packed = rogue.protocol.serializer.dumps(entry[2])
+                rogue.protocol.storage.store(key, packed, entry[3], subkey=entry[1])  # and hands all of them on
+            kept = a.directory._node.protocol.storage.get(key).value
+            assert len(kept) <= 2 + KEY_RECORDS
+            for peer in (a, b):
+                names = await peer.names()
+                assert {a.name, b.name} <= names and len(names) <= 2 + KEY_RECORDS
+            await rogue.p2p.shutdown()
+            await rogue.daemon.close()
+
+    run(story)
+
+
+def test_a_record_that_is_stored_again_and_again_is_kept_once(patience: None) -> None:
+    me = Identity.new()
+    record = record_of(me)
+
+    async def story() -> None:
+        async with swarm(1) as (a,):
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key)
+            rogue = await _rogue(a)
+            entry = (key, me.name, seal(me, INVITE.membership(me), record), record.expires_s)
+            assert await _store(rogue, a, entry) is True
+            for _ in range(20):
+                assert await _store(rogue, a, entry) is False
+            assert len(a.directory._node.protocol.storage.get(key).value.expiration_heap) <= 3
+            await rogue.p2p.shutdown()
+            await rogue.daemon.close()
+
+    run(story)
