@@ -248,7 +248,7 @@ def test_a_call_beyond_what_strangers_have_is_refused_before_it_is_parsed(
     patience: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dht, "BYTES_FROM_ONE", Allowance(per_s=1e-9, at_once=100_000.0))
-    made = [record_of(one := Identity.new()) for _ in range(100)]
+    made = [record_of(Identity.new()) for _ in range(100)]
     values = [seal(Identity.new(), Membership(INVITE.run, b"x" * 300), one) for one in made]
 
     async def story() -> None:

@@ -7,10 +7,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.messages import RANKS, Backward, Chunk, Lead, Output
+from shoal.core.messages import (
+    RANKS,
+    AskPublish,
+    Backward,
+    Booking,
+    Chunk,
+    Entry,
+    Lead,
+    Manifest,
+    Measure,
+    Member,
+    Offer,
+    Output,
+    Ping,
+    Propose,
+    Pulse,
+    Round,
+    Share,
+    Standing,
+    View,
+)
 from shoal.transport import wire
 from shoal.transport.base import DTYPES, Blob, Limits
-from shoal.transport.wire import Arriving, Frame, Head, Malformed, decode, decode_head, encode, head_bytes, size
+from shoal.transport.wire import (
+    PEEK_BYTES,
+    Arriving,
+    BlobHead,
+    Frame,
+    Head,
+    Malformed,
+    decode,
+    decode_head,
+    encode,
+    head_bytes,
+    size,
+)
 
 LIMITS = Limits(blob_bytes=1000)
 
@@ -102,8 +134,6 @@ def test_only_bulk_messages_carry_blobs() -> None:
 
 
 def test_a_message_too_large_for_others_is_not_encoded() -> None:
-    from shoal.core.messages import AskPublish
-
     with pytest.raises(ValueError, match="AskPublish takes"):
         whole(AskPublish(0, 1, ("x" * (1 << 20),) * 5))
 
@@ -150,3 +180,50 @@ def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
         arrived.room(1)
     with pytest.raises(Malformed, match="with blobs among control"):
         in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
+
+
+def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_there() -> None:
+    """Only its first bytes have come: 64 of them take memory, and none is decoded."""
+    books = b"\xdd" + (200_000).to_bytes(4, "big") + b"\x92\x01\xc0" * 200_000
+    heads = {
+        "Pulse": b"\x92\x96\xa5Pulse\x01\x01\x01\xc3" + books * 2,
+        "Leave": b"\x92\x92\xa5Leave" + b"\xda\xff\xff" + b"x" * 65535,
+        "Cancelled": b"\x92\xdc\x00\x06\xa9Cancelled" + bytes(70_000),
+        "message": b"\x92\xc4" + bytes(70_000),
+    }
+    for kind, head in heads.items():
+        one = Arriving(LIMITS, bulk=False)
+        one.room(1 << 20)[:] = len(head).to_bytes(4, "big")
+        one.came(4)
+        assert one.room(1 << 20).nbytes == PEEK_BYTES
+        one.room(1 << 20)[:] = head[:PEEK_BYTES]
+        with pytest.raises(Malformed, match=f"a {kind} of {len(head)} bytes"):
+            one.came(PEEK_BYTES)
+        with pytest.raises(Malformed, match="bytes"):
+            decode(len(head).to_bytes(4, "big") + head, LIMITS)
+
+
+def test_the_largest_that_honest_peers_send_fit_their_kind() -> None:
+    """A View of 1,000 peers and 100,000 microbatches, and the books of 60,000 of them with their losses."""
+    names = tuple(f"{number:032d}.{number:015x}" for number in range(1000))
+    view = View(1, 1, tuple(Member(name, index % 50) for index, name in enumerate(names)), owners=(999,) * 100_000)
+    books = tuple(Booking(40_000 + index, 3.14159) for index in range(60_000))
+    groups = tuple((Share(name, tuple(range(index, 100_000, 1000))),) for index, name in enumerate(names))
+    for message in (
+        Propose(Entry(1, view, names), 1),
+        Standing(1, view, names),
+        Pulse(1, 1, 1, True, books),
+        Round(0, 1, 1, 1, groups),
+        Measure(1, names, 1),
+        Offer(0, 1, 0, Manifest(("f" * 64,) * 5000, (1 << 22,) * 5000)),
+        AskPublish(0, 1, ("x" * 70_000,) * 50),
+    ):
+        data = whole(message)
+        assert decode(data, LIMITS)[0] == message, type(message).__name__
+
+
+def test_a_load_is_no_larger_than_any_that_is_asked_for() -> None:
+    limits = Limits(blob_bytes=1 << 30)
+    head = msgspec.msgpack.encode(Head(Ping(1), (BlobHead("uint8", (2**27,), "raw", 2**27),)))
+    with pytest.raises(Malformed, match="Ping with a blob"):
+        decode_head(head, limits)

@@ -34,11 +34,10 @@ PEEK_BYTES = 64  # of a head: they hold the name of the message, hence tell how 
 ORDINARY_BYTES = 64 << 10  # a head of any message that is not named below: the longest holds a text of 2,000 characters
 LARGE = {
     # Those that hold a View, a Round or every stage's record of a checkpoint: base.MAX_CONTROL_BYTES says for how many.
-    **dict.fromkeys(("Propose", "Standing", "Override", "Round", "AskPublish"), MAX_CONTROL_BYTES),
+    **dict.fromkeys(("Propose", "Standing", "Override", "Round", "Saved", "AskPublish"), MAX_CONTROL_BYTES),
     "Pulse": 1 << 20,  # 65,000 bookings with their losses, 15 bytes each
     "Books": 1 << 20,  # 200,000 indices
     "Offer": 1 << 20,  # 14,000 chunks of a state
-    "Saved": (4 << 20) - 1,  # its record alone may have a million characters
     "Measure": 256 << 10,  # 1,024 names
 }
 _prefix = struct.Struct(">I")
