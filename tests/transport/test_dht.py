@@ -247,7 +247,8 @@ async def _store(rogue: Any, victim: Peer, entry: tuple[Any, str, bytes, float])
 def test_a_call_beyond_what_strangers_have_is_refused_before_it_is_parsed(
     patience: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dht, "BYTES_FROM_ONE", Allowance(per_s=1e-9, at_once=100_000.0))
+    none, few = Allowance(1e9, 1e9), Allowance(per_s=1e-9, at_once=100_000.0)
+    monkeypatch.setattr(dht, "STRANGERS", dht.Share((none, none), (few, few), (none, none)))
     made = [record_of(Identity.new()) for _ in range(100)]
     values = [seal(Identity.new(), Membership(INVITE.run, b"x" * 300), one) for one in made]
 

@@ -225,6 +225,34 @@ def test_callers_that_never_speak_lock_nobody_out(ann: Someone, bob: Someone, mo
     asyncio.run(asyncio.wait_for(run(), LONG_S))
 
 
+def test_forty_peers_behind_one_address_find_one_another_beside_silent_callers_from_there(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "EXCHANGE_S", 600.0)
+
+    async def run() -> None:
+        found: list[Gossip] = []
+        silent: list[socket.socket] = []
+        for _ in range(40):
+            one = Someone(authority)
+            bootstrap = found[0].addresses if found else ()
+            found.append(Gossip(one.identity, one.membership, one.record(), bootstrap, lambda _: None))
+            await found[-1].start()
+            if len(found) == 1:
+                host, _, port = found[0].addresses[0].rpartition(":")
+                silent = [socket.create_connection((host, int(port)), 60) for _ in range(directory.CALLERS)]
+        await asyncio.gather(*(each.announce() for each in found))
+        for each in found:
+            while len(await each.peers()) < len(found):
+                pass
+        for each in found:
+            await each.close()
+        for sock in silent:
+            sock.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
 def test_nine_thousand_names_of_one_key_leave_look_ups_as_they_were(ann: Someone, bob: Someone) -> None:
     async def run() -> None:
         async with serving(ann) as there:

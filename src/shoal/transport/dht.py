@@ -37,20 +37,42 @@ ANSWER_S = 3.0  # from one peer of the table
 LOOK_UP_S = 10.0  # a whole look-up or announcement
 JOIN_S = 10.0  # for bootstrap peers to answer
 JOIN_AGAIN_S = 6.0  # libp2p calls nobody again within 5 s of a failure
-# Calls by others, and their bytes. A libp2p peer id costs nothing, so those whose record is not held share what one has. 400 peers
-# that look for somebody ask twice a second.
-CALLS_FROM_ONE = Allowance(per_s=50.0, at_once=400.0)
-CALLS_FROM_ALL = Allowance(per_s=400.0, at_once=4000.0)
-BYTES_FROM_ONE = Allowance(per_s=256 << 10, at_once=4 << 20)
-BYTES_FROM_ALL = Allowance(per_s=2 << 20, at_once=16 << 20)
-# Verifications, by who brings the records or was asked. At first all are new, three signatures each.
-FROM_ONE = Allowance(per_s=200.0, at_once=3.0 * MAX_RECORDS)
-FROM_ALL = Allowance(per_s=500.0, at_once=6.0 * MAX_RECORDS)
-STRANGERS = "strangers"
 
-_source: contextvars.ContextVar[str] = contextvars.ContextVar(
-    "source", default="asked"
-)  # of the records that are looked at
+
+class Share(msgspec.Struct, frozen=True):
+    """What callers have of this peer: calls, their bytes, and verifications of signatures, for each and for all."""
+
+    calls: tuple[Allowance, Allowance]
+    nbytes: tuple[Allowance, Allowance]
+    verified: tuple[Allowance, Allowance]
+
+
+# Whose record is held here, and who was asked. 400 peers that look for somebody ask twice a second; at first all records are new,
+# three signatures each.
+MEMBERS = Share(
+    (Allowance(50.0, 400.0), Allowance(400.0, 4000.0)),
+    (Allowance(256 << 10, 4 << 20), Allowance(2 << 20, 16 << 20)),
+    (Allowance(200.0, 3.0 * MAX_RECORDS), Allowance(500.0, 6.0 * MAX_RECORDS)),
+)
+# All others. A libp2p peer id costs no more than a handshake. A newcomer calls a few times and brings its own record; 400 come at once.
+STRANGERS = Share(
+    (Allowance(5.0, 60.0), Allowance(100.0, 2500.0)),
+    (Allowance(16 << 10, 128 << 10), Allowance(512 << 10, 4 << 20)),
+    (Allowance(1.0, 12.0), Allowance(150.0, 1500.0)),
+)
+
+
+class Spent:
+    """Of a Share."""
+
+    def __init__(self, share: Share) -> None:
+        self.calls, self.nbytes, self.verified = (
+            Budgets(*pair) for pair in (share.calls, share.nbytes, share.verified)
+        )
+
+
+# Who brings the records that are looked at, and of which share; None: who was asked for them.
+_source: contextvars.ContextVar[tuple[str, Spent] | None] = contextvars.ContextVar("source", default=None)
 
 
 class Dht:
@@ -69,11 +91,8 @@ class Dht:
         self.bootstrap, self._daemon = bootstrap, daemon
         self._key = f"shoal/{membership.run}"
         self._aside = Aside("shoal directory")
-        self._records = Records(
-            membership, lambda record: self._aside.tell(lambda: learn(record)), self._remove, FROM_ONE, FROM_ALL
-        )
-        self._calls = Budgets(CALLS_FROM_ONE, CALLS_FROM_ALL)
-        self._bytes = Budgets(BYTES_FROM_ONE, BYTES_FROM_ALL)
+        self._records = Records(membership, lambda record: self._aside.tell(lambda: learn(record)), self._remove)
+        self._members, self._strangers = Spent(MEMBERS), Spent(STRANGERS)
         self._p2p: Any = None
         self._node: Any = None
         self._started = False
@@ -222,21 +241,20 @@ class Dht:
 
     def _guarded(self, answer: Callable[[bytes, Any], Awaitable[bytes]]) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def guarded(request: bytes, remote_id: Any) -> bytes:
-            now, caller = time.monotonic(), self._caller(remote_id.to_bytes())
-            if not self._calls.take(caller, now) or not self._bytes.take(caller, now, len(request)):
+            now, (caller, spent) = time.monotonic(), self._caller(remote_id.to_bytes())
+            if not spent.calls.take(caller, now) or not spent.nbytes.take(caller, now, len(request)):
                 raise ConnectionError("too many calls")
-            _source.set(caller)
+            _source.set((caller, spent))
             return await answer(request, remote_id)
 
         return guarded
 
-    def _caller(self, peer_id: bytes) -> str:
-        """The key of one whose record is held; all others are strangers."""
+    def _caller(self, peer_id: bytes) -> tuple[str, Spent]:
         try:
             key = key_id(public_key(peer_id))
-        except ValueError:
-            return STRANGERS
-        return key if self._records.holds(key) else STRANGERS
+        except ValueError:  # no key of ours: all of those are one stranger
+            return "", self._strangers
+        return key, self._members if self._records.holds(key) else self._strangers
 
     def _prune(self, key: bytes, dictionary: Any) -> bool:
         """Instead of hivemind's own check, which refuses all for one."""
@@ -265,7 +283,8 @@ class Dht:
         try:
             data = msgspec.msgpack.decode(value, type=bytes)
             peer = msgspec.msgpack.decode(subkey, type=str)
-            self._records.hear(data, _source.get(), time.time(), (peer, expires_s))
+            caller, spent = _source.get() or ("asked", self._members)
+            self._records.hear(data, caller, time.time(), (peer, expires_s), spent.verified)
         except (ValueError, msgspec.MsgspecError) as error:
             log.debug("a record is refused: %s", error)
             return False
@@ -273,7 +292,7 @@ class Dht:
 
     def _kept(self, peer: Peer, expires_s: float) -> bool:
         """It is brought again: hivemind's table remembers every time that something is stored, for as long as it is good."""
-        if _source.get() == "asked":
+        if _source.get() is None:
             return False
         stored = self._node.protocol.storage.get(hivemind("dht.routing").DHTID.generate(self._key))
         if stored is None or isinstance(stored.value, bytes):
