@@ -54,10 +54,10 @@ ALL_CONTROL_BYTES = 16 * QUEUED_CONTROL_BYTES  # waiting for all peers
 BOXES = 4096  # peers and kinds that something was sent to; those where nothing waits and nobody listens are forgotten
 ACCEPTED = 16  # connections at once, before those that came earlier have their turn
 PAUSE_S = 0.01  # before the next are accepted, when more come than may
-# Of control messages and of all messages' number, from one key. A leader of 1,000 peers tells each a View of 200 kB a few times a
-# step; a busy trainer sends some hundred messages a second.
-PACE = Allowance(per_s=2 << 20, at_once=16 << 20)
-LEAST_BYTES = 512  # that a message counts for: handling it takes time, however small it is
+# From one key, bytes of control and the number of all messages: handling them takes the node's time. A leader of 1,000 peers tells each a
+# View of 200 kB now and then; a busy trainer sends some hundred messages a second.
+PACE_BYTES = Allowance(per_s=256 << 10, at_once=8 << 20)
+PACE_MESSAGES = Allowance(per_s=1500.0, at_once=6000.0)
 UNFINISHED_BLOBS = (
     4  # of the largest size, that may have come in part, from all together: 16 replicas' chunks of 256 MiB
 )
@@ -113,6 +113,17 @@ class Carrier(Protocol):
     async def close(self) -> None: ...
 
 
+class Pace:
+    """How fast one key may talk."""
+
+    def __init__(self) -> None:
+        self._bytes, self._messages = Budget(PACE_BYTES), Budget(PACE_MESSAGES)
+
+    def spend(self, now: float, nbytes: int) -> float:
+        """For one message; seconds until the next may be read."""
+        return max(self._bytes.spend(now, nbytes), self._messages.spend(now, 1.0))
+
+
 class StreamTransport:
     """`name` is that of the carrier's identity."""
 
@@ -134,7 +145,7 @@ class StreamTransport:
         self._callers = Callers()
         self._unfinished = Unfinished(UNFINISHED_BLOBS * limits.blob_bytes)
         self._totals = {"control": Total(ALL_CONTROL_BYTES), "bulk": Total(math.inf)}
-        self._paces: dict[Kind, OrderedDict[str, Budget]] = {"control": OrderedDict(), "bulk": OrderedDict()}
+        self._paces: dict[Kind, OrderedDict[str, Pace]] = {"control": OrderedDict(), "bulk": OrderedDict()}
         self._warnings = Warnings(log)
         self._spare: socket.socket | None = None
 
@@ -393,7 +404,7 @@ class StreamTransport:
                 arriving[place] = Arriving(self._limits, bulk)
                 self._inbox.put(Incoming(peer, *one.message(), one.nbytes), one.nbytes)
                 now = time.monotonic()
-                debt_s = pace.spend(now, LEAST_BYTES if bulk else max(one.nbytes, LEAST_BYTES))
+                debt_s = pace.spend(now, 0 if bulk else one.nbytes)
                 while (left_s := now + debt_s - time.monotonic()) > 0:
                     link.resume_at = time.monotonic() + left_s
                     yield Want.WOKEN
@@ -410,10 +421,10 @@ class StreamTransport:
         self._warnings.warn("unfinished messages", f"{peer} is dropped: too much of what it sends is unfinished")
         self._reader(kind).post(end)
 
-    def _pace(self, kind: Kind, key: str) -> Budget:
+    def _pace(self, kind: Kind, key: str) -> Pace:
         """In the reader's thread. One for all that a key sends of a kind, whatever names it takes."""
         paces = self._paces[kind]
-        pace = paces.setdefault(key, Budget(PACE))
+        pace = paces.setdefault(key, Pace())
         paces.move_to_end(key)
         if len(paces) > PACES:
             paces.popitem(last=False)

@@ -35,7 +35,7 @@ ORDINARY_BYTES = 64 << 10  # a head of any message that is not named below: the 
 LARGE = {
     # Those that hold a View, a Round or every stage's record of a checkpoint: base.MAX_CONTROL_BYTES says for how many.
     **dict.fromkeys(("Propose", "Standing", "Override", "Round", "Saved", "AskPublish"), MAX_CONTROL_BYTES),
-    "Pulse": 1 << 20,  # 65,000 bookings with their losses, 15 bytes each
+    "Pulse": 512 << 10,  # 35,000 bookings with their losses, 15 bytes each, of one replica
     "Books": 1 << 20,  # 200,000 indices
     "Offer": 1 << 20,  # 14,000 chunks of a state
     "Measure": 256 << 10,  # 1,024 names
