@@ -250,7 +250,7 @@ AUTHORITY: dict[str, bytes] = {}
 class Flood:
     def __init__(self, run: Run, text: str, seconds: float) -> None:
         self.run, self.text, self.seconds = run, text, seconds
-        self.stop = threading.Event()
+        self.stop, self.begun = threading.Event(), threading.Event()
         self.extra: dict[str, float] = {}
         self.visitor = Visitor(text)
         AUTHORITY[self.visitor.invite.run] = self.visitor.invite.grant.authority
@@ -264,6 +264,7 @@ class Flood:
         return made
 
     def until(self) -> bool:
+        self.begun.set()
         return not self.stop.is_set()
 
     def records(self) -> Callable[[], None]:
@@ -289,9 +290,10 @@ class Flood:
         return attack
 
     def table(self) -> Callable[[], None]:
-        from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
+        from shoal.transport.daemon import Daemon, hivemind, load, multiaddr, parsed_address
         from shoal.transport.identity import Identity
 
+        load()
         run = self.visitor.invite.run
         import msgspec
 
@@ -309,13 +311,21 @@ class Flood:
             victim = hivemind("p2p").PeerID(parsed_address(address)[0])
             key = hivemind("dht.routing").DHTID.generate(f"shoal/{run}")
             packed = [node.protocol.serializer.dumps(one) for one in made]
-            at = 0
+            at = refused = 0
             waiting: set[Any] = set()
+
+            def heard(call: Any) -> None:
+                nonlocal refused
+                refused += not call.cancelled() and call.result() is not None
+                self.extra["calls_answered"] = refused
+
             while self.until():
                 ends_at = at + 500
                 pieces = slice(at, ends_at)
                 call = node.protocol.call_store(victim, [key] * 500, packed[pieces], ends[pieces], names[pieces])
-                waiting.add(asyncio.ensure_future(call))
+                task = asyncio.ensure_future(call)
+                task.add_done_callback(heard)
+                waiting.add(task)
                 waiting = {one for one in waiting if not one.done()}
                 at = ends_at % 3000
                 await asyncio.sleep(0.08)
@@ -468,6 +478,8 @@ def measure(run: Run, name: str, seconds: float) -> dict[str, Any]:
 
     thread = threading.Thread(target=rank_low, daemon=True)
     thread.start()
+    if not flood.begun.wait(120):
+        raise SystemExit(f"the attackers of '{name}' did not get ready")
     time.sleep(2.0)
     during = run.seen(seconds, flood.stop)
     flood.stop.set()
