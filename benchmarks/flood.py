@@ -86,6 +86,13 @@ class Run:
         except OSError:
             return 0
 
+    def cpu_s(self) -> float:
+        try:
+            fields = Path(f"/proc/{self.victim}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def logged_bytes(self) -> int:
         return sum(file.stat().st_size for file in (self.folder / "logs").glob("p1.log"))
 
@@ -106,6 +113,7 @@ class Run:
     def seen(self, seconds: float, stop: threading.Event | None = None) -> dict[str, float]:
         """Over so many seconds."""
         began, step, logged = time.monotonic(), self.step(), self.logged_bytes()
+        spent_s, mine_s = self.cpu_s(), time.process_time()
         memory, descriptors = [self.memory_mib()], [self.descriptors()]
         while time.monotonic() < began + seconds:
             time.sleep(0.25)
@@ -118,6 +126,8 @@ class Run:
             "steps_per_s": round((self.step() - step) / took, 3),
             "rss_mib": max(memory),
             "fds": max(descriptors),
+            "cpu": round((self.cpu_s() - spent_s) / took, 2),
+            "attackers_cpu": round((time.process_time() - mine_s) / took, 2),
             "log_Bps": round((self.logged_bytes() - logged) / took),
         }
 

@@ -21,8 +21,10 @@ def test_a_bucket_empties_at_once_and_fills_with_time() -> None:
 
 def test_a_debt_is_told_in_seconds() -> None:
     one = Budget(Allowance(per_s=10.0, at_once=20.0))
-    assert one.spend(0.0, 20.0) == 0.0
-    assert one.spend(0.0, 5.0) == 0.5
+    one.spend(0.0, 20.0)
+    assert one.debt_s(0.0) == 0.0
+    one.spend(0.0, 5.0)
+    assert one.debt_s(0.0) == 0.5 and one.debt_s(0.4) == pytest.approx(0.1) and one.debt_s(0.6) == 0.0
 
 
 def test_one_who_asks_for_much_leaves_the_others_theirs_until_all_is_used() -> None:

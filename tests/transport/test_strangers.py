@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -224,6 +224,30 @@ def test_a_key_that_talks_too_fast_is_slowed_and_nobody_else(monkeypatch: pytest
     asyncio.run(story())
 
 
+def test_a_key_that_talks_too_fast_gains_nothing_by_new_connections_under_new_names(
+    held: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "PACE_MESSAGES", Allowance(per_s=1e-6, at_once=3.0))
+    words = b"".join(encode(control(1), (), Limits()).parts)
+
+    async def story() -> None:
+        async with started(make(), make()) as (victim, peer):
+            key = Identity.new().key
+            for number in range(20):
+                sock = await asyncio.to_thread(call, held, victim, Identity(key, f"{number}"))
+                with suppress(OSError):
+                    sock.sendall(words)
+                    sock.settimeout(0.05)  # so that it is read, if it is to be
+                    sock.recv(1)
+            peer.send(victim.name, control(1))
+            taken = []
+            while not (isinstance(item := await victim.receive(), Incoming) and item.peer == peer.name):
+                taken += [item] if isinstance(item, Incoming) else []
+            assert len(taken) <= 4
+
+    asyncio.run(story())
+
+
 def test_messages_that_never_end_are_bounded_and_the_greediest_sender_is_dropped(held: ExitStack) -> None:
     limits = Limits(blob_bytes=MIB)
     head = msgspec.msgpack.encode(Head(Output(0, 1, 2, 0, 0), (BlobHead("uint8", (MIB,), "raw", MIB),)))
@@ -241,7 +265,8 @@ def test_messages_that_never_end_are_bounded_and_the_greediest_sender_is_dropped
             two = await asyncio.to_thread(call, held, victim, greedy, "bulk")
             await asyncio.to_thread(begin, victim, 1, one)
             for rank in range(4):
-                await asyncio.to_thread(begin, victim, rank, two)
+                with suppress(OSError):  # it was hung up on
+                    await asyncio.to_thread(begin, victim, rank, two)
             while not isinstance(item := await victim.receive(), Lost):
                 pass
             assert item.peer == greedy.name and "unfinished" in item.reason

@@ -51,10 +51,13 @@ class Budget:
         self._left -= amount
         return True
 
-    def spend(self, now: float, amount: float) -> float:
-        """Taken in any case; seconds until the debt is paid, 0 when there is none."""
+    def spend(self, now: float, amount: float) -> None:
+        """In any case, on credit."""
         self._left = self.left(now) - amount
-        return max(0.0, -self._left / self._allowance.per_s)
+
+    def debt_s(self, now: float) -> float:
+        """Seconds until what was spent is there again, 0 when it is."""
+        return max(0.0, -self.left(now) / self._allowance.per_s)
 
 
 class Budgets:

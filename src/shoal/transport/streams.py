@@ -119,9 +119,14 @@ class Pace:
     def __init__(self) -> None:
         self._bytes, self._messages = Budget(PACE_BYTES), Budget(PACE_MESSAGES)
 
-    def spend(self, now: float, nbytes: int) -> float:
-        """For one message; seconds until the next may be read."""
-        return max(self._bytes.spend(now, nbytes), self._messages.spend(now, 1.0))
+    def spend(self, now: float, nbytes: int) -> None:
+        """For one message."""
+        self._bytes.spend(now, nbytes)
+        self._messages.spend(now, 1.0)
+
+    def debt_s(self, now: float) -> float:
+        """Seconds until the next may be read."""
+        return max(self._bytes.debt_s(now), self._messages.debt_s(now))
 
 
 class StreamTransport:
@@ -384,6 +389,9 @@ class StreamTransport:
         link = self._incoming[peer, kind]
         pace = self._pace(kind, sender_of(peer))
         while True:
+            while (debt_s := pace.debt_s(now := time.monotonic())) > 0:  # its names and connections have one
+                link.resume_at = now + debt_s
+                yield Want.WOKEN
             while self._inbox.full(bulk, peer):
                 yield Want.WOKEN
             place, left = 0, MAX_CONTROL_BYTES + PREFIX_BYTES
@@ -403,11 +411,7 @@ class StreamTransport:
                 self._unfinished.over(peer, kind, one.nbytes)
                 arriving[place] = Arriving(self._limits, bulk)
                 self._inbox.put(Incoming(peer, *one.message(), one.nbytes), one.nbytes)
-                now = time.monotonic()
-                debt_s = pace.spend(now, 0 if bulk else one.nbytes)
-                while (left_s := now + debt_s - time.monotonic()) > 0:
-                    link.resume_at = time.monotonic() + left_s
-                    yield Want.WOKEN
+                pace.spend(time.monotonic(), 0 if bulk else one.nbytes)
 
     def _give_up(self, peer: Peer, kind: Any) -> None:
         """Too much of what has come is unfinished: the connection that holds most of it ends."""
