@@ -56,7 +56,7 @@ ACCEPTED = 16  # connections at once, before those that came earlier have their 
 PAUSE_S = 0.01  # before the next are accepted, when more come than may
 # From one key, bytes of control and the number of all messages: handling them takes the node's time. A leader of 1,000 peers tells each a
 # View of 200 kB now and then; a busy trainer sends some hundred messages a second.
-PACE_BYTES = Allowance(per_s=256 << 10, at_once=8 << 20)
+PACE_BYTES = Allowance(per_s=256 << 10, at_once=4 << 20)
 PACE_MESSAGES = Allowance(per_s=1500.0, at_once=6000.0)
 UNFINISHED_BLOBS = (
     4  # of the largest size, that may have come in part, from all together: 16 replicas' chunks of 256 MiB
