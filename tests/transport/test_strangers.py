@@ -171,7 +171,8 @@ def test_what_one_key_has_waiting_is_bounded_under_any_names_and_others_pass_it(
     held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest Pulses there may be, from a member in no view."""
-    monkeypatch.setattr(streams, "PACE_BYTES", Allowance(1e9, 1e9))
+    for pace in ("PACE_BYTES", "PACE_LARGE_BYTES"):
+        monkeypatch.setattr(streams, pace, Allowance(1e9, 1e9))
     monkeypatch.setattr(inbox, "CONTROL_ROOM_BYTES", 8 * MIB)
     books = tuple(Booking(100_000 + index, 0.5) for index in range(34_000))
     words = b"".join(encode(Pulse(1, 1, 1, True, books), (), Limits()).parts)

@@ -37,6 +37,7 @@ from shoal.transport.invite import Membership
 from shoal.transport.wire import (
     FRAGMENT_BYTES,
     FRAGMENT_HEAD_BYTES,
+    ORDINARY_BYTES,
     PREFIX_BYTES,
     Arriving,
     Malformed,
@@ -54,13 +55,12 @@ ALL_CONTROL_BYTES = 16 * QUEUED_CONTROL_BYTES  # waiting for all peers
 BOXES = 4096  # peers and kinds that something was sent to; those where nothing waits and nobody listens are forgotten
 ACCEPTED = 16  # connections at once, before those that came earlier have their turn
 PAUSE_S = 0.01  # before the next are accepted, when more come than may
-# From one key, bytes of control and the number of all messages: handling them takes the node's time. A leader of 1,000 peers tells each a
-# View of 200 kB now and then; a busy trainer sends some hundred messages a second.
-PACE_BYTES = Allowance(per_s=256 << 10, at_once=4 << 20)
-PACE_MESSAGES = Allowance(per_s=1500.0, at_once=6000.0)
-UNFINISHED_BLOBS = (
-    4  # of the largest size, that may have come in part, from all together: 16 replicas' chunks of 256 MiB
-)
+# From one key: all messages' number, bytes of control, and of those that are large, which take the node's time out of proportion. A trainer
+# sends 50 messages of 120 bytes for a microbatch of three stages; a leader of 1,000 peers tells each a View of 200 kB now and then.
+PACE_MESSAGES = Allowance(per_s=4000.0, at_once=16_000.0)
+PACE_BYTES = Allowance(per_s=2 << 20, at_once=16 << 20)
+PACE_LARGE_BYTES = Allowance(per_s=256 << 10, at_once=4 << 20)
+UNFINISHED_BLOBS = 4  # of the largest size, that may have come in part, from all: 16 replicas' chunks of 256 MiB
 PACES = 4096  # keys whose pace is remembered
 
 _words = struct.Struct(">H")  # before a hello: its length
@@ -117,16 +117,17 @@ class Pace:
     """How fast one key may talk."""
 
     def __init__(self) -> None:
-        self._bytes, self._messages = Budget(PACE_BYTES), Budget(PACE_MESSAGES)
+        self._messages, self._bytes, self._large = Budget(PACE_MESSAGES), Budget(PACE_BYTES), Budget(PACE_LARGE_BYTES)
 
     def spend(self, now: float, nbytes: int) -> None:
         """For one message."""
-        self._bytes.spend(now, nbytes)
         self._messages.spend(now, 1.0)
+        self._bytes.spend(now, nbytes)
+        self._large.spend(now, nbytes if nbytes > ORDINARY_BYTES else 0)
 
     def debt_s(self, now: float) -> float:
         """Seconds until the next may be read."""
-        return max(self._bytes.debt_s(now), self._messages.debt_s(now))
+        return max(self._messages.debt_s(now), self._bytes.debt_s(now), self._large.debt_s(now))
 
 
 class StreamTransport:
