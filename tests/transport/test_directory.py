@@ -288,6 +288,21 @@ def test_the_nodes_own_loop_does_nothing_of_it(ann: Someone) -> None:
     asyncio.run(asyncio.wait_for(run(), LONG_S))
 
 
+def test_who_has_not_announced_itself_for_long_is_told_all_the_same(ann: Someone, bob: Someone) -> None:
+    """A visitor looks for peers for minutes; a machine was asleep."""
+
+    async def run() -> None:
+        async with serving(ann) as there:
+            mine = Gossip(bob.identity, bob.membership, bob.record(), there.addresses, lambda _: None)
+            await mine.start()
+            mine.own = msgspec.structs.replace(mine.own, expires_s=time.time() - 1)
+            mine._records.own(mine.own, mine._sealed)
+            assert {record.peer for record in await mine.peers()} == {ann.identity.name, bob.identity.name}
+            await mine.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
 def test_closing_leaves_no_thread(ann: Someone) -> None:
     async def run() -> None:
         before = set(threading.enumerate())

@@ -105,6 +105,7 @@ class Gossip:
         ] = {}  # that have told nothing yet, the oldest first, with their address
         self._answered = 0
         self._answer: tuple[float, bytes] = (0.0, b"")  # until when it is used again, and what all are told
+        self._sealed = b""  # this peer's record
         self._told: set[str] = set()  # addresses that have heard of this peer
         self._listener: socket.socket | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -154,7 +155,8 @@ class Gossip:
 
     def _renew(self) -> None:
         self.own = msgspec.structs.replace(self.own, expires_s=time.time() + TTL_S)
-        self._records.own(self.own, seal(self.identity, self.membership, self.own))
+        self._sealed = seal(self.identity, self.membership, self.own)
+        self._records.own(self.own, self._sealed)
 
     async def _announce(self) -> None:
         self._renew()
@@ -162,6 +164,8 @@ class Gossip:
         await self._exchange()
 
     async def _peers(self) -> list[Record]:
+        if self.own.expires_s < time.time() + TTL_S / 2:  # nobody would be told anything for one that has ended
+            self._renew()
         await self._exchange()
         return self._records.fresh(time.time())
 
@@ -202,7 +206,7 @@ class Gossip:
         """This peer's record, which entitles it to an answer, and some of others', in case that they have called nobody."""
         others = [held.data for peer, held in self._records.held.items() if peer != self.own.peer]
         some = self._rng.sample(others, min(TOLD - 1, len(others)))
-        return _framed([self._records.held[self.own.peer].data, *some])
+        return _framed([self._sealed, *some])
 
     # -------------------------------------------------------------------------------------------------- being called
 
