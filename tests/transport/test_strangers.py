@@ -107,6 +107,9 @@ def test_connections_that_never_speak_lock_nobody_out(held: ExitStack) -> None:
             peer.send(victim.name, control(1))
             assert await message_of(victim, peer.name) == 0
             assert victim._callers.counts[0] <= callers.UNKNOWN
+            held.close()
+            while victim._callers.counts[0]:  # nothing of them stays
+                await asyncio.sleep(0.01)
 
     asyncio.run(story())
 
