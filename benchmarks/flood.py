@@ -171,7 +171,9 @@ class Visitor:
     def named(self, incarnation: str) -> Any:
         from shoal.transport.identity import Identity
 
-        return Identity(self.identity.key, incarnation)
+        identity = Identity(self.identity.key, incarnation)
+        self.invite.membership(identity)  # where names say by which invite they came, this one does from here on
+        return identity
 
     def gossip(self, port: int = 0, learn: Callable[[Any], None] = lambda record: None, identity: Any = None) -> Any:
         from shoal.transport.directory import Gossip, Record
@@ -208,7 +210,8 @@ class Visitor:
         from shoal.transport.identity import Identity, client_context
 
         identity = Identity.new()
-        hello = encode_hello(identity.name, record.peer, "control", self.invite.membership(identity))
+        membership = self.invite.membership(identity)
+        hello = encode_hello(identity.name, record.peer, "control", membership)
         began = time.monotonic()
         while time.monotonic() < began + 60:  # as a peer does: again, until it gets through
             try:
