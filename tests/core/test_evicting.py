@@ -26,9 +26,12 @@ from shoal.core.messages import (
     Waits,
     WhoBooked,
 )
+from shoal.core.progress import LEAST_BEATS
+from shoal.core.stalls import QUIET_BEATS
 
 LONG = Settings(stages=2, microbatches=4, steps=99, peers=3, ban_s=10.0)
 BEAT_S = LONG.beat_s
+QUIET_S = QUIET_BEATS * BEAT_S
 
 
 def a_run(others: str = "bc", **changes: object) -> Leader:
@@ -411,7 +414,7 @@ def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_l
     leader.mind.forgive(60.0, leader.now)
     leader.wait(2.0, alive=tuple("bcd"))
     assert members(leader) == "abcd"
-    leader.wait(10.0, alive=tuple("bcd"))
+    leader.wait(14.0, alive=tuple("bcd"))
     assert members(leader) == "abd" and "c has not got done with a round" in leader.reasons
 
 
@@ -474,7 +477,8 @@ def test_a_round_that_fails_again_is_tried_ever_later_but_not_for_ever_later() -
 
 def test_a_member_that_beats_and_does_not_get_ready_is_evicted() -> None:
     leader = a_run("bcd", hold_s=2.0)
-    for _ in range(20):
+    whole_books(leader)
+    for _ in range(2 * round(LEAST_BEATS)):
         leader.pulse("c", ready=False)
         leader.wait(0.5, alive=("b", "d"))
     assert members(leader) == "abd" and "c has not been ready for step 0" in leader.reasons
@@ -486,7 +490,7 @@ def test_a_joiner_that_is_still_downloading_stays_and_one_that_stands_still_goes
     commit(leader)
     for peer in "jk":
         leader.join(peer)
-    for chunk in range(40):
+    for chunk in range(round(LEAST_BEATS) + 10):
         leader.pulse("j", ready=False, digest="", loaded=chunk)
         leader.pulse("k", ready=False, digest="", loaded=1)
         leader.wait(0.5, alive=("b", "c", "d"))
@@ -496,8 +500,8 @@ def test_a_joiner_that_is_still_downloading_stays_and_one_that_stands_still_goes
 def test_a_leader_that_was_stopped_evicts_nobody_for_that_time() -> None:
     leader = a_run("bcd", hold_s=2.0)
     leader.pulse("c", ready=False)
-    leader.now += 100.0
-    leader.mind.forgive(100.0, leader.now)
+    leader.now += 200.0
+    leader.mind.forgive(200.0, leader.now)
     leader.wait(1.0, alive=("b", "d"))
     assert members(leader) == "abcd"
 
@@ -618,7 +622,7 @@ def owner(leader: Leader, index: int = 1) -> str:
 
 def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it_is_silent_on_that() -> None:
     leader = hanging()
-    leader.wait(7.5, alive=tuple("bcd"))
+    leader.wait(QUIET_S - 0.5, alive=tuple("bcd"))
     assert leader.sent(WhoBooked) == [] and owner(leader) == "b"
     leader.wait(1.0, alive=tuple("bcd"))
     assert ("b", WhoBooked(0, 0, 1, 1)) in leader.sent(WhoBooked)
@@ -634,7 +638,7 @@ def test_a_slow_step_that_gets_on_keeps_its_owners() -> None:
     leader = a_run("bcd", microbatches=16)
     owners = leader.view.owners
     for done in range(1, 16):
-        leader.wait(7.0, alive=tuple("bcd"))
+        leader.wait(QUIET_S - 1.0, alive=tuple("bcd"))
         leader.pulse("b", tuple(range(done)))
     assert leader.view.owners == owners and members(leader) == "abcd" and leader.sent(WhoBooked) == []
 
@@ -663,7 +667,7 @@ def test_a_leader_that_came_in_mid_step_evicts_instead_of_reassigning(led_before
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 2, 3))
     owners = [leader.view.members[at].peer for at in leader.view.owners]
-    leader.wait(15.0, alive=tuple("bcd"))
+    leader.wait(QUIET_S + 10.0, alive=tuple("bcd"))
     assert "b" not in members(leader) and "takes over" not in leader.reasons
     now = [leader.view.members[at].peer for at in leader.view.owners]
     assert all(now[index] == peer for index, peer in enumerate(owners) if peer != "b")
@@ -673,7 +677,7 @@ def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
     leader = a_run("bcdef")
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 3))
-    for _ in range(40):
+    for _ in range(80):
         leader.wait(0.5, alive=tuple("bcdef"))
         for index in (1, 2):
             if "d" in members(leader):

@@ -131,7 +131,7 @@ def test_a_leader_that_is_elected_again_may_stay() -> None:
     play.wait(0.25)
     for name in "bc":
         play.machines[name].coordinator.resigns = "cannot receive either"
-    play.wait(60.0)
+    play.wait(4 * SETTINGS.silence_s)
     (leader,) = play.leaders()
     assert leader is not None and play.machines[leader].coordinator.resigns == ""
 

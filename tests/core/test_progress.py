@@ -9,9 +9,10 @@ from shoal.core.conduct import Conduct
 from shoal.core.messages import Member, Pulse, Reduced, Round, Settings, Share, View, Waits
 from shoal.core.progress import (
     BUILD_HOLDS,
-    FLOORS,
     HEAR_BEATS,
     HOLDS,
+    LAST_BEATS,
+    LEAST_BEATS,
     ROUNDS,
     STEPS,
     VIEW_SILENCES,
@@ -98,6 +99,15 @@ def test_a_member_of_a_run_with_long_steps_may_take_several_of_them() -> None:
     assert watched.late(step_s=60.0) == {}
     watched.wait(1.0, ready=False)
     assert "b" in watched.late(step_s=60.0)
+
+
+def test_no_state_is_waited_for_less_than_so_many_beats() -> None:
+    settings = msgspec.structs.replace(SETTINGS, hold_s=1.0)
+    for peer in "bj":
+        watched = Watched(settings=settings)
+        watched.pulse(peer, ready=False)
+        assert watched.wait(LEAST_BEATS * BEAT_S, peer, ready=False) == {}
+        assert peer in watched.wait(1.0, peer, ready=False)
 
 
 def test_a_member_gets_its_time_anew_with_every_step() -> None:
@@ -288,8 +298,8 @@ def test_the_last_of_a_stage_gets_several_times_what_the_others_took() -> None:
     assert round_.verdict(1.0)[0] == "a"
     quick = Averaging()
     quick.reduce("b", "c", "d")
-    assert quick.verdict(FLOORS * SETTINGS.hop_floor_s) == ("", "")
-    assert quick.verdict(1.0) == ("a", "has not got done with a round for 9 s in which the others of its stage are")
+    assert quick.verdict(LAST_BEATS * BEAT_S) == ("", "")
+    assert quick.verdict(1.0) == ("a", "has not got done with a round for 13 s in which the others of its stage are")
 
 
 def test_the_only_replica_of_a_stage_gets_more_time_than_one_that_others_can_replace() -> None:
@@ -319,4 +329,4 @@ def test_a_leader_that_was_stopped_blames_nobody_for_the_length_of_a_round() -> 
     round_.now += 500.0
     round_.watch.forgive(500.0, round_.now)
     assert round_.verdict(0.0) == ("", "")
-    assert round_.verdict(FLOORS * SETTINGS.hop_floor_s + 1.0)[0] == "a"
+    assert round_.verdict(LAST_BEATS * BEAT_S + 1.0)[0] == "a"

@@ -8,12 +8,12 @@ import pytest
 from shoal.core.conduct import COMPLAINTS, Conduct
 from shoal.core.ledger import Ledger
 from shoal.core.messages import Booker, Booking, Member, Send, Settings, View, WhoBooked
-from shoal.core.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, SLOW, STRIKES, Stalls
+from shoal.core.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, QUIET_BEATS, SLOW, STRIKES, Stalls
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
 VIEW = View(number=5, step=3, members=MEMBERS, owners=(0, 1, 2, 3), started=True, since=4)  # owned by a, b, c, d
-LONG_S = FLOORS * SETTINGS.hop_floor_s
+LONG_S = max(QUIET_BEATS * SETTINGS.beat_s, FLOORS * SETTINGS.hop_floor_s)
 ANSWER_S = ANSWER_BEATS * SETTINGS.beat_s
 
 
@@ -84,6 +84,17 @@ def test_a_slow_step_that_gets_on_is_left_alone() -> None:
         assert step.ask() == []
         step.book("d", index)
         assert step.ask() == []
+
+
+def test_neither_beats_nor_hops_may_be_too_short_for_a_stall() -> None:
+    for beat_s, hop_floor_s, quiet_s in ((0.5, 10.0, FLOORS * 10.0), (3.0, 2.0, QUIET_BEATS * 3.0)):
+        step = Step()
+        step.stalls = Stalls(msgspec.structs.replace(SETTINGS, beat_s=beat_s, hop_floor_s=hop_floor_s))
+        step.ask()
+        step.now = quiet_s - 0.1
+        assert step.ask() == []
+        step.now = quiet_s
+        assert step.ask() == [("b", 1, 1)]
 
 
 def test_the_slowest_peers_hops_are_waited_for() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.rounds import Group
 
 from shoal.core.messages import Part, Peer, Resend, Sum, Waits
-from shoal.core.rounds import TELL
+from shoal.core.rounds import TELL, TELL_BEATS
 
 NAMES = ("a", "b", "c", "d")
 
@@ -89,7 +89,7 @@ def test_nothing_is_told_before_several_usual_times_without_anything_new(kind: t
     play.begin()
     patience_s = max(play.settings.hop_floor_s, play.rounds["a"]._patience_s)
     play.run(until=lambda: bool(play.waits))
-    assert play.now >= TELL * patience_s
+    assert play.now >= max(TELL * patience_s, TELL_BEATS * play.settings.beat_s)
     assert [1 for _, _, message in play.sent if isinstance(message, Resend)], "what is missing was asked for first"
 
 
