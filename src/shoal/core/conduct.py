@@ -93,7 +93,7 @@ class Conduct:
         """It has to download its state again; a verdict if it had to too often."""
         key = key_of(peer)
         self._differed[key] += 1
-        return (peer, f"{reason}, for the {self._differed[key]}th time") if self._differed[key] >= DIFFERS else None
+        return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= DIFFERS else None
 
     def _doubted(self, peers: list[Peer]) -> int:
         return sum(self._doubts[key_of(peer)] for peer in peers)

@@ -247,7 +247,7 @@ class Coordinator:
             case Leave():
                 self.leaves.setdefault(peer, message.reason)
             case Complaint():
-                self._on_complaint(peer, message, now)
+                self._on_complaint(peer, message)
             case Reduced() if self._in_round(message) and peer in self.round_sent:
                 if not (math.isfinite(message.norm_sq) and message.norm_sq >= 0.0):
                     self.guilty[peer] = f"reports a gradient with the squared norm {message.norm_sq}"
@@ -871,26 +871,21 @@ class Coordinator:
                     self._convict((peer, wrong))
                 self.dirty |= ledger.booked >= self.settings.stages * self.settings.microbatches
 
-    def _on_complaint(self, peer: Peer, complaint: Complaint, now: float) -> None:
-        about, reason, others = complaint.about, complaint.reason, len(self.serving) - 1
-        match complaint.kind:
-            case "stale" if about == peer:
-                self.stale[peer] = reason
-            case "stale":
-                pass
-            case "unreachable":
-                self._complain(peer, about, reason, witnesses=others, gentle=True)
-            case "faulty":
-                self._complain(peer, about, reason, witnesses=others)
+    def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
+        about, reason = complaint.about, complaint.reason
+        if complaint.kind != "stale":
+            self._complain(peer, about, reason, gentle=complaint.kind == "unreachable")
+        elif about == peer:
+            self.stale[peer] = reason
 
-    def _complain(self, peer: Peer, about: Peer, reason: str, *, witnesses: int, gentle: bool = False) -> None:
+    def _complain(self, peer: Peer, about: Peer, reason: str, *, gentle: bool) -> None:
         """Of members about members. `gentle`: a link may be to blame, so a stage's last replica stays."""
         stage = self.serving.get(about)
         if stage is None or peer not in self.serving:
             return
         if gentle and sum(other == stage for other in self.serving.values()) < 2:
             return
-        self._convict(self.conduct.accuse(peer, about, reason, witnesses))
+        self._convict(self.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 
     def _watch(self, view: View, now: float) -> list[Command]:
         """Compare the replicas' parameters; say when a stage has nobody."""
