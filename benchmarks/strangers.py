@@ -5,10 +5,11 @@
 
 The attacker sends each message type with each field at each of its edges (sim/edges.py), and what once ended runs with one
 message (sim/strangers.py), to every peer in turn: as an outsider, who has a pass and is in no view, then as a joiner, who asked to
-take part and beats. What is sent is bounded in number, rate and time, and goes to peers of 127.0.0.1 only. Told of each phase: steps/s
-by commits.jsonl, peers that died, memory of the largest peer. The last line is one JSON object: steps/s while attacked; the bound is
-what they were before. The exit code is 1 if a process died, no step was committed in a phase, a peer grew by more than --growth, or (of
-a run of its own) it did not finish with a balanced account.
+take part and beats, then as a member, a whole peer that trains and signs and sends all of this besides. What is sent is bounded in
+number, rate and time, and goes to peers of 127.0.0.1 only. Told of each phase: steps/s by commits.jsonl, peers that died, memory of
+the largest peer. The last line is one JSON object: steps/s while attacked; the bound is what they were before. The exit code is 1 if a
+process died, no step was committed in a phase, a peer grew by more than --growth, or (of a run of its own) it did not finish with a
+balanced account.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from pathlib import Path
 import msgspec
 
 from report import report
+from shoal import build
 from shoal import config as configuration
 from shoal.build import operator
 from shoal.cli import rundir
 from shoal.core import messages as m
+from shoal.runtime.node import Node
 from shoal.sim import edges
 from shoal.sim.strangers import coups
 from shoal.transport.base import Blob, Incoming
@@ -71,6 +74,7 @@ delay_s = 0.01 # steps of a tenth of a second on any machine
 every = 10
 """
 START_S, END_S = 300.0, 300.0
+ADMITTED_S = 60.0  # to become a member: it downloads its stage and enters with a step
 PASS_S = 3600.0
 SETTLE_S = 3.0  # what was sent last takes effect, and steps are counted over no shorter time
 LONGEST = 20_000  # messages of one phase
@@ -149,7 +153,7 @@ class Attacker:
                     self.standings[item.peer] = standing
                 case m.Lead():
                     self.leader = item.peer
-                case m.Propose(entry=entry, decided=decided) if decided:
+                case m.Propose(entry=entry, proof=m.Proof()):
                     here = [one.peer for one in entry.view.members + entry.view.joining]
                     self.admitted |= self.transport.name in here
 
@@ -182,6 +186,12 @@ class Attacker:
     def view(self) -> m.View | None:
         return max((one.view for one in self.standings.values()), key=lambda view: view.number, default=None)
 
+    def term(self) -> int:
+        return max(standing.term for standing in self.standings.values())
+
+    def send(self, peer: m.Peer, message: m.Message, blobs: tuple[Blob, ...] = ()) -> None:
+        self.transport.send(peer, message, blobs)
+
     def attacks(self) -> Iterator[tuple[m.Peer, m.Message]]:
         """Every attack once, at each peer in turn, until all of them have had all."""
         view = self.view
@@ -190,8 +200,7 @@ class Attacker:
 
         def facts(peer: m.Peer) -> edges.Facts:
             newest = self.view or view
-            term = max(standing.term for standing in self.standings.values())
-            return edges.Facts(self.transport.name, peer, newest, min(term, 2**52))
+            return edges.Facts(self.transport.name, peer, newest, min(self.term(), 2**32))
 
         for peer in () if self.kinds else targets:
             for attack in coups(facts(peer)):
@@ -205,12 +214,56 @@ class Attacker:
         for peer, message in self.attacks():
             if time.monotonic() - began_s > seconds or phase.sent >= LONGEST:
                 return
-            self.transport.send(peer, message)
+            self.send(peer, message)
             if isinstance(message, m.BULK):
-                self.transport.send(peer, message, (VALUES,))
+                self.send(peer, message, (VALUES,))
             phase.sent += 1
             if phase.sent % TURN == 0:
                 await asyncio.sleep(max(0.0, began_s + phase.sent / rate - time.monotonic()))
+
+
+class Insider(Attacker):
+    """A whole peer that takes part, and lies."""
+
+    def __init__(self, node: Node, directory: Directory, kinds: tuple[type[m.Message], ...]) -> None:
+        super().__init__(node.transport, directory, kinds)
+        self.node = node
+
+    @property
+    def view(self) -> m.View | None:
+        return self.node.machine.view
+
+    @property
+    def serves(self) -> bool:
+        view = self.view
+        return view is not None and any(one.peer == self.node.machine.name for one in view.members)
+
+    def term(self) -> int:
+        return self.node.machine.register.term
+
+    def send(self, peer: m.Peer, message: m.Message, blobs: tuple[Blob, ...] = ()) -> None:
+        self.transport.send(peer, self.node.signing.seal(peer, message), blobs)
+
+
+async def as_member(config: configuration.Config, invite: Invite, given: argparse.Namespace, run: Watched) -> Phase:
+    async with build.peer(config, build.Role(), invite, build.hands(config), None) as node:
+        insider = Insider(node, node.directory, given.kinds)
+        training = asyncio.create_task(node.run())
+        until_s = time.monotonic() + ADMITTED_S
+        while not insider.serves and time.monotonic() < until_s:
+            await asyncio.sleep(0.1)
+        phase, began_s, steps = (
+            Phase("member" if insider.serves else "member, not admitted"),
+            time.monotonic(),
+            run.steps(),
+        )
+        if insider.view is not None:
+            await insider.attack(phase, given.seconds, given.rate)
+        await asyncio.sleep(SETTLE_S)
+        run.over(phase, began_s, steps)
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        return phase
 
 
 async def attacked(directory: Path, invite: Invite, given: argparse.Namespace) -> list[Phase]:
@@ -241,6 +294,7 @@ async def attacked(directory: Path, invite: Invite, given: argparse.Namespace) -
             phases.append(run.over(phase, began_s, steps))
             for task in tasks:
                 task.cancel()
+    phases.append(await as_member(config, invite, given, run))
     await watch(Phase("after"), given.quiet)
     return phases
 

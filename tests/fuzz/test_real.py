@@ -26,8 +26,8 @@ def test_questions_harm_nobody_and_a_joiner_is_let_in() -> None:
     done = attacked("--seconds", "8", "--rate", "50", "--steps", "200", "--kinds", "AskStanding,AskState")
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
-    assert [one["name"] for one in line["setting"]["phases"]] == ["before", "outsider", "joiner", "after"]
-    assert all(one["sent"] > 50 for one in line["setting"]["phases"][1:3])
+    assert [one["name"] for one in line["setting"]["phases"]] == ["before", "outsider", "joiner", "member", "after"]
+    assert all(one["sent"] > 50 for one in line["setting"]["phases"][1:4])
 
 
 def test_every_attack_on_every_peer_of_a_real_run() -> None:

@@ -46,6 +46,31 @@ async def meters(*links: Link) -> AsyncIterator[list[Meter]]:
             await transport.close()
 
 
+def test_pings_that_ask_for_more_than_their_part_are_answered_without_a_load_and_loads_share_one_buffer() -> None:
+    async def story() -> None:
+        hub = Hub()
+
+        class Recording(MemoryTransport):
+            def send(self, peer: Any, message: Any, blobs: Any = ()) -> int:  # nothing is taken: as on a slow line
+                sent.append((peer, message, blobs))
+                return 1
+
+        sent: list[Any] = []
+        meter = Meter(Recording(hub, "a"))
+        for number in range(40):  # names are free, keys are not
+            assert meter.takes(Incoming(f"key.{number}", Ping(number, measure.MOST_BYTES)))
+        assert len(sent) == 40, "each is answered"
+        loads = [blob.data for _, _, blobs in sent for blob in blobs]
+        assert sum(len(load) for load in loads) <= measure.MOST_BYTES
+        for number in range(40):
+            meter.takes(Incoming(f"other{number}.1", Ping(number, measure.MOST_BYTES)))
+        loads = [blob.data for _, _, blobs in sent for blob in blobs]
+        assert 1 < len(loads) and sum(len(load) for load in loads) <= 2 * measure.MOST_BYTES
+        assert len({id(load.obj) for load in loads}) == 1, "a copy for each"
+
+    run(story)
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
 
@@ -115,11 +140,16 @@ def test_what_is_not_about_measuring_is_left_to_the_machine_and_a_full_queue_is_
         meter = Meter(transport)
         assert not meter.takes(Incoming("b", Leave()))
         assert meter.takes(Incoming("b", Ping(1)))
-        for number in range(measure.WAITING + 1):
+        for number in range(measure.WAITING - 1):
+            assert meter.takes(Incoming(f"other{number}", Measure(number, ("c",), 1000)))
+        for number in range(10, 12):  # the second of one key does not take the place of another's
             assert meter.takes(Incoming("b", Measure(number, ("c",), 1000)))
+        assert not meter._asked.full() or measure.WAITING == meter._asked.qsize()
         answers = [await asker.receive() for _ in range(2)]
         refused = [answer.message for answer in answers if isinstance(answer, Incoming)][1]
-        assert isinstance(refused, Measured) and refused.id == measure.WAITING and "already" in refused.reason
+        assert isinstance(refused, Measured) and refused.id == 11 and "already" in refused.reason
+        meter.takes(Incoming("late", Measure(12, ("c",), 1000)))
+        assert meter._asked.qsize() == measure.WAITING
         await transport.close()
         await asker.close()
 

@@ -20,6 +20,7 @@ from shoal.core.messages import (
     PROTOCOL,
     Add,
     Backward,
+    Booking,
     Boundary,
     Command,
     Cut,
@@ -29,18 +30,25 @@ from shoal.core.messages import (
     Forward,
     Gather,
     Gradient,
+    Lead,
     Member,
+    Message,
     Output,
     Override,
     Part,
     Peer,
+    Proof,
     Pulse,
+    Received,
     Reduced,
     Result,
     RunBackward,
     Send,
+    Signed,
+    Standing,
     Sum,
     Task,
+    Tick,
     View,
 )
 from shoal.core.peer import PeerMachine
@@ -51,10 +59,11 @@ from shoal.runtime.account import Books
 from shoal.runtime.checkpoint import Store
 from shoal.runtime.coding import Held
 from shoal.runtime.hands import Hands
-from shoal.runtime.node import Node
+from shoal.runtime.node import Node, of_use
 from shoal.runtime.record import Recorder
 from shoal.runtime.report import AnyLine
 from shoal.runtime.signing import Signing
+from shoal.sim import edges
 from shoal.traffic import Kept, Traffic
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.directory import Directory, Record
@@ -511,11 +520,62 @@ def test_nobodys_word_but_the_operators_reaches_the_machine(swarm: Swarm, tmp_pa
     node = swarm.nodes[0]
     view = View(number=1 << 20, step=0, members=(Member(swarm.names[1], 0),), epoch=1)
     authority = Authority(Ed25519PrivateKey.from_private_bytes(bytes(32)))
-    node._signing = Signing(Identity.new(), authority.run)
+    node.signing = Signing(Identity.new(), authority.run)
     before = node.machine.last_now
     for forged in (Override(view=view, term=1 << 20), Authority.new().override(view, 1 << 20)):
         node._on_message(Incoming(peer=swarm.names[1], message=forged))
         assert node.machine.last_now is before and node.machine.override is None
     node._on_message(Incoming(peer=swarm.names[1], message=authority.override(view, 1 << 20)))
     assert node.machine.last_now is not before
+    swarm.close()
+
+
+STRANGER = "s" * 32 + ".1"
+
+
+def founder(name: Peer = "a" * 32 + ".1") -> PeerMachine:
+    """A machine that leads, in a view with nobody else."""
+    machine = PeerMachine(name, settings(TINY), Random(1), True)
+    machine.handle(Tick(), 100.0)
+    assert machine.view is not None and machine.leading
+    return machine
+
+
+def as_sent(machine: PeerMachine, kind: type) -> list[Message]:
+    assert machine.view is not None
+    facts = edges.Facts(STRANGER, machine.name, machine.view, machine.register.term)
+    return [message for _, message in edges.bases(kind, facts)]
+
+
+@pytest.mark.parametrize("kind", edges.KINDS, ids=lambda kind: kind.__name__)
+def test_what_is_dropped_of_peers_in_no_view_would_have_changed_nothing(kind: type) -> None:
+    for number, _ in enumerate(as_sent(founder(), kind)):
+        one, other = founder(), founder()
+        message = as_sent(one, kind)[number]
+        kept = of_use(one, Incoming(STRANGER, message))
+        event = Tick() if kept is None else Received(peer=STRANGER, message=kept)
+        plain = other.handle(Received(peer=STRANGER, message=message), 100.01)
+        assert one.handle(event, 100.01) == plain, message
+        assert of_use(one, Incoming(one.name, message)) is message, "a peer of the view is heard"
+
+
+def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
+    books = tuple(Booking(index) for index in range(30_000))
+    pulse = Pulse(1, 1, 1, True, books, closed=books)
+    signed = tuple(Signed(STRANGER, bytes(32), bytes(64)) for _ in range(1000))
+    lead = Lead(9, 9, 9, "d", Proof(STRANGER, signed), signed)
+    node = swarm.nodes[0]
+    standing = Standing(1, View(1, 1, ()), (STRANGER,) * 1000)
+    assert of_use(node.machine, Incoming(STRANGER, standing)) is standing, "who has no view hears everybody"
+    node.machine = founder(node.machine.name)
+    before = node.machine.last_now
+    for message, blobs in (
+        (standing, ()),
+        (Sum(0, 0, 1, 0), (floats(100),)),
+        (Pulse(1, 1, 1, True, rate=float("nan")), (floats(1),)),
+    ):
+        node._on_message(Incoming(peer=STRANGER, message=message, blobs=blobs))
+        assert node.machine.last_now is before and node.hands.held() == 0
+    assert of_use(node.machine, Incoming(STRANGER, pulse)) == Pulse(1, 1, 1, True)
+    assert of_use(node.machine, Incoming(STRANGER, lead)) == Lead(9, 9, 9, "d")
     swarm.close()

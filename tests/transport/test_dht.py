@@ -12,11 +12,13 @@ import msgspec
 import pytest
 
 from shoal.transport import dht
+from shoal.transport.budget import Allowance
 from shoal.transport.daemon import Daemon, hivemind, written
 from shoal.transport.dht import Dht
 from shoal.transport.directory import MAX_SEALED_BYTES, TTL_S, Record, Sealed, seal
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.records import KEY_RECORDS
 
 RUN = Authority.new()
 INVITE = read_invite(RUN.invite((), time.time() + 3600), time.time())
@@ -204,23 +206,33 @@ def test_a_record_that_has_expired_is_forgotten(patience: None) -> None:
     run(story)
 
 
-def test_a_revoked_peers_record_is_not_believed_and_spoils_no_answer(patience: None) -> None:
+def test_a_revoked_peers_record_is_passed_on_by_who_has_not_heard_and_believed_by_nobody_else(patience: None) -> None:
     me = Identity.new()
     mine = INVITE.membership(me)
+    word = RUN.pass_list(1, (), (RUN.revoked(me.key_id, 1.0),))
 
     async def story() -> None:
-        async with swarm(1) as (a,):
+        async with swarm(2) as (a, b):
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key)
+            rogue = await _rogue(a)
             record = record_of(me)
-            value = hivemind("utils").MSGPackSerializer.dumps(seal(me, mine, record))
-            subkey = hivemind("utils").MSGPackSerializer.dumps(me.name)
-            key = hivemind("dht.routing").DHTID.generate(a.directory._key).to_bytes()
-            assert a.directory._accept(key, subkey, value, record.expires_s) and me.name in await a.names()
-            a.membership.take_list(RUN.pass_list(1, (), (RUN.revoked(me.key_id, 1.0),)))
-            assert me.name not in await a.names()
-            assert a.directory._accept(key, subkey, value, record.expires_s), (
-                "others may not have heard of it: their answers must not be thrown away for it"
-            )
-            assert me.name not in await a.names() and [one.peer for one in a.learnt] == [me.name]
+            entry = (key, me.name, seal(me, mine, record), record.expires_s)
+            assert await _store(rogue, a, entry) is True
+            await until({me.name}, a)
+            await until({me.name}, b)
+            b.membership.take_list(word)
+            await b.directory._aside.run(forget(b))
+            await until({a.name}, b)  # the answer that brings it brings the others too
+            assert me.name in a.directory._node.protocol.storage.get(key).value.data
+            assert await b.names() == {a.name} and await _store(rogue, b, entry) is False
+            a.membership.take_list(word)
+            assert await a.names() == {a.name, b.name}, "its pass was checked a moment ago"
+            later = record_of(me, expires_s=record.expires_s + 1)
+            for again in (entry, (key, me.name, seal(me, mine, later), later.expires_s)):
+                assert await _store(rogue, a, again) is False
+            assert me.name not in a.directory._node.protocol.storage.get(key).value.data
+            await rogue.p2p.shutdown()
+            await rogue.daemon.close()
 
     run(story)
 
@@ -268,6 +280,11 @@ async def _store(rogue: Any, victim: Peer, entry: tuple[Any, str, bytes, float])
     return bool(answer[0])
 
 
+async def forget(peer: Peer) -> None:
+    for name in list(peer.directory._records.held):
+        peer.directory._records._drop(name)
+
+
 @pytest.mark.slow
 def test_a_peer_whose_daemon_was_killed_is_in_the_table_again() -> None:
     """Also the first, which has nobody to begin with: it remembers whom it was connected to."""
@@ -283,7 +300,7 @@ def test_a_peer_whose_daemon_was_killed_is_in_the_table_again() -> None:
                 victim.daemon._process.stdin.close()  # its shell kills the daemon
                 while victim.daemon._process.pid == killed or victim.daemon.ended:
                     await asyncio.sleep(0.02)
-                victim.directory._held.clear()
+                await victim.directory._aside.run(forget(victim))
                 await victim.directory.announce()
                 await until(names, victim)
             newcomer = Peer(peers[0].directory.addresses)  # the address that was told before: it is the same
@@ -295,5 +312,78 @@ def test_a_peer_whose_daemon_was_killed_is_in_the_table_again() -> None:
                     await until({newcomer.name}, peer)
             finally:
                 await newcomer.directory.close()
+
+    run(story)
+
+
+def test_a_call_beyond_what_strangers_have_is_refused_before_it_is_parsed(
+    patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none, few = Allowance(1e9, 1e9), Allowance(per_s=1e-9, at_once=100_000.0)
+    monkeypatch.setattr(dht, "STRANGERS", dht.Share((none, none), (few, few), (none, none)))
+    made = [record_of(Identity.new()) for _ in range(100)]
+    values = [seal(Identity.new(), Membership(INVITE.run, b"x" * 300), one) for one in made]
+
+    async def story() -> None:
+        async with swarm(2) as (a, b):
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key)
+            rogue = await _rogue(a)
+            victim = hivemind("p2p").PeerID(a.daemon.peer_id)
+            answers = []
+            for _ in range(10):
+                packed = [rogue.protocol.serializer.dumps(value) for value in values]
+                ends, names = [one.expires_s for one in made], [one.peer for one in made]
+                answers.append(await rogue.protocol.call_store(victim, [key] * 100, packed, ends, names))
+            assert answers[0] == [False] * 100 and answers[-1] is None
+            await until({a.name, b.name}, b)  # members have a budget of their own
+            await rogue.p2p.shutdown()
+            await rogue.daemon.close()
+
+    run(story)
+
+
+def test_many_names_of_one_key_are_not_kept_and_spoil_no_look_up(patience: None) -> None:
+    me = Identity.new()
+    mine = INVITE.membership(me)
+
+    async def story() -> None:
+        async with swarm(2) as (a, b):
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key)
+            rogue = await _rogue(a)
+            for number in range(40):  # a stranger has 60 calls
+                name = Identity(me.key, f"{number:x}")
+                INVITE.membership(name)
+                record = record_of(name)
+                entry = (key, name.name, seal(name, mine, record), record.expires_s)
+                await _store(rogue, a, entry)
+                packed = rogue.protocol.serializer.dumps(entry[2])
+                rogue.protocol.storage.store(key, packed, entry[3], subkey=entry[1])  # and hands all of them on
+            kept = a.directory._node.protocol.storage.get(key).value
+            assert len(kept) <= 2 + KEY_RECORDS
+            for peer in (a, b):
+                names = await peer.names()
+                assert {a.name, b.name} <= names and len(names) <= 2 + KEY_RECORDS
+            await rogue.p2p.shutdown()
+            await rogue.daemon.close()
+
+    run(story)
+
+
+def test_a_record_that_is_stored_again_and_again_is_kept_once(patience: None) -> None:
+    me = Identity.new()
+    mine = INVITE.membership(me)
+    record = record_of(me)
+
+    async def story() -> None:
+        async with swarm(1) as (a,):
+            key = hivemind("dht.routing").DHTID.generate(a.directory._key)
+            rogue = await _rogue(a)
+            entry = (key, me.name, seal(me, mine, record), record.expires_s)
+            assert await _store(rogue, a, entry) is True
+            for _ in range(20):
+                assert await _store(rogue, a, entry) is False
+            assert len(a.directory._node.protocol.storage.get(key).value.expiration_heap) <= 3
+            await rogue.p2p.shutdown()
+            await rogue.daemon.close()
 
     run(story)

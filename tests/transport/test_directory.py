@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
+from shoal.transport import directory
+from shoal.transport.budget import Allowance
 from shoal.transport.directory import MAX_SEALED_BYTES, TTL_S, Gossip, Record, Sealed, seal, unseal
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.records import KEY_RECORDS
 
 LONG_S = 60.0
 
@@ -106,11 +113,11 @@ def test_peers_that_know_one_address_come_to_know_everybody(authority: Authority
             directories.append(Gossip(one.identity, one.membership, own, bootstrap, learn))
             await directories[-1].start()
             await directories[-1].announce()
-        names = {directory.own.peer for directory in directories}
-        for directory in directories:
-            assert {record.peer for record in await directory.peers()} == names
-            assert set(learned[directory.own.peer]) == names - {directory.own.peer}
-            await directory.close()
+        names = {each.own.peer for each in directories}
+        for each in directories:
+            assert {record.peer for record in await each.peers()} == names
+            assert set(learned[each.own.peer]) == names - {each.own.peer}
+            await each.close()
 
     asyncio.run(asyncio.wait_for(run(), LONG_S))
 
@@ -128,11 +135,11 @@ def test_a_bootstrap_peer_that_does_not_answer_or_talks_nonsense_is_passed_over(
         ports = [server.sockets[0].getsockname()[1] for server in (babbler, closed)]
         closed.close()
         bootstrap = (*(f"127.0.0.1:{port}" for port in ports), "nonsense", "127.0.0.1:none")
-        directory = Gossip(ann.identity, ann.membership, ann.record(), bootstrap, lambda _: None)
-        await directory.start()
-        await directory.announce()
-        assert [record.peer for record in await directory.peers()] == [ann.identity.name]
-        await directory.close()
+        mine = Gossip(ann.identity, ann.membership, ann.record(), bootstrap, lambda _: None)
+        await mine.start()
+        await mine.announce()
+        assert [record.peer for record in await mine.peers()] == [ann.identity.name]
+        await mine.close()
         babbler.close()
 
     asyncio.run(asyncio.wait_for(run(), LONG_S))
@@ -152,9 +159,183 @@ def test_whoever_is_revoked_is_no_longer_listed_nor_passed_on(ann: Someone, bob:
         for one in (ann, carl):
             one.membership.take_list(authority.pass_list(1, (), (authority.revoked(bob.identity.key_id, 1.0),)))
         await second.announce()  # it goes on telling of itself
-        for directory in (first, third):
-            assert {record.peer for record in await directory.peers()} == {ann.identity.name, carl.identity.name}
-        for directory in directories:
-            await directory.close()
+        for one_of_them in (first, third):
+            assert {record.peer for record in await one_of_them.peers()} == {ann.identity.name, carl.identity.name}
+        for each in directories:
+            await each.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+# -------------------------------------------------------------------------------------------------------- who may call
+
+
+async def called(directory: Gossip, told: list[bytes]) -> bytes:
+    """What a caller is told; b'' when it is hung up on."""
+    host, _, port = directory.addresses[0].rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        words = msgspec.msgpack.encode(told)
+        writer.write(len(words).to_bytes(4, "big") + words)
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def renamed(peer: str, incarnation: str) -> str:
+    fields = peer.split(".")
+    return ".".join((fields[0], incarnation, *fields[2:]))
+
+
+def forgeries(run: str, proof: bytes, count: int) -> list[bytes]:
+    made = [Identity.new() for _ in range(count)]
+    return [
+        seal(one, Membership(run, proof), Record(run, one.name, "127.0.0.1", 5, expires_s=time.time() + TTL_S))
+        for one in made
+    ]
+
+
+@asynccontextmanager
+async def serving(one: Someone, learnt: list[Record] | None = None) -> AsyncIterator[Gossip]:
+    directory = Gossip(one.identity, one.membership, one.record(), (), (learnt if learnt is not None else []).append)
+    await directory.start()
+    try:
+        yield directory
+    finally:
+        await directory.close()
+
+
+def test_who_brings_no_good_record_is_told_nothing_and_costs_a_budget_of_signatures(
+    ann: Someone, bob: Someone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "RECORDS_FROM_ONE", Allowance(per_s=1e-9, at_once=30.0))
+    made = forgeries(ann.membership.run, ann.membership.proof, 200)
+
+    async def run() -> None:
+        async with serving(ann) as there:
+            assert await called(there, []) == b""
+            for at in range(0, len(made), 4):
+                assert await called(there, made[at : at + 4]) == b""
+            assert there._records.verified <= 30
+            assert await called(there, made) == b"", "more than a caller may bring"
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_a_member_is_told_everything_and_comes_to_be_known(ann: Someone, bob: Someone) -> None:
+    async def run() -> None:
+        learnt: list[Record] = []
+        async with serving(ann, learnt) as there:
+            told = await called(there, [bob.seal()])
+            records = msgspec.msgpack.decode(told[4:], type=list[bytes])
+            names = {unseal(data, ann.membership, time.time()).peer for data in records}
+            assert names == {ann.identity.name, bob.identity.name}
+            assert [record.peer for record in learnt] == [bob.identity.name]
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_callers_that_never_speak_lock_nobody_out(ann: Someone, bob: Someone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "EXCHANGE_S", 600.0)
+
+    async def run() -> None:
+        async with serving(ann) as there:
+            host, _, port = there.addresses[0].rpartition(":")
+            silent = [socket.create_connection((host, int(port)), 60) for _ in range(directory.CALLERS + 50)]
+            assert await called(there, [bob.seal()])
+            assert len(there._callers) <= directory.CALLERS
+            for sock in silent:
+                sock.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_forty_peers_behind_one_address_find_one_another_beside_silent_callers_from_there(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "EXCHANGE_S", 600.0)
+
+    async def run() -> None:
+        found: list[Gossip] = []
+        silent: list[socket.socket] = []
+        for _ in range(40):
+            one = Someone(authority)
+            bootstrap = found[0].addresses if found else ()
+            found.append(Gossip(one.identity, one.membership, one.record(), bootstrap, lambda _: None))
+            await found[-1].start()
+            if len(found) == 1:
+                host, _, port = found[0].addresses[0].rpartition(":")
+                silent = [socket.create_connection((host, int(port)), 60) for _ in range(directory.CALLERS)]
+        await asyncio.gather(*(each.announce() for each in found))
+        for each in found:
+            while len(await each.peers()) < len(found):
+                pass
+        for each in found:
+            await each.close()
+        for sock in silent:
+            sock.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_nine_thousand_names_of_one_key_leave_look_ups_as_they_were(ann: Someone, bob: Someone) -> None:
+    async def run() -> None:
+        async with serving(ann) as there:
+            made = [
+                seal(bob.identity, bob.membership, bob.record(peer=renamed(bob.identity.name, f"{number:x}")))
+                for number in range(100)
+            ]
+            for at in range(0, len(made), 4):
+                await called(there, made[at : at + 4])
+            assert len(await there.peers()) <= 1 + KEY_RECORDS
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_the_nodes_own_loop_does_nothing_of_it(ann: Someone) -> None:
+    """Whatever strangers bring is read, parsed and verified in another thread."""
+    made = forgeries(ann.membership.run, ann.membership.proof, 40)
+    host_of: dict[str, int] = {}
+
+    async def run() -> None:
+        async with serving(ann) as there:
+            plain = there._records.hear
+
+            def hear(*args: object, **more: object) -> Record:
+                host_of["thread"] = threading.get_ident()
+                return plain(*args, **more)  # type: ignore[arg-type]
+
+            there._records.hear = hear  # type: ignore[method-assign,assignment]
+            for at in range(0, len(made), 4):
+                await called(there, made[at : at + 4])
+            assert host_of["thread"] != threading.get_ident()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_who_has_not_announced_itself_for_long_is_told_all_the_same(ann: Someone, bob: Someone) -> None:
+    """A visitor looks for peers for minutes; a machine was asleep."""
+
+    async def run() -> None:
+        async with serving(ann) as there:
+            mine = Gossip(bob.identity, bob.membership, bob.record(), there.addresses, lambda _: None)
+            await mine.start()
+            mine.own = msgspec.structs.replace(mine.own, expires_s=time.time() - 1)
+            mine._records.own(mine.own, mine._sealed)
+            assert {record.peer for record in await mine.peers()} == {ann.identity.name, bob.identity.name}
+            await mine.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def test_closing_leaves_no_thread(ann: Someone) -> None:
+    async def run() -> None:
+        before = set(threading.enumerate())
+        async with serving(ann) as there:
+            await there.announce()
+        assert set(threading.enumerate()) <= before
+        await there.close()  # twice does no harm
 
     asyncio.run(asyncio.wait_for(run(), LONG_S))

@@ -65,3 +65,44 @@ def test_other_threads_put_while_the_node_waits() -> None:
             thread.join()
 
     asyncio.run(story())
+
+
+def test_senders_take_turns_and_one_that_floods_has_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "CONTROL_ROOM_BYTES", 8000)
+
+    async def story() -> None:
+        told: list[int] = []
+        box = Inbox(on_room=lambda: told.append(1))
+        flood = [Incoming(f"rogue.{index % 7}", Cancelled(0, 1, index, 0, 0)) for index in range(20)]
+        sent = 0
+        for item in flood:
+            if not box.full(False, item.peer):
+                box.put(item, 100)
+                sent += 1
+        assert sent == 10, "an eighth of the room, whatever names the key takes"
+        assert not box.full(False, "honest.1") and not box.full(False)
+        box.put(Incoming("honest.1", Cancelled(0, 1, 99, 0, 0)), 100)
+        items = await taken(box, 2)
+        assert "honest.1" in {item.peer for item in items}, "it waited for all of the flood"
+        assert not told
+        rest = await taken(box, 9)
+        assert (
+            [item.message for item in (*items, *rest) if item.peer != "honest.1"]
+            == [  # type: ignore[union-attr]
+                item.message for item in flood[:10]
+            ]
+        ), "each sender's own are in order"
+        assert told == [1], "its readers go on when half is taken"
+        assert box._bytes == (0, 0)
+
+    asyncio.run(story())
+
+
+def test_the_number_of_small_messages_of_one_sender_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "ROOM_ITEMS", 80)
+    box = Inbox()
+    for _ in range(100):
+        if not box.full(False, "rogue.1"):
+            box.put(CONTROL[0], 0)
+            box.put(Incoming("rogue.1", Cancelled(0, 1, 0, 0, 0)), 1)
+    assert box._bytes[0] == 10

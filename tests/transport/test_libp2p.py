@@ -185,7 +185,8 @@ def test_a_daemon_that_is_killed_runs_again_and_both_ways_are_open_again(with_it
     async def story() -> None:
         told: list[str] = []
         identity = Identity.new()
-        a = Libp2pTransport(identity.name, INVITE.membership(identity), Daemon(identity, tell=told.append))
+        membership = INVITE.membership(identity)  # from here on its name says by which invite it came
+        a = Libp2pTransport(identity.name, membership, Daemon(identity, tell=told.append))
         b = make()
         await a.start()
         await b.start()

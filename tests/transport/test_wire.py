@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import inspect as types
 
-from shoal.core.messages import RANKS, Backward, Chunk, Lead, Output
+from shoal.core.messages import (
+    RANKS,
+    AskPublish,
+    Backward,
+    Booking,
+    Books,
+    Chunk,
+    Entry,
+    Lead,
+    Manifest,
+    Member,
+    Message,
+    Offer,
+    Output,
+    Override,
+    Ping,
+    Proof,
+    Propose,
+    Pulse,
+    Round,
+    Share,
+    Signed,
+    Standing,
+    View,
+)
 from shoal.transport import wire
 from shoal.transport.base import DTYPES, Blob, Limits
-from shoal.transport.wire import Arriving, Frame, Head, Malformed, decode, decode_head, encode, head_bytes, size
+from shoal.transport.wire import (
+    PEEK_BYTES,
+    Arriving,
+    BlobHead,
+    Frame,
+    Head,
+    Malformed,
+    decode,
+    decode_head,
+    encode,
+    head_bytes,
+    size,
+)
 
 LIMITS = Limits(blob_bytes=1000)
 
@@ -102,8 +141,6 @@ def test_only_bulk_messages_carry_blobs() -> None:
 
 
 def test_a_message_too_large_for_others_is_not_encoded() -> None:
-    from shoal.core.messages import AskPublish
-
     with pytest.raises(ValueError, match="AskPublish takes"):
         whole(AskPublish(0, 1, ("x" * (1 << 20),) * 5))
 
@@ -150,3 +187,105 @@ def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
         arrived.room(1)
     with pytest.raises(Malformed, match="with blobs among control"):
         in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
+
+
+def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_there() -> None:
+    """Only its first bytes have come: 64 of them take memory, and none is decoded."""
+    books = b"\xdd" + (200_000).to_bytes(4, "big") + b"\x92\x01\xc0" * 200_000
+    heads = {
+        "Pulse": b"\x92\x96\xa5Pulse\x01\x01\x01\xc3" + books * 2,
+        "Leave": b"\x92\x92\xa5Leave" + b"\xda\xff\xff" + b"x" * 65535,
+        "Cancelled": b"\x92\xdc\x00\x06\xa9Cancelled" + bytes(70_000),
+        "message": b"\x92\xc4" + bytes(70_000),
+    }
+    for kind, head in heads.items():
+        one = Arriving(LIMITS, bulk=False)
+        one.room(1 << 20)[:] = len(head).to_bytes(4, "big")
+        one.came(4)
+        assert one.room(1 << 20).nbytes == PEEK_BYTES
+        one.room(1 << 20)[:] = head[:PEEK_BYTES]
+        with pytest.raises(Malformed, match=f"a {kind} of {len(head)} bytes"):
+            one.came(PEEK_BYTES)
+        with pytest.raises(Malformed, match="bytes"):
+            decode(len(head).to_bytes(4, "big") + head, LIMITS)
+
+
+NAME_CHARS = 128  # of the longest name that a Peer may be; real ones have 67
+NAMES = tuple(f"{number:0{NAME_CHARS}d}" for number in range(1000))
+VIEW = View(
+    1 << 40,
+    1 << 40,
+    tuple(Member(name[-67:], index % 50, since=1 << 30) for index, name in enumerate(NAMES)),
+    owners=(999,) * 100_000,
+)
+SIGNED = tuple(Signed(name, b"k" * 32, b"s" * 64) for name in NAMES)
+PROOF = Proof(NAMES[0], SIGNED)
+BOOKS = tuple(Booking(40_000 + index, 3.14159) for index in range(34_000))  # of one replica, with losses
+# What honest peers of a run of 1,000 peers and 100,000 microbatches send at most, where the types do not say.
+HONEST = {
+    "Propose": Propose(Entry(1, VIEW, tuple(name[-67:] for name in NAMES)), 1, PROOF),
+    "Standing": Standing(1, VIEW, NAMES),
+    "Override": Override(VIEW, 1, bytes(32), bytes(64)),
+    "Lead": Lead(1 << 32, 1 << 40, 1 << 32, "f" * 40, PROOF, SIGNED, "\U0001f600" * 2000),
+    "Pulse": Pulse(1 << 32, 1 << 40, 1 << 40, True, BOOKS),
+    "Books": Books(0, 1, 1, 1, tuple(range(2**17, 2**17 + 200_000))),
+    "Round": Round(
+        0, 1, 1, 1, tuple((Share(name, tuple(range(at, 100_000, 1000))),) for at, name in enumerate(NAMES)), (NAMES,)
+    ),
+    "Offer": Offer(0, 1, 0, Manifest(("f" * 64,) * 14_000, (1 << 22,) * 14_000)),
+    "AskPublish": AskPublish(0, 1, ("x" * 70_000,) * 50),
+}
+
+
+def largest(kind: type) -> object:
+    """As far as its types allow: a tuple that they do not bound has to be in HONEST."""
+    if kind.__name__ in HONEST:
+        return HONEST[kind.__name__]
+    info = types.type_info(kind)
+    assert isinstance(info, types.StructType)
+    return kind(**{field.name: _largest(field.type, kind.__name__) for field in info.fields})
+
+
+def _largest(info: types.Type, kind: str) -> object:
+    match info:
+        case types.UnionType(types=options):
+            return _largest(next(one for one in options if not isinstance(one, types.NoneType)), kind)
+        case types.IntType(le=most, lt=beyond):
+            return most if most is not None else beyond - 1 if beyond is not None else 2**53
+        case types.FloatType():
+            return 1e-300
+        case types.BoolType():
+            return True
+        case types.StrType(max_length=most):
+            return ("x" if most == 2**20 else "\U0001f600") * (most or 2000)  # a record of files and hashes is plain
+        case types.BytesType(max_length=most):
+            return bytes(most or 0)
+        case types.LiteralType(values=values):
+            return max(map(str, values), key=len)
+        case types.VarTupleType(item_type=item, max_length=most):
+            assert most is not None, f"{kind}: what is the most that an honest peer sends? Say so in HONEST"
+            if isinstance(item, types.StrType):
+                return tuple(name[:128] for name in (NAMES * 2)[:most])
+            return (_largest(item, kind),) * most
+        case types.StructType(cls=cls):
+            return largest(cls)
+    raise AssertionError(info)
+
+
+@pytest.mark.parametrize("kind", get_args(Message), ids=lambda kind: kind.__name__)
+def test_the_largest_that_honest_peers_send_fits_its_kind(kind: type) -> None:
+    message = largest(kind)
+    data = whole(message)
+    assert decode(data, LIMITS)[0] == message
+    if kind.__name__ not in ("Propose", "Standing", "Override", "Round", "Saved", "AskPublish"):
+        assert len(data) <= wire.most_bytes(kind.__name__, bulk=False) < 4 << 20
+        assert wire.most_bytes(kind.__name__, bulk=False) <= max(4 * len(data), wire.ORDINARY_BYTES), (
+            "more than it needs"
+        )
+
+
+def test_a_load_is_no_larger_than_any_that_is_asked_for() -> None:
+    limits = Limits(blob_bytes=1 << 30)
+    head = msgspec.msgpack.encode(Head(Ping(1), (BlobHead("uint8", (2**27,), "raw", 2**27),)))
+    with pytest.raises(Malformed, match="Ping with a blob"):
+        decode_head(head, limits)

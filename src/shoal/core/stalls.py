@@ -19,7 +19,7 @@ from shoal.core.names import key_of
 from shoal.core.seat import owner_of
 
 QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long they may wait for one peer,
-FLOORS = 4.0  # or of hop_floor_s,
+FLOORS = 2.0  # or of hop_floor_s,
 HOPS = 8.0  # or so many microbatches of the slowest peer
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
 ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is

@@ -357,8 +357,8 @@ class Trainer:
         stage, (blob, fault) = hop.stage, came
         if hop.kind is Kind.BACKWARD:
             self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked)
+            m.lost.clear()  # whoever did not give what that took is not in the way of what comes next
         m.booked[stage] = hop.peer
-        m.lost.clear()  # whoever did not give what that took is not in the way of what comes next
         m.progressed()
         m.next = hop.to
         if stage == 0 or m.g[stage - 1]:

@@ -2,8 +2,10 @@
 
 Every peer answers (`Meter`, called by its node before its machine hears of anything): Ping with Pong, and Measure by measuring
 its own links and telling the figures. So one visitor with an invite learns about all pairs (`survey`), and a run that trains is
-measured under its own load. Bounds: a transfer has at most 64 MiB, a peer measures for one at a time and keeps a short
-queue. A delay is half a round trip: two clocks are not compared, so both directions have the same.
+measured under its own load. Bounds: a transfer has at most 64 MiB and all of one request a GiB; a peer measures for one at a
+time and keeps a short queue, in which one key has one place; what it answers to pings with has a budget for each key and for all.
+All loads are views of one buffer: what waits for slow lines takes no memory. A delay is half a round trip: two clocks are not
+compared, so both directions have the same.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import msgspec
 
 from shoal.core.messages import Measure, Measured, Peer, Ping, Pong
 from shoal.transport.base import Blob, Incoming, Transport
+from shoal.transport.budget import Allowance, Budgets
+from shoal.transport.inbox import sender_of
 
 MOST_BYTES = 64 << 20  # of one transfer
 FIRST_BYTES = 256 << 10  # of the first; each next one has four times as many
@@ -27,7 +31,12 @@ EVERY_S = 0.1  # between pings while bytes are on their way
 ANSWER_S = 10.0  # for a ping: what is not heard of by then is lost
 TRANSFER_S = 60.0  # a transfer that takes longer is given up: its line carries less than 4 KiB/s
 FACTS_CHARS = 4000  # core/messages.py allows no more
+REQUEST_BYTES = 1 << 30  # to all peers of one request together
+REFUSAL_BYTES = 200  # of one Measured
 WAITING = 4  # requests to measure that a peer keeps
+# Of answers, in bytes. `link` and `survey` load lines with their pings and ask for facts only.
+ANSWERS_TO_ONE = Allowance(per_s=4 << 20, at_once=MOST_BYTES)
+ANSWERS_TO_ALL = Allowance(per_s=16 << 20, at_once=2 * MOST_BYTES)
 
 _NOISE = os.urandom(1 << 20)  # nothing on the way may compress it
 
@@ -41,6 +50,8 @@ class Meter:
         self._serial = 0
         self._pongs: dict[tuple[Peer, int], asyncio.Future[Pong]] = {}
         self._asked: asyncio.Queue[tuple[Peer, Measure]] = asyncio.Queue(WAITING)
+        self._askers: set[str] = set()  # keys whose request waits
+        self._answers = Budgets(ANSWERS_TO_ONE, ANSWERS_TO_ALL)
         self._told: dict[int, Callable[[Peer, Measured], None]] = {}
 
     def takes(self, incoming: Incoming) -> bool:
@@ -48,20 +59,13 @@ class Meter:
         peer = incoming.peer
         match incoming.message:
             case Ping() as ping:
-                pong = Pong(ping.id, self.facts[:FACTS_CHARS] if ping.facts else "")
-                self._transport.send(peer, pong, _load(ping.answer_bytes))
+                self._answer(peer, ping)
             case Pong() as pong:
                 waiting = self._pongs.pop((peer, pong.id), None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(pong)
             case Measure() as measure:
-                try:
-                    self._asked.put_nowait((peer, measure))
-                except asyncio.QueueFull:
-                    for target in measure.peers:
-                        self._transport.send(
-                            peer, Measured(measure.id, target, reason="it measures for others already")
-                        )
+                self._note(peer, measure)
             case Measured() as measured:
                 tell = self._told.get(measured.id)
                 if tell is not None:
@@ -70,12 +74,30 @@ class Meter:
                 return False
         return True
 
+    def _answer(self, peer: Peer, ping: Ping) -> None:
+        """Without the load that it asks for, where that is more than its part."""
+        facts = self.facts[:FACTS_CHARS] if ping.facts else ""
+        wanted = len(facts) + ping.answer_bytes
+        allowed = not wanted or self._answers.take(sender_of(peer), time.monotonic(), wanted)
+        self._transport.send(peer, Pong(ping.id, facts), _load(ping.answer_bytes if allowed else 0))
+
+    def _note(self, peer: Peer, measure: Measure) -> None:
+        """Keep the request, or refuse it: one of each key may wait."""
+        asker = sender_of(peer)
+        if asker not in self._askers and not self._asked.full():
+            self._askers.add(asker)
+            self._asked.put_nowait((peer, measure))
+        elif self._answers.take(asker, time.monotonic(), REFUSAL_BYTES * len(measure.peers)):
+            for target in measure.peers:
+                self._transport.send(peer, Measured(measure.id, target, reason="it measures for others already"))
+
     async def serve(self) -> None:
         """Measure for others, one request after the other, for ever."""
         while True:
             asker, measure = await self._asked.get()
+            self._askers.discard(sender_of(asker))
             peers = [peer for peer in dict.fromkeys(measure.peers) if peer != self._transport.name]
-            most = min(measure.most_bytes, MOST_BYTES)
+            most = min(measure.most_bytes, MOST_BYTES, REQUEST_BYTES // max(1, len(peers)))
 
             async def tell(peer: Peer, asker: Peer = asker, number: int = measure.id, most: int = most) -> None:
                 self._transport.send(asker, msgspec.structs.replace(await self.link(peer, most), id=number))
@@ -216,7 +238,10 @@ def pairings(peers: Sequence[Peer]) -> list[list[tuple[Peer, Peer]]]:
 
 
 def _load(nbytes: int) -> tuple[Blob, ...]:
+    """A view of noise, of which there is one copy, however many loads are on their way."""
+    global _NOISE
     if not nbytes:
         return ()
-    whole, rest = divmod(nbytes, len(_NOISE))
-    return (Blob("uint8", (nbytes,), _NOISE * whole + _NOISE[:rest]),)
+    if nbytes > len(_NOISE):
+        _NOISE *= MOST_BYTES // len(_NOISE)
+    return (Blob("uint8", (nbytes,), memoryview(_NOISE)[:nbytes]),)

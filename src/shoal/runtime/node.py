@@ -15,7 +15,10 @@ import msgspec
 
 from shoal import trace
 from shoal.core.messages import (
+    Accept,
     Asked,
+    AskStanding,
+    AskVote,
     Barred,
     BlobRef,
     Command,
@@ -27,12 +30,20 @@ from shoal.core.messages import (
     Find,
     Finish,
     Found,
+    Join,
+    Lead,
+    Message,
+    Override,
     Peer,
+    Propose,
+    Pulse,
     Received,
+    Redirect,
     Send,
     Tick,
     Unreachable,
     View,
+    Vote,
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.coding import Held
@@ -49,6 +60,7 @@ from shoal.transport.directory import Directory
 REPORT_S = 0.5
 LOOK_UP_S = 0.5  # between two look-ups, however often they are asked for
 ANNOUNCE_S = 20.0  # well within the time for which a directory keeps a record
+FROM_OUTSIDE = (Join, AskVote, AskStanding, Override, Redirect, Accept, Vote)  # all small but Override, which is signed
 
 
 class Node:
@@ -65,7 +77,7 @@ class Node:
         gate: Gate | None = None,
     ) -> None:
         """`gate`: where passes count."""
-        self.machine, self.hands, self.transport, self._signing = machine, hands, transport, signing
+        self.machine, self.hands, self.transport, self.signing = machine, hands, transport, signing
         self.directory, self.record = directory, record
         self.meter = Meter(transport)
         self.gate = gate
@@ -138,7 +150,7 @@ class Node:
                 self._inbox.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
             case Send():
                 blobs = tuple(self.hands.blob(name) for name in command.blobs)
-                message = self._signing.seal(command.peer, command.message)
+                message = self.signing.seal(command.peer, command.message)
                 sent = self.transport.send(command.peer, message, blobs)
                 if sent:
                     self.tally.sent(command.message, _sizes(blobs), sent)
@@ -179,7 +191,8 @@ class Node:
 
     def _on_message(self, incoming: Incoming) -> None:
         self.tally.received(incoming.message, _sizes(incoming.blobs), incoming.nbytes)
-        message = self._signing.check(incoming.peer, incoming.message)
+        heard = of_use(self.machine, incoming)
+        message = self.signing.check(incoming.peer, heard) if heard is not None else None
         if message is None:
             return
         fault = self.hands.check(message, incoming.blobs)
@@ -279,6 +292,25 @@ class Node:
     def _tell_traffic(self, now: float) -> None:
         step = self._view.step if self._view is not None else 0
         self.record.traffic(now, step, *self.tally.totals(), self.kept_most)
+
+
+def of_use(machine: PeerMachine, incoming: Incoming) -> Message | None:
+    """What the machine is to hear of a message, asked before anything is spent on it. Whoever is in no view of mine may ask to be let in,
+    tell of a newer view and be told of mine; all else that it sends is dropped: core/peer.py would make nothing of it. A machine without a
+    view hears everything, and whoever has a say in the view to come (a voter of the one before) is no stranger."""
+    peer, message = incoming.peer, incoming.message
+    if machine.view is None or peer in machine.present or peer == machine.leader or machine.register.entitled(peer):
+        return message
+    if incoming.blobs:
+        return None
+    match message:
+        case Pulse():  # that it is behind; its books are of no view
+            return msgspec.structs.replace(message, books=(), closed=())
+        case Lead():  # that I am behind: what follows is proven
+            return msgspec.structs.replace(message, proof=None, votes=())
+        case Propose():  # proven, and newer than mine
+            return message if message.proof is not None and message.entry.view.number > machine.view.number else None
+    return message if isinstance(message, FROM_OUTSIDE) else None
 
 
 def _sizes(blobs: tuple[Blob, ...]) -> list[Size]:

@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -145,6 +146,8 @@ class Tally:
         self.planned = planned
         self.seeds = self.events = 0
         self.node_hours = 0.0
+        self.wronged = 0  # honest peers evicted or sent to begin anew, beside hostile ones
+        self.evicted_s: list[float] = []  # after how long each hostile one was
         self.failed: list[Line] = []
         self._began = self._told = time.perf_counter()
 
@@ -152,6 +155,8 @@ class Tally:
         self.seeds += 1
         self.events += line.events
         self.node_hours += line.node_hours
+        self.wronged += len(line.wronged)
+        self.evicted_s += [one for after in line.evicted.values() for one in after]
         if not line.ok:
             self.failed.append(line)
         if time.perf_counter() - self._told > TELL_S:
@@ -160,9 +165,15 @@ class Tally:
 
     def __str__(self) -> str:
         took_s = time.perf_counter() - self._began
+        hostile = ""
+        if self.evicted_s:
+            middle_s = statistics.median(self.evicted_s)
+            hostile = f"hostile peers evicted {len(self.evicted_s)} times, after {middle_s:.0f} s in the median, "
+        if self.evicted_s or self.wronged:
+            hostile += f"honest ones {self.wronged} times, "
         return (
             f"{self.seeds} of {self.planned} seeds, {len(self.failed)} failed, {self.node_hours:.0f} node-hours, "
-            f"{self.events} events in {took_s:.1f} s: {self.events / took_s:.0f}/s"
+            f"{hostile}{self.events} events in {took_s:.1f} s: {self.events / took_s:.0f}/s"
         )
 
 

@@ -5,29 +5,32 @@ be shared with the transport. All records of a run lie under one key of the tabl
 the twenty peers nearest to that key. Whoever stores or hands on a record cannot make one: every peer checks what it is asked
 to keep and what it is told (signature, pass, name, expiry, size), and what fails is neither kept nor believed.
 
-Whether a record counts depends on the record alone and not on the moment, as far as honest peers make them: hivemind throws
-away all records of an answer when one of them is refused, so that peers whose clocks differ must not differ here. Likewise the record
-of a peer that was revoked is passed on by those who have not heard of it, and is no fault; it is only never believed. And a peer whose own
-pass is over announces nothing until a renewal has come.
+hivemind throws away all records of an answer when one of them is refused; here only those are left out, since nobody verifies
+more than a budget allows (records.py). hivemind's part runs in a thread of its own (aside.py), as any libp2p peer can call it, and
+how often and with how much is bounded before a byte of it is parsed. So the record of a peer that was revoked is passed on by those who
+have not heard of it, which is no fault; whoever has heard neither keeps nor believes it. And a peer whose own pass is over announces
+nothing until a renewal has come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import contextvars
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from shoal.core.messages import Peer
-from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address, written
-from shoal.transport.directory import MAX_RECORDS, MAX_SEALED_BYTES, TTL_S, Record, opened, seal
-from shoal.transport.identity import Identity
+from shoal.transport.aside import Aside
+from shoal.transport.budget import Allowance, Budgets
+from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address, public_key, written
+from shoal.transport.identity import Identity, key_id
 from shoal.transport.invite import Membership
+from shoal.transport.records import MAX_RECORDS, MAX_SEALED_BYTES, TTL_S, Record, Records, seal
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,42 @@ ANSWER_S = 3.0  # from one peer of the table
 LOOK_UP_S = 10.0  # a whole look-up or announcement
 JOIN_S = 10.0  # for bootstrap peers to answer
 JOIN_AGAIN_S = 6.0  # libp2p calls nobody again within 5 s of a failure
-CHECKED = 4096  # records remembered as checked: signatures are dear when every look-up brings all again
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What callers have of this peer: calls, their bytes, and verifications of signatures, for each and for all."""
+
+    calls: tuple[Allowance, Allowance]
+    nbytes: tuple[Allowance, Allowance]
+    verified: tuple[Allowance, Allowance]
+
+
+# Whose record is held here, and who was asked. 400 peers that look for somebody ask twice a second; at first all records are new,
+# three signatures each.
+MEMBERS = Share(
+    (Allowance(50.0, 400.0), Allowance(400.0, 4000.0)),
+    (Allowance(256 << 10, 4 << 20), Allowance(2 << 20, 16 << 20)),
+    (Allowance(200.0, 3.0 * MAX_RECORDS), Allowance(500.0, 6.0 * MAX_RECORDS)),
+)
+# All others. A libp2p peer id costs no more than a handshake. A newcomer calls a few times and brings its own record; 400 come at once.
+STRANGERS = Share(
+    (Allowance(5.0, 60.0), Allowance(100.0, 2500.0)),
+    (Allowance(16 << 10, 128 << 10), Allowance(512 << 10, 4 << 20)),
+    (Allowance(1.0, 12.0), Allowance(150.0, 1500.0)),
+)
+
+
+class Spent:
+    """Of a Share."""
+
+    def __init__(self, share: Share) -> None:
+        self.calls, self.nbytes, self.verified = (
+            Budgets(*pair) for pair in (share.calls, share.nbytes, share.verified)
+        )
+
+
+# Who brings the records that are looked at, and of which share; None: who was asked for them.
+_source: contextvars.ContextVar[tuple[str, Spent] | None] = contextvars.ContextVar("source", default=None)
 
 
 class Dht:
@@ -52,10 +90,11 @@ class Dht:
         daemon: Daemon,
     ) -> None:
         self.identity, self.membership, self.own = identity, membership, own
-        self.bootstrap, self._learn, self._daemon = bootstrap, learn, daemon
+        self.bootstrap, self._daemon = bootstrap, daemon
         self._key = f"shoal/{membership.run}"
-        self._held: dict[Peer, Record] = {}
-        self._check = functools.lru_cache(CHECKED)(self._checked)
+        self._aside = Aside("shoal directory")
+        self._records = Records(membership, lambda record: self._aside.tell(lambda: learn(record)), self._remove)
+        self._members, self._strangers = Spent(MEMBERS), Spent(STRANGERS)
         self._p2p: Any = None
         self._node: Any = None
         self._started = False
@@ -67,7 +106,8 @@ class Dht:
         self._started = True
         if self.bootstrap:
             await self._call_bootstrap()
-        await self._begin(self._bootstrap_ids())
+        self._aside.start()
+        await self._aside.run(self._begin(self._bootstrap_ids()))
 
     async def _begin(self, initial: list[str]) -> None:
         try:
@@ -89,41 +129,48 @@ class Dht:
             )
         except (OSError, EOFError, hivemind("p2p").P2PDaemonError) as error:
             raise ValueError(f"the distributed directory cannot start: {error}") from error
+        self._guard()
 
     async def close(self) -> None:
         if not self._started:
             return
         self._started = False
-        await self._leave()
-        await self._daemon.close()
-
-    async def _leave(self) -> None:
-        if self._node is not None and not self._daemon.ended:
-            with contextlib.suppress(OSError, hivemind("p2p").P2PDaemonError):  # it ends just now
-                async with asyncio.timeout(ANSWER_S):
-                    await self._node.shutdown()
         if self._p2p is not None:
-            await self._p2p.shutdown()
+            await self._aside.run(self._shut())
+        self._aside.close()
+        await self._daemon.close()
 
     async def _again(self) -> None:
         """Another daemon runs. hivemind's objects belong to the one before, so the table is entered anew, by way of those that were in
         it; what is known of others stays."""
-        if not self._started:
+        if not self._started or self._p2p is None:
             return
         contacts = tuple(dict.fromkeys((*self._contacts, *self.bootstrap)))
-        with contextlib.suppress(OSError, EOFError, hivemind("p2p").P2PDaemonError):  # its daemon is gone
-            async with asyncio.timeout(ANSWER_S):
-                await self._node.protocol.shutdown()
-        self._node.is_alive = False
+        await self._aside.run(self._give_up())
+        await asyncio.gather(*(self._daemon.connect(each, ANSWER_S) for each in contacts), return_exceptions=True)
+        await self._aside.run(self._begin(sorted({f"/p2p/{each.rpartition('/p2p/')[2]}" for each in contacts})))
+        await self.announce()
+
+    async def _shut(self) -> None:
+        if self._node is not None and not self._daemon.ended:
+            with contextlib.suppress(OSError, hivemind("p2p").P2PDaemonError):  # it ends just now
+                async with asyncio.timeout(ANSWER_S):
+                    await self._node.shutdown()
+        await self._p2p.shutdown()
+
+    async def _give_up(self) -> None:
+        """What belongs to a daemon that is gone."""
+        if self._node is not None:
+            with contextlib.suppress(OSError, EOFError, hivemind("p2p").P2PDaemonError):
+                async with asyncio.timeout(ANSWER_S):
+                    await self._node.protocol.shutdown()
+            self._node.is_alive = False
         for name in ("_read_task", "_write_task"):  # they have failed with their daemon, and nobody asks them why
             task = getattr(self._p2p._client.control, name, None)
             if task is not None:
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
         with contextlib.suppress(OSError, EOFError):
             await self._p2p.shutdown()
-        await asyncio.gather(*(self._daemon.connect(each, ANSWER_S) for each in contacts), return_exceptions=True)
-        await self._begin(sorted({f"/p2p/{each.rpartition('/p2p/')[2]}" for each in contacts}))
-        await self.announce()
 
     async def _note_contacts(self) -> None:
         """For the day on which the daemon ends."""
@@ -142,25 +189,32 @@ class Dht:
         if own.addresses:
             await self._refresh()
             own = msgspec.structs.replace(own, addresses=self._daemon.addresses)
-        self.own = self._held[own.peer] = own
-        sealed = seal(self.identity, self.membership, own)
-        await self._ask(lambda: self._node.store(self._key, sealed, own.expires_s, subkey=own.peer))
-        await self._ask(self._note_contacts)
+        self.own = own
+        await self._aside.run(self._store(own, seal(self.identity, self.membership, own)))
 
     async def peers(self) -> list[Record]:
         """What the look-up brings passes `_accept`."""
-        if not self._acquainted and self.bootstrap:
-            await self._ask(self._meet_bootstrap)
+        if self.bootstrap and not await self._aside.run(self._is_acquainted()):
+            await asyncio.gather(
+                *(self._daemon.connect(address, ANSWER_S) for address in self.bootstrap), return_exceptions=True
+            )
+            await self._aside.run(self._ask(self._meet_bootstrap))
+        return await self._aside.run(self._look_up())
+
+    # ---------------------------------------------------------------------------------------------- in the thread aside
+
+    async def _store(self, own: Record, sealed: bytes) -> None:
+        self._records.own(own, sealed)
+        await self._ask(lambda: self._node.store(self._key, sealed, own.expires_s, subkey=own.peer))
+        await self._ask(self._note_contacts)
+
+    async def _look_up(self) -> list[Record]:
         await self._ask(lambda: self._node.get(self._key, latest=True))
-        now = time.time()
-        revoked = self.membership.revoked
-        self._held = {peer: kept for peer, kept in self._held.items() if kept.expires_s > now and not revoked(peer)}
-        return list(self._held.values())
+        return self._records.fresh(time.time())
 
     # ------------------------------------------------------------------------------------------------------- private
 
-    @property
-    def _acquainted(self) -> bool:
+    async def _is_acquainted(self) -> bool:
         return bool(self._node.protocol.routing_table.uid_to_peer_id)
 
     def _bootstrap_ids(self) -> list[str]:
@@ -201,9 +255,6 @@ class Dht:
 
     async def _meet_bootstrap(self) -> None:
         """All contacts are gone (a cable was pulled): begin again."""
-        await asyncio.gather(
-            *(self._daemon.connect(address, ANSWER_S) for address in self.bootstrap), return_exceptions=True
-        )
         for address in self.bootstrap:
             await self._node.protocol.call_ping(hivemind("p2p").PeerID(parsed_address(address)[0]))
 
@@ -220,35 +271,73 @@ class Dht:
         except (OSError, EOFError, hivemind("p2p").P2PDaemonError) as error:
             log.warning("the distributed directory does not answer: %s", error or type(error).__name__)
 
+    def _guard(self) -> None:
+        """Calls of others pass `_guarded` before hivemind parses them, and what is refused of an answer does not spoil the rest."""
+        calls = self._p2p._client.control.unary_handlers
+        for name, answer in list(calls.items()):
+            calls[name] = self._guarded(answer)
+        self._node.protocol._validate_dictionary = self._prune
+
+    def _guarded(self, answer: Callable[[bytes, Any], Awaitable[bytes]]) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        async def guarded(request: bytes, remote_id: Any) -> bytes:
+            now, (caller, spent) = time.monotonic(), self._caller(remote_id.to_bytes())
+            if not spent.calls.take(caller, now) or not spent.nbytes.take(caller, now, len(request)):
+                raise ConnectionError("too many calls")
+            _source.set((caller, spent))
+            return await answer(request, remote_id)
+
+        return guarded
+
+    def _caller(self, peer_id: bytes) -> tuple[str, Spent]:
+        try:
+            key = key_id(public_key(peer_id))
+        except ValueError:  # no key of ours: all of those are one stranger
+            return "", self._strangers
+        return key, self._members if self._records.holds(key) else self._strangers
+
+    def _prune(self, key: bytes, dictionary: Any) -> bool:
+        """Instead of hivemind's own check, which refuses all for one."""
+        with dictionary.freeze():
+            wrong = [
+                subkey
+                for subkey, (value, expires_s) in dictionary.items()
+                if not self._accept(key, self._node.protocol.serializer.dumps(subkey), value, expires_s)
+            ]
+        for subkey in wrong:
+            del dictionary[subkey]
+        return True
+
+    def _remove(self, peer: Peer) -> None:
+        """Its record has made room for another's."""
+        if self._node is None:
+            return
+        stored = self._node.protocol.storage.get(hivemind("dht.routing").DHTID.generate(self._key))
+        if stored is not None and not isinstance(stored.value, bytes):
+            del stored.value[peer]
+
     def _accept(self, key: bytes, subkey: bytes, value: bytes, expires_s: float) -> bool:
         """Is this a record that a member of the run made of itself? For every one that is stored here or looked up."""
         if key != hivemind("dht.routing").DHTID.generate(self._key).to_bytes() or len(value) > MAX_SEALED_BYTES + 8:
             return False
         try:
-            record = self._check(bytes(value), expires_s)
+            data = msgspec.msgpack.decode(value, type=bytes)
             peer = msgspec.msgpack.decode(subkey, type=str)
+            caller, spent = _source.get() or ("asked", self._members)
+            self._records.hear(data, caller, time.time(), (peer, expires_s), spent.verified)
         except (ValueError, msgspec.MsgspecError) as error:
             log.debug("a record is refused: %s", error)
             return False
-        now = time.time()
-        if peer != record.peer or record.expires_s > now + 10 * TTL_S:
-            return False
-        if self.membership.revoked(peer):
-            return True
-        held = self._held.get(peer)
-        if held is None and len(self._held) >= MAX_RECORDS:
-            return False
-        if record.expires_s > now and (held is None or record.expires_s > held.expires_s) and peer != self.own.peer:
-            self._held[peer] = record
-            self._learn(record)
-        return True
+        return not self._kept(peer, expires_s)
 
-    def _checked(self, value: bytes, expires_s: float) -> Record:
-        """ValueError says what is wrong. Signed and passed as of the time when it was made."""
-        record = opened(msgspec.msgpack.decode(value, type=bytes), self.membership, expires_s - TTL_S)
-        if record.expires_s != expires_s:
-            raise ValueError(f"{record.peer}: stored until another time than it says")
-        return record
+    def _kept(self, peer: Peer, expires_s: float) -> bool:
+        """It is brought again: hivemind's table remembers every time that something is stored, for as long as it is good."""
+        if _source.get() is None:
+            return False
+        stored = self._node.protocol.storage.get(hivemind("dht.routing").DHTID.generate(self._key))
+        if stored is None or isinstance(stored.value, bytes):
+            return False
+        one = stored.value.get(peer)
+        return one is not None and one.expiration_time >= expires_s
 
 
 def _validator(accept: Callable[[bytes, bytes, bytes, float], bool]) -> Any:

@@ -20,6 +20,7 @@ import msgspec
 from shoal.core.messages import Peer
 from shoal.transport import streams
 from shoal.transport.base import Limits
+from shoal.transport.budget import Warnings
 from shoal.transport.daemon import Daemon, check_length, framed, multiaddr, parsed, parsed_address, protobuf, public_key
 from shoal.transport.engine import QUANTUM_BYTES, Engine, Link, Steps, Want
 from shoal.transport.identity import key_id, key_id_of
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_NAME = "/shoal/stream/2"
 MAX_WAYS = 16
+PEERS = 4096  # whose ways are remembered; of those heard of longest ago they are forgotten
 SOCKET_BYTES = 1 << 20  # of one unix socket's buffer, as far as the system allows
 _ACK = memoryview(b"\6")
 
@@ -73,6 +75,7 @@ class Libp2p:
         self.daemon = daemon
         self._ways: dict[Peer, Way] = {}
         self._started = False
+        self._warnings = Warnings(log)
 
     async def start(self) -> tuple[socket.socket, ...]:
         await self.daemon.start()
@@ -145,11 +148,14 @@ class Libp2p:
                 if key_id(public_key(peer_id)) != key:
                     raise ValueError(f"'{each}' leads to another peer")
             except ValueError as error:
-                log.warning("an address of %s is of no use: %s", peer, error)
+                self._warnings.warn("useless addresses", f"an address of {peer} is of no use: {error}")
                 continue
             ids.setdefault(peer_id, []).extend([way] if way else [])
         for peer_id, ways in ids.items():  # at most one: the key is the id
+            self._ways.pop(peer, None)
             self._ways[peer] = _way(peer_id, ways)
+            if len(self._ways) > PEERS:
+                self._ways.pop(next(iter(self._ways)), None)
         way = self._ways.get(peer)
         return way if way != before else None
 

@@ -14,6 +14,7 @@ import socket
 
 from shoal.core.messages import Peer
 from shoal.transport.base import Limits
+from shoal.transport.budget import Warnings
 from shoal.transport.engine import Channel, Link, Steps, Want
 from shoal.transport.identity import Identity, certificate_key_id, client_context, key_id_of, server_context
 from shoal.transport.invite import Membership
@@ -22,6 +23,9 @@ from shoal.transport.streams import Opening, StreamTransport
 log = logging.getLogger(__name__)
 
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
+ADDRESSES = (
+    4096  # remembered; that of the peer that was heard of longest ago makes room: those that live are heard of again
+)
 UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 Address = tuple[str, int]
@@ -58,6 +62,7 @@ class Tls:
         self._answering = server_context(identity)
         self._addresses: dict[Peer, Address] = {}
         self._bound: Address | None = None
+        self._warnings = Warnings(log)
 
     async def start(self) -> tuple[socket.socket, ...]:
         host, port = self._asked
@@ -127,10 +132,13 @@ class Tls:
             ipaddress.ip_address(host)
             key_id_of(peer)
         except ValueError as error:
-            log.warning("the address of %s is of no use: %s", peer, error)
+            self._warnings.warn("useless addresses", f"the address of {peer} is of no use: {error}")
             return
         if 0 < port < 2**16:
+            self._addresses.pop(peer, None)
             self._addresses[peer] = (host, port)
+            if len(self._addresses) > ADDRESSES:
+                self._addresses.pop(next(iter(self._addresses)), None)
 
 
 async def resolved(host: str, port: int) -> tuple[int, Address]:

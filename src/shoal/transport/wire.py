@@ -23,12 +23,26 @@ import msgspec
 import numpy as np
 
 from shoal import codec
-from shoal.core.messages import BULK, RANKS, Message, rank
+from shoal.core.messages import BULK, MAX_LIST_BYTES, RANKS, Message, Ping, Pong, rank
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
 PREFIX_BYTES = 4
 FRAGMENT_BYTES = 256 << 10  # 10 ms on a line of 200 Mbit/s
 MAX_DIMENSIONS = 8
+MEASURING_BYTES = 64 << 20  # of a blob that is a load and nothing else
+PEEK_BYTES = 64  # of a head: they hold the name of the message, hence tell how large it may be
+ORDINARY_BYTES = 64 << 10  # a head of any message that is not named below: the longest holds a text of 2,000 characters
+LARGE = {
+    # Those that hold a View, a Round or every stage's record of a checkpoint: base.MAX_CONTROL_BYTES says for how many.
+    **dict.fromkeys(("Propose", "Standing", "Override", "Round", "Saved", "AskPublish"), MAX_CONTROL_BYTES),
+    "Lead": 1 << 20,  # votes and a proof: 2,000 signatures under the longest names take 462 kB
+    "Waits": 512 << 10,  # 2,048 names
+    "Passes": MAX_LIST_BYTES + ORDINARY_BYTES,
+    "Pulse": 512 << 10,  # 35,000 bookings with their losses, 15 bytes each, of one replica
+    "Books": 1 << 20,  # 200,000 indices
+    "Offer": 1 << 20,  # 14,000 chunks of a state
+    "Measure": 256 << 10,  # 1,024 names
+}
 _prefix = struct.Struct(">I")
 _fragment = struct.Struct(">BI")
 FRAGMENT_HEAD_BYTES = _fragment.size
@@ -82,8 +96,9 @@ def encode(message: Message, blobs: tuple[Blob, ...], limits: Limits) -> Frame:
         for blob, view in zip(blobs, views, strict=True)
     )
     head = _encoder.encode(Head(message, heads))
-    if len(head) > MAX_CONTROL_BYTES:
-        raise ValueError(f"{type(message).__name__} takes {len(head)} bytes; a message may have {MAX_CONTROL_BYTES}")
+    most = most_bytes(type(message).__name__, bool(blobs))
+    if len(head) > most:
+        raise ValueError(f"{type(message).__name__} takes {len(head)} bytes; it may have {most}")
     _check(message, heads, limits)
     parts = (memoryview(_prefix.pack(len(head)) + head), *views)
     return Frame(parts, sum(part.nbytes for part in parts), bool(blobs), rank(message))
@@ -112,6 +127,7 @@ class Arriving:
         self._view = memoryview(bytearray(PREFIX_BYTES))
         self._at = 0
         self._prefixed = False
+        self._length = 0  # of the head
         self._head: Head | None = None
         self._memory: tuple[memoryview, ...] = ()
         self._blob = 0
@@ -137,7 +153,14 @@ class Arriving:
         self._at = 0
         if not self._prefixed:
             self._prefixed = True
-            self._view = memoryview(bytearray(head_bytes(self._view)))
+            self._length = head_bytes(self._view)
+            self._view = memoryview(bytearray(min(self._length, PEEK_BYTES)))
+        elif self._view.nbytes < self._length and self._head is None:
+            check_kind(self._view, self._length, self._bulk)
+            whole = bytearray(self._length)
+            self._at = self._view.nbytes
+            whole[: self._at] = self._view
+            self._view = memoryview(whole)
         elif self._head is None:
             self._head = decode_head(self._view, self._limits)
             if self._head.blobs and not self._bulk:
@@ -158,6 +181,32 @@ def head_bytes(prefix: bytes | bytearray | memoryview) -> int:
     if not 0 < length <= MAX_CONTROL_BYTES:
         raise Malformed(f"a message head of {length} bytes; allowed are 1 to {MAX_CONTROL_BYTES}")
     return int(length)
+
+
+def most_bytes(kind: str, bulk: bool) -> int:
+    """Of a head. What travels among bulk says little beside its blobs."""
+    return ORDINARY_BYTES if bulk else LARGE.get(kind, ORDINARY_BYTES)
+
+
+def check_kind(start: bytes | bytearray | memoryview, length: int, bulk: bool) -> None:
+    """Malformed when a head that begins like this may not be so long; nothing of it has been decoded."""
+    if length <= ORDINARY_BYTES:
+        return
+    kind = _kind(bytes(start[:PEEK_BYTES]))
+    if length > most_bytes(kind, bulk):
+        raise Malformed(f"a {kind or 'message'} of {length} bytes; allowed are {most_bytes(kind, bulk)}")
+
+
+def _kind(start: bytes) -> str:
+    """The tag of the message in a head, as msgpack has it: an array, in it an array, in it a text. '': it is none."""
+    if len(start) < 3 or start[0] & 0xF0 != 0x90:
+        return ""
+    at = {0xDC: 4, 0xDD: 6}.get(start[1], 2)
+    if at == 2 and start[1] & 0xF0 != 0x90:
+        return ""
+    if at < len(start) and start[at] & 0xE0 == 0xA0:
+        return start[at + 1 : at + 1 + (start[at] & 0x1F)].decode("ascii", "replace")
+    return ""
 
 
 def decode_head(data: bytes | bytearray | memoryview, limits: Limits) -> Head:
@@ -186,6 +235,7 @@ def decode(data: bytes | bytearray | memoryview, limits: Limits) -> tuple[Messag
     at = PREFIX_BYTES + head_bytes(view[:PREFIX_BYTES])
     if view.nbytes < at:
         raise Malformed("a message shorter than its head")
+    check_kind(view[PREFIX_BYTES:at], at - PREFIX_BYTES, bulk=False)
     head = decode_head(view[PREFIX_BYTES:at], limits)
     if view.nbytes != at + sum(blob.nbytes for blob in head.blobs):
         raise Malformed("a message whose blobs have other sizes than its head says")
@@ -210,8 +260,9 @@ def _check(message: Message, heads: tuple[BlobHead, ...], limits: Limits) -> Non
     for head in heads:
         if head.dtype not in DTYPES:
             raise Malformed(f"{kind} with a blob of type '{head.dtype}'; known are {', '.join(DTYPES)}")
-        if head.nbytes > limits.blob_bytes:
-            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes; allowed are {limits.blob_bytes}")
+        most = min(limits.blob_bytes, MEASURING_BYTES) if isinstance(message, Ping | Pong) else limits.blob_bytes
+        if head.nbytes > most:
+            raise Malformed(f"{kind} with a blob of {head.nbytes} bytes; allowed are {most}")
         whole = math.prod(head.shape) * DTYPES[head.dtype]  # what it takes once decoded
         if whole > limits.blob_bytes:
             raise Malformed(f"{kind} with a blob of {whole} bytes when decoded; allowed are {limits.blob_bytes}")

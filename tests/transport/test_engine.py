@@ -1,0 +1,113 @@
+"""Nothing that a peer or the system brings about ends a thread on which every other connection lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.transport.engine import Engine, Link, Want
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine("test", yields=True)
+    yield made
+    made.stop()
+
+
+def alive(engine: Engine) -> bool:
+    answered = threading.Event()
+    engine.post(answered.set)
+    return answered.wait(60)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), ValueError("x"), KeyError("x"), RuntimeError("x")]
+)
+def test_a_posted_call_that_fails_is_told_and_the_thread_goes_on(
+    engine: Engine, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.start()
+    with caplog.at_level(logging.ERROR):
+        engine.post(lambda: fail(error))
+        assert alive(engine)
+    assert "a posted call failed" in caplog.text
+
+
+def test_a_socket_that_the_system_has_closed_fails_its_own_link_only(engine: Engine) -> None:
+    engine.start()
+    failed = threading.Event()
+
+    def waits(link: Link) -> Any:
+        link.sock.close()  # the selector knows no such socket now
+        yield Want.READ
+
+    link = Link(socket.socket(), lambda error: failed.set())
+    link.steps = waits(link)
+    engine.post(lambda: engine.adopt(link))
+    assert failed.wait(60) and link.closed and alive(engine)
+
+
+def test_an_owner_that_fails_when_it_is_told_of_a_failure_does_not_end_the_thread(engine: Engine) -> None:
+    engine.start()
+
+    def breaks() -> Any:
+        yield Want.AGAIN
+        raise ConnectionError("gone")
+
+    link = Link(socket.socket(), lambda error: fail(RuntimeError("an owner's mistake")))
+    link.steps = breaks()
+    engine.post(lambda: engine.adopt(link))
+    assert alive(engine) and alive(engine)
+
+
+def test_a_fault_of_the_loop_itself_does_not_end_the_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = iter([OSError(9, "Bad file descriptor"), RuntimeError("x")])
+    plain = engine._expire
+
+    def expire() -> None:
+        for error in faults:
+            raise error
+        plain()
+
+    monkeypatch.setattr(engine, "_expire", expire)
+    engine.start()
+    assert alive(engine) and alive(engine) and alive(engine)
+    assert next(faults, None) is None
+
+
+def test_a_system_that_does_not_let_threads_rank_lower_is_put_up_with(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "setpriority", lambda *_: fail(PermissionError("not allowed")))
+    engine.start()
+    assert alive(engine)
+
+
+def test_a_link_is_resumed_at_its_time_though_nothing_happens(engine: Engine) -> None:
+    async def story() -> None:
+        loop, resumed = asyncio.get_running_loop(), asyncio.Event()
+        link = Link(socket.socket(), lambda error: None)
+
+        def waits() -> Any:
+            link.resume_at = 0.0
+            yield Want.WOKEN
+            loop.call_soon_threadsafe(resumed.set)
+
+        link.steps = waits()
+        engine.start()
+        engine.post(lambda: engine.adopt(link))
+        await asyncio.wait_for(resumed.wait(), 60)
+
+    asyncio.run(story())
