@@ -696,7 +696,7 @@ def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
         leader.wait(0.5, alive=tuple("bcdef"))
         for index in (1, 2):
             if "d" in members(leader):
-                leader.hear(owner(leader, index), Booker(0, 0, index, 1, at="d"))
+                leader.hear(owner(leader, index), Booker(0, 0, index, 1, at="d", slow=1))
     assert members(leader) == "abcef" and "d keeps 2 owners waiting" in leader.reasons
 
 

@@ -8,11 +8,11 @@ import pytest
 from shoal.core.conduct import Conduct
 from shoal.core.messages import Member, Pulse, Reduced, Round, Settings, Share, View, Waits
 from shoal.core.progress import (
-    BUILD_HOLDS,
     HEAR_BEATS,
     HOLDS,
     LAST_BEATS,
     LEAST_BEATS,
+    LOAD_HOLDS,
     ROUNDS,
     STEPS,
     VIEW_SILENCES,
@@ -131,7 +131,7 @@ def test_a_joiner_that_goes_on_downloading_stays_for_however_long_it_takes() -> 
 def test_a_joiner_whose_download_does_not_grow_is_evicted() -> None:
     watched = Watched()
     watched.pulse("j", ready=False, loaded=2)
-    assert watched.wait(2 * HOLDS * HOLD_S, "j", ready=False, loaded=2) == {}
+    assert watched.wait(LOAD_HOLDS * HOLD_S, "j", ready=False, loaded=2) == {}
     assert "has not got on with the state of stage 0" in watched.wait(1.0, "j", ready=False, loaded=2)["j"]
 
 
@@ -143,7 +143,7 @@ def test_a_joiner_that_has_its_state_may_wait_for_the_others() -> None:
 def test_a_state_that_is_built_shows_nothing_until_it_stands(view: View) -> None:
     watched = Watched(view)
     watched.pulse("j", ready=False)
-    assert watched.wait(BUILD_HOLDS * HOLD_S, "j", ready=False) == {}
+    assert watched.wait(LOAD_HOLDS * HOLD_S, "j", ready=False) == {}
     assert "j" in watched.wait(1.0, "j", ready=False)
 
 

@@ -51,6 +51,8 @@ class Step:
         assert self.ask()
 
     def answer(self, owner: str, index: int = 1, stage: int = 1, **told: object) -> None:
+        """Late by its owner's own measure, unless it is said to be in time (`slow=0`)."""
+        told = {"slow": 1} | told
         self.stalls.on_answer(owner, msgspec.structs.replace(Booker(0, 3, index, stage), **told), self.now)
 
     def judge(self, after_s: float = 0.0) -> tuple[list[str], dict[int, str]]:
@@ -399,3 +401,22 @@ def test_an_owner_that_is_gone_has_no_case() -> None:
     step.hang()
     step.stalls.on_view(msgspec.structs.replace(VIEW, owners=(0, 2, 2, 3)))
     assert step.judge(ANSWER_S + 0.1) == ([], {})
+
+
+def test_a_server_that_its_owner_does_not_find_late_is_left_in_peace() -> None:
+    """Tensors of half a gigabyte over a slow line take minutes, by right."""
+    step = Step()
+    step.hang()
+    step.answer("b", at="d", slow=0)
+    assert step.judge(100 * LONG_S) == ([], {})
+
+
+def test_books_that_have_grown_slowly_are_waited_for_in_proportion() -> None:
+    step = Step(open_=((1, 1), (2, 1)))
+    step.now += 10 * LONG_S
+    step.book("c", 2)
+    assert step.ask() == []
+    step.now += 2 * LONG_S
+    assert step.ask() == [], "the one before took ten times as long"
+    step.now += 30 * LONG_S
+    assert step.ask()

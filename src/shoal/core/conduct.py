@@ -17,6 +17,7 @@ from shoal.core.names import invite_of, key_of
 COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
 ACCUSERS = 2  # that are independent, where there can be so many
 ALONE = 3  # peers that one accuses and no other does
+AGE = 64  # steps
 FEW = 2  # peers that one may accuse in any case; more only if they are less than a third
 DIFFERS = 3  # times that a replica's values differ before it is evicted
 KEPT = 256  # keys that a view remembers
@@ -31,6 +32,7 @@ class Conduct:
 
     def __init__(self) -> None:
         self._accused: dict[Peer, dict[Peer, list[str]]] = {}
+        self._steps = 0
         self._accuses: dict[str, set[str]] = {}  # whom each has accused, by key
         self._convicted: dict[str, set[str]] = {}  # by one accuser alone: its key, their keys
         self._differed: Counter[str] = Counter()  # of keys
@@ -46,8 +48,11 @@ class Conduct:
         }
 
     def step(self) -> None:
-        """A step is committed: what was said in it is over."""
+        """A step is committed: what was said in it is over. That one has accused many is so after AGE steps."""
         self._accused.clear()
+        self._steps += 1
+        if self._steps % AGE == 0:
+            self._accuses.clear()
 
     def accuse(self, accuser: Peer, accused: Peer, reason: str, witnesses: int) -> Verdict | None:
         """Whom to evict now and why, if anybody. `witnesses`: how many others could see it."""

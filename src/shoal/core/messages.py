@@ -615,7 +615,7 @@ class WhoBooked(Wire, frozen=True):
 
 
 class Booker(Wire, frozen=True):
-    """`peer` is empty while none has answered; then `at` is who I wait for, after so many others (`slow`) did not answer."""
+    """`peer` is empty while none has answered; then `at` is who I wait for. `slow`: how many were late with this hop, that one too."""
 
     epoch: Count
     step: Count

@@ -181,11 +181,16 @@ class Microbatch(msgspec.Struct, eq=False):
         return self.x[stage] if last == 0 else (*self.x[stage], *(self.x[0] if stage == last else self.g[stage]))
 
     @property
+    def withheld(self) -> Peer:
+        """Who has not given what it holds, again and again; '' if nobody."""
+        worst = max(self.lost, key=lambda peer: self.lost[peer], default="")
+        return worst if worst and self.lost[worst] >= LOST else ""
+
+    @property
     def waits_for(self) -> Peer:
         """Who is in the way: whoever has not given what it holds twice, else who was asked last; '' while nobody is."""
-        worst = max(self.lost, key=lambda peer: self.lost[peer], default="")
-        if worst and self.lost[worst] >= LOST:
-            return worst
+        if self.withheld:
+            return self.withheld
         return self.hop.peer if self.hop is not None and self.hop.kind is not Kind.FETCH else ""
 
     def made(self, hop: Hop, gradient: bool, blob: str) -> None:

@@ -70,6 +70,7 @@ def decide(
         epoch=newest.epoch + AHEAD,
         account=account,
         saved=saved,
+        evicted=newest.evicted,
         reason=f"the operator has given up {len(seats) - len(here)} of {len(seats)} peers: {len(here)} go on from step "
         f"{newest.step} back at the state of step {saved}",
     )

@@ -16,8 +16,12 @@ from shoal.core.messages import Member, Peer, Pulse, Reduced, Round, Settings, V
 
 VIEW_SILENCES = 3.0  # for a peer that beats to take a view that it is sent with every pulse
 LEAST_BEATS = 120.0  # no state is waited for less,
-HOLDS = 2.0  # of hold_s: for a joiner that downloads to get on; also the least for a member to hold the step
-BUILD_HOLDS = 20.0  # of hold_s: for a state that is built from the seed or a checkpoint, of which nothing is heard until it stands
+HOLDS = (
+    2.0  # of hold_s: the least for a member to hold the step, and for a stage's only replica to get done with a round
+)
+LOAD_HOLDS = (
+    20.0  # of hold_s: for a joiner's next chunk, six of 16 MiB on a line of 1 Mbit/s, or for a state to be built
+)
 STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
 LAST_BEATS = 24.0  # for the last of a round to get done when all others are,
 ROUNDS = 4.0  # or so many times what it took them
@@ -81,7 +85,7 @@ class Progress:
                     found[member.peer] = why
         for member in view.joining:
             if member.peer in self._seen:
-                why = self._behind(member.peer, view, now) or self._unloaded(member, view, now)
+                why = self._behind(member.peer, view, now) or self._unloaded(member, now)
                 if why:
                     found[member.peer] = why
         return found
@@ -105,15 +109,12 @@ class Progress:
         waited_s = now - max(seen.current_at, seen.state_at)
         return f"has not been ready for step {view.step} for {waited_s:.0f} s" if waited_s > most_s else ""
 
-    def _unloaded(self, member: Member, view: View, now: float) -> str:
+    def _unloaded(self, member: Member, now: float) -> str:
         """A joiner whose state does not grow. One that is ready waits for the others, who see whether it is."""
         seen = self._seen[member.peer]
         if seen.state[3] or not self._settings.hold_s:
             return ""
-        builds = view.step == self._settings.first_step or not view.started
-        most_s = max(
-            LEAST_BEATS * self._settings.beat_s, (BUILD_HOLDS if builds else 2 * HOLDS) * self._settings.hold_s
-        )
+        most_s = max(LEAST_BEATS * self._settings.beat_s, LOAD_HOLDS * self._settings.hold_s)
         waited_s = now - seen.state_at
         return (
             f"has not got on with the state of stage {member.stage} for {waited_s:.0f} s" if waited_s > most_s else ""

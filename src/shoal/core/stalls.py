@@ -21,10 +21,12 @@ from shoal.core.seat import owner_of
 QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long they may wait for one peer,
 FLOORS = 2.0  # or of hop_floor_s,
 HOPS = 8.0  # or so many microbatches of the slowest peer
+GAPS = 3.0  # or so many times the longest that this step or the one before has had,
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
 ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
 SLOW = 2  # servers that an owner has given up on with one hop: the owner may be at fault
-STRIKES = 3  # times that others had to take over from an owner
+STRIKES = 3  # times that others had to take over from an owner,
+AGE = 64  # in so many steps
 ASKED = 16  # microbatches that are asked after at a time
 
 
@@ -48,12 +50,18 @@ class Stalls:
         self._cases: dict[Index, Case] = {}
         self._owned_by: dict[Index, set[Peer]] = {}  # who has had it in this step
         self._accusers: dict[Peer, set[str]] = {}  # of a server, keys of the owners that wait for it in vain
+        self._gap_s = self._gap_before_s = 0.0  # the longest between two bookings of this step, and of the one before
+        self._steps = 0
         self._strikes: Counter[Peer] = Counter()
         self._here_from_the_start = False  # this peer has led since the step began
 
     def on_step(self, now: float, first: bool) -> None:
         """A step has begun; `first`: since this peer leads, which may have been in its middle."""
         self._booked, self._grew_at = -1, now
+        self._gap_s, self._gap_before_s = 0.0, self._gap_s
+        self._steps += 1
+        if self._steps % AGE == 0:
+            self._strikes.clear()
         self._cases.clear()
         self._owned_by.clear()
         self._accusers.clear()
@@ -83,9 +91,12 @@ class Stalls:
     def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
         """Questions, while nothing is booked."""
         if ledger.booked != self._booked or self._grew_at is None:
+            if self._grew_at is not None and self._booked >= 0:
+                self._gap_s = max(self._gap_s, now - self._grew_at)
             self._booked, self._grew_at = ledger.booked, now
             self._cases.clear()
-        wait_s = max(self._quiet_s, HOPS * slowest_s) * (1.0 if ledger.booked else FIRST)
+        usual_s = max(HOPS * slowest_s, GAPS * self._gap_s, GAPS * self._gap_before_s)
+        wait_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
         if now - self._grew_at < wait_s:
             return []
         commands: list[Command] = []
@@ -125,12 +136,14 @@ class Stalls:
                 moves[index] = f"{case.owner} waits for {what}, which {case.at} has booked and answered"
             elif answer.slow >= SLOW:
                 moves[index] = f"{case.owner} gets no answer for {what} from {answer.slow} peers"
-            elif case.at == case.owner and now - case.at_since > long_s:
+            elif case.at == case.owner and answer.slow and now - case.at_since > long_s:
                 moves[index] = f"{case.owner} gets nowhere with {what}"
             elif not case.at and now - case.at_since > long_s:
                 case.blameless = True  # no replica may be free
                 moves[index] = f"{case.owner} has asked nobody for {what}"
-            elif now - case.at_since > long_s:
+            elif (
+                answer.slow and now - case.at_since > long_s
+            ):  # its owner finds it late, too, by the times that it knows
                 accusers = self._accusers.setdefault(case.at, set())
                 accusers.add(key_of(case.owner))
                 others = len({key_of(member.peer) for member in view.members} - {key_of(case.at)})

@@ -186,9 +186,10 @@ class Trainer:
             return []
         m, told = self._owned.held.get(asked.index), Booker(asked.epoch, asked.step, asked.index, asked.stage)
         if m is not None:
-            told = replace(told, peer=m.booked[asked.stage], at=m.waits_for, slow=m.slow)
+            late = max(m.slow, 1) if m.withheld else m.slow
+            told = replace(told, peer=m.booked[asked.stage], at=m.waits_for, slow=late)
         elif asked.index in self._adoptions:
-            told = replace(told, at=next(iter(self._adoptions.missing), ""))
+            told = replace(told, at=next(iter(self._adoptions.missing), ""), slow=1)
         else:
             return []
         return [Send(peer, told)]
