@@ -224,6 +224,25 @@ def test_who_brings_no_good_record_is_told_nothing_and_costs_a_budget_of_signatu
     asyncio.run(asyncio.wait_for(run(), LONG_S))
 
 
+def test_a_revoked_caller_is_told_of_one_peer_that_will_tell_it_why(
+    ann: Someone, bob: Someone, authority: Authority
+) -> None:
+    async def run() -> None:
+        learnt: list[Record] = []
+        carl, stranger = Someone(authority), Someone(Authority.new())
+        async with serving(ann, learnt) as there:
+            assert await called(there, [carl.seal()])
+            ann.membership.take_list(authority.pass_list(1, (), (authority.revoked(bob.identity.key_id, 1.0),)))
+            told = await called(there, [bob.seal()])
+            (data,) = msgspec.msgpack.decode(told[4:], type=list[bytes])
+            assert unseal(data, bob.membership, time.time()).peer == ann.identity.name
+            forged = seal(stranger.identity, ann.membership, bob.record())
+            assert await called(there, [forged]) == b"", "who only says to be that peer"
+            assert [record.peer for record in learnt] == [carl.identity.name]
+
+    asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
 def test_a_member_is_told_everything_and_comes_to_be_known(ann: Someone, bob: Someone) -> None:
     async def run() -> None:
         learnt: list[Record] = []

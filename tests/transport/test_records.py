@@ -216,7 +216,7 @@ def test_a_revocation_counts_at_once_and_a_renewal_too_whatever_was_looked_at_be
     membership.take_list(RUN.pass_list(1, (), (RUN.revoked(invite.grant.id, NOW),)))
     for told in (data, next_one):
         assert "its invite" in refused(table, told)
-    assert table.fresh(NOW) == [] and gone == [member.name] and table.verified == 3
+    assert table.fresh(NOW) == [] and gone == [member.name] and table.verified == 4
     membership.take_list(RUN.pass_list(2, (), ()))
     table.hear(next_one, "s", NOW)
     assert member.name in table.held

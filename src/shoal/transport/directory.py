@@ -22,6 +22,7 @@ from shoal.transport.aside import Aside
 from shoal.transport.budget import Allowance, Budgets, place_of
 from shoal.transport.identity import Identity
 from shoal.transport.invite import Membership
+from shoal.transport.passes import NotWelcome
 from shoal.transport.records import (
     FROM_ALL,
     FROM_ONE,
@@ -245,11 +246,11 @@ class Gossip:
                 brought = _decoded(await _received(sock, size))[:TOLD]
                 good = await self._hear(brought, place)
                 self._forget_caller()
-                if not good or self._answered >= ANSWERED:
+                if good is None or self._answered >= ANSWERED:
                     return
                 self._answered += 1
                 try:
-                    await loop.sock_sendall(sock, self._all())
+                    await loop.sock_sendall(sock, self._all() if good else _framed([self._sealed]))
                 finally:
                     self._answered -= 1
         except (OSError, TimeoutError, ValueError):
@@ -273,16 +274,19 @@ class Gossip:
             self._answer = (self._answer[0], _framed([held.data for held in self._records.held.values()]))
         return self._answer[1]
 
-    async def _hear(self, told: list[bytes], source: str, budgets: Budgets | None = None) -> int:
-        """How many of them are believed. What is expired, of another run or forged is not passed on either."""
-        good = 0
+    async def _hear(self, told: list[bytes], source: str, budgets: Budgets | None = None) -> bool | None:
+        """Is any of them believed? What is expired, of another run or forged is not passed on either. None: not even one of a peer that was
+        revoked, which is told of me alone: it learns from my transport why it is refused."""
+        good: bool | None = None
         for number, data in enumerate(told):
             if number % EVERY == EVERY - 1:
                 await asyncio.sleep(0)
             before = len(self._records.held)
             try:
                 self._records.hear(data, source, time.time(), budgets=budgets)
-                good += 1
+                good = True
+            except NotWelcome:
+                good = good or False
             except ValueError:
                 continue
             if len(self._records.held) != before:

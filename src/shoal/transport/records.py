@@ -21,6 +21,7 @@ from shoal.core.names import invite_of
 from shoal.transport.budget import Allowance, Budget, Budgets
 from shoal.transport.identity import Identity, key_id, key_id_of, verify
 from shoal.transport.invite import Membership
+from shoal.transport.passes import NotWelcome
 
 TTL_S = 90.0  # several announcements may be lost before a living peer is forgotten
 MAX_SEALED_BYTES = 4096
@@ -147,7 +148,7 @@ class Records:
         """A record that `source` brings, believed. Its signatures count against the source's budget, among `budgets` if given.
 
         `label`: whose it is said to be, and until when; then it is checked as of the moment when it was made, not as of now.
-        ValueError says what is wrong, Busy that it was not looked at."""
+        ValueError says what is wrong, NotWelcome that its peer is revoked and else nothing is, Busy that it was not looked at."""
         if len(data) > MAX_SEALED_BYTES:
             raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
         digest = hashlib.sha256(data).digest()
@@ -156,15 +157,17 @@ class Records:
         if known is not None:
             if label not in (None, (known.peer, known.expires_s)):
                 raise ValueError(f"{known.peer}: the record is labelled as another")
-            _check_welcome(known.peer, self._membership)
         if known is None:
             reason = self._refused.get(digest)
             if reason is not None:
                 raise ValueError(reason)
             known = self._verified(data, now, label, lambda count: (budgets or self._sources).take(source, now, count))
             self._believed.put(digest, known)
+            _check_welcome(known.peer, self._membership)
             self._keep(known, data, now)
-        elif known.peer not in self.held and known.expires_s > now:  # it made room once; there may be some again
+            return known
+        _check_welcome(known.peer, self._membership)
+        if known.peer not in self.held and known.expires_s > now:  # it made room once; there may be some again
             self._keep(known, data, now)
         return known
 
@@ -190,7 +193,6 @@ class Records:
             raise ValueError(f"{record.peer}: the record is labelled as another")
         if record.expires_s > now + 10 * TTL_S:
             raise ValueError(f"{record.peer}: the record lasts too long")
-        _check_welcome(record.peer, self._membership)
         held = self.held.get(record.peer)
         if held is not None and held.record.expires_s >= record.expires_s:
             raise ValueError(f"{record.peer}: a newer record is held")
@@ -308,7 +310,7 @@ class Recent(Generic[T]):
 
 def _check_welcome(peer: Peer, membership: Membership) -> None:
     if (revoked := membership.revoked(peer)) is not None:
-        raise ValueError(f"{peer}: {revoked.words}")
+        raise NotWelcome(revoked)
 
 
 def _without_incarnation(peer: Peer) -> str:
