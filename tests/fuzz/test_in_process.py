@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +55,10 @@ async def attacked(swarm: Swarm, kinds: tuple[type[m.Message], ...]) -> tuple[li
         for to, message in outsider(swarm, kinds):
             if isinstance(message, m.Ping) and message.answer_bytes > MOST_BYTES // 64:
                 continue  # what a visitor may ask for; not here
-            stranger.send(to, message)
-            if isinstance(message, m.BULK):
-                stranger.send(to, message, (VALUES,))
+            with contextlib.suppress(ValueError):  # longer than its kind may be, which no receiver would read
+                stranger.send(to, message)
+                if isinstance(message, m.BULK):
+                    stranger.send(to, message, (VALUES,))
             sent += 1
             if sent % AT_ONCE == 0:
                 await asyncio.sleep(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 import msgspec
 
@@ -84,7 +85,8 @@ def checked(me: Peer, source: Peer, message: Message, holds: Holds) -> Message |
     """The message with those signatures that hold; None if it is worth nothing without."""
 
     def held(signed: tuple[Signed, ...], data: bytes) -> tuple[Signed, ...]:
-        return tuple({one.peer: one for one in signed if holds(one, data)}.values())
+        """Up to the first that does not hold: honest peers send none, and each costs a verification."""
+        return tuple({one.peer: one for one in takewhile(lambda one: holds(one, data), signed)}.values())
 
     match message:
         case Accept(by=Signed() as by):

@@ -634,7 +634,7 @@ class RoundFailed(Wire, frozen=True):
     step: Count
     round: Count
     reason: Text
-    culprit: str = ""
+    culprit: Nobody = ""
 
 
 # ------------------------------------------------------------------------------------------------- state, checkpoints

@@ -59,7 +59,7 @@ PAUSE_S = 0.01  # before the next are accepted, when more come than may
 # sends 50 messages of 120 bytes for a microbatch of three stages; a leader of 1,000 peers tells each a View of 200 kB now and then.
 PACE_MESSAGES = Allowance(per_s=4000.0, at_once=16_000.0)
 PACE_BYTES = Allowance(per_s=2 << 20, at_once=16 << 20)
-PACE_LARGE_BYTES = Allowance(per_s=256 << 10, at_once=4 << 20)
+PACE_LARGE_BYTES = Allowance(per_s=512 << 10, at_once=8 << 20)
 UNFINISHED_BLOBS = 4  # of the largest size, that may have come in part, from all: 16 replicas' chunks of 256 MiB
 PACES = 4096  # keys whose pace is remembered
 
