@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_taken(start: St
     assert "going on from step 4: its checkpoint is the newest that is whole" in output
     found = summary(tmp_path)
     assert_balanced(found, 8)
-    assert found["losses"] == whole["losses"]
+    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)  # in whatever order microbatches were added
     assert sorted(path.name for path in checkpoints.glob("step-*")) == [
         "step-4",
         "step-6",
