@@ -90,6 +90,7 @@ def a_snapshot(steps: int, elapsed_s: float = 1.0) -> Snapshot:
     )
 
 
+@pytest.mark.slow
 def test_status_costs_little_however_long_the_run_and_shows_the_same_curve(tmp_path: Path) -> None:
     written: list[int] = []
 

@@ -83,7 +83,7 @@ def unmoved(swarm: Swarm, message: m.Message) -> None:
         assert view is None or (view.epoch == 0 and view.number < 1000), f"view {view!r:.300} at {where}"
 
 
-@pytest.mark.parametrize("quarter", range(4))
+@pytest.mark.parametrize("quarter", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_an_outsider_neither_ends_nor_stops_nor_crashes_a_run(quarter: int, tmp_path: Path) -> None:
     swarm = Swarm(CONFIG, tmp_path)
     for _ in range(CONFIG.run.peers):

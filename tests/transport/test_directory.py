@@ -271,6 +271,7 @@ def test_callers_that_never_speak_lock_nobody_out(ann: Someone, bob: Someone, mo
     asyncio.run(asyncio.wait_for(run(), LONG_S))
 
 
+@pytest.mark.slow
 def test_forty_peers_behind_one_address_find_one_another_beside_silent_callers_from_there(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
