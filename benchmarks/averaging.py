@@ -1,13 +1,14 @@
 """Which data-parallel cost is right: peers served one after another (DT-FM's formula) or side by side (its own test bed)?
 
 Six replicas of one stage average on the real runtime over modelled links, and the seconds from the first part that is cut to the
-last sum that is gathered are set beside both formulas and beside what the planner plays (planner/step.py). t(d, e, c) is delay plus
+last sum that is gathered are set beside both formulas and beside what the planner plays (planner/prediction/step.py).
+t(d, e, c) is delay plus
 size over bandwidth of a pair, c the gradient, n the replicas:
 
     one after another   max over d of  sum over e of  2 t(d, e, c / n)        DT-FM, section 2
     side by side        max over d and e of           2 t(d, e, c / n)
 
-Where the own lines are unlike, the same is measured with even owners and with owners that follow the lines (core/averaging.py).
+Where the own lines are unlike, the same is measured with even owners and with owners that follow the lines (core/allreduce/layout.py).
 
     python benchmarks/averaging.py [--steps 6] [--only WORDS]
     python benchmarks/averaging.py --played    # the table of docs/design/2026-11-22-weighted-owners.md, by the planner alone
@@ -24,10 +25,12 @@ import numpy as np
 from predict import CONFIG, LINES, SHAPE, WORK, link, machine, play
 from report import report
 from shoal import trace
-from shoal.core.averaging import owned
+from shoal.core.allreduce.layout import owned
 from shoal.core.messages import Cut, Do, Done, Gather
-from shoal.planner import cluster, plan, step, strategy
-from shoal.planner.cost import transfer_s
+from shoal.planner.costs.communication import transfer_s
+from shoal.planner.inputs import cluster
+from shoal.planner.prediction import step
+from shoal.planner.strategy import plan, strategy
 
 PEERS = 6
 FAST = 100.0  # GFLOP/s: hops take next to nothing, so that everybody averages at once

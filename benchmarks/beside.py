@@ -27,7 +27,7 @@ import torch
 
 from report import report
 from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap.swapping import Swapping
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoint import Store
 from shoal.runtime.data import open_dataset

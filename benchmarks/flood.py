@@ -160,8 +160,8 @@ class Visitor:
     """Somebody with an invite who takes no part: a key, a pass, and the run's records."""
 
     def __init__(self, text: str) -> None:
-        from shoal.transport.identity import Identity
-        from shoal.transport.invite import read_invite
+        from shoal.transport.identity.identity import Identity
+        from shoal.transport.identity.invite import read_invite
 
         self.invite = read_invite(text, time.time())
         self.identity = Identity.new()
@@ -169,14 +169,14 @@ class Visitor:
         self.records: list[Any] = []
 
     def named(self, incarnation: str) -> Any:
-        from shoal.transport.identity import Identity
+        from shoal.transport.identity.identity import Identity
 
         identity = Identity(self.identity.key, incarnation)
         self.invite.membership(identity)  # where names say by which invite they came, this one does from here on
         return identity
 
     def gossip(self, port: int = 0, learn: Callable[[Any], None] = lambda record: None, identity: Any = None) -> Any:
-        from shoal.transport.directory import Gossip, Record
+        from shoal.transport.directory.directory import Gossip, Record
 
         identity = identity or self.identity
         own = Record(self.invite.run, identity.name, "127.0.0.1", port)
@@ -206,8 +206,8 @@ class Visitor:
 
     def knock(self, record: Any) -> float:
         """Seconds that a connection, a handshake and both hellos take; 60 when there was no answer."""
-        from shoal.transport.hello import encode_hello
-        from shoal.transport.identity import Identity, client_context
+        from shoal.transport.identity.identity import Identity, client_context
+        from shoal.transport.streams.hello import encode_hello
 
         identity = Identity.new()
         membership = self.invite.membership(identity)
@@ -229,9 +229,9 @@ class Visitor:
 
 def forged(run: str, count: int) -> list[bytes]:
     """Records of strangers: each well made and signed by its own key, under a pass that nobody of the run has signed."""
-    from shoal.transport.directory import Record, seal
-    from shoal.transport.identity import Identity
-    from shoal.transport.invite import Authority, Membership, read_invite
+    from shoal.transport.directory.directory import Record, seal
+    from shoal.transport.identity.identity import Identity
+    from shoal.transport.identity.invite import Authority, Membership, read_invite
 
     stolen = read_invite(Authority.new().invite((), time.time() + 3600), 0.0)
     found = []
@@ -307,7 +307,7 @@ class Flood:
 
     def table(self) -> Callable[[], None]:
         from shoal.transport.daemon import Daemon, hivemind, load, multiaddr, parsed_address
-        from shoal.transport.identity import Identity
+        from shoal.transport.identity.identity import Identity
 
         load()
         run = self.visitor.invite.run
@@ -354,7 +354,7 @@ class Flood:
     def names(self) -> Callable[[], None]:
         import msgspec
 
-        from shoal.transport.directory import Record, seal
+        from shoal.transport.directory.directory import Record, seal
 
         host, _, port = self.visitor.invite.addresses[0].rpartition(":")
         made = []
@@ -400,7 +400,7 @@ class Flood:
 
     def _by_transport(self, names: int, act: Callable[..., Any], every_s: float) -> Callable[[], None]:
         """Send to the victim as a visitor, under so many names of one key, each with a place of its own; and read nothing."""
-        from shoal.transport import inbox
+        from shoal.transport.streams import inbox
         from shoal.transport.tls import TlsTransport
 
         victim = self.visitor.victim()

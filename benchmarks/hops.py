@@ -41,7 +41,7 @@ import overhead
 from report import report
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.planner import plan
+from shoal.planner.strategy import plan
 
 LINKS = "100:50,200:10,200:50,200:100,500:50"
 HOPS = ("owner", "direct")

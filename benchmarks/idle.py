@@ -78,7 +78,7 @@ def peer_of(launcher: int) -> int | None:
                 command = (entry / "cmdline").read_bytes()
             except (OSError, ValueError):
                 continue  # it has ended meanwhile
-            if parent == launcher and b"shoal.cli.peer" in command:
+            if parent == launcher and b"shoal.launcher.peer" in command:
                 return int(entry.name)
     return None
 

@@ -21,8 +21,8 @@ from collections import defaultdict
 import msgspec
 
 from report import report
-from shoal.core import averaging
 from shoal.core import messages as m
+from shoal.core.allreduce import layout
 from shoal.sim import checkers
 from shoal.sim.lines import FP32, Line, Wire
 from shoal.sim.scenario import Case, Happenings, Messages, Scenario
@@ -100,11 +100,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
     asked = parser.parse_args()
     told: dict[str, dict[str, Told]] = {}
-    one_row = averaging.ONE_ROW
+    one_row = layout.ONE_ROW
     for replicas in map(int, asked.replicas.split(",")):
         ways = {"rows": one_row, "all with all": replicas} if replicas > one_row else {"all with all": replicas}
         for way, most in ways.items():
-            averaging.ONE_ROW = checkers.ALL_MEET = most
+            layout.ONE_ROW = checkers.ALL_MEET = most
             one = told.setdefault(str(replicas), {})[way] = played(replicas, asked.megabytes, asked.steps)
             print(
                 f"{replicas:3} replicas, {way:12}: {one.measured_s:6.2f} s, bound {one.bound_s:5.2f} s"

@@ -1,9 +1,9 @@
 """Plans against reality: predicted and measured seconds per step of runs planned for six machines on modelled links.
 
 Each shape is planned by the planner with its number of stages, and the plan is run by `shoal run --plan --cluster` on six real
-processes: real messages, agreement, averaging and rebalancing over TLS, modelled lines (transport/shaped.py), and
+processes: real messages, agreement, averaging and rebalancing over TLS, modelled lines (transport/emulated/shaped.py), and
 emulated compute that takes the seconds the plan predicts for each machine and stage. So what is compared is the planner's
-model of a step (planner/step.py) with the runtime; what a FLOP takes is not in question. Shapes run one after another.
+model of a step (planner/prediction/step.py) with the runtime; what a FLOP takes is not in question. Shapes run one after another.
 
     python benchmarks/predict.py [--shapes "far; lines"] [--steps 8]
 """
@@ -23,9 +23,10 @@ import numpy as np
 
 from report import report
 from shoal import config
-from shoal.planner import cluster, plan, strategy
-from shoal.planner.profile import Shape, Work
-from shoal.runtime.account import Step
+from shoal.planner.inputs import cluster
+from shoal.planner.inputs.profile import Shape, Work
+from shoal.planner.strategy import plan, strategy
+from shoal.runtime.records.account import Step
 
 CONFIG = """
 [run]

@@ -6,7 +6,7 @@ Two TLS transports with a line between them: a forwarder of 25 MB/s for all conn
 64 KiB at a time, and holds no more than that, as a router with a short queue. State travels in chunks of 16 MiB without a pause; twenty
 times a second a backward's answer with 4 KiB is sent, as bulk. Its time from `send` to the other node is what counts, beside
 that of the same message with ranks taken away (first come, first served, as before) and of a control message. `modelled` is the
-line of transport/shaped.py instead of the forwarder. The last line's value is the 99th percentile in ms with ranks through the
+line of transport/emulated/shaped.py instead of the forwarder. The last line's value is the 99th percentile in ms with ranks through the
 forwarder, its bound the 50 ms that are wanted.
 """
 
@@ -26,11 +26,12 @@ from typing import Any
 
 from report import report
 from shoal.core.messages import Cancelled, Chunk, Gradient
-from shoal.transport import shaped, wire
+from shoal.transport import wire
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, read_invite
-from shoal.transport.shaped import Link, Shaped
+from shoal.transport.emulated import shaped
+from shoal.transport.emulated.shaped import Link, Shaped
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.tls import TlsTransport
 
 LINE_Bps = 25e6

@@ -20,7 +20,8 @@ downloads as well). Who is there in the first ten minutes was placed at random, 
 lost its last replica waits here for the next peer; how often that happened is printed (a real run goes back to its checkpoint).
 
 Side by side: `none` (the n-th peer that comes serves stage n modulo stages), joiners placed at random, or on the stage that serves least,
-SWARM's rule (arXiv 2301.11913, section 3.2) with T = 300 s and 60 s and both placements, and ours: core/rebalance.py as core/coordinator.py
+SWARM's rule (arXiv 2301.11913, section 3.2) with T = 300 s and 60 s and both placements, and ours:
+core/leader/rebalance.py as core/leader/leader.py
 asks it, at the end of each step, and at once where a stage has nobody. SWARM's rule says nothing of equal queues; here it moves nobody
 between stages that differ by one peer, which would never end, and whoever moves in the middle of a step loses nothing, so it is a little
 better than as published.
@@ -46,9 +47,9 @@ from random import Random
 import msgspec
 
 from report import report
+from shoal.core.leader.rebalance import Fleet, Move, place, rebalance
 from shoal.core.messages import Member
-from shoal.core.rebalance import Fleet, Move, place, rebalance
-from shoal.sim.preemption import Change, read
+from shoal.sim.faults.preemption import Change, read
 
 TRACE = Path(__file__).parents[1] / "configs" / "traces" / "aws-g4dn-spot.csv"
 MOVE_S = 60.0  # a moving peer serves nobody for so long

@@ -44,9 +44,9 @@ from averaging import averagings, spans
 from overhead import LAB, environment
 from report import report
 from shoal import trace
-from shoal.cli import process, rundir
-from shoal.cli.moments import Traces
 from shoal.core.messages import Do, Gather, Round, Send
+from shoal.launcher import process, rundir
+from shoal.launcher.moments import Traces
 
 RUN = Path("runs/rounds")
 DELAY_MS = 50

@@ -1,6 +1,6 @@
 """DT-FM's five scenarios: predicted seconds per iteration of GPT3 on 64 devices, 8 stages of 8, laid out and run in four ways.
 
-scheduled   the placement that our search finds for the paper's cost (cost.py), with its matchings and its path
+scheduled   the placement that our search finds for the paper's cost (communication.py), with its matchings and its path
 random      uniform placements, devices of a pipeline in the order of the draw; the mean of 20
 neighbours  ranks in the order of the machines, as Megatron lays them out: a stage's replicas on neighbouring machines, stages in order
 Megatron    the same layout run as Megatron runs it: one forward, one backward; a transfer holds both of its ends up until it is
@@ -22,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from report import report
-from shoal.planner import anneal, cost
-from shoal.planner.cluster import network, read_matrices
-from shoal.planner.cost import GPT3_XL, Floats, Ints, Model
+from shoal.planner.costs import communication
+from shoal.planner.costs.communication import GPT3_XL, Floats, Ints, Model
+from shoal.planner.inputs.cluster import network, read_matrices
+from shoal.planner.search import anneal
 
 CASES = {  # scheduled against Megatron, as the paper states it: worldwide 3.8 to 4.8, the other four 1.2 to 2.5
     "datacenter": "1.2-2.5",
@@ -43,7 +44,7 @@ def pipelines(model: Model, groups: Ints) -> Ints:
     order = model.cost(groups).order
     columns = [groups[order[0]]]
     for stage in order[1:]:
-        match = cost.matched(model.hop[np.ix_(columns[-1], groups[stage])])[1]
+        match = communication.matched(model.hop[np.ix_(columns[-1], groups[stage])])[1]
         columns.append(groups[stage][list(match)])
     return np.array(columns).T
 
@@ -102,7 +103,7 @@ def iteration_s(lines: Ints, load: Load, net: Net) -> tuple[float, float]:
     """With averaging one peer after another, and side by side."""
     forward = max(flow_s(line, load.microbatches, load.forward_s, net) for line in lines)
     backward = max(flow_s(line[::-1], load.microbatches, load.backward_s, net) for line in lines)
-    each = 2 * cost.transfer_s(net.delay_s, net.bandwidth_Bps, load.gradient_bytes / len(lines))
+    each = 2 * communication.transfer_s(net.delay_s, net.bandwidth_Bps, load.gradient_bytes / len(lines))
     shares = [each[np.ix_(stage, stage)] for stage in lines.T]
     serial = max(float(share.sum(axis=1).max()) for share in shares)
     parallel = max(float(share.max()) for share in shares)

@@ -2,7 +2,7 @@
 64, 128 and 1000 devices are placed well enough, on one core.
 
 Each cluster comes from a seed: devices at random over the ten AWS regions that DT-FM measured, every link with a factor of its
-own (search.py). An evaluation is as many matchings as pricing one placement takes; ours also refuses up to 200 candidates for each by
+own (placements.py). An evaluation is as many matchings as pricing one placement takes; ours also refuses up to 200 candidates for each by
 a bound, which the published algorithm's own local search may be compared with: seconds of CPU stand beside, and the same with
 so small a budget that ours proposes no more candidates than the other evaluates.
 
@@ -21,7 +21,8 @@ import numpy as np
 
 from report import report
 from search import irregular, timed
-from shoal.planner import anneal, cost, dtfm, search
+from shoal.planner.costs import communication
+from shoal.planner.search import anneal, dtfm, placements
 
 SHAPES = (
     (4, 2),
@@ -50,11 +51,11 @@ QUICK = (  # stages, size, evaluations, seconds allowed
 SEEDS = 4  # of the search, wherever it is held against a longer one
 
 
-def ours(model: cost.Model, evaluations: int, seed: int = 0) -> search.Found:
+def ours(model: communication.Model, evaluations: int, seed: int = 0) -> placements.Found:
     return anneal.anneal(model, np.random.default_rng(seed), evaluations)
 
 
-def quick(model: cost.Model, evaluations: int, longer: int) -> dict[str, Any]:
+def quick(model: communication.Model, evaluations: int, longer: int) -> dict[str, Any]:
     """What so many evaluations find and take; how far above a search `longer` times as long that is, for each of some seeds."""
     runs = [timed(lambda seed=seed: ours(model, evaluations, seed)) for seed in range(SEEDS if longer else 1)]
     told: dict[str, Any] = {"evaluations": evaluations, "cpu_s": [round(took_s, 2) for _, took_s in runs]}

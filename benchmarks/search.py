@@ -14,23 +14,27 @@ from collections.abc import Callable
 import numpy as np
 
 from report import report
-from shoal.planner import anneal, cluster, cost, dtfm, greedy, search
+from shoal.planner.costs import communication
+from shoal.planner.inputs import cluster
+from shoal.planner.search import anneal, dtfm, greedy, placements
 
 SHAPES = ((8, 8, 5000), (8, 16, 5000), (10, 100, 1000))  # stages, devices per stage, evaluations
 SEED = 1
 
 
-def irregular(seed: int, stages: int, size: int) -> cost.Model:
+def irregular(seed: int, stages: int, size: int) -> communication.Model:
     rng = np.random.default_rng(seed)
     delay_s, bandwidth_Bps, _ = cluster.read_matrices(cluster.network("aws10"))
     at = rng.choice(10, size=stages * size, p=rng.dirichlet(np.ones(10)))
     noise = [np.exp(rng.normal(0, 0.25, (len(at), len(at)))) for _ in range(2)]
     noise = [np.sqrt(values * values.T) for values in noise]
     here = np.ix_(at, at)
-    return cost.Model(delay_s[here] * noise[0], bandwidth_Bps[here] * noise[1], stages, cost.PUBLISHED)
+    return communication.Model(
+        delay_s[here] * noise[0], bandwidth_Bps[here] * noise[1], stages, communication.PUBLISHED
+    )
 
 
-def timed(find: Callable[[], search.Found]) -> tuple[search.Found, float]:
+def timed(find: Callable[[], placements.Found]) -> tuple[placements.Found, float]:
     before = time.process_time()  # of this process: others on the machine do not count
     found = find()
     return found, time.process_time() - before
@@ -40,10 +44,10 @@ def main() -> None:
     gain, setting = 0.0, {}
     for stages, size, budget in SHAPES:
         model = irregular(SEED, stages, size)
-        searches: dict[str, Callable[[], search.Found]] = {
+        searches: dict[str, Callable[[], placements.Found]] = {
             "anneal": lambda m=model, b=budget: anneal.anneal(m, np.random.default_rng(SEED), b),
             "greedy": lambda m=model: greedy.greedy_search(m),
-            "random": lambda m=model, b=budget: search.random_search(m, np.random.default_rng(SEED), b),
+            "random": lambda m=model, b=budget: placements.random_search(m, np.random.default_rng(SEED), b),
         }
         if stages * size <= 64:
             searches["dtfm"] = lambda m=model, b=budget: dtfm.evolve(m, np.random.default_rng(SEED), b)

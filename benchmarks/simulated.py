@@ -2,7 +2,8 @@
 
     python benchmarks/simulated.py [--links 200:50,100:20] [--hops owner,direct] [--batch 48] [--steps 4] [--no-real] [a.b=c ...]
 
-The run is configs/lab.toml as benchmarks/hops.py plays it: six processes, real TLS behind modelled lines (transport/shaped.py), executors
+The run is configs/lab.toml as benchmarks/hops.py plays it: six processes, real TLS behind modelled lines
+(transport/emulated/shaped.py), executors
 that sleep, tensors of 8 MB; and the same in sim/, whose machines have the run's own settings, whose lines (sim/lines.py) are as wide and as
 long, and whose hops take what the executors sleep. Both are measured from the first commit to the last. The simulation is played with
 several seeds, since who is asked first is drawn; the real run once.

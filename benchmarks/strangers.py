@@ -3,8 +3,8 @@
     python benchmarks/strangers.py [--seconds 20] [--rate 400]        # a small run of its own, from beginning to end
     python benchmarks/strangers.py runs/NAME [--invite INVITE]        # a run that is being trained on this machine
 
-The attacker sends each message type with each field at each of its edges (sim/edges.py), and what once ended runs with one
-message (sim/strangers.py), to every peer in turn: as an outsider, who has a pass and is in no view, then as a joiner, who asked to
+The attacker sends each message type with each field at each of its edges (sim/faults/edges.py), and what once ended runs with one
+message (sim/faults/strangers.py), to every peer in turn: as an outsider, who has a pass and is in no view, then as a joiner, who asked to
 take part and beats, then as a member, a whole peer that trains and signs and sends all of this besides. What is sent is bounded in
 number, rate and time, and goes to peers of 127.0.0.1 only. Told of each phase: steps/s by commits.jsonl, peers that died, memory of
 the largest peer. The last line is one JSON object: steps/s while attacked; the bound is what they were before. The exit code is 1 if a
@@ -33,15 +33,15 @@ from report import report
 from shoal import build
 from shoal import config as configuration
 from shoal.build import operator
-from shoal.cli import rundir
 from shoal.core import messages as m
+from shoal.launcher import rundir
 from shoal.runtime.node import Node
-from shoal.sim import edges
-from shoal.sim.strangers import coups
+from shoal.sim.faults import edges
+from shoal.sim.faults.strangers import coups
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.directory import Directory
-from shoal.transport.invite import Authority, Invite, read_invite
-from shoal.transport.shaped import Reachable
+from shoal.transport.directory.directory import Directory
+from shoal.transport.emulated.shaped import Reachable
+from shoal.transport.identity.invite import Authority, Invite, read_invite
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS, STAGES = 4, 2

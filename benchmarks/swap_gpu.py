@@ -46,11 +46,12 @@ from torch import Tensor
 from report import report
 from shoal import units
 from shoal.config import Config, Data, Device, Model, Run, Train
-from shoal.executor import fit, memory
+from shoal.executor import fit
 from shoal.executor.probe import device_name, link_Bps, memory_bytes
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap import memory
+from shoal.executor.swap.swapping import Swapping
 from shoal.model import analysis, stages
-from shoal.planner.profile import Profile
+from shoal.planner.inputs.profile import Profile
 
 SHAPES = {  # of published models: Llama 2 7B, Qwen2.5 14B
     "7b": Model(hidden_size=4096, layers=32, heads=32, kv_heads=32, intermediate_size=11008, vocab_size=32000),

@@ -9,7 +9,8 @@ state takes (--times). On a CPU the copies are real and do not overlap with the 
 in a pass of its own and checked against the plan. The last line is one JSON object; its value is tokens/s layer by layer, its bound
 that of the resident executor.
 
-With --modelled TFLOPS:GB/s that executor passes the same microbatches over a device that takes time (executor/modelled.py): each group's
+With --modelled TFLOPS:GB/s that executor passes the same microbatches over a device that takes time
+(executor/swap/modelled.py): each group's
 operations as PyTorch counts them, at so many a second, and its bytes over a link of so many a second each way; 35.5:25 is an RTX 3090
 on PCIe 4 at half its peak. Then the value is the speed of that pass over the same device's when all is resident and recomputes, as a
 stage of a pipeline does; `of_plain` is over one that keeps all activations instead, which computes a quarter less, so 0.75 is
@@ -31,12 +32,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from report import report
 from shoal.config import Config, Data, Device, Model, Run, Train
-from shoal.executor import memory
 from shoal.executor.base import Executor, check_device
-from shoal.executor.link import NoStreams
-from shoal.executor.modelled import ModelledStreams, Seconds
 from shoal.executor.resident import Resident
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap import memory
+from shoal.executor.swap.link import NoStreams
+from shoal.executor.swap.modelled import ModelledStreams, Seconds
+from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages
 from shoal.model.cut import inputs
 

@@ -29,10 +29,10 @@ from report import report
 from shoal.core.messages import Leave, Output, Recall, Refused
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.daemon import Daemon
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.emulated.shaped import Link, Shaped
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.libp2p import Libp2pTransport
-from shoal.transport.shaped import Link, Shaped
 from shoal.transport.tls import TlsTransport
 
 MB = 1_000_000

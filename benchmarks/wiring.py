@@ -5,7 +5,8 @@
 
 The run of benchmarks/hops.py as benchmarks/simulated.py simulates it: six peers in three stages, tensors of 8 MB. Microbatches per second
 after the first step, of each seed; with peers that compute alike, and with peers whose speeds are drawn between 1 and 3. SWARM's rule is
-core's own with nothing in progress (core/choice.py), so that only virtual time is left. docs/design/2026-11-22-least-loaded.md says why.
+core's own with nothing in progress (core/trainer/choice.py), so that only virtual time is left.
+docs/design/2026-11-22-least-loaded.md says why.
 
 With --geographies: planned wiring with direct hops instead, in the planner's model. Peers of four regions, whose links are drawn,
 serve three or four stages; a step's seconds with each microbatch's replicas near one another, over those with all of them near its owner.
@@ -26,10 +27,10 @@ import hops
 import overhead
 from report import report
 from shoal import config as configuration
-from shoal.core import choice
-from shoal.planner.cluster import Cluster, Device
-from shoal.planner.step import Seats, predict
-from shoal.planner.wiring import matched, planned
+from shoal.core.trainer import choice
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.prediction.step import Seats, predict
+from shoal.planner.prediction.wiring import matched, planned
 from simulated import case, middle, simulated, words
 
 SPREAD = 3.0  # fastest over slowest

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.runtime.account import Step, surviving
+from shoal.runtime.records.account import Step, surviving
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "SHOAL_CHURN"  # in the environment of every process of ours, so that what outlives its run is found

@@ -1,6 +1,6 @@
 """All stages of a run in one process, with everything that travels between peers encoded as peers encode it.
 
-The executors and runtime/coding.py are the run's own; what a network, machines and hands add is left out. Told in which order a run
+The executors and runtime/tasks/coding.py are the run's own; what a network, machines and hands add is left out. Told in which order a run
 added (reference.as_recorded), it ends with that run's bits, codecs and all: tests/e2e/test_codecs.py. benchmarks/quality.py trains
 with it, and what it says of a codec therefore holds for runs. tests/reference.py is the other way round: no part of ours, no codecs.
 """
@@ -16,12 +16,12 @@ from tests.reference import Order
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.core.averaging import split
+from shoal.core.allreduce.layout import split
 from shoal.executor import create
 from shoal.executor.delayed import Delayed
-from shoal.runtime import coding
-from shoal.runtime.coding import Averaging, Held
 from shoal.runtime.data import Dataset
+from shoal.runtime.tasks import coding
+from shoal.runtime.tasks.coding import Averaging, Held
 
 
 class Trained(msgspec.Struct, frozen=True):

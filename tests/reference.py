@@ -25,8 +25,8 @@ from shoal.config import Config, local_batch, microbatches
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.model import stages
 from shoal.numerics.optimizer import learning_rate
-from shoal.runtime.account import Step
 from shoal.runtime.data import Dataset
+from shoal.runtime.records.account import Step
 
 Shares = tuple[
     tuple[int, ...], ...

@@ -1,4 +1,4 @@
-"""A group of replicas in one process that average: their core/rounds.py for real, the network and the time played.
+"""A group of replicas in one process that average: their core/allreduce/rounds.py for real, the network and the time played.
 
 Messages of one pair stay in order, those of different pairs and the tasks come as they are drawn; some may be lost. Who puts what where is
 for the hands: `Symbols` say whose microbatches were added in which order; tests/runtime/test_large_groups.py gives real tensors.
@@ -12,6 +12,7 @@ from itertools import count
 from random import Random
 from typing import Any, Protocol
 
+from shoal.core.allreduce.rounds import Rounds
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -37,8 +38,7 @@ from shoal.core.messages import (
     View,
     Waits,
 )
-from shoal.core.rounds import Rounds
-from shoal.core.seat import Seat
+from shoal.core.replica_state import Seat
 
 MOST = 60_000  # events of a round; more are a round that does not end
 

@@ -1,6 +1,6 @@
 """The composition root: one peer of a run, put together from its configuration, its identity and its part in the run.
 
-Everything is chosen here once (which transport, which directory, which machine) and handed on as values; for cli/peer.py and
+Everything is chosen here once (which transport, which directory, which machine) and handed on as values; for launcher/peer.py and
 cli/join.py, and for tests that run whole peers.
 """
 
@@ -28,22 +28,22 @@ from shoal.model import stages
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoint import Store, refuse_foreign
 from shoal.runtime.data import Dataset, open_dataset
-from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
-from shoal.runtime.record import Recorder
-from shoal.runtime.report import Listening
+from shoal.runtime.records.record import Recorder
+from shoal.runtime.records.report import Listening
 from shoal.runtime.signing import Signing
+from shoal.runtime.tasks.task_runner import Hands
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
-from shoal.transport.dht import Dht
-from shoal.transport.directory import Directory, Gossip, Record
-from shoal.transport.faulty import FAULTS, Faulty
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Invite, Membership
+from shoal.transport.directory.dht import Dht
+from shoal.transport.directory.directory import Directory, Gossip, Record
+from shoal.transport.emulated.faulty import FAULTS, Faulty
+from shoal.transport.emulated.shaped import Link, Pair, Reachable, Shaped
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
-from shoal.transport.shaped import Link, Pair, Reachable, Shaped
 from shoal.transport.tls import TlsTransport
 
 

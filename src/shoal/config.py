@@ -28,7 +28,7 @@ from shoal.core.messages import Settings
 
 # Of a piece's fp32 values, while a round runs: my own copy; the others' parts of my chunk, or the sums; parts of the next piece that
 # came early. My sums of this and the last piece are 1/n each, with parts and sums of n - 1 others: 3 together. In rows
-# (core/averaging.py) the last piece's are a row's chunk of it: 3.2 at most.
+# (core/allreduce/layout.py) the last piece's are a row's chunk of it: 3.2 at most.
 ROUND_COPIES = 3
 
 

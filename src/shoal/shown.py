@@ -2,7 +2,7 @@
 
 A reason, a title, a file's name or a device's name that another peer sent may hold control characters, and a terminal obeys them:
 it moves the cursor, renames its window, writes over what stood there. They are shown as escapes instead (`\\x1b`, `\\u202e`).
-Used where such text enters (runtime/record.py, cli/watch.py) and again where it is shown, so that no file is trusted either.
+Used where such text enters (runtime/records/record.py, launcher/watch.py) and again where it is shown, so that no file is trusted either.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ def escaped_json(data: bytes) -> bytes:
     if data.isascii() and b"\x7f" not in data:
         return data
     return _IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", data.decode()).encode()
+
+
+def describe(error: ValueError | OSError) -> str:
+    """The error as one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return escaped(f"{error.filename}: {error.strerror}")
+    return escaped(" ".join(str(error).split())) or type(error).__name__
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""When a line that passes one thing after another was and will be busy. For transport/shaped.py and the planner's model of it."""
+"""When a line that passes one thing after another was and will be busy. For transport/emulated/shaped.py and the planner's model of it."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 A trace is a file of JSON lines. A Header introduces each peer with all that its machine was made from; every Record after it is
 one call of that machine: the time handed in, the event, the commands that came back; a Carried says what it had sent by then.
 So a trace can be replayed: the same machines fed with the same events must give the same commands. A trace that has outgrown its
-room lacks its oldest lines (runtime/tape.py): each of its segments begins with the Header again, which says how many came before. A
+room lacks its oldest lines (runtime/records/tape.py): each of its segments begins with the Header again, which says how many came before. A
 process killed while writing leaves half a last line, which readers pass over. Writing without making anybody wait is
-runtime/record.py's business.
+runtime/records/record.py's business.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.cli.files import Files
 from shoal.cli.run import STATUS_BPS, Status
 from shoal.core.messages import Committed
 from shoal.dashboard.plot import THINNED, curve
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
-from shoal.runtime.account import Step
+from shoal.launcher.files import Files
+from shoal.runtime.records.account import Step
 from shoal.traffic import Traffic
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from shoal.cli import invite as invite_command
 from shoal.cli import join, revoke
-from shoal.cli.invites import Book, Issued, Office, invite_named
-from shoal.cli.launch import INVITE_VARIABLE, Spec, _environment
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, read_invite
-from shoal.transport.passes import MAX_GRANTS, PassList
+from shoal.launcher.invites import Book, Issued, Office, invite_named
+from shoal.launcher.launch import INVITE_VARIABLE, Spec, _environment
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, read_invite
+from shoal.transport.identity.passes import MAX_GRANTS, PassList
 
 DAY_S = 86400.0
 NOW = 1_800_000_000.0

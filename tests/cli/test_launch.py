@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import launch, rundir
-from shoal.cli.launch import Child
+from shoal.launcher import launch, rundir
+from shoal.launcher.launch import Child
 
 TALKER = """
 import sys

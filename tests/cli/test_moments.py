@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal import trace
-from shoal.cli.moments import MOMENTS, Traces
 from shoal.core.messages import Apply, Cut, Do, Note, Tick
+from shoal.launcher.moments import MOMENTS, Traces
 
 
 def a_line(*commands: Do | Note) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from shoal.cli.process import identify, lives, send
+from shoal.launcher.process import identify, lives, send
 
 ASLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

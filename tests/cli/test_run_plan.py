@@ -11,13 +11,13 @@ import pytest
 from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.cli import plan as plan_command
-from shoal.cli import planned
 from shoal.core.messages import Committed
-from shoal.planner import strategy
-from shoal.planner.plan import PeerPlan, Plan, Prediction, StagePlan
-from shoal.planner.plan import save as save_plan
-from shoal.planner.profile import profile
-from shoal.runtime.account import Step
+from shoal.launcher import planned
+from shoal.planner.inputs.profile import profile
+from shoal.planner.strategy import strategy
+from shoal.planner.strategy.plan import PeerPlan, Plan, Prediction, StagePlan
+from shoal.planner.strategy.plan import save as save_plan
+from shoal.runtime.records.account import Step
 
 EVEN = Plan(
     layers=6,

@@ -10,12 +10,12 @@ import pytest
 
 from shoal import config as configuration
 from shoal.cli import main as program
-from shoal.cli.process import Process
-from shoal.cli.rundir import Local, Locals, Seat
-from shoal.cli.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
 from shoal.config import Config
-from shoal.sim.preemption import Change, most, some
-from shoal.sim.preemption import read as read_trace
+from shoal.launcher.process import Process
+from shoal.launcher.rundir import Local, Locals, Seat
+from shoal.launcher.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
+from shoal.sim.faults.preemption import Change, most, some
+from shoal.sim.faults.preemption import read as read_trace
 
 TRACE = Path(__file__).parents[2] / "configs" / "traces" / "aws-g4dn-spot.csv"
 

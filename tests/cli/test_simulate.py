@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main as program
-from shoal.cli import process
+from shoal.launcher import process
 
 
 def line(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from shoal.cli import main as program
-from shoal.cli import rundir, standing
-from shoal.cli.process import identify
 from shoal.dashboard.terminal import Snapshot
-from shoal.planner import plan as plans
-from shoal.planner.plan import Plan, StagePlan
+from shoal.launcher import rundir, standing
+from shoal.launcher.process import identify
+from shoal.planner.strategy import plan as plans
+from shoal.planner.strategy.plan import Plan, StagePlan
 
 CLUSTER = """
 [link]

@@ -17,7 +17,7 @@ from shoal import config as configuration
 from shoal.cli import main, train
 from shoal.executor import fit
 from shoal.executor.delayed import Delayed
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages
 from shoal.runtime.data import open_dataset
 

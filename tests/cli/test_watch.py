@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Share, View
-from shoal.runtime.report import Agreed, Listening, Progress
+from shoal.launcher.watch import Resumed, Watch
+from shoal.runtime.records.report import Agreed, Listening, Progress
 from shoal.traffic import Kept, Traffic
 
 CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))

@@ -15,10 +15,10 @@ import pytest
 from tests.contract.transports import NETS, introduce, lost, run, started, take
 
 from shoal.core.messages import Cancelled, Chunk, Gradient, Lead, Output, Part
-from shoal.transport import inbox, streams
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, read_invite
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, read_invite
+from shoal.transport.streams import inbox, streams
 from shoal.transport.wire import BlobHead, Head, encode
 
 MIB = 1 << 20

@@ -18,13 +18,13 @@ from shoal.core.messages import PROTOCOL
 from shoal.transport.auto import AutoTransport
 from shoal.transport.base import Limits, Lost
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
-from shoal.transport.faulty import Faulty
-from shoal.transport.hello import Hello, No
-from shoal.transport.identity import Identity, client_context
-from shoal.transport.invite import Authority, Membership, read_invite
+from shoal.transport.emulated.faulty import Faulty
+from shoal.transport.emulated.memory import Hub, MemoryTransport
+from shoal.transport.emulated.shaped import Link, Reachable, Shaped
+from shoal.transport.identity.identity import Identity, client_context
+from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.libp2p import PROTOCOL_NAME, Libp2pTransport
-from shoal.transport.memory import Hub, MemoryTransport
-from shoal.transport.shaped import Link, Reachable, Shaped
+from shoal.transport.streams.hello import Hello, No
 from shoal.transport.tls import TlsTransport
 from shoal.transport.wire import fragment_head
 

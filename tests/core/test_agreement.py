@@ -8,7 +8,9 @@ import random
 import msgspec
 import pytest
 
-from shoal.core.evidence import accepted, checked, digest, seal, voted
+from shoal.core.consensus.certificates import accepted, checked, digest, seal, voted
+from shoal.core.consensus.register import PAUSES, TERMS, Register
+from shoal.core.consensus.validity import flaw
 from shoal.core.messages import (
     Accept,
     AskVote,
@@ -30,8 +32,6 @@ from shoal.core.messages import (
     Vote,
 )
 from shoal.core.peer import PeerMachine
-from shoal.core.quorum import PAUSES, TERMS, Register
-from shoal.core.succession import flaw
 
 SETTINGS = Settings(stages=1, microbatches=2, steps=4)
 NAMES = ("a", "b", "c")

@@ -6,7 +6,7 @@ from itertools import count, pairwise
 
 import pytest
 
-from shoal.core.averaging import fenced, objection, split
+from shoal.core.allreduce.layout import fenced, objection, split
 from shoal.core.messages import Member, Round, Share, View
 
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))

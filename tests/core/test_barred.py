@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from shoal.core.coordinator import Coordinator
+from shoal.core.leader.leader import Coordinator
 from shoal.core.messages import Barred, Join, Member, Note, Propose, Received, Send, Settings, Tick, View
 from shoal.core.peer import PeerMachine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.conduct import ALONE, COMPLAINTS, DIFFERS, DOUBLED, FEW, KEPT, Conduct, Pauses, evicting
+from shoal.core.leader.evictions import ALONE, COMPLAINTS, DIFFERS, DOUBLED, FEW, KEPT, Conduct, Pauses, evicting
 from shoal.core.messages import Evicted, Settings
 
 SETTINGS = Settings(stages=1, microbatches=4, steps=9, ban_s=10.0)

@@ -7,8 +7,9 @@ import random
 import msgspec
 import pytest
 
-from shoal.core.coordinator import OWNER_BEATS, Coordinator
-from shoal.core.evidence import digest
+from shoal.core.consensus.certificates import digest
+from shoal.core.consensus.register import Register
+from shoal.core.leader.leader import OWNER_BEATS, Coordinator
 from shoal.core.messages import (
     Accept,
     AskSave,
@@ -34,7 +35,6 @@ from shoal.core.messages import (
     View,
     Wire,
 )
-from shoal.core.quorum import Register
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=3, peers=3)
 

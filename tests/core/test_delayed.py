@@ -31,7 +31,7 @@ from shoal.core.messages import (
     Sum,
     View,
 )
-from shoal.core.trainer import Trainer
+from shoal.core.trainer.trainer import Trainer
 
 LATE = msgspec.structs.replace(SETTINGS, staleness=1, steps=6)
 

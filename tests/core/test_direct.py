@@ -34,7 +34,7 @@ from shoal.core.messages import (
     Settings,
     View,
 )
-from shoal.core.trainer import Trainer
+from shoal.core.trainer.trainer import Trainer
 
 NEXT = "next"
 VIEW = test_server.a_view(members=(*test_server.MEMBERS, Member(NEXT, 2)), owners=(0, 1, 0, 1))

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from tests.core.test_coordinator import Leader, places
 
-from shoal.core.coordinator import FAILURES, JOINS, OWNER_BEATS, PAUSES, SAME, STALLED
+from shoal.core.leader.leader import FAILURES, JOINS, OWNER_BEATS, PAUSES, SAME, STALLED
+from shoal.core.leader.progress import LEAST_BEATS
+from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
     AskSave,
     Booker,
@@ -26,8 +28,6 @@ from shoal.core.messages import (
     Waits,
     WhoBooked,
 )
-from shoal.core.progress import LEAST_BEATS
-from shoal.core.stalls import QUIET_BEATS
 
 LONG = Settings(stages=2, microbatches=4, steps=99, peers=3, ban_s=10.0)
 BEAT_S = LONG.beat_s

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from tests.rounds import Group, Symbols, held
 
-from shoal.core import averaging
-from shoal.core.averaging import Layout, connections, rows_of, split, stride
+from shoal.core.allreduce.layout import Layout, connections, early_parts, rows_of, split, stride
 from shoal.core.messages import Add, AddRow, Cut, Gather, Member, Part, Peer, Resend, Sum, View
 
 LENGTHS = ((1, 0), (40, 0), (1000, 400), (20_007, 0))  # of the gradient and its pieces
@@ -109,7 +108,7 @@ def test_nobody_meets_but_its_row_and_its_columns_and_bytes_are_those_of_the_bou
         assert len(near[peer]) <= connections(replicas)
         nbytes = sum(high - low for _, low, high in sends) / length
         assert nbytes == pytest.approx(2 * (replicas - 1) / replicas, rel=0.012), "of the gradient"
-        assert max(Counter(place.passes.values()).values()) <= averaging.early_parts(replicas, False)
+        assert max(Counter(place.passes.values()).values()) <= early_parts(replicas, False)
 
 
 def test_what_all_send_at_once_goes_to_another_first_from_each() -> None:

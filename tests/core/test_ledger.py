@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.ledger import Doubled, Ledger, counted_twice
+from shoal.core.leader.ledger import Doubled, Ledger, counted_twice
 from shoal.core.messages import Booking, Member, Share
 
 A, B, C, D = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from shoal.core.consensus.override import AHEAD, Refusal, decide, times_gone_back
 from shoal.core.messages import Account, Member, Override, Peer, Standing, View
-from shoal.core.override import AHEAD, Refusal, decide, times_gone_back
 
 MICROBATCHES = 4
 ACCOUNT = Account(issued=44, committed=40, undone=8)

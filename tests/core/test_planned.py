@@ -9,14 +9,14 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal.core.coordinator import Coordinator
-from shoal.core.evidence import digest
-from shoal.core.members import owners_of
+from shoal.core.consensus.certificates import digest
+from shoal.core.consensus.register import Register
+from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.membership import owners_of
 from shoal.core.messages import Accept, Done, Fetch, Forward, Join, Member, Note, Result, Send, Settings, Signed, View
 from shoal.core.planned import Planned, complete, seated
-from shoal.core.quorum import Register
-from shoal.core.routing import Routes
-from shoal.core.trainer import Trainer
+from shoal.core.trainer.routing import Routes
+from shoal.core.trainer.trainer import Trainer
 
 # Two stages of two seats each; seat 0's microbatches take seat 0, then seats 2, 2, 3 in turn; seat 1 has its own way.
 SETTINGS = Settings(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.core.conduct import Conduct
-from shoal.core.messages import Member, Pulse, Reduced, Round, Settings, Share, View, Waits
-from shoal.core.progress import (
+from shoal.core.leader.evictions import Conduct
+from shoal.core.leader.progress import (
     HEAR_BEATS,
     HOLDS,
     LAST_BEATS,
@@ -19,6 +18,7 @@ from shoal.core.progress import (
     Progress,
     RoundWatch,
 )
+from shoal.core.messages import Member, Pulse, Reduced, Round, Settings, Share, View, Waits
 
 SETTINGS = Settings(stages=1, microbatches=4, steps=9)
 MEMBERS = tuple(Member(peer, 0) for peer in ("a", "b", "c"))

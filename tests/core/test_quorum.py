@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from shoal.core.evidence import majority
+from shoal.core.consensus.certificates import majority
+from shoal.core.consensus.register import Register, Role
 from shoal.core.messages import Member, Send, Settings, View
-from shoal.core.quorum import Register, Role
 
 SETTINGS = Settings(stages=1, microbatches=1, steps=1)
 

@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.leader.rebalance import MOVE_S, REST_MOVES, Fleet, Move, measure, place, rebalance
 from shoal.core.messages import Member
-from shoal.core.rebalance import MOVE_S, REST_MOVES, Fleet, Move, measure, place, rebalance
 
 
 def test_a_joiner_goes_to_the_stage_with_the_fewest_replicas() -> None:

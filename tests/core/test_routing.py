@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from shoal.core.messages import Member, Settings
-from shoal.core.routing import BACKWARD_SIZE, MOST_WAIT_S, Routes
+from shoal.core.trainer.routing import BACKWARD_SIZE, MOST_WAIT_S, Routes
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=1, ban_s=10.0, hop_floor_s=2.0, silence_s=4.0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from shoal.core.coordinator import Coordinator
+from shoal.core.consensus.register import Register
+from shoal.core.leader.leader import Coordinator
 from shoal.core.messages import Join, Member, Settings, View
-from shoal.core.quorum import Register
-from shoal.core.seat import Seat
+from shoal.core.replica_state import Seat
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=3, peers=1000)
 

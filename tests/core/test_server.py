@@ -61,7 +61,7 @@ from shoal.core.messages import (
     Task,
     View,
 )
-from shoal.core.server import Server
+from shoal.core.server.server import Server
 
 ME, MATE, THIRD = "me", "mate", "third"
 OWNER, OTHER = "owner", "other"

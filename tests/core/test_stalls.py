@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.core.conduct import COMPLAINTS, Conduct
-from shoal.core.ledger import Ledger
+from shoal.core.leader.evictions import COMPLAINTS, Conduct
+from shoal.core.leader.ledger import Ledger
+from shoal.core.leader.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, QUIET_BEATS, SLOW, STRIKES, Stalls
 from shoal.core.messages import Booker, Booking, Member, Send, Settings, View, WhoBooked
-from shoal.core.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, QUIET_BEATS, SLOW, STRIKES, Stalls
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))

@@ -34,8 +34,8 @@ from shoal.core.messages import (
     View,
     Wire,
 )
-from shoal.core.server import Server
-from shoal.core.sync import Sync
+from shoal.core.server.server import Server
+from shoal.core.transfer.transfer import Sync
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=99, beat_s=0.5)
 MEMBERS = (Member("a", 0), Member("b", 1), Member("c", 1), Member("d", 1))

@@ -38,8 +38,8 @@ from shoal.core.messages import (
     View,
     WhoBooked,
 )
-from shoal.core.microbatch import Hop, Kind, Want, new_microbatch, plan
-from shoal.core.trainer import MOST_HOLDS, Trainer
+from shoal.core.trainer.microbatch import Hop, Kind, Want, new_microbatch, plan
+from shoal.core.trainer.trainer import MOST_HOLDS, Trainer
 
 ME = "me"
 

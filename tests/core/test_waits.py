@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from tests.rounds import Group
 
+from shoal.core.allreduce.rounds import TELL, TELL_BEATS
 from shoal.core.messages import Part, Peer, Resend, Sum, Waits
-from shoal.core.rounds import TELL, TELL_BEATS
 
 NAMES = ("a", "b", "c", "d")
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from tests.rounds import Group, Symbols, held
 
-from shoal.core.averaging import ONE_ROW, SLICES, SPARED, Layout, early_parts, owned, split
+from shoal.core.allreduce.layout import ONE_ROW, SLICES, SPARED, Layout, early_parts, owned, split
 from shoal.core.messages import RANKS, Chunk, Gradient, Part, Peer, Resend, Sum, rank
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from shoal.cli import main as program
 from shoal.dashboard import pictures
-from shoal.planner import step, strategy
-from shoal.planner.cluster import Cluster, Device
-from shoal.planner.plan import Plan
-from shoal.planner.profile import Shape, Work
-from shoal.planner.step import Bar
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.inputs.profile import Shape, Work
+from shoal.planner.prediction import step
+from shoal.planner.prediction.step import Bar
+from shoal.planner.strategy import strategy
+from shoal.planner.strategy.plan import Plan
 
 SHAPE = Shape(hidden=256, layers=4, heads=4, kv_heads=4, head_dim=64, intermediate=512, vocabulary=256)
 WORK = Work(microbatches=12, sequences=1, tokens=64, value_bytes=4)

@@ -13,17 +13,17 @@ from rich.console import Console
 
 from shoal import trace
 from shoal.cli import main
-from shoal.cli.launch import Child
-from shoal.cli.peer import Plain
-from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.core.messages import PROTOCOL, Note, Received, Refused, Settings
 from shoal.dashboard import account
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot, Terminal
-from shoal.planner import measured
-from shoal.runtime.record import Recorder
-from shoal.runtime.report import Ended, Listening, Told, decode
-from shoal.shown import escaped, escaped_json, escaped_lines
+from shoal.launcher.launch import Child
+from shoal.launcher.peer import Plain
+from shoal.launcher.watch import Resumed, Watch
+from shoal.planner.inputs import measured
+from shoal.runtime.records.record import Recorder
+from shoal.runtime.records.report import Ended, Listening, Told, decode
+from shoal.shown import describe, escaped, escaped_json, escaped_lines
 
 # A cleared screen, a window's title, C1's CSI, a line written over, a name turned round, a line of its own, a vanished one.
 HOSTILE = (
@@ -114,8 +114,8 @@ def test_reports_and_traces_hold_nothing_for_a_terminal_and_mean_the_same(tmp_pa
 
 
 def test_an_error_and_a_log_obey_nothing(tmp_path: Path) -> None:
-    assert_harmless(main.describe(ValueError(HOSTILE)))
-    assert_harmless(main.describe(FileNotFoundError(2, "no such file", HOSTILE)))
+    assert_harmless(describe(ValueError(HOSTILE)))
+    assert_harmless(describe(FileNotFoundError(2, "no such file", HOSTILE)))
     record = logging.LogRecord("shoal", logging.WARNING, "x.py", 1, "%s is dropped: it sent\n%s", ("p2", HOSTILE), None)
     assert_harmless(Plain("%(name)s: %(message)s").format(record))
     log = tmp_path / "p1.log"

@@ -18,8 +18,8 @@ import pytest
 from tests import reference
 from tests.e2e.test_run import NO_MODEL, Start, assert_balanced, end, start, summary, wait_for
 
-from shoal.cli import rundir
-from shoal.runtime.account import Step, surviving
+from shoal.launcher import rundir
+from shoal.runtime.records.account import Step, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture

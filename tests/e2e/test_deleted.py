@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.e2e.test_run import NO_MODEL, Start, end, start, steps_done, summary, wait_for
 
-from shoal.runtime.account import Step
+from shoal.runtime.records.account import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture

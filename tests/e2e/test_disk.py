@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from tests.e2e.test_run import NO_MODEL, Start, end, start, summary, wait_for
 
-from shoal.runtime.account import Step
-from shoal.runtime.tape import segments
+from shoal.runtime.records.account import Step
+from shoal.runtime.records.tape import segments
 
 pytestmark = [
     pytest.mark.slow,

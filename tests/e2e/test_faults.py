@@ -24,11 +24,11 @@ from tests.e2e.test_run import LONG_S, SOURCE, wait_for
 
 from shoal import config as configuration
 from shoal import trace
-from shoal.cli import rundir
-from shoal.cli.moments import MOMENTS
 from shoal.core.messages import Do, Done
-from shoal.runtime.account import Step, surviving
+from shoal.launcher import rundir
+from shoal.launcher.moments import MOMENTS
 from shoal.runtime.data import open_dataset
+from shoal.runtime.records.account import Step, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

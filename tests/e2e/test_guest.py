@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.e2e.test_run import Start, assert_balanced, end, start, summary, wait_for
 
-from shoal.transport.invite import Authority
+from shoal.transport.identity.invite import Authority
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture

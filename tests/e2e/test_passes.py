@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from tests.e2e.test_run import LONG_S, NO_MODEL, Start, end, start, wait_for
 
-from shoal.cli import rundir
 from shoal.core.names import invite_of
-from shoal.transport.invite import read_invite
+from shoal.launcher import rundir
+from shoal.transport.identity.invite import read_invite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture

@@ -22,8 +22,8 @@ from tests.e2e.test_run import SOURCE, wait_for
 
 from shoal import config as configuration
 from shoal import trace
-from shoal.cli import rundir
 from shoal.core.messages import Do, Gather
+from shoal.launcher import rundir
 from shoal.runtime.data import open_dataset
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -29,8 +29,8 @@ from tests.e2e.test_run import (
 )
 
 from shoal import config as configuration
-from shoal.runtime.account import Step, surviving
 from shoal.runtime.data import open_dataset
+from shoal.runtime.records.account import Step, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 __all__ = ["start"]  # a fixture

@@ -109,7 +109,7 @@ def children(launcher: int) -> dict[int, str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (OSError, ValueError):
                 continue  # it has ended meanwhile
-            if parent == launcher and "shoal.cli.peer" in command:
+            if parent == launcher and "shoal.launcher.peer" in command:
                 found[int(entry.name)] = command
     return found
 
@@ -213,7 +213,7 @@ def test_another_machine_joins_by_invite_and_a_stranger_does_not(start: Start, t
 # The interpreter reads this before anything else: the peer announces a port where nobody listens, as behind a router.
 UNREACHABLE = """
 import sys
-if "shoal.cli.peer" in sys.orig_argv:
+if "shoal.launcher.peer" in sys.orig_argv:
     from shoal.transport.tls import Tls
     Tls.address = property(lambda self: ("127.0.0.1", 1))
 """
@@ -240,7 +240,7 @@ def test_a_machine_that_tls_does_not_reach_takes_part_over_libp2p_and_that_is_sa
 # In one process, the first that gets there, every pass fails from the third on, and so does whatever else it asks of its device.
 LOST = """
 import os, sys
-if "shoal.cli.peer" in sys.orig_argv:
+if "shoal.launcher.peer" in sys.orig_argv:
     from shoal.executor import base
     from shoal.executor.resident import Resident
     real, passes = Resident.backward, [0]

@@ -12,7 +12,7 @@ from tests.e2e.test_identity import assert_same_bits
 from tests.e2e.test_pieces import CONFIG, MICROBATCHES, PEERS, PIECES_BYTES, STEPS, Run
 
 from shoal import trace
-from shoal.core.averaging import SLICES
+from shoal.core.allreduce.layout import SLICES
 from shoal.core.messages import Add, Do
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

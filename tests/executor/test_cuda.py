@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, Data, Device, Model, Run, Train
-from shoal.executor import memory
 from shoal.executor.resident import Resident
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap import memory
+from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages
 from shoal.model.cut import inputs
 

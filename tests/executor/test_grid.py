@@ -17,9 +17,9 @@ import torch
 from tests.executor.test_swapping import a_config, limited, limits, resident
 
 from shoal.config import Config
-from shoal.executor import memory
-from shoal.executor.groups import Runner, Trial
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap import memory
+from shoal.executor.swap.groups import Runner, Trial
+from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages
 from shoal.model.cut import inputs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.executor import memory
-from shoal.executor.memory import Sizes, plan
+from shoal.executor.swap import memory
+from shoal.executor.swap.memory import Sizes, plan
 
 UNITS = (("embedding",), ("a",), ("b",), ("c",), ("d",), ("norm", "head"))
 VALUES = {"embedding": 640, "a": 1280, "b": 1280, "c": 1280, "d": 1280, "norm": 64, "head": 640}

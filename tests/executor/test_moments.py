@@ -13,7 +13,7 @@ from shoal import config as configuration
 from shoal import executor
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor.base import Executor
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
 from shoal.runtime import checkpoint
 from shoal.runtime.state import Copy, join

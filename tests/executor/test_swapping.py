@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shoal import executor
 from shoal.config import Config, Data, Device, Model, Run, Train
-from shoal.executor import memory
 from shoal.executor.base import NotFinite
 from shoal.executor.resident import Resident
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap import memory
+from shoal.executor.swap.swapping import Swapping
 from shoal.model import sequential, stages
 from shoal.model.cut import inputs
 

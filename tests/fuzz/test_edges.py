@@ -7,7 +7,7 @@ import pytest
 from msgspec import inspect as types
 
 from shoal.core import messages as m
-from shoal.sim import edges
+from shoal.sim.faults import edges
 from shoal.transport.base import MAX_CONTROL_BYTES
 
 VIEW = m.View(

@@ -14,10 +14,10 @@ from tests.runtime.test_node import TINY, Swarm, text  # noqa: F401  every test 
 
 from shoal.core import messages as m
 from shoal.runtime.measure import MOST_BYTES
-from shoal.sim import edges
-from shoal.sim.strangers import coups
+from shoal.sim.faults import edges
+from shoal.sim.faults.strangers import coups
 from shoal.transport.base import Blob
-from shoal.transport.memory import MemoryTransport
+from shoal.transport.emulated.memory import MemoryTransport
 
 changed = msgspec.structs.replace
 # With seconds of silence: a peer that an attack has thrown out comes back by itself or not at all.

@@ -9,7 +9,7 @@ from shoal.cli.plan import shape, work
 from shoal.model import analysis
 from shoal.model.cut import spans
 from shoal.model.stages import build
-from shoal.planner.profile import COUNTED, profile
+from shoal.planner.inputs.profile import COUNTED, profile
 
 SMALL = ("model.hidden_size=32", "model.layers=3", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=48")
 WORK = ("model.vocab_size=256", "data.sequence=16", "train.batch=4", "train.microbatch=2")

@@ -184,7 +184,7 @@ def test_broken_scales_and_codes_are_found() -> None:
 
 
 def with_feedback(values: torch.Tensor, error: torch.Tensor, how: str) -> tuple[compress.Code, torch.Tensor]:
-    """As a run does it (runtime/coding.py): what a code leaves out is added the next time (Karimireddy 2019)."""
+    """As a run does it (runtime/tasks/coding.py): what a code leaves out is added the next time (Karimireddy 2019)."""
     wanted = values + error
     code = compress.encode(wanted, how)
     return code, wanted - compress.decode(code)

@@ -12,7 +12,7 @@ from shoal.config import Train
 from shoal.numerics import eightbit
 from shoal.numerics.eightbit import EightBit, book, decode, encode_
 from shoal.numerics.optimizer import AdamW
-from shoal.planner.profile import MOMENTS_BYTES
+from shoal.planner.inputs.profile import MOMENTS_BYTES
 
 pytest.importorskip("torchao")
 

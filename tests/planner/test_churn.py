@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.planner.churn import Churn, expected
-from shoal.planner.cluster import Cluster, Device
-from shoal.planner.plan import Plan, Prediction, StagePlan
+from shoal.planner.costs.churn import Churn, expected
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.strategy.plan import Plan, Prediction, StagePlan
 
 TOLD = Prediction(10.0, 100.0, 8.0, 1.5, 0.5, 1e6, "compute of stage 0")
 

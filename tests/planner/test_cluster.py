@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.planner import cluster
-from shoal.planner.cluster import NETWORKS, Device, from_matrices, network, read, read_matrices
+from shoal.planner.inputs import cluster
+from shoal.planner.inputs.cluster import NETWORKS, Device, from_matrices, network, read, read_matrices
 
 GOOD = """
 [link]

@@ -12,7 +12,7 @@ from shoal.cli import main as program
 from shoal.cli import plan as command
 from shoal.config import load
 from shoal.model import analysis
-from shoal.planner.plan import load as load_plan
+from shoal.planner.strategy.plan import load as load_plan
 
 CLUSTER = """
 [link]

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.planner import cost, paths, swaps
-from shoal.planner.cluster import network, read_matrices
-from shoal.planner.cost import PUBLISHED, Model
+from shoal.planner.costs import communication
+from shoal.planner.costs.communication import PUBLISHED, Model
+from shoal.planner.inputs.cluster import network, read_matrices
+from shoal.planner.search import paths, swaps
 
 CASES = json.loads((Path(__file__).parent / "data" / "dtfm_costs.json").read_text())  # DS3Lab/DT-FM at cda948f
 
@@ -49,8 +50,8 @@ def test_a_batch_of_placements_costs_what_each_of_them_does() -> None:
 
 
 def test_the_published_slips_make_hops_eight_percent_too_cheap() -> None:
-    assert PUBLISHED.activation_bytes / cost.GPT3_XL.activation_bytes == pytest.approx(0.9204, abs=1e-4)
-    assert cost.GPT3_XL.activation_bytes == pytest.approx(0.512e9)
+    assert PUBLISHED.activation_bytes / communication.GPT3_XL.activation_bytes == pytest.approx(0.9204, abs=1e-4)
+    assert communication.GPT3_XL.activation_bytes == pytest.approx(0.512e9)
 
 
 def test_more_bandwidth_or_less_delay_never_costs_more() -> None:
@@ -88,7 +89,7 @@ def test_the_matching_is_perfect_and_no_other_has_a_smaller_largest_entry() -> N
         for _ in range(20):
             matrix = rng.integers(0, 6, (n, n)).astype(float)  # many ties
             least = min(max(matrix[i, p[i]] for i in range(n)) for p in permutations(range(n)))
-            threshold, columns = cost.matched(matrix)
+            threshold, columns = communication.matched(matrix)
             assert threshold == least == swaps.matched(matrix, np.arange(n), np.arange(n), 0.0, np.inf)
             assert sorted(columns) == list(range(n))
             assert max(matrix[i, column] for i, column in enumerate(columns)) == least
@@ -101,7 +102,7 @@ def test_both_ways_to_match_agree_on_matrices_of_any_size() -> None:
         groups = rng.permutation(4 * n).reshape(4, n)
         found = model.hops(groups)
         for i, j in permutations(range(4), 2):
-            assert found[i, j] == cost.bottleneck(model.hop[np.ix_(groups[i], groups[j])])
+            assert found[i, j] == communication.bottleneck(model.hop[np.ix_(groups[i], groups[j])])
 
 
 def test_the_path_is_the_cheapest_of_all() -> None:
@@ -110,22 +111,22 @@ def test_the_path_is_the_cheapest_of_all() -> None:
         weights = rng.random((nodes, nodes))
         weights += weights.T
         least = min(sum(weights[a, b] for a, b in pairwise(order)) for order in permutations(range(nodes)))
-        length, order = cost.path(weights)
+        length, order = communication.path(weights)
         assert length == pytest.approx(least)
         assert sum(weights[a, b] for a, b in pairwise(order)) == pytest.approx(least)
-        assert cost.path_length(weights) == length
+        assert communication.path_length(weights) == length
 
 
 def test_a_long_path_visits_every_node_once_and_is_near_the_exact_one() -> None:
     rng = np.random.default_rng(6)
     points = rng.random((12, 2))
     weights = np.linalg.norm(points[:, None] - points, axis=2)
-    exact, _ = cost.path(weights)
+    exact, _ = communication.path(weights)
     order = paths.improved(weights).tolist()
     assert sorted(order) == list(range(12))
     assert sum(weights[a, b] for a, b in pairwise(order)) <= 1.15 * exact
     many = rng.random((30, 30))
-    assert sorted(cost.path(many + many.T)[1]) == list(range(30))
+    assert sorted(communication.path(many + many.T)[1]) == list(range(30))
 
 
 def test_stages_that_do_not_divide_the_devices_are_refused() -> None:

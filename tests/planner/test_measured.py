@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.planner import cluster
-from shoal.planner.cluster import Device
-from shoal.planner.measured import Link, Machine, cluster_text, device_from, device_text, named
+from shoal.planner.inputs import cluster
+from shoal.planner.inputs.cluster import Device
+from shoal.planner.inputs.measured import Link, Machine, cluster_text, device_from, device_text, named
 
 GPU = Device(
     name="lab",

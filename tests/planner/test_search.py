@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.planner import blocks, swaps
-from shoal.planner.anneal import anneal
-from shoal.planner.cluster import network, read_matrices
-from shoal.planner.cost import PUBLISHED, Ints, Model, bottleneck
-from shoal.planner.dtfm import Replacement, evolve, improved, repaired
-from shoal.planner.greedy import greedy_search, scales, starts
-from shoal.planner.search import exhaustive, placements, random_search
+from shoal.planner.costs.communication import PUBLISHED, Ints, Model, bottleneck
+from shoal.planner.inputs.cluster import network, read_matrices
+from shoal.planner.search import blocks, swaps
+from shoal.planner.search.anneal import anneal
+from shoal.planner.search.dtfm import Replacement, evolve, improved, repaired
+from shoal.planner.search.greedy import greedy_search, scales, starts
+from shoal.planner.search.placements import exhaustive, placements, random_search
 
 # Proven optima of the published cases, and what the published algorithm reaches in 600 evaluations (its 5,000 do no better,
 # save on `spot`: 45.3 on average).
@@ -88,7 +88,7 @@ def test_on_few_devices_every_search_is_bounded_by_the_exhaustive_one(stages: in
 def test_200_random_instances_of_up_to_nine_devices_are_within_two_percent_of_the_optimum_and_not_below_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.planner import anneal as module
+    from shoal.planner.search import anneal as module
 
     monkeypatch.setattr(module, "EXHAUSTIVE_MOST", 0)  # or there would be nothing to compare
     shapes = ((2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (9, 1), (1, 9), (7, 1), (5, 1))
@@ -101,7 +101,7 @@ def test_200_random_instances_of_up_to_nine_devices_are_within_two_percent_of_th
 
 
 def test_the_chain_finds_small_optima_even_when_it_may_not_enumerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.planner import anneal as module
+    from shoal.planner.search import anneal as module
 
     monkeypatch.setattr(module, "EXHAUSTIVE_MOST", 0)
     for seed in range(6):
@@ -204,7 +204,7 @@ def test_draws_in_blocks_are_far_cheaper_than_random_placements() -> None:
 
 
 def test_the_part_of_a_chains_matchings_tells_how_far_it_has_come() -> None:
-    from shoal.planner import anneal as module
+    from shoal.planner.search import anneal as module
 
     parts = [module._spent(at / 10) for at in range(11)]
     assert parts[0] == 0 and parts[-1] == 1 and parts == sorted(parts)

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.planner import step
-from shoal.planner.cluster import Cluster, Device
-from shoal.planner.step import Seats, Step, handed_bytes, hop_bytes, predict, rough_s, weighted
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.prediction import step
+from shoal.planner.prediction.step import Seats, Step, handed_bytes, hop_bytes, predict, rough_s, weighted
 
 
 def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05, down_Bps: float = 0.0) -> Cluster:
@@ -256,7 +256,7 @@ def test_a_slow_link_between_two_is_a_limit_even_when_their_lines_are_wide() -> 
 
 
 def test_links_of_pairs_are_filled_side_by_side_and_hold_nobody_else_up() -> None:
-    """As in transport/shaped.py: 8 MB take 0.32 s off the uplink, 8 s over the narrow pair, and 0.32 s more to the next peer."""
+    """As in transport/emulated/shaped.py: 8 MB take 0.32 s off the uplink, 8 s over the narrow pair, and 0.32 s more to the next peer."""
     cluster = lines(3, bandwidth_Bps=25e6, delay_s=0.0)
     cluster.bandwidth_Bps[0, 1] = 1e6
     sent = step._Lines(cluster)

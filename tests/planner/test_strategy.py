@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from shoal import codec
-from shoal.planner import memory, plan, strategy
-from shoal.planner.cluster import Cluster, Device
-from shoal.planner.plan import Plan, StagePlan
-from shoal.planner.profile import Shape, Work, profile, spans
-from shoal.planner.strategy import Problem, decide
+from shoal.planner.inputs import memory
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.inputs.profile import Shape, Work, profile, spans
+from shoal.planner.strategy import plan, strategy
+from shoal.planner.strategy.plan import Plan, StagePlan
+from shoal.planner.strategy.strategy import Problem, decide
 
 SHAPE = Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, intermediate=2816, vocabulary=32000)
 WORK = Work(microbatches=64, sequences=4, tokens=1024, value_bytes=2)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.planner import strategy
-from shoal.planner.cluster import Cluster, Device
-from shoal.planner.plan import Plan
-from shoal.planner.profile import Shape, Work
-from shoal.planner.step import Routing, Seats, predict
-from shoal.planner.strategy import Problem
-from shoal.planner.wiring import matched, planned, shares, spread
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.inputs.profile import Shape, Work
+from shoal.planner.prediction.step import Routing, Seats, predict
+from shoal.planner.prediction.wiring import matched, planned, shares, spread
+from shoal.planner.strategy import strategy
+from shoal.planner.strategy.plan import Plan
+from shoal.planner.strategy.strategy import Problem
 
 
 def cluster(peers: int, near_Bps: float = 1e9, far_Bps: float = 1e9, line_Bps: float = 1e9) -> Cluster:

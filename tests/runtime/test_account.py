@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from shoal.core.messages import Account, Committed, Member, Share, View
-from shoal.runtime.account import Books, restarted, surviving
+from shoal.runtime.records.account import Books, restarted, surviving
 
 STAGES, MICROBATCHES = 2, 4
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))

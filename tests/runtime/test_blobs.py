@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.runtime import blobs, coding
-from shoal.runtime.blobs import SMALL, Blobs
+from shoal.runtime.tasks import blobs, coding
+from shoal.runtime.tasks.blobs import SMALL, Blobs
 from shoal.transport.base import Blob
 
 VALUES = SMALL  # 4 bytes each

@@ -24,9 +24,10 @@ from shoal.executor.base import Executor, boundary
 from shoal.executor.delayed import Delayed
 from shoal.executor.master import Master
 from shoal.numerics import compress
-from shoal.runtime import coding, data, hands, kinds, sums
+from shoal.runtime import data
 from shoal.runtime.checkpoint import Store
-from shoal.runtime.hands import Hands
+from shoal.runtime.tasks import coding, kinds, sums, task_runner
+from shoal.runtime.tasks.task_runner import Hands
 from shoal.transport.base import Blob
 
 TINY = Config(
@@ -693,7 +694,7 @@ def download(giver: Hands, taker: Hands, stage: int, step: int) -> int:
 def test_a_joiner_goes_on_with_the_bits_of_the_one_it_downloads_from(
     config: Config, a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hands.Copy.__init__, "__defaults__", (1000,))  # several chunks
+    monkeypatch.setattr(task_runner.Copy.__init__, "__defaults__", (1000,))  # several chunks
     giver, taker = a_pair_of_hands(config, 1), a_pair_of_hands(config, 0)
     digest = [a_step(giver, step) for step in range(2)][-1].digest
     chunks = download(giver, taker, 1, 2)

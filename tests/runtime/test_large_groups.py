@@ -14,8 +14,8 @@ from tests.rounds import Group
 
 from shoal.config import Config, Device, Network, Run, Train
 from shoal.core import messages as m
-from shoal.core.averaging import rows_of
-from shoal.runtime.hands import Hands
+from shoal.core.allreduce.layout import rows_of
+from shoal.runtime.tasks.task_runner import Hands
 
 LENGTH = 5003
 STEP = 3

@@ -13,8 +13,8 @@ from shoal.core.messages import Leave, Measure, Measured, Ping
 from shoal.runtime import measure
 from shoal.runtime.measure import Meter, pairings, survey
 from shoal.transport.base import Incoming
-from shoal.transport.memory import Hub, MemoryTransport
-from shoal.transport.shaped import Link, Shaped
+from shoal.transport.emulated.memory import Hub, MemoryTransport
+from shoal.transport.emulated.shaped import Link, Shaped
 
 
 @asynccontextmanager

@@ -52,24 +52,25 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.peer import PeerMachine
-from shoal.executor import base, memory
+from shoal.executor import base
+from shoal.executor.swap import memory
 from shoal.numerics import optimizer
 from shoal.runtime import data
-from shoal.runtime.account import Books
 from shoal.runtime.checkpoint import Store
-from shoal.runtime.coding import Held
-from shoal.runtime.hands import Hands
 from shoal.runtime.node import Node, of_use
-from shoal.runtime.record import Recorder
-from shoal.runtime.report import AnyLine
+from shoal.runtime.records.account import Books
+from shoal.runtime.records.record import Recorder
+from shoal.runtime.records.report import AnyLine
 from shoal.runtime.signing import Signing
-from shoal.sim import edges
+from shoal.runtime.tasks.coding import Held
+from shoal.runtime.tasks.task_runner import Hands
+from shoal.sim.faults import edges
 from shoal.traffic import Kept, Traffic
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.directory import Directory, Record
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority
-from shoal.transport.memory import Hub, MemoryTransport
+from shoal.transport.directory.directory import Directory, Record
+from shoal.transport.emulated.memory import Hub, MemoryTransport
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority
 
 # hop_floor_s and silence_s are long: nothing here may be called slow or dead because the machine is busy.
 TINY = Config(
@@ -474,7 +475,7 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
 def floats(*shape: int, value: float = 1.0) -> Blob:
     import torch
 
-    from shoal.runtime.kinds import blob_of
+    from shoal.runtime.tasks.kinds import blob_of
 
     return blob_of(torch.full(shape, value))
 

@@ -14,9 +14,9 @@ from shoal.core.messages import AskPasses, AskStanding, Passes
 from shoal.runtime import passes
 from shoal.runtime.passes import Gate
 from shoal.transport.base import Incoming, Lost
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, Invite, read_invite
-from shoal.transport.memory import Hub, MemoryTransport
+from shoal.transport.emulated.memory import Hub, MemoryTransport
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, Invite, read_invite
 
 DAY_S = 86400.0
 NOW = 1_800_000_000.0

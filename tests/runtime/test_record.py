@@ -10,8 +10,8 @@ import pytest
 
 from shoal import trace
 from shoal.core.messages import PROTOCOL, Note, Settings, Tick, View
-from shoal.runtime.record import Recorder
-from shoal.runtime.report import Agreed, Listening, Told, decode, encode
+from shoal.runtime.records.record import Recorder
+from shoal.runtime.records.report import Agreed, Listening, Told, decode, encode
 
 HEADER = trace.Header(PROTOCOL, "p1", Settings(stages=1, microbatches=1, steps=1), seed="0/p1", found=True)
 

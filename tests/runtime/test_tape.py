@@ -15,9 +15,9 @@ from shoal import trace
 from shoal.cli import main
 from shoal.core.messages import PROTOCOL, Settings, Tick
 from shoal.core.peer import PeerMachine
-from shoal.runtime import tape
-from shoal.runtime.record import Recorder
-from shoal.runtime.tape import Tape, segments
+from shoal.runtime.records import tape
+from shoal.runtime.records.record import Recorder
+from shoal.runtime.records.tape import Tape, segments
 
 HEADER = trace.Header(PROTOCOL, "p1", Settings(stages=1, microbatches=1, steps=1), seed="0/p1", found=True)
 
@@ -166,7 +166,7 @@ def test_a_peer_without_a_trace_writes_none(tmp_path: Path) -> None:
 
 
 def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.runtime.record.BUFFER_BYTES", 1000)
+    monkeypatch.setattr("shoal.runtime.records.record.BUFFER_BYTES", 1000)
     monkeypatch.setattr(tape, "AGAIN_S", 0.0)
     busy, go = threading.Event(), threading.Event()
     write = Tape.write

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.sim.checkers import Watch, contents
-from shoal.sim.hands import Reduced, World, short
+from shoal.sim.task_runner import Reduced, World, short
 
 STAGES, MICROBATCHES, STEPS = 2, 3, 4
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from shoal.core import messages as m
-from shoal.sim import run, strikes
+from shoal.sim import run
+from shoal.sim.faults import strikes
 from shoal.sim.network import FAR_S, NEAR_S, Network, region
 from shoal.sim.scenario import FAULTS, LONG, SCENARIOS, Happenings, Scenario, Strikes, draw, suite
 from shoal.sim.swarm import HAPPEN, Swarm

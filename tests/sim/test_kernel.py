@@ -10,9 +10,9 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.sim import scenario
-from shoal.sim.hands import BAD, Hands, World
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import CLEAN, Network
+from shoal.sim.task_runner import BAD, Hands, World
 
 
 def test_actions_run_in_order_of_time_and_ties_in_order_of_asking() -> None:

@@ -12,13 +12,13 @@ import pytest
 from shoal import codec
 from shoal.codec import Travel
 from shoal.core import messages as m
-from shoal.core.averaging import split
+from shoal.core.allreduce.layout import split
 from shoal.sim import lines
-from shoal.sim.hands import CHUNKS, Hands
 from shoal.sim.lines import Line, Wire
 from shoal.sim.network import Network
 from shoal.sim.scenario import Case, Happenings, Messages, Scenario, draw, load
 from shoal.sim.swarm import Parcel, Swarm
+from shoal.sim.task_runner import CHUNKS, Hands
 
 MB = 1_000_000
 DELAY_S = 0.05

@@ -13,22 +13,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core import averaging, conduct, coordinator, evidence, microbatch, quorum, rounds
-from shoal.core.averaging import Layout, Place
-from shoal.core.conduct import Conduct
-from shoal.core.coordinator import Coordinator
-from shoal.core.hops import Hops
-from shoal.core.ledger import Ledger
-from shoal.core.members import inherit
+from shoal.core.allreduce import layout, rounds
+from shoal.core.allreduce.layout import Layout, Place
+from shoal.core.allreduce.rounds import Rounds
+from shoal.core.consensus import certificates, register
+from shoal.core.consensus.register import Register
+from shoal.core.leader import evictions, leader
+from shoal.core.leader.evictions import Conduct
+from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.ledger import Ledger
+from shoal.core.leader.membership import inherit
+from shoal.core.leader.progress import RoundWatch
 from shoal.core.messages import View
-from shoal.core.microbatch import Hop, Microbatch, Owned
-from shoal.core.progress import RoundWatch
-from shoal.core.quorum import Register
-from shoal.core.rounds import Rounds
-from shoal.core.trainer import Trainer
-from shoal.sim.hands import Hands
+from shoal.core.server.hops import Hops
+from shoal.core.trainer import microbatch
+from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
+from shoal.core.trainer.trainer import Trainer
 from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
 from shoal.sim.swarm import Swarm
+from shoal.sim.task_runner import Hands
 
 SEEDS = 80
 STORM = Scenario(
@@ -113,7 +116,7 @@ def forgets_a_waiting_microbatch(patch: Patch) -> None:
 def averages_a_fenced_peer(patch: Patch) -> None:
     """A round goes on although a member of it has left the view."""
     patch.setattr(rounds, "fenced", lambda message, view: None)
-    patch.setattr(coordinator, "fenced", lambda message, view: None)
+    patch.setattr(leader, "fenced", lambda message, view: None)
 
 
 def books_twice_after_a_retry(patch: Patch) -> None:
@@ -149,8 +152,8 @@ def takes_half_for_a_majority(patch: Patch) -> None:
         voters, yes = tuple(voters), set(yes)
         return 2 * sum(voter in yes for voter in voters) >= len(voters)
 
-    patch.setattr(quorum, "majority", half)
-    patch.setattr(evidence, "majority", half)
+    patch.setattr(register, "majority", half)
+    patch.setattr(certificates, "majority", half)
 
 
 def keeps_a_fenced_peers_books(patch: Patch) -> None:
@@ -179,7 +182,7 @@ def commits_before_all_is_booked(patch: Patch) -> None:
 
     patch.setattr(Ledger, "__init__", generous)
     patch.setattr(Ledger, "complete", lambda self, members: True)
-    patch.setattr(averaging, "_coverage", lambda group, microbatches: "")
+    patch.setattr(layout, "_coverage", lambda group, microbatches: "")
 
 
 def computes_with_the_newest_parameters(patch: Patch) -> None:
@@ -236,7 +239,7 @@ def adds_as_it_comes(patch: Patch) -> None:
 
 
 def meets_everybody(patch: Patch) -> None:
-    patch.setattr(averaging, "ONE_ROW", 1000)
+    patch.setattr(layout, "ONE_ROW", 1000)
 
 
 def believes_any_lead(patch: Patch) -> None:
@@ -253,9 +256,9 @@ def believes_any_lead(patch: Patch) -> None:
 
 
 def counts_complaints_of_one_peer(patch: Patch) -> None:
-    patch.setattr(conduct, "ACCUSERS", 1)
-    patch.setattr(conduct, "FEW", 1000)
-    patch.setattr(conduct, "ALONE", 1000)
+    patch.setattr(evictions, "ACCUSERS", 1)
+    patch.setattr(evictions, "FEW", 1000)
+    patch.setattr(evictions, "ALONE", 1000)
     patch.setattr(Conduct, "alone", lambda self, accuser, accused, reason: (accused, reason))
 
 

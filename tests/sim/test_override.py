@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.core import messages as m
-from shoal.core.override import AHEAD, decide
+from shoal.core.consensus.override import AHEAD, decide
 from shoal.sim.scenario import Scenario, draw
 from shoal.sim.swarm import Node, Swarm
 

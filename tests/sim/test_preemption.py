@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sim.preemption import Change, most, read, some
+from shoal.sim.faults.preemption import Change, most, read, some
 
 OURS = Path(__file__).parents[2] / "configs" / "traces" / "aws-g4dn-spot.csv"
 

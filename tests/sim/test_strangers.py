@@ -7,7 +7,8 @@ from functools import cache
 import msgspec
 import pytest
 
-from shoal.sim import run, strangers
+from shoal.sim import run
+from shoal.sim.faults import strangers
 from shoal.sim.scenario import HOSTILE, SCENARIOS, draw
 from shoal.sim.swarm import Outcome, Swarm
 

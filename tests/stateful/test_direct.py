@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core.hops import Hops
 from shoal.core.messages import (
     AskBooks,
     Backward,
@@ -42,9 +41,10 @@ from shoal.core.messages import (
     Task,
     View,
 )
-from shoal.core.seat import Seat
-from shoal.core.shelf import Shelf
-from shoal.core.trainer import Trainer
+from shoal.core.replica_state import Seat
+from shoal.core.server.activation_store import Shelf
+from shoal.core.server.hops import Hops
+from shoal.core.trainer.trainer import Trainer
 
 TO_SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Boundary, Pull, Gone)
 Value = tuple[str, int, int, int, int]  # x or g, epoch, step, index, stage

@@ -56,7 +56,7 @@ from shoal.core.messages import (
     Task,
     View,
 )
-from shoal.core.server import Server
+from shoal.core.server.server import Server
 
 INDICES = 4
 INDEX = st.integers(0, INDICES - 1)

@@ -39,7 +39,7 @@ from shoal.core.messages import (
     Settings,
     View,
 )
-from shoal.core.trainer import Trainer
+from shoal.core.trainer.trainer import Trainer
 
 REQUESTS = (Forward, Backward, Recall, Cancel, AskBooks)
 QUEUE = 3

@@ -15,13 +15,14 @@ import pytest
 from tests.transport.test_libp2p import Hidden, processes
 
 from shoal.core.messages import Cancelled, Output
-from shoal.transport import auto, streams
+from shoal.transport import auto
 from shoal.transport.auto import AutoTransport, Both
 from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, read_invite
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.libp2p import Way
+from shoal.transport.streams import streams
 
 INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time())
 

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from shoal.transport import callers
-from shoal.transport.callers import Callers, Unfinished
-from shoal.transport.engine import Link
+from shoal.transport.streams import callers
+from shoal.transport.streams.callers import Callers, Unfinished
+from shoal.transport.streams.engine import Link
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.transport import dht
 from shoal.transport.budget import Allowance
 from shoal.transport.daemon import Daemon, hivemind, written
-from shoal.transport.dht import Dht
-from shoal.transport.directory import MAX_SEALED_BYTES, TTL_S, Record, Sealed, seal
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, Membership, read_invite
-from shoal.transport.records import KEY_RECORDS
+from shoal.transport.directory import dht
+from shoal.transport.directory.dht import Dht
+from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, Record, Sealed, seal
+from shoal.transport.directory.records import KEY_RECORDS
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, Membership, read_invite
 
 RUN = Authority.new()
 INVITE = read_invite(RUN.invite((), time.time() + 3600), time.time())

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from shoal.transport import directory
 from shoal.transport.budget import Allowance
-from shoal.transport.directory import MAX_SEALED_BYTES, TTL_S, Gossip, Record, Sealed, seal, unseal
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, Membership, read_invite
-from shoal.transport.records import KEY_RECORDS
+from shoal.transport.directory import directory
+from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, Gossip, Record, Sealed, seal, unseal
+from shoal.transport.directory.records import KEY_RECORDS
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, Membership, read_invite
 
 LONG_S = 60.0
 

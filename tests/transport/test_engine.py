@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.transport.engine import Engine, Link, Want
+from shoal.transport.streams.engine import Engine, Link, Want
 
 
 @pytest.fixture

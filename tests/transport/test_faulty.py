@@ -12,9 +12,9 @@ import pytest
 
 from shoal.core.messages import Cancelled, Output, Peer
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.faulty import FAULTS, Fault, Faulty, Way, read
-from shoal.transport.memory import Hub, MemoryTransport
-from shoal.transport.shaped import Link
+from shoal.transport.emulated.faulty import FAULTS, Fault, Faulty, Way, read
+from shoal.transport.emulated.memory import Hub, MemoryTransport
+from shoal.transport.emulated.shaped import Link
 
 LONG_S = 3600.0
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shoal.core.messages import Member, View
 from shoal.core.names import invite_of, key_of, limit_of
-from shoal.transport.identity import Identity, key_id, key_id_of, verify
-from shoal.transport.invite import PREFIX, Authority, Invite, read_invite, signed_by
+from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
+from shoal.transport.identity.invite import PREFIX, Authority, Invite, read_invite, signed_by
 
 NOW = 1_000_000.0
 RUN = Authority.new()

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from shoal.core.messages import Cancelled, Output
-from shoal.transport import inbox
 from shoal.transport.base import Blob, Incoming, Lost
-from shoal.transport.inbox import Inbox
+from shoal.transport.streams import inbox
+from shoal.transport.streams.inbox import Inbox
 
 CONTROL = [Incoming("a", Cancelled(0, 1, index, 0, 0)) for index in range(3)]
 BULK = [Incoming("b", Output(0, 1, index, 0, 0), (Blob("uint8", (1,), b"x"),)) for index in range(3)]

@@ -23,11 +23,11 @@ from shoal.core.messages import Cancelled, Output
 from shoal.transport import daemon as daemons
 from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
-from shoal.transport.engine import Engine, Link, Want
-from shoal.transport.identity import Identity, key_id
-from shoal.transport.invite import Authority, read_invite
+from shoal.transport.identity.identity import Identity, key_id
+from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.libp2p import Libp2pTransport, Plain
-from shoal.transport.pace import ACK_BYTES, FLOOR_BYTES
+from shoal.transport.streams.engine import Engine, Link, Want
+from shoal.transport.streams.pace import ACK_BYTES, FLOOR_BYTES
 
 INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time())
 
@@ -103,7 +103,7 @@ def test_the_libp2p_identity_is_the_peers_own_key() -> None:
 PEER = """
 import asyncio, sys
 from shoal.transport.daemon import Daemon
-from shoal.transport.identity import Identity
+from shoal.transport.identity.identity import Identity
 
 async def main():
     daemon = Daemon(Identity.new())

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from shoal.transport.pace import ACK_BYTES, ALLOWED_PART, ALLOWED_S, BASE_S, CEILING_BYTES, FLOOR_BYTES, Window
+from shoal.transport.streams.pace import ACK_BYTES, ALLOWED_PART, ALLOWED_S, BASE_S, CEILING_BYTES, FLOOR_BYTES, Window
 
 MB = 1e6
 

@@ -7,11 +7,11 @@ import pytest
 
 from shoal.core.messages import MAX_LIST_BYTES, PROTOCOL
 from shoal.core.names import invite_of, key_of, limit_of
-from shoal.transport.directory import TTL_S, Record, seal, unseal
-from shoal.transport.hello import No, Refusal, check_hello, encode_hello, encode_no
-from shoal.transport.identity import Identity, key_id_of
-from shoal.transport.invite import Authority, Invite, read_invite
-from shoal.transport.passes import SKEW_S, Grant, Membership, NotWelcome, Pass, PassList, Revoked
+from shoal.transport.directory.directory import TTL_S, Record, seal, unseal
+from shoal.transport.identity.identity import Identity, key_id_of
+from shoal.transport.identity.invite import Authority, Invite, read_invite
+from shoal.transport.identity.passes import SKEW_S, Grant, Membership, NotWelcome, Pass, PassList, Revoked
+from shoal.transport.streams.hello import No, Refusal, check_hello, encode_hello, encode_no
 
 DAY_S = 86400.0
 NOW = 1_800_000_000.0

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.transport import records
 from shoal.transport.budget import Allowance
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Authority, Membership, read_invite
-from shoal.transport.records import KEY_RECORDS, TTL_S, Busy, Record, Records, Sealed, seal, unseal
+from shoal.transport.directory import records
+from shoal.transport.directory.records import KEY_RECORDS, TTL_S, Busy, Record, Records, Sealed, seal, unseal
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, Membership, read_invite
 
 RUN = Authority.new()
 NOW = time.time()

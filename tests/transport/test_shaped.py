@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.shaped import Downlink, Line, Link, Pair, Uplink
+from shoal.transport.emulated.shaped import Downlink, Line, Link, Pair, Uplink
 
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 

@@ -19,12 +19,13 @@ import msgspec
 import pytest
 
 from shoal.core.messages import Booking, Cancelled, Output, Pulse
-from shoal.transport import budget, callers, inbox, streams
+from shoal.transport import budget
 from shoal.transport.base import Incoming, Limits, Lost
 from shoal.transport.budget import Allowance
-from shoal.transport.hello import encode_hello
-from shoal.transport.identity import Identity, client_context
-from shoal.transport.invite import Authority, read_invite
+from shoal.transport.identity.identity import Identity, client_context
+from shoal.transport.identity.invite import Authority, read_invite
+from shoal.transport.streams import callers, inbox, streams
+from shoal.transport.streams.hello import encode_hello
 from shoal.transport.tls import TlsTransport
 from shoal.transport.wire import BlobHead, Head, encode, fragment_head
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from shoal.core.messages import Cancelled, Output
-from shoal.transport import inbox, streams
 from shoal.transport.base import Blob, Incoming, Limits, Lost
-from shoal.transport.engine import Engine, Link, Want
-from shoal.transport.identity import Identity, certificate_key_id, client_context
-from shoal.transport.invite import Authority, read_invite
+from shoal.transport.identity.identity import Identity, certificate_key_id, client_context
+from shoal.transport.identity.invite import Authority, read_invite
+from shoal.transport.streams import inbox, streams
+from shoal.transport.streams.engine import Engine, Link, Want
 from shoal.transport.tls import TlsTransport
 
 MIB = 1 << 20

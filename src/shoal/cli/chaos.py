@@ -1,9 +1,9 @@
 """`shoal chaos RUNDIR`: kills, stops and slows the local peers of a run that is being trained, cuts and slows their links, and says
 what it did and why.
 
-What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (cli/schedule.py). Peers
-are signalled from here, each as the very process that its launcher wrote down (cli/process.py), and nothing else is; the launcher
-starts those that are to come (rundir.Wanted). Links are cut by the peers themselves (transport/faulty.py),
+What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (launcher/schedule.py). Peers
+are signalled from here, each as the very process that its launcher wrote down (launcher/process.py), and nothing else is; the launcher
+starts those that are to come (rundir.Wanted). Links are cut by the peers themselves (transport/emulated/faulty.py),
 in a run with network.faults. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
 """
 
@@ -24,15 +24,15 @@ import msgspec
 
 from shoal import config as configuration
 from shoal import units
-from shoal.cli import process, rundir, schedule
-from shoal.cli.moments import MOMENTS, Traces
-from shoal.cli.process import Process
-from shoal.cli.rundir import Local, Locals, Wanted
-from shoal.cli.schedule import LINKS, Act, Rates
 from shoal.dashboard import account
-from shoal.runtime.report import replace
-from shoal.sim import preemption
-from shoal.transport.faulty import FAULTS, Fault
+from shoal.launcher import process, rundir, schedule
+from shoal.launcher.moments import MOMENTS, Traces
+from shoal.launcher.process import Process
+from shoal.launcher.rundir import Local, Locals, Wanted
+from shoal.launcher.schedule import LINKS, Act, Rates
+from shoal.runtime.records.report import replace
+from shoal.sim.faults import preemption
+from shoal.transport.emulated.faulty import FAULTS, Fault
 
 KINDS = ("kill", "stop", "slow", "cut", "hole", "lag")  # that can be drawn
 LOOK_S = 0.25  # between looks at the run

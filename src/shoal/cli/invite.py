@@ -14,13 +14,13 @@ import msgspec
 
 from shoal import config as configuration
 from shoal import units
-from shoal.cli import rundir
-from shoal.cli.invites import Issued, Office, tell
 from shoal.config import Config
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
-from shoal.transport.invite import PEERS, Authority
-from shoal.transport.passes import MAX_PEERS, date
+from shoal.launcher import rundir
+from shoal.launcher.invites import Issued, Office, tell
+from shoal.transport.identity.invite import PEERS, Authority
+from shoal.transport.identity.passes import MAX_PEERS, date
 
 TELL_S = 20.0  # for the peers of a run to hear of a new list
 

@@ -15,11 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.cli import rundir
-from shoal.cli.launch import INVITE_VARIABLE
 from shoal.cli.run import Job, Run
-from shoal.transport.invite import MAX_INVITE_CHARS, PREFIX
-from shoal.transport.passes import date
+from shoal.launcher import rundir
+from shoal.launcher.launch import INVITE_VARIABLE
+from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
+from shoal.transport.identity.passes import date
 
 HOW = f"name it as `--invite-file FILE`, `-` (standard input), {INVITE_VARIABLE} in the environment, or as it is (then `ps` shows it)"
 
@@ -45,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     from shoal import build
-    from shoal.transport.invite import read_invite
+    from shoal.transport.identity.invite import read_invite
 
     texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
     text = found(texts, args.invite_file)

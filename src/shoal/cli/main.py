@@ -18,7 +18,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from shoal.shown import escaped
+from shoal.shown import describe
 
 COMMANDS = {
     "run": "train: start local peers from a config and watch them",
@@ -57,13 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"shoal: {describe(error)}", file=sys.stderr)
         return USER_ERROR
-
-
-def describe(error: ValueError | OSError) -> str:
-    """The error as one line."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return escaped(f"{error.filename}: {error.strerror}")
-    return escaped(" ".join(str(error).split())) or type(error).__name__
 
 
 def _call(words: list[str]) -> int:

@@ -26,18 +26,22 @@ import msgspec
 import numpy as np
 
 from shoal import codec, config, units
-from shoal.cli import standing
 from shoal.cli.config import configured
-from shoal.core import averaging
-from shoal.planner import anneal, choices, churn, cluster, cost, dtfm, greedy, memory, plan, search, step, strategy
-from shoal.planner.profile import Profile, Shape, Work, profile, spans
+from shoal.core.allreduce import layout
+from shoal.launcher import standing
+from shoal.planner.costs import churn, communication
+from shoal.planner.inputs import cluster, memory
+from shoal.planner.inputs.profile import Profile, Shape, Work, profile, spans
+from shoal.planner.prediction import step
+from shoal.planner.search import anneal, dtfm, greedy, placements
+from shoal.planner.strategy import choices, plan, strategy
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     configured(parser, required=False)
-    parser.add_argument("--cluster", metavar="FILE", help="TOML: devices and links (docs in planner/cluster.py)")
+    parser.add_argument("--cluster", metavar="FILE", help="TOML: devices and links (docs in planner/inputs/cluster.py)")
     parser.add_argument("--stages", type=int, metavar="S", help="price only this number of stages")
     parser.add_argument(
         "--wiring", choices=("best", "planned", "stochastic"), default="best", help="fixed routes, or by measured times"
@@ -382,7 +386,7 @@ def _owning(made: plan.Plan) -> list[str]:
     """What each peer owns of its stage's rounds, where that follows the lines."""
     width, found = dict(zip(made.seats, made.widths, strict=True)) if made.widths else {}, []
     for number, stage in enumerate(made.stages):
-        if shares := averaging.owned([width.get(peer, 0) for peer in stage.peers]):
+        if shares := layout.owned([width.get(peer, 0) for peer in stage.peers]):
             told = [f"{peer} {own / sum(shares):.0%}" for peer, own in zip(stage.peers, shares, strict=True)]
             found.append(f"owners        of stage {number}'s rounds, by their lines: {', '.join(told)}")
     return found
@@ -497,7 +501,7 @@ def _dtfm(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{stages} stages of {args.replicas} are not the network's {len(delay_s)} devices; --replicas may be left out"
         )
-    model = cost.Model(delay_s, bandwidth_Bps, stages, cost.PUBLISHED)
+    model = communication.Model(delay_s, bandwidth_Bps, stages, communication.PUBLISHED)
     rng = np.random.default_rng(numbers["seed"])
     before = time.perf_counter()
     found = _searched(args.search, model, rng, numbers["evaluations"])
@@ -532,9 +536,9 @@ def _dtfm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _searched(name: str, model: cost.Model, rng: np.random.Generator, budget: int) -> search.Found:
+def _searched(name: str, model: communication.Model, rng: np.random.Generator, budget: int) -> placements.Found:
     if name == "greedy":
         return greedy.greedy_search(model)
     if name == "random":
-        return search.random_search(model, rng, budget)
+        return placements.random_search(model, rng, budget)
     return dtfm.evolve(model, rng, budget) if name == "dtfm" else anneal.anneal(model, rng, budget)

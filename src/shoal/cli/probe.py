@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 from shoal import config as configuration
 from shoal import units
 from shoal.config import Config
-from shoal.planner import measured
-from shoal.planner.cluster import Device
+from shoal.planner.inputs import measured
+from shoal.planner.inputs.cluster import Device
 from shoal.shown import escaped
 
 if TYPE_CHECKING:
     from shoal.runtime.measure import Survey
-    from shoal.transport.directory import Directory
+    from shoal.transport.directory.directory import Directory
 
 LOOK_S = 30.0  # for a run's peers to be found
 STILL_S = 4.0  # no other peer has been found for so long: these are all
@@ -146,7 +146,7 @@ async def _links(args: argparse.Namespace) -> int:
     from shoal.cli.join import found as found_invite
     from shoal.runtime.measure import MOST_BYTES, Meter, survey
     from shoal.transport.base import Incoming
-    from shoal.transport.invite import read_invite
+    from shoal.transport.identity.invite import read_invite
 
     most = round(units.parse(args.most, "_bytes"))
     if not 1 <= most <= MOST_BYTES:

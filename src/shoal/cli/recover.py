@@ -1,7 +1,7 @@
 """`shoal recover RUNDIR --gone P ...`: the operator's word that most of a run's peers are gone for good, so that the others go on.
 
 Asks every peer of the run that can be found how it stands, refuses wherever it can see that those given up may live
-(core/override.py), signs the override with the run's key, tells the survivors and waits until they train. Only where
+(core/consensus/override.py), signs the override with the run's key, tells the survivors and waits until they train. Only where
 `authority.key` lies can this be done; what was signed is kept beside it, so that no other side is ever chosen beside the first.
 """
 
@@ -16,17 +16,17 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli import process, rundir
-from shoal.cli.invites import Office
 from shoal.config import Config, microbatches
+from shoal.core.consensus.override import Refusal, decide
 from shoal.core.messages import AskStanding, Override, Peer, Standing
-from shoal.core.override import Refusal, decide
-from shoal.runtime.report import replace
+from shoal.launcher import process, rundir
+from shoal.launcher.invites import Office
+from shoal.runtime.records.report import replace
 from shoal.shown import escaped
 from shoal.transport.base import Incoming
-from shoal.transport.directory import Directory
-from shoal.transport.invite import Authority, read_invite
-from shoal.transport.shaped import Reachable
+from shoal.transport.directory.directory import Directory
+from shoal.transport.emulated.shaped import Reachable
+from shoal.transport.identity.invite import Authority, read_invite
 
 OVERRIDE = "override.json"  # in the run's directory: the last one that was signed
 ASK_S = 1.0  # between two times of asking

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli import rundir
 from shoal.cli.invite import Founded, add_via, hand_over, here, table
-from shoal.cli.invites import Book, invite_named
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of, key_of
-from shoal.transport.identity import KEY_ID_CHARS, key_id_of
+from shoal.launcher import rundir
+from shoal.launcher.invites import Book, invite_named
+from shoal.transport.identity.identity import KEY_ID_CHARS, key_id_of
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,27 +21,27 @@ from typing import IO
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli import planned, rundir
-from shoal.cli.files import Files
-from shoal.cli.invites import Office
-from shoal.cli.launch import Child, Crew, News, Spec, Start
 from shoal.cli.main import describe
 from shoal.cli.plan import refuse_other_size, tensor_bytes
-from shoal.cli.process import identify
-from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.core.names import invite_of
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Snapshot, Terminal
-from shoal.planner import plan as plans
-from shoal.planner.cluster import Cluster
-from shoal.planner.plan import Plan
-from shoal.runtime.account import Step
-from shoal.runtime.report import AnyLine, replace
+from shoal.launcher import planned, rundir
+from shoal.launcher.files import Files
+from shoal.launcher.invites import Office
+from shoal.launcher.launch import Child, Crew, News, Spec, Start
+from shoal.launcher.process import identify
+from shoal.launcher.watch import Resumed, Watch
+from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.strategy import plan as plans
+from shoal.planner.strategy.plan import Plan
+from shoal.runtime.records.account import Step
+from shoal.runtime.records.report import AnyLine, replace
 from shoal.shown import escaped_json, escaped_lines
-from shoal.transport.faulty import FAULTS
-from shoal.transport.invite import Authority
+from shoal.transport.emulated.faulty import FAULTS
+from shoal.transport.identity.invite import Authority
 
 SHOW_S = 0.25
 STATUS_S = 1.0

@@ -9,9 +9,9 @@ import msgspec
 from rich.console import Console
 
 from shoal import config as configuration
-from shoal.cli import rundir
 from shoal.dashboard import account
 from shoal.dashboard.terminal import Snapshot, render, rows
+from shoal.launcher import rundir
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,13 +23,13 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli import rundir
 from shoal.cli.main import INTERRUPTED
-from shoal.cli.watch import Resumed, Watch
 from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.terminal import Terminal
-from shoal.runtime.report import Agreed, replace
+from shoal.launcher import rundir
+from shoal.launcher.watch import Resumed, Watch
+from shoal.runtime.records.report import Agreed, replace
 from shoal.shown import escaped_json
 
 if TYPE_CHECKING:

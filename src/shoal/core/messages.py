@@ -2,7 +2,7 @@
 
 Every value here is a frozen struct. `Message`s cross the network (msgpack, tagged, bounded), `Event`s enter a machine,
 `Command`s leave it. Tensors never appear: a blob is a name, and the driver keeps the table from name to bytes. One
-View, the value that the members agree on by quorum.py, says who serves what, who owns which microbatch and which step
+View, the value that the members agree on by register.py, says who serves what, who owns which microbatch and which step
 is trained.
 """
 
@@ -171,7 +171,8 @@ class Entry(Value, frozen=True):
 
 
 class Signed(Value, frozen=True):
-    """A peer's signature (core/evidence.py says of what), with the public key that its name is made from. Empty in a machine's hands:
+    """A peer's signature (core/consensus/certificates.py says of what), with the public key that its name is made from.
+    Empty in a machine's hands:
     the driver fills in its own and hands on only those that hold."""
 
     peer: Peer
@@ -297,7 +298,8 @@ class Standing(Wire, frozen=True):
 
 
 class Override(Wire, frozen=True):
-    """Operator to survivors, who pass it on: take `view` for agreed under `term` (core/override.py). The driver hands on only what
+    """Operator to survivors, who pass it on: take `view` for agreed under `term` (core/consensus/override.py). The
+    driver hands on only what
     the run's authority has signed."""
 
     view: View
@@ -321,7 +323,7 @@ class AskPasses(Wire, frozen=True):
 
 class Passes(Wire, frozen=True):
     """The version I hold, with the list itself when it is newer than what was asked with. Signed by the run's authority
-    (transport/passes.py)."""
+    (transport/identity/passes.py)."""
 
     version: Count
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_LIST_BYTES)] = b""
@@ -554,7 +556,7 @@ class Round(Wire, frozen=True):
 
 class Part(Wire, frozen=True):
     """Replica to chunk owner: blob 0 is my sum's values of that chunk, or my row's. Chunks are numbered through all pieces of the
-    gradient, in each piece those of the group's sum before those of a row's (core/averaging.py)."""
+    gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py)."""
 
     epoch: Count
     step: Count
@@ -1106,7 +1108,9 @@ class Settings(msgspec.Struct, frozen=True):
     staleness: int = 0  # 1: a step is computed while the one before is averaged, with parameters that lack its gradient
     lost: str = "checkpoint"  # what to do when a stage has lost its last replica: checkpoint | neighbours | wait
     lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
-    ban_s: float = 10.0  # first pause of a peer that fails (routing.py: up to 8 times this) or is evicted (conduct.py)
+    ban_s: float = (
+        10.0  # first pause of a peer that fails (routing.py: up to 8 times this) or is evicted (evictions.py)
+    )
     stage_seconds: tuple[float, ...] = ()  # planned seconds per microbatch, for placement before anything is measured
     piece_values: int = 0  # of a stage's gradient that are averaged at a time; 0: all at once
     home: bool = (

@@ -1,7 +1,7 @@
 """What a peer's name says: whose key it is, by which invite it came, and how many peers that invite admits at a time.
 
 A name is `<key id>.<incarnation>.<invite id>.<limit>`. The transport compares all of it with the pass before anything is heard
-from that peer (transport/invite.py), so that core may believe it: nobody can name another's key or invite, nor a higher limit.
+from that peer (transport/identity/invite.py), so that core may believe it: nobody can name another's key or invite, nor a higher limit.
 Names in any other form (`p3`, `p3.1`: tests and simulations) stand for a peer that has an invite of its own, without a limit.
 
 Pure, total and cheap; for whoever counts or admits peers by key or by invite.

@@ -1,8 +1,8 @@
 """One peer's whole mind: the machines put together. `handle(event, now)` returns what is to be done; nothing else
 changes state.
 
-Every peer serves a stage (server.py), owns microbatches (trainer.py), helps to agree on the view (quorum.py), keeps
-its stage's state in step with the others (sync.py) and, while it leads, decides for all (coordinator.py). The driver
+Every peer serves a stage (server.py), owns microbatches (trainer.py), helps to agree on the view (register.py), keeps
+its stage's state in step with the others (transfer.py) and, while it leads, decides for all (leader.py). The driver
 (runtime/node.py, sim/, a replay) hands in events and carries out commands; it calls again at `deadline`.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.core.coordinator import Coordinator
+from shoal.core.consensus.register import Register
+from shoal.core.leader.leader import Coordinator
 from shoal.core.messages import (
     Accept,
     AskBooks,
@@ -76,11 +77,10 @@ from shoal.core.messages import (
     Wire,
 )
 from shoal.core.planned import seated
-from shoal.core.quorum import Register
-from shoal.core.server import Server
-from shoal.core.sync import Sync
+from shoal.core.server.server import Server
 from shoal.core.timers import soonest
-from shoal.core.trainer import Trainer
+from shoal.core.trainer.trainer import Trainer
+from shoal.core.transfer.transfer import Sync
 
 if TYPE_CHECKING:
     from random import Random

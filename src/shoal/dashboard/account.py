@@ -1,6 +1,6 @@
 """The end of a run in words and numbers: `Summary` is runs/NAME/summary.json, `text` is what the terminal shows of it.
 
-For `shoal run` and `shoal status`. Where the numbers come from, and whether they balance, runtime/account.py says.
+For `shoal run` and `shoal status`. Where the numbers come from, and whether they balance, runtime/records/account.py says.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.planner.cluster import Cluster
-from shoal.planner.plan import Plan
-from shoal.planner.step import Bar
+from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.prediction.step import Bar
+from shoal.planner.strategy.plan import Plan
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#000000")
 RED = "#D55E00"

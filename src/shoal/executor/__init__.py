@@ -41,7 +41,7 @@ def _plain(config: Config, stage: int, source: str | None) -> Restorable:
 
         return Resident(stages.build(config, stage, source=source, device=config.device.kind), config)
     if config.device.executor == "swapping":
-        from shoal.executor.swapping import Swapping
+        from shoal.executor.swap.swapping import Swapping
         from shoal.model import stages
 
         return Swapping(stages.build(config, stage, source=source), config)

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from shoal.config import ROUND_COPIES, Config
-from shoal.executor.groups import Runner
+from shoal.executor.swap.groups import Runner
 from shoal.model import stages
 from shoal.model.cut import Stage, spans
 from shoal.numerics.eightbit import nbytes, require

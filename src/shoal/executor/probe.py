@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.executor.resident import Resident
 from shoal.model import analysis, stages
-from shoal.planner.profile import BACKWARD, FORWARD
+from shoal.planner.inputs.profile import BACKWARD, FORWARD
 
 WARM_UP = 2  # passes that are not counted: kernels are chosen, memory is taken
 LINK_BYTES = 64 << 20  # one copy between host and device

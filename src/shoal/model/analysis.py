@@ -1,6 +1,6 @@
 """What each part of a Hugging Face model asks for, counted on the meta device: nothing is allocated and nothing computed.
 
-For `shoal probe` and `shoal plan`, in the planner's own terms (planner/profile.py prices plain decoders by formula). Each part runs
+For `shoal probe` and `shoal plan`, in the planner's own terms (planner/inputs/profile.py prices plain decoders by formula). Each part runs
 alone, forward and backward, in the model's own forward with all other parts taken out (stages.py): torch's FLOP counter
 counts its matrix products and attention, autograd's hooks what it keeps for its backward, and a dispatch mode the bytes alive
 at the worst moment. Elementwise work has no FLOPs here, as everywhere in the literature; attention is the full square, and
@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.config import Config
 from shoal.model.families import hf_config
 from shoal.model.stages import Parts, on_meta
-from shoal.planner.profile import COUNTED, Part, Profile
+from shoal.planner.inputs.profile import COUNTED, Part, Profile
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,7 +1,7 @@
 """A lost stage made from its two neighbours: CheckFree (arXiv 2506.15461), for runs that would rather not go back.
 
 Its blocks are weighted means of the neighbours' blocks at the same relative depth, which residual networks forgive better than a
-random start. Adam's moments are blended alike, so that the first steps are not taken blindly. For runtime/hands.py.
+random start. Adam's moments are blended alike, so that the first steps are not taken blindly. For runtime/tasks/task_runner.py.
 """
 
 from __future__ import annotations

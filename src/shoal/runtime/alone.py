@@ -20,7 +20,7 @@ from shoal.core.messages import Account, Committed, Member, Share, View
 from shoal.executor import create
 from shoal.executor.base import Executor
 from shoal.executor.delayed import Delayed
-from shoal.executor.swapping import Swapping
+from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
 from shoal.numerics.optimizer import norm_sq
 from shoal.runtime import checkpoint

@@ -46,16 +46,16 @@ from shoal.core.messages import (
     Vote,
 )
 from shoal.core.peer import PeerMachine
-from shoal.runtime.coding import Held
-from shoal.runtime.hands import Hands
 from shoal.runtime.measure import Meter
 from shoal.runtime.passes import Gate
-from shoal.runtime.record import Record
-from shoal.runtime.report import Progress, Told
+from shoal.runtime.records.record import Record
+from shoal.runtime.records.report import Progress, Told
 from shoal.runtime.signing import Signatures
+from shoal.runtime.tasks.coding import Held
+from shoal.runtime.tasks.task_runner import Hands
 from shoal.traffic import Kept, Size, Tally
 from shoal.transport.base import Blob, Incoming, Transport
-from shoal.transport.directory import Directory
+from shoal.transport.directory.directory import Directory
 
 REPORT_S = 0.5
 LOOK_UP_S = 0.5  # between two look-ups, however often they are asked for

@@ -2,7 +2,8 @@
 
 Called by its node before the machine hears of a message. A list that is news goes at once to others, and every SPREAD_S to one peer more is
 compared with mine, so that a list crosses a swarm in seconds and nobody is missed for good: also whoever was away, and newcomers, who are
-asked when they first speak. What is revoked is decided by the list alone (transport/passes.py), the same everywhere; who is removed from
+asked when they first speak. What is revoked is decided by the list alone (transport/identity/passes.py), the same
+everywhere; who is removed from
 the View is core's decision (Barred).
 """
 
@@ -17,7 +18,7 @@ from random import Random
 from shoal import units
 from shoal.core.messages import AskPasses, Passes, Peer
 from shoal.transport.base import Incoming, Transport
-from shoal.transport.passes import Membership, Standing, date
+from shoal.transport.identity.passes import Membership, Standing, date
 
 log = logging.getLogger(__name__)
 

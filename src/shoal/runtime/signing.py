@@ -1,4 +1,4 @@
-"""Signatures under what peers agree on (core/evidence.py): made for what this peer sends, checked in what it is sent.
+"""Signatures under what peers agree on (core/consensus/certificates.py): made for what this peer sends, checked in what it is sent.
 
 An Override needs the signature of the run's authority.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 from typing import Protocol
 
-from shoal.core import evidence
+from shoal.core.consensus import certificates
 from shoal.core.messages import Message, Override, Peer, Signed
 from shoal.core.names import key_of
-from shoal.transport.identity import Identity, key_id, verify
-from shoal.transport.invite import signed_by
+from shoal.transport.identity.identity import Identity, key_id, verify
+from shoal.transport.identity.invite import signed_by
 
 REMEMBERED = 8192  # signatures known to hold: the same ones come with each repair
 
@@ -36,12 +36,12 @@ class Signing:
         self._holds = functools.lru_cache(REMEMBERED)(self._verified)
 
     def seal(self, to: Peer, message: Message) -> Message:
-        return evidence.seal(self._identity.name, to, message, self._sign)
+        return certificates.seal(self._identity.name, to, message, self._sign)
 
     def check(self, source: Peer, message: Message) -> Message | None:
         if isinstance(message, Override):
             return message if signed_by(message, self._run) else None
-        return evidence.checked(self._identity.name, source, message, self._holds)
+        return certificates.checked(self._identity.name, source, message, self._holds)
 
     def _sign(self, data: bytes) -> Signed:
         return Signed(self._identity.name, self._identity.public, self._identity.sign(self._purpose, data))

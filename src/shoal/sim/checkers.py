@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shoal.core import messages as m
-from shoal.sim.hands import Reduced, World
+from shoal.sim.task_runner import Reduced, World
 
 HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
 ALL_MEET = 16  # replicas of a group, at most

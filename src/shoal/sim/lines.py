@@ -2,7 +2,8 @@
 
 Without it a sender's uplink alone takes time, and all tensors of a kind are alike. With it a boundary tensor, a chunk of a gradient and
 a chunk of a state take their own bytes' time from the sender's uplink and from the receiver's downlink, as a modelled link does on
-real processes (transport/shaped.py, whose slots.py this is), and encoding and decoding take compute. What a case has of all that is
+real processes (transport/emulated/shaped.py, whose slots.py this is), and encoding and decoding take compute. What a
+case has of all that is
 drawn from a stream of its own, so that histories without lines are what they were.
 """
 
@@ -52,7 +53,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         return self.lines[int(peer[1 : peer.index(".")]) % len(self.lines)]
 
     def nbytes(self, blob: tuple[Any, ...], chunks: int) -> int:
-        """Of what sim/hands.py makes of a tensor, a state being cut into `chunks`. One that is no tensor at all takes a boundary's."""
+        """Of what sim/task_runner.py makes of a tensor, a state being cut into `chunks`. One that is no tensor at all
+        takes a boundary's."""
         match blob:
             case ("x", _, _, 0, _):
                 return TOKENS

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from shoal.core.messages import Settings
-from shoal.sim import lines, strangers
+from shoal.sim import lines
+from shoal.sim.faults import strangers
 from shoal.sim.lines import Ranges, Wire
 
 TIGHT = 2.0  # servers that keep six microbatches of a step pass them nearly one by one

@@ -15,17 +15,17 @@ from typing import Any
 
 import msgspec
 
-from shoal.core import evidence
 from shoal.core import messages as m
+from shoal.core.consensus import certificates
 from shoal.core.peer import PeerMachine
-from shoal.sim import churn, faults, strikes
 from shoal.sim.checkers import Violation, Watch, progress
-from shoal.sim.hands import BAD, CHUNKS, Blob, Hands, World, overflown
+from shoal.sim.faults import churn, faults, strikes
+from shoal.sim.faults.strangers import AGAIN_S, Strangers
 from shoal.sim.kernel import Kernel
 from shoal.sim.lines import Wire
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenario import Case, Scenario, draw, load
-from shoal.sim.strangers import AGAIN_S, Strangers
+from shoal.sim.task_runner import BAD, CHUNKS, Blob, Hands, World, overflown
 
 SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
@@ -102,7 +102,7 @@ class Node:
 
     def deliver(self, source: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> None:
         """Every message to this peer comes through here."""
-        checked = evidence.checked(self.name, source, message, _holds)
+        checked = certificates.checked(self.name, source, message, _holds)
         if checked is None:
             return
         message = checked
@@ -240,7 +240,7 @@ class Node:
         swarm.carry(self.name, command.peer, self._sealed(command.peer, message), values)
 
     def _sealed(self, to: m.Peer, message: m.Message) -> m.Message:
-        return evidence.seal(self.name, to, message, partial(Swarm.sign, self.name))
+        return certificates.seal(self.name, to, message, partial(Swarm.sign, self.name))
 
     def _value(self, name: str, message: m.Message) -> Blob:
         value = self.hands.blobs.get(name)

@@ -17,14 +17,15 @@ from collections.abc import Callable
 import msgspec
 
 from shoal.core.messages import Peer
-from shoal.transport import streams, tls
+from shoal.transport import tls
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon, written
-from shoal.transport.engine import Link
-from shoal.transport.identity import Identity
-from shoal.transport.invite import Membership
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Membership
 from shoal.transport.libp2p import MAX_WAYS, Libp2p, Way
-from shoal.transport.streams import Opening, StreamTransport
+from shoal.transport.streams import streams
+from shoal.transport.streams.engine import Link
+from shoal.transport.streams.streams import Opening, StreamTransport
 from shoal.transport.tls import Tls
 
 log = logging.getLogger(__name__)

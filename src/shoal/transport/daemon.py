@@ -35,7 +35,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from shoal.transport.identity import PUBLIC_BYTES, Identity
+from shoal.transport.identity.identity import PUBLIC_BYTES, Identity
 from shoal.transport.tls import resolved
 
 log = logging.getLogger(__name__)

@@ -18,15 +18,15 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.messages import Peer
-from shoal.transport import streams
 from shoal.transport.base import Limits
 from shoal.transport.budget import Warnings
 from shoal.transport.daemon import Daemon, check_length, framed, multiaddr, parsed, parsed_address, protobuf, public_key
-from shoal.transport.engine import QUANTUM_BYTES, Engine, Link, Steps, Want
-from shoal.transport.identity import key_id, key_id_of
-from shoal.transport.invite import Membership
-from shoal.transport.pace import ACK_BYTES, CEILING_BYTES, Window
-from shoal.transport.streams import Opening, StreamTransport
+from shoal.transport.identity.identity import key_id, key_id_of
+from shoal.transport.identity.invite import Membership
+from shoal.transport.streams import streams
+from shoal.transport.streams.engine import QUANTUM_BYTES, Engine, Link, Steps, Want
+from shoal.transport.streams.pace import ACK_BYTES, CEILING_BYTES, Window
+from shoal.transport.streams.streams import Opening, StreamTransport
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import socket
 from shoal.core.messages import Peer
 from shoal.transport.base import Limits
 from shoal.transport.budget import Warnings
-from shoal.transport.engine import Channel, Link, Steps, Want
-from shoal.transport.identity import Identity, certificate_key_id, client_context, key_id_of, server_context
-from shoal.transport.invite import Membership
-from shoal.transport.streams import Opening, StreamTransport
+from shoal.transport.identity.identity import Identity, certificate_key_id, client_context, key_id_of, server_context
+from shoal.transport.identity.invite import Membership
+from shoal.transport.streams.engine import Channel, Link, Steps, Want
+from shoal.transport.streams.streams import Opening, StreamTransport
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""All-reduce within a stage: who owns which chunk, and the exchange of chunks."""

@@ -1,0 +1,540 @@
+"""One replica's part in a round: cut its sum, exchange parts and sums, hold the group's reduced gradient.
+
+For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides
+who takes part, who adds which chunk, brought by whom, and who tells whom. Here: Part, Sum and Resend, the order of the tasks, what an
+abort leaves behind. At most one round is held; a newer number replaces it. A task that is under way when its round ends goes
+on, and its blobs go with it.
+
+In a group of one row what everybody brings is added once, and told to all. Of several rows the owner of a row's chunk adds what its row
+brings, cuts that and brings it to those who add up the rows; what they tell it, it tells its row.
+
+A large gradient goes piece by piece: the next one is cut when this one is gathered. Nobody is further than one piece ahead of me,
+since every sum of a piece needs my part, which I send when I have all sums of the piece before. So what another may still ask
+for is, of the piece before, a sum that I tell; and what comes too early is a part of the next piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from shoal.core.allreduce.layout import Layout, Place, early_parts, fenced, objection, split
+from shoal.core.messages import (
+    Add,
+    AddRow,
+    Command,
+    Committed,
+    Cut,
+    Do,
+    Done,
+    Failed,
+    Gather,
+    Part,
+    Peer,
+    Reduced,
+    Resend,
+    Round,
+    RoundFailed,
+    Send,
+    Settings,
+    Share,
+    Sum,
+    View,
+    Waits,
+)
+from shoal.core.replica_state import TEXT, Seat, drop
+from shoal.core.trainer.routing import Latency
+
+COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
+TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting,
+TELL_BEATS = 24  # but not sooner: a peer may be busy with a long hop before it begins
+ASKS = 6  # after so many the pause between two does not double any more
+
+
+Work = Cut | AddRow | Add | Gather
+
+
+class Early(msgspec.Struct, frozen=True):
+    """A Part or Sum that came before the Round it belongs to, or before the view that this round needs."""
+
+    message: Part | Sum
+    blobs: tuple[str, ...]
+    fault: str
+
+
+class Current(msgspec.Struct):
+    """The round under way. `live` are the blobs held for it, in the order they came; dicts keep that order."""
+
+    message: Round
+    group: tuple[Peer, ...]
+    listeners: tuple[Peer, ...]  # joiners of the stage, who get the sums from my row and bring nothing
+    layout: Layout
+    place: Place  # mine in it
+    began: float
+    wake: float  # when to ask for what is missing, or to repeat Reduced
+    came: float  # when something new last did
+    asks: int = 0  # for what is missing, so far
+    sent: set[tuple[Peer, int, bool]] = msgspec.field(
+        default_factory=set
+    )  # Part or (True) Sum, and not asked for since
+    cut: dict[int, str] = msgspec.field(default_factory=dict)  # my, or my row's, part of each chunk, once cut
+    parts: dict[int, dict[Peer, str]] = msgspec.field(default_factory=dict)  # of each chunk that I add up
+    sums: dict[int, str] = msgspec.field(default_factory=dict)  # of the piece's chunks
+    tasks: dict[str, Work] = msgspec.field(default_factory=dict)
+    live: dict[str, None] = msgspec.field(default_factory=dict)
+    piece: int = 0
+    before: dict[int, str] = msgspec.field(default_factory=dict)  # sums of the piece before this one, that I tell
+    adding: dict[str, int] = msgspec.field(default_factory=dict)  # by task, also past ones of the piece: which chunk
+    gathering: bool = False
+    reduced: Reduced | None = None
+
+
+class Rounds:
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
+        self._name = name
+        self._settings = settings
+        self._serial = serial
+        self._seat = seat
+        self._stage = 0  # of the round under way
+        self._current: Current | None = None
+        self._newest = -1  # the highest round of this step that I began or refused
+        self._reason = ""  # why I am not in that round (any more)
+        self._early: dict[tuple[Peer, bool], list[Early]] = {}
+        self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: its inputs, outputs
+        self._usual = Latency()  # seconds from a round's start to its reduced gradient
+
+    @property
+    def cutting(self) -> int | None:
+        """The step whose sum is being copied, or pieces of it still will be: nothing may be added to it."""
+        current = self._current
+        if current is None:
+            return None
+        copied = current.layout.last and not any(isinstance(task, Cut) for task in current.tasks.values())
+        return None if copied else current.message.step
+
+    @property
+    def active(self) -> int | None:
+        return None if self._current is None else self._current.message.round
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self._current is None else self._current.wake
+
+    def begin(self, message: Round, me: Share, now: float) -> list[Command]:
+        """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
+        view, stage = self._seat.view, self._seat.stage
+        assert view is not None
+        current = self._current
+        if current is not None and current.message.round == message.round:
+            return self._report() if current.reduced else []
+        if message.round <= self._newest:
+            return self._tell_failed(message, self._reason or f"round {self._newest} is newer", "")
+        commands = self.end(f"round {message.round} replaces it")
+        self._newest, self._stage = message.round, stage
+        reason = objection(message, view, me)
+        if reason:
+            return commands + self.fail(message, reason)
+        shares = message.groups[stage] if stage < len(message.groups) else ()
+        group = tuple(share.peer for share in shares)
+        if self._name not in group:
+            self._reason = f"{self._name} is not listed"
+            return commands
+        layout = self._layout(shares, 0)
+        known = self._seat.known.present
+        listed = message.listeners[stage] if stage < len(message.listeners) else ()
+        row = layout.row_of(self._name)
+        listeners = tuple(
+            peer
+            for peer in dict.fromkeys(listed)
+            if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
+        )
+        place = layout.place(self._name)
+        self._current = current = Current(message, group, listeners, layout, place, now, now + self._patience_s, now)
+        return commands + self._cut(current) + self._take_early(current, now)
+
+    def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
+        """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
+        self._newest = max(self._newest, message.round)
+        commands = self.end(reason)
+        return commands + self._tell_failed(message, reason, culprit)
+
+    def end(self, reason: str) -> list[Command]:
+        """Let go of the round under way. Blobs that a running task reads stay until it has ended."""
+        current, self._current, self._reason = self._current, None, reason
+        if current is None:
+            return []
+        read: set[str] = set()
+        for task in current.tasks.values():
+            self._void[task.id] = _inputs(task), _outputs(task)
+            read.update(_inputs(task))
+        return drop(tuple(blob for blob in current.live if blob not in read))
+
+    def turn(self, everything: bool = True) -> list[Command]:
+        """What I held of the step is void, or (not everything) it is over. Then what came early for the view's own step stays: with
+        delayed updates a round may begin with the very view that commits the one before, and a mate hears of it first."""
+        view = self._seat.view
+        stays = (view.epoch, view.step) if view is not None and not everything else None
+        early: tuple[str, ...] = ()
+        for key, held in list(self._early.items()):
+            kept = [one for one in held if (one.message.epoch, one.message.step) == stays]
+            early += tuple(blob for one in held if one not in kept for blob in one.blobs)
+            self._early[key] = kept
+            if not kept:
+                del self._early[key]
+        commands = self.end("the step is over")
+        self._newest, self._reason = -1, ""
+        return commands + drop(early)
+
+    def on_view(self, view: View) -> list[Command]:
+        """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
+        gone = [key for key in self._early if not self._serves(key[0])]
+        commands = drop(tuple(blob for key in gone for one in self._early.pop(key) for blob in one.blobs))
+        lost = fenced(self._current.message, view) if self._current is not None else None
+        return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
+
+    def holds(self, last: Committed) -> bool:
+        """Whether the reduced gradient held here is the one that was committed."""
+        reduced = self._current.reduced if self._current is not None else None
+        return (
+            reduced is not None
+            and (reduced.step, reduced.round) == (last.step, last.round)
+            and self._stage < len(last.digests)
+            and last.digests[self._stage] == reduced.digest
+        )
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def on_message(
+        self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
+    ) -> list[Command]:
+        view = self._seat.view
+        if view is None or message.epoch != view.epoch or not self._serves(peer):
+            return drop(blobs)
+        if message.step == view.step + 1 and not isinstance(message, Resend):
+            return self._hold(peer, Early(message, blobs, fault))
+        if message.step != view.step:
+            return drop(blobs)
+        current = self._current
+        if current is not None and message.round == current.message.round:
+            if peer not in current.group:
+                return drop(blobs)
+            if isinstance(message, Resend):
+                return self._send_again(current, peer, message) + drop(blobs)
+            if message.chunk // current.layout.stride > current.piece:
+                return self._hold(peer, Early(message, blobs, fault))
+            return self._take(current, peer, Early(message, blobs, fault), now)
+        if isinstance(message, Resend) or message.round <= self._newest:
+            return drop(blobs)
+        return self._hold(peer, Early(message, blobs, fault))
+
+    def _serves(self, peer: Peer) -> bool:
+        """A replica of my own stage; whoever is not cannot share a group with me."""
+        stages = self._seat.known.present
+        return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
+
+    def _hold(self, peer: Peer, early: Early) -> list[Command]:
+        """Few per sender, parts and sums apart: of its newest round and piece."""
+        replicas = sum(stage == self._seat.stage for stage in self._seat.known.present.values())
+        held = self._early.setdefault((peer, isinstance(early.message, Sum)), [])
+        if any(_when(one) == _when(early) or one.message.round > early.message.round for one in held):
+            return drop(early.blobs)
+        stale = [one for one in held if one.message.round < early.message.round]
+        if len(held) - len(stale) >= early_parts(replicas, bool(self._settings.widths)):
+            lowest = min(held, key=_when)
+            if _when(lowest) > _when(early):
+                return drop(early.blobs)
+            stale.append(lowest)
+        held[:] = [*(one for one in held if one not in stale), early]
+        return [command for one in stale for command in drop(one.blobs)]
+
+    def _take_early(self, current: Current, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for key, held in list(self._early.items()):
+            peer = key[0]
+            for early in list(held):
+                number, chunk = _when(early)
+                later = peer in current.group and chunk // current.layout.stride > current.piece
+                if number > current.message.round or (number == current.message.round and later):
+                    continue
+                held.remove(early)
+                if number == current.message.round and peer in current.group and self._current is current:
+                    commands += self._take(current, peer, early, now)
+                else:
+                    commands += drop(early.blobs)
+            if not held:
+                del self._early[key]
+        return commands
+
+    def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
+        message, place = early.message, current.place
+        if isinstance(message, Part):
+            held = current.parts.get(message.chunk, {})
+            adding = message.chunk in current.adding.values()
+            wanted = peer in place.adds.get(message.chunk, ()) and peer not in held and not adding
+        else:
+            told = place.hears.get(message.chunk) == peer
+            wanted = told and message.chunk not in current.sums and not current.gathering
+        if not wanted:
+            return drop(early.blobs)
+        if early.fault or len(early.blobs) != 1:
+            what = f"{type(message).__name__} of chunk {message.chunk} from {peer}"
+            reason = f"{what}: {early.fault or f'{len(early.blobs)} blobs, not 1'}"
+            return drop(early.blobs) + self.fail(current.message, reason, peer)
+        blob = early.blobs[0]
+        current.came = now
+        current.live[blob] = None
+        if isinstance(message, Part):
+            current.parts.setdefault(message.chunk, {})[peer] = blob
+            return self._go_on(current)
+        commands = self._tell(current, message.chunk, blob)
+        if message.chunk in place.passes and message.chunk in current.cut:  # nobody asks for my row's part of it again
+            commands += _forget(current, (current.cut.pop(message.chunk),))
+        return commands + self._go_on(current)
+
+    def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
+        """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
+        it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
+        place, asked = current.place, (peer, message.chunk, message.sum)
+        if asked in current.sent:
+            current.sent.discard(asked)
+            return []
+        if not message.sum:
+            adds = {**place.brings, **place.passes}.get(message.chunk)
+            if message.chunk not in current.cut or adds != peer:
+                return []
+            return [Send(peer, self._part(current, message.chunk), (current.cut[message.chunk],))]
+        held = current.before.get(message.chunk)
+        if message.chunk in place.tells:
+            held = current.sums.get(message.chunk)
+        return [] if held is None else [Send(peer, self._sum(current, message.chunk), (held,))]
+
+    def on_unreachable(self, peer: Peer) -> None:
+        """What was on its way there is lost."""
+        if self._current is not None:
+            self._current.sent = {asked for asked in self._current.sent if asked[0] != peer}
+
+    # ---------------------------------------------------------------------------------------------------------- tasks
+
+    def on_done(self, done: Done, now: float) -> list[Command]:
+        if done.id in self._void:
+            inputs, outputs = self._void.pop(done.id)
+            return drop(inputs + outputs)
+        current = self._current
+        task = current.tasks.pop(done.id, None) if current is not None else None
+        if current is None or task is None:
+            return []
+        current.live.update(dict.fromkeys(_outputs(task)))
+        match task:
+            case Cut():
+                return self._on_cut(current, task)
+            case AddRow():
+                cut = dict(zip(sorted(current.place.passes), task.outs, strict=True))
+                return _forget(current, task.parts) + self._bring(current, current.place.passes, cut)
+            case Add():
+                sends = self._tell(current, current.adding[task.id], task.out)
+                return sends + _forget(current, task.parts) + self._go_on(current)
+            case Gather() if not task.last:
+                return self._next_piece(current, now)
+            case Gather():
+                self._usual.add(now - current.began)
+                current.reduced = Reduced(
+                    current.message.epoch,
+                    current.message.step,
+                    current.message.round,
+                    done.result.digest,
+                    done.result.norm_sq,
+                )
+                current.wake = now + 2 * self._settings.beat_s
+                told = _told(current)
+                return _forget(current, tuple(b for c, b in current.sums.items() if c not in told)) + self._report()
+
+    def on_failed(self, failed: Failed, now: float) -> list[Command]:
+        if failed.id in self._void:
+            inputs, _ = self._void.pop(failed.id)
+            return drop(inputs)
+        current = self._current
+        task = current.tasks.pop(failed.id, None) if current is not None else None
+        if current is None or task is None:
+            return []
+        return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
+
+    def _cut(self, current: Current) -> list[Command]:
+        outs = tuple(f"s/{next(self._serial)}" for _ in current.place.brings)
+        return self._do(current, Cut(self._task_id(), current.message.step, current.place.cuts, outs))
+
+    def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
+        group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
+        return split(self._seat.length, group, self._settings.piece_values, piece, widths)
+
+    def _next_piece(self, current: Current, now: float) -> list[Command]:
+        """This piece is gathered: let go of it, but for the sums I told, which may be lost on their way, and begin the next one."""
+        current.before = _told(current)
+        kept = current.before.values()
+        commands = _forget(current, tuple(blob for blob in current.live if blob not in kept))
+        current.sent = {asked for asked in current.sent if asked[1] in current.before and asked[2]}
+        current.piece += 1
+        current.layout = self._layout(current.message.groups[self._stage], current.piece)
+        current.place = current.layout.place(self._name)
+        current.cut, current.parts, current.sums, current.adding = {}, {}, {}, {}
+        current.gathering = False
+        current.asks, current.wake, current.came = 0, now + self._patience_s, now
+        return commands + self._cut(current) + self._take_early(current, now)
+
+    def _on_cut(self, current: Current, task: Cut) -> list[Command]:
+        cut = dict(zip(sorted(current.place.brings), task.outs, strict=True))
+        if len(current.group) == 1:
+            ((number, blob),) = cut.items()
+            return self._tell(current, number, blob) + self._go_on(current)
+        return self._bring(current, current.place.brings, cut)
+
+    def _bring(self, current: Current, adds: dict[int, Peer], cut: dict[int, str]) -> list[Command]:
+        """Send what was cut to those who add it up."""
+        current.cut |= cut
+        sends: list[Command] = []
+        for number, peer in adds.items():
+            if peer == self._name:
+                current.parts.setdefault(number, {})[peer] = cut[number]
+                continue
+            sends.append(Send(peer, self._part(current, number), (cut[number],)))
+            current.sent.add((peer, number, False))
+        return sends + self._go_on(current)
+
+    def _tell(self, current: Current, number: int, blob: str) -> list[Command]:
+        """The group's sum of that chunk is here: those who have it from me get it."""
+        current.sums[number] = blob
+        if number not in current.place.tells:
+            return []
+        peers = current.place.tells[number]
+        current.sent |= {(peer, number, True) for peer in peers}
+        sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
+        heard = Sum(current.message.epoch, current.message.step, current.message.round, number, heard=True)
+        return sends + [Send(peer, heard, (blob,)) for peer in current.listeners]
+
+    def _go_on(self, current: Current) -> list[Command]:
+        """Start what has all it needs: adding up chunks, gathering the whole."""
+        commands: list[Command] = []
+        place, round_ = current.place, current.message
+        for number, peers in place.adds.items():
+            held = current.parts.get(number, {})
+            if len(held) == len(peers) and number not in current.adding.values():
+                commands += self._add(current, number, tuple(held[peer] for peer in peers))
+        if len(current.sums) == len(place.hears) and not current.gathering:
+            current.gathering = True
+            sums = tuple(current.sums[number] for number in place.hears)
+            start, last = current.layout.bounds[0], current.layout.last
+            commands += self._do(current, Gather(self._task_id(), round_.step, round_.round, sums, start, last))
+        return commands
+
+    def _add(self, current: Current, number: int, parts: tuple[str, ...]) -> list[Command]:
+        """Of the group's sum, or of my row's, which is cut for those who add up the rows."""
+        task: Add | AddRow
+        if number in current.place.hears:
+            task = Add(self._task_id(), parts, f"s/{next(self._serial)}")
+        else:
+            outs = tuple(f"s/{next(self._serial)}" for _ in current.place.passes)
+            task = AddRow(self._task_id(), parts, current.place.seams, outs)
+        current.adding[task.id] = number
+        return self._do(current, task)
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def tick(self, now: float) -> list[Command]:
+        current = self._current
+        if current is None or now < current.wake:
+            return []
+        if current.reduced is not None:
+            current.wake = now + 2 * self._settings.beat_s
+            return self._report()
+        current.asks = min(current.asks + 1, ASKS)
+        current.wake = now + self._patience_s * 2**current.asks
+        commands: list[Command] = []
+        parts: dict[Peer, None] = {}
+        sums: dict[Peer, None] = {}
+        for number, peers in current.place.adds.items():
+            if number in current.adding.values():
+                continue
+            held = current.parts.get(number, {})
+            lacking = [peer for peer in peers if peer != self._name and peer not in held]
+            parts.update(dict.fromkeys(lacking))
+            commands += [Send(peer, self._resend(current, number, False)) for peer in lacking]
+        for number, peer in current.place.hears.items():
+            if peer != self._name and number not in current.sums:
+                sums[peer] = None
+                commands.append(Send(peer, self._resend(current, number, True)))
+        long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.beat_s)
+        if now - current.came >= long_s and (parts or sums) and self._seat.leader is not None:
+            of = current.message
+            commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, tuple(parts), tuple(sums))))
+        return commands
+
+    @property
+    def _patience_s(self) -> float:
+        """Until it is asked for what is missing; sent again it is after the second time, so at three times the usual."""
+        usual_s = self._usual.value or 4 * self._seat.length / COLD_Bps
+        return max(self._settings.hop_floor_s, usual_s)
+
+    # ---------------------------------------------------------------------------------------------------------- sends
+
+    def _report(self) -> list[Command]:
+        reduced = self._current.reduced if self._current is not None else None
+        return [Send(self._seat.leader, reduced)] if reduced is not None and self._seat.leader is not None else []
+
+    def _tell_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
+        if self._seat.leader is None:
+            return []
+        return [
+            Send(self._seat.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
+        ]
+
+    def _part(self, current: Current, chunk: int) -> Part:
+        return Part(current.message.epoch, current.message.step, current.message.round, chunk)
+
+    def _sum(self, current: Current, chunk: int) -> Sum:
+        of = current.message
+        return Sum(of.epoch, of.step, of.round, chunk, first=current.layout.slices > 1)
+
+    def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
+        return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)
+
+    def _do(self, current: Current, task: Work) -> list[Command]:
+        current.tasks[task.id] = task
+        return [Do(task)]
+
+    def _task_id(self) -> str:
+        return f"s/{next(self._serial)}"
+
+
+def _when(early: Early) -> tuple[int, int]:
+    return early.message.round, early.message.chunk
+
+
+def _inputs(task: Work) -> tuple[str, ...]:
+    match task:
+        case Cut():
+            return ()
+        case AddRow() | Add():
+            return task.parts
+        case Gather():
+            return task.sums
+
+
+def _outputs(task: Work) -> tuple[str, ...]:
+    match task:
+        case Cut() | AddRow():
+            return task.outs
+        case Add():
+            return (task.out,)
+        case Gather():
+            return ()
+
+
+def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
+    for blob in blobs:
+        current.live.pop(blob, None)
+    return drop(blobs)
+
+
+def _told(current: Current) -> dict[int, str]:
+    """Sums that others may ask me for again."""
+    return {number: current.sums[number] for number, peers in current.place.tells.items() if peers}

@@ -1,0 +1,108 @@
+"""What a peer signs when it votes or accepts a view, and when such signatures prove that something was agreed.
+
+A View counts as agreed, and a peer as the leader of a term, when majorities have signed it: nobody's word is enough, not even a
+member's. Here: the bytes that are signed, in which message, and who has to have signed. Keys are the driver's business
+(runtime/signing.py): it calls `seal` on every message that leaves and `checked` on every message that comes, so that a machine is
+handed only signatures that hold. For register.py and the drivers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from itertools import takewhile
+
+import msgspec
+
+from shoal.core.messages import Accept, Entry, Lead, Message, Peer, Proof, Propose, Signed, View, Vote
+
+Sign = Callable[[bytes], Signed]  # by the peer itself
+Holds = Callable[[Signed, bytes], bool]
+
+
+def digest(view: View) -> str:
+    """Of everything that a view says, as hexadecimal digits."""
+    return hashlib.sha256(msgspec.msgpack.encode(view)).hexdigest()[:40]
+
+
+def accepted(term: int, number: int, view: str, leader: Peer) -> bytes:
+    """What is signed: I accept the view of that number and digest, proposed by `leader` in `term`."""
+    return msgspec.msgpack.encode(("accept", term, number, view, leader))
+
+
+def voted(term: int, candidate: Peer) -> bytes:
+    """What is signed: my vote in `term` is that candidate's."""
+    return msgspec.msgpack.encode(("vote", term, candidate))
+
+
+def majority(voters: Iterable[Peer], yes: Iterable[Peer]) -> bool:
+    """More than half of `voters` are in `yes`; true of no voters at all."""
+    voters, yes = tuple(voters), set(yes)
+    return not voters or 2 * sum(voter in yes for voter in voters) > len(voters)
+
+
+def signers(signed: Iterable[Signed]) -> set[Peer]:
+    return {one.peer for one in signed}
+
+
+def proves(entry: Entry, proof: Proof) -> bool:
+    """Majorities of the voters before and after have accepted the entry."""
+    names = signers(proof.signed)
+    return majority(entry.before, names) and majority(entry.view.voters, names)
+
+
+def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:
+    """The message with my signatures where it has none yet, before it is sent to that peer."""
+
+    def mine(signed: tuple[Signed, ...], data: Callable[[], bytes]) -> tuple[Signed, ...]:
+        return tuple(sign(data()) if one.peer == me and not one.signature else one for one in signed)
+
+    def own(proof: Proof, term: int, number: int, view: Callable[[], str]) -> Proof:
+        if proof.leader != me:
+            return proof
+        return Proof(me, mine(proof.signed, lambda: accepted(term, number, view(), me)))
+
+    match message:
+        case Accept(by=Signed()):
+            data = accepted(message.term, message.number, message.digest, to)
+            return msgspec.structs.replace(message, by=sign(data))
+        case Vote(by=Signed()):
+            return msgspec.structs.replace(message, by=sign(voted(message.term, to)))
+        case Lead() if message.proof is not None or message.votes:
+            proof = message.proof
+            if proof is not None:
+                proof = own(proof, message.decided_term, message.number, lambda: message.digest)
+            votes = mine(message.votes, lambda: voted(message.term, me))
+            return msgspec.structs.replace(message, proof=proof, votes=votes)
+        case Propose(proof=Proof() as proof):
+            entry = message.entry
+            proof = own(proof, entry.term, entry.view.number, lambda: digest(entry.view))
+            return msgspec.structs.replace(message, proof=proof)
+    return message
+
+
+def checked(me: Peer, source: Peer, message: Message, holds: Holds) -> Message | None:
+    """The message with those signatures that hold; None if it is worth nothing without."""
+
+    def held(signed: tuple[Signed, ...], data: bytes) -> tuple[Signed, ...]:
+        """Up to the first that does not hold: honest peers send none, and each costs a verification."""
+        return tuple({one.peer: one for one in takewhile(lambda one: holds(one, data), signed)}.values())
+
+    match message:
+        case Accept(by=Signed() as by):
+            data = accepted(message.term, message.number, message.digest, me)
+            return message if by.peer == source and holds(by, data) else None
+        case Vote(by=Signed() as by):
+            return message if by.peer == source and holds(by, voted(message.term, me)) else None
+        case Lead() if message.proof is not None or message.votes:
+            proof = message.proof
+            if proof is not None:
+                data = accepted(message.decided_term, message.number, message.digest, proof.leader)
+                proof = Proof(proof.leader, held(proof.signed, data))
+            votes = held(message.votes, voted(message.term, source))
+            return msgspec.structs.replace(message, proof=proof, votes=votes)
+        case Propose(proof=Proof() as proof):
+            entry = message.entry
+            data = accepted(entry.term, entry.view.number, digest(entry.view), proof.leader)
+            return msgspec.structs.replace(message, proof=Proof(proof.leader, held(proof.signed, data)))
+    return message

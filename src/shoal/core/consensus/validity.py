@@ -1,0 +1,77 @@
+"""Whether a view can be, and whether it can follow the one before: what no voter accepts, whoever proposes it.
+
+A leader decides which view comes next; these are the bounds that it cannot leave, checked by each voter against the view it holds
+(register.py): everybody in it once, stages and owners that exist, steps and epochs that advance by one, a commit in which every
+microbatch is counted once at every stage, no invite with more peers than it admits. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from shoal.core.messages import Committed, Settings, View
+from shoal.core.names import invite_of, limit_of
+
+NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's number times 2^20, which a message must carry
+
+
+def flaw(before: View | None, view: View, settings: Settings) -> str:
+    """Why `view` cannot be, or cannot be the successor of `before`, in words; '' if it can."""
+    return _shape(view, settings) or ("" if before is None else _step(before, view, settings))
+
+
+def _shape(view: View, settings: Settings) -> str:
+    everyone = view.members + view.joining
+    names = [member.peer for member in everyone]
+    if not view.members or len(set(names)) != len(names):
+        return f"{len(view.members)} members, {len(set(names))} of {len(names)} names differ"
+    stages = [member.stage for member in everyone + view.fenced] + [one.stage for one in view.rebuilt]
+    if max(stages) >= settings.stages:
+        return f"somebody serves a stage beyond the run's {settings.stages}"
+    if len(view.owners) not in (0, settings.microbatches) or any(at >= len(view.members) for at in view.owners):
+        return f"{len(view.owners)} owners among {len(view.members)} members of {settings.microbatches} microbatches"
+    if max(view.number, view.epoch) >= NUMBERS or view.step > settings.steps:
+        return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"
+    if view.finished and view.step < settings.steps:
+        return f"finished at step {view.step} of {settings.steps}"
+    last = view.last
+    if last is not None:
+        if len(last.groups) != settings.stages or len(last.digests) != settings.stages:
+            return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
+        if not (math.isfinite(last.norm) and last.norm >= 0.0):
+            return f"a commit with the norm {last.norm}"
+    admitted = Counter(map(invite_of, names))
+    for name in names:
+        if admitted[invite_of(name)] > limit_of(name):
+            return f"{admitted[invite_of(name)]} peers with invite {invite_of(name)}, which admits {limit_of(name)}"
+    return ""
+
+
+def _step(before: View, view: View, settings: Settings) -> str:
+    if view.number != before.number + 1:
+        return f"number {view.number} after {before.number}"
+    if view.epoch not in (before.epoch, before.epoch + 1) or before.finished:
+        return f"epoch {view.epoch} after {before.epoch}{' of a finished run' if before.finished else ''}"
+    if view.epoch > before.epoch:
+        return "" if view.step <= before.step else f"epoch {view.epoch} begins at step {view.step}, after {before.step}"
+    if before.started and not view.started:
+        return "a step that began has not begun"
+    if view.step == before.step:
+        return "" if view.last == before.last else "another commit of the same step"
+    last = view.last
+    if view.step != before.step + 1 or last is None or last.step != before.step or not before.started:
+        return f"step {view.step} after {before.step}, last committed {last.step if last is not None else 'none'}"
+    return _commit(before, last, settings)
+
+
+def _commit(before: View, last: Committed, settings: Settings) -> str:
+    present = {member.peer: member.stage for member in before.members + before.joining}
+    for stage, group in enumerate(last.groups):
+        others = [share.peer for share in group if present.get(share.peer) != stage]
+        if others:
+            return f"{others[0]} is averaged at stage {stage}, which it does not serve"
+        indices = [index for share in group for index in share.indices]
+        if len(indices) != settings.microbatches or set(indices) != set(range(settings.microbatches)):
+            return f"stage {stage} commits {len(indices)} microbatches, {len(set(indices))} different, of {settings.microbatches}"
+    return ""

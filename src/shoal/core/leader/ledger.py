@@ -1,0 +1,130 @@
+"""The leader's account of one step: which replica has booked which microbatch at every stage.
+
+A step may be averaged when, at every stage, the books of the members are disjoint and together hold every index
+(architecture.md, 'exactly once', rule 3). Rebuilt from the members' pulses, so a new leader knows as much as the old
+one. For leader.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from shoal.core.messages import Booking, Index, Member, Peer, Share, Stage
+
+
+class Doubled(msgspec.Struct, frozen=True):
+    """A microbatch in the books of two replicas of a stage, one of which is wrong: by the protocol it was added once."""
+
+    index: Index
+    stage: Stage
+    one: Peer
+    two: Peer
+
+
+class Ledger:
+    """Books of the members of one (epoch, step), by peer."""
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self.stages, self.microbatches = stages, microbatches
+        self.books: dict[Peer, tuple[Booking, ...]] = {}
+        self.booked = 0  # entries in all books; stages * microbatches when the step is done
+
+    def report(self, peer: Peer, books: tuple[Booking, ...]) -> str:
+        """That peer's whole book; what is wrong with it, or ''. Books only grow within a step, so an older, shorter report is ignored."""
+        held = self.books.get(peer, ())
+        if len(books) <= len(held):
+            return ""
+        if books[: len(held)] != held:
+            return "has changed what it booked"
+        indices = {booking.index for booking in books}
+        if len(indices) < len(books):
+            return "has booked a microbatch twice"
+        if max(indices) >= self.microbatches:
+            return f"has booked microbatch {max(indices)} of {self.microbatches}"
+        self.books[peer] = books
+        self.booked += len(books) - len(held)
+        return ""
+
+    def forget(self, peer: Peer) -> int:
+        """That peer's books are void (it left the view); returns how many bookings must be computed again."""
+        lost = len(self.books.pop(peer, ()))
+        self.booked -= lost
+        return lost
+
+    def complete(self, members: tuple[Member, ...]) -> bool:
+        """Every index is booked exactly once at every stage, by members."""
+        if self.booked != self.stages * self.microbatches:
+            return False
+        return not self.faults(members)
+
+    def faults(self, members: tuple[Member, ...]) -> list[str]:
+        """What keeps the books from being whole: missing and doubly booked indices, in words."""
+        seen: list[dict[int, Peer]] = [{} for _ in range(self.stages)]
+        found = []
+        for member in members:
+            for booking in self.books.get(member.peer, ()):
+                other = seen[member.stage].setdefault(booking.index, member.peer)
+                if other != member.peer:
+                    found.append(f"microbatch {booking.index} is booked by {other} and {member.peer}")
+        for stage, indices in enumerate(seen):
+            if len(indices) < self.microbatches:
+                found.append(f"stage {stage} has {len(indices)} of {self.microbatches} microbatches")
+        return found
+
+    def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
+        """What is not booked everywhere, with the highest stage that lacks it: backwards go down from there."""
+        booked = {(member.stage, one.index) for member in members for one in self.books.get(member.peer, ())}
+        found = []
+        for index in range(self.microbatches):
+            lacking = [stage for stage in range(self.stages) if (stage, index) not in booked]
+            if lacking:
+                found.append((index, lacking[-1]))
+        return found
+
+    def open(self, members: tuple[Member, ...]) -> set[int]:
+        """Microbatches that one of these has yet to book at some stage."""
+        times = Counter(booking.index for member in members for booking in self.books.get(member.peer, ()))
+        return {index for index in range(self.microbatches) if times[index] < self.stages}
+
+    def doubled(self, members: tuple[Member, ...]) -> list[Doubled]:
+        """What two members say they have booked at their stage."""
+        seen: dict[tuple[int, int], Peer] = {}
+        found = []
+        for member in members:
+            for booking in self.books.get(member.peer, ()):
+                other = seen.setdefault((member.stage, booking.index), member.peer)
+                if other != member.peer:
+                    found.append(Doubled(booking.index, member.stage, other, member.peer))
+        return found
+
+    def groups(
+        self, members: tuple[Member, ...], ready: tuple[Member, ...], widths: tuple[int, ...] = ()
+    ) -> tuple[tuple[Share, ...], ...]:
+        """Shares per stage, members first, then joiners that hold the step's parameters and bring nothing. `widths` of seats' lines."""
+        groups: list[list[Share]] = [[] for _ in range(self.stages)]
+        for member in members:
+            indices = tuple(booking.index for booking in self.books.get(member.peer, ()))
+            groups[member.stage].append(Share(member.peer, indices, _width(member, widths)))
+        for joiner in ready:
+            groups[joiner.stage].append(Share(joiner.peer, (), _width(joiner, widths)))
+        return tuple(tuple(group) for group in groups)
+
+    def loss(self) -> float:
+        """Mean loss over the step's microbatches, added in index order."""
+        losses = {b.index: b.loss for books in self.books.values() for b in books if b.loss is not None}
+        return sum(losses[i] for i in sorted(losses)) / len(losses) if losses else float("nan")
+
+
+def _width(member: Member, widths: tuple[int, ...]) -> int:
+    return widths[member.seat] if 0 <= member.seat < len(widths) else 0
+
+
+def counted_twice(groups: tuple[tuple[Share, ...], ...]) -> int:
+    """How many (stage, index) pairs a commit holds more than once."""
+    twice = 0
+    for group in groups:
+        indices = [index for share in group for index in share.indices]
+        twice += len(indices) - len(set(indices))
+    return twice

@@ -1,0 +1,212 @@
+"""Whether each peer of a view still gets on: a heartbeat alone keeps nobody in. For leader.py, which evicts those that are late.
+
+Followed from pulses: that a peer takes the views that are agreed, that a member holds the step that is trained, that a joiner's state
+grows. And from a round: that whoever takes part gets done, or says whose parts it lacks. Every verdict names a peer, with how long it was
+waited for. Books that do not grow are stalls.py's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from shoal.core.leader.evictions import Conduct, Verdict
+from shoal.core.messages import Member, Peer, Pulse, Reduced, Round, Settings, View, Waits
+
+VIEW_SILENCES = 3.0  # for a peer that beats to take a view that it is sent with every pulse
+LEAST_BEATS = 120.0  # no state is waited for less,
+HOLDS = (
+    2.0  # of hold_s: the least for a member to hold the step, and for a stage's only replica to get done with a round
+)
+LOAD_HOLDS = (
+    20.0  # of hold_s: for a joiner's next chunk, six of 16 MiB on a line of 1 Mbit/s, or for a state to be built
+)
+STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
+LAST_BEATS = 24.0  # for the last of a round to get done when all others are,
+ROUNDS = 4.0  # or so many times what it took them
+HEAR_BEATS = 3.0  # from the first Waits to a verdict: the others tell theirs, too
+
+
+class Seen(msgspec.Struct):
+    """When what a peer tells last changed for the better."""
+
+    number: int
+    number_at: float
+    state: tuple[int, int, int, bool, int]
+    state_at: float
+    current_at: float
+
+
+class Progress:
+    def __init__(self, name: Peer, settings: Settings) -> None:
+        self._name, self._settings = name, settings
+        self._seen: dict[Peer, Seen] = {}
+        self._view_at = float("-inf")
+
+    def on_view(self, before: View | None, view: View, now: float) -> None:
+        self._view_at = now
+        present = {member.peer for member in view.members + view.joining}
+        self._seen = {peer: seen for peer, seen in self._seen.items() if peer in present}
+        fresh = before is None or (before.step, before.epoch, before.work, before.started) != (
+            view.step,
+            view.epoch,
+            view.work,
+            view.started,
+        )
+        if fresh:
+            for seen in self._seen.values():
+                seen.current_at = now
+
+    def forgive(self, gap_s: float, now: float) -> None:
+        for seen in self._seen.values():
+            seen.number_at, seen.state_at = min(now, seen.number_at + gap_s), min(now, seen.state_at + gap_s)
+            seen.current_at = min(now, seen.current_at + gap_s)
+
+    def on_pulse(self, peer: Peer, pulse: Pulse, view: View, now: float) -> None:
+        state = (pulse.epoch, pulse.stage, pulse.step, pulse.ready, pulse.loaded)
+        seen = self._seen.get(peer)
+        if seen is None:
+            seen = self._seen[peer] = Seen(pulse.number, now, state, now, now)
+        if pulse.number > seen.number or pulse.number >= view.number:
+            seen.number, seen.number_at = pulse.number, now
+        if state != seen.state:
+            seen.state, seen.state_at = state, now
+        if pulse.ready and (pulse.epoch, pulse.step) == (view.epoch, view.step):
+            seen.current_at = now
+
+    def late(self, view: View, step_s: float, now: float) -> dict[Peer, str]:
+        """Who is to be evicted, and why."""
+        found: dict[Peer, str] = {}
+        for member in view.members:
+            if member.peer != self._name and member.peer in self._seen:
+                why = self._behind(member.peer, view, now) or self._idle(member.peer, view, step_s, now)
+                if why:
+                    found[member.peer] = why
+        for member in view.joining:
+            if member.peer in self._seen:
+                why = self._behind(member.peer, view, now) or self._unloaded(member, now)
+                if why:
+                    found[member.peer] = why
+        return found
+
+    def _behind(self, peer: Peer, view: View, now: float) -> str:
+        seen = self._seen[peer]
+        since_s = now - max(seen.number_at, self._view_at)
+        frozen_s = now - seen.number_at
+        most_s = VIEW_SILENCES * self._settings.silence_s
+        if seen.number < view.number and frozen_s > most_s and since_s > self._settings.silence_s / 2:
+            return f"has stayed at view {seen.number} for {frozen_s:.0f} s"
+        return ""
+
+    def _idle(self, peer: Peer, view: View, step_s: float, now: float) -> str:
+        """A member that does not hold the step which the others train."""
+        if not view.started:
+            return ""
+        usual_s = step_s if step_s < float("inf") else 0.0
+        most_s = max(HOLDS * self._settings.hold_s, LEAST_BEATS * self._settings.beat_s, STEPS * usual_s)
+        seen = self._seen[peer]
+        waited_s = now - max(seen.current_at, seen.state_at)
+        return f"has not been ready for step {view.step} for {waited_s:.0f} s" if waited_s > most_s else ""
+
+    def _unloaded(self, member: Member, now: float) -> str:
+        """A joiner whose state does not grow. One that is ready waits for the others, who see whether it is."""
+        seen = self._seen[member.peer]
+        if seen.state[3] or not self._settings.hold_s:
+            return ""
+        most_s = max(LEAST_BEATS * self._settings.beat_s, LOAD_HOLDS * self._settings.hold_s)
+        waited_s = now - seen.state_at
+        return (
+            f"has not got on with the state of stage {member.stage} for {waited_s:.0f} s" if waited_s > most_s else ""
+        )
+
+
+class RoundWatch:
+    """One round, as those who take part in it tell of it."""
+
+    def __init__(self, message: Round, settings: Settings, now: float) -> None:
+        self._groups = [[share.peer for share in group] for group in message.groups]
+        self._settings = settings
+        self._opened = self._reduced_at = now
+        self._waits: dict[Peer, Waits] = {}
+        self._told_at: float | None = None
+
+    def forgive(self, gap_s: float, now: float) -> None:
+        """What was told while this process was stopped is still to be read."""
+        self._opened = min(now, self._opened + gap_s)
+        self._reduced_at = min(now, self._reduced_at + gap_s)
+        if self._told_at is not None:
+            self._told_at = min(now, self._told_at + gap_s)
+
+    def on_reduced(self, now: float) -> None:
+        self._reduced_at = now
+
+    def on_waits(self, peer: Peer, waits: Waits, now: float) -> None:
+        self._waits[peer] = waits
+        if self._told_at is None:
+            self._told_at = now
+
+    def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> Verdict | None:
+        """Whom this round waits for in vain."""
+        if self._told_at is not None and now - self._told_at >= HEAR_BEATS * self._settings.beat_s:
+            self._told_at = now
+            for group in self._groups:
+                found = self._accused(group, reduced, conduct, leader)
+                if found is not None:
+                    return found
+        missing = [peer for group in self._groups for peer in group if peer not in reduced]
+        usual_s = self._reduced_at - self._opened
+        late_s = now - self._reduced_at
+        if not reduced or late_s <= max(LAST_BEATS * self._settings.beat_s, ROUNDS * usual_s):
+            return None
+        for group in self._groups:
+            left = [peer for peer in group if peer in missing]
+            if len(left) != 1 or left[0] in self._waits:
+                continue
+            if len(group) > 1:
+                return left[0], f"has not got done with a round for {late_s:.0f} s in which the others of its stage are"
+            if late_s > HOLDS * self._settings.hold_s:  # a stage's only replica: nobody takes its place
+                return left[0], f"has not got done with a round for {late_s:.0f} s in which the others are"
+        return None
+
+    def _accused(
+        self, group: list[Peer], reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer
+    ) -> Verdict | None:
+        """Each that waits and each that it waits for is an edge; whoever has most of them explains most: it sends nothing, it receives
+        nothing, or it lies. Sums are looked at only where nobody lacks parts: they are made of them."""
+        open_ = [peer for peer in group if peer not in reduced]
+        for what in ("parts", "sums"):
+            edges = {
+                (peer, other)
+                for peer, waits in self._waits.items()
+                if peer in open_
+                for other in getattr(waits, what)
+                if other in group and other != peer
+            }
+            if not edges:
+                continue
+            degree = Counter(peer for edge in edges for peer in edge)
+            worst = max(group, key=lambda peer: degree[peer])
+            if degree[worst] > 1:
+                by = sum(other == worst for _, other in edges)
+                for_ = degree[worst] - by
+                return worst, f"keeps {by} of its stage waiting for its {what} of a round, and lacks those of {for_}"
+            return self._one(group, [other for _, other in sorted(edges)], open_, what, conduct, leader)
+        return None
+
+    def _one(
+        self, group: list[Peer], top: list[Peer], open_: list[Peer], what: str, conduct: Conduct, leader: Peer
+    ) -> Verdict | None:
+        """Everybody that is accused is so by one. Where all others are done, the one that is not may be the one that cannot receive. A
+        leader does not judge in its own case: it lets another lead."""
+        accused = top[-1]  # the one that joined last
+        accusers = [peer for peer in self._waits if peer in open_ and accused in getattr(self._waits[peer], what)]
+        if not accusers:
+            return None
+        if accusers[0] == leader:
+            return leader, f"lacks {what} of a round, of {accused}, and does not judge in its own case"
+        reason = f"{accusers[0]} has waited in vain for its {what} of a round"
+        if len(group) > 2 and open_ == accusers[:1]:
+            said = f"is the only one of its stage that lacks {what} of a round, of {accused}"
+            return conduct.alone(accused, accusers[0], said)
+        return conduct.alone(accusers[0], accused, reason)

@@ -1,0 +1,211 @@
+"""Which stage a peer should serve: where a joiner goes, and who moves when the pipeline has become uneven.
+
+SWARM (arXiv 2301.11913, section 3.2) moves peers between stages by queue sizes; placing joiners on the thinnest stage
+captures most of that gain with no move at all, so it comes first (`place`). `rebalance` is SWARM's rule, from the least to
+the most loaded stage, with what it leaves out: several moves at once, hysteresis, jitter, what a move costs against what
+it brings, the speeds of peers, the last replica of a stage, and nobody wandering to and fro. For leader.py, which
+asks at step boundaries; benchmarks/rebalance.py says what each is worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
+from zlib import crc32
+
+import msgspec
+
+from shoal.core.messages import Member, Peer
+
+# The giving stage must keep more than the thinnest stage has now, by so much of what the mover brings there. With less, five peers
+# on three stages of equal work move to and fro with the noise of their measured rates.
+MARGIN = 0.5
+MOVE_S = 60.0  # what a move takes if nobody knows better: the download of a stage of some GB
+REST_MOVES = (
+    5.0  # a peer that moved, and the way back between two stages, rest for so many moves' time, up to twice that
+)
+AT_ONCE = 4  # one of so many members may be moving: more would make the others serve downloads instead of microbatches
+SLOWEST, FASTEST = 0.1, 10.0  # what a measured speed may say of a peer, relative to the usual one
+
+
+class Move(msgspec.Struct, frozen=True):
+    """`peer` leaves stage `source` at `at_s` and downloads the state of `stage`."""
+
+    peer: Peer
+    source: int
+    stage: int
+    at_s: float
+    reason: str
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known when moves are decided. `members` serve, in the order of the View: the last is the newest."""
+
+    members: tuple[Member, ...]
+    stages: int
+    seconds: tuple[float, ...] = ()  # per microbatch at each stage, by a peer of speed 1; () means equal
+    speeds: Mapping[Peer, float] = {}  # relative; 1 for whoever is not named
+    loading: tuple[Member, ...] = ()  # joiners and movers, with the stage whose state they download: they count there
+    recent: tuple[Move, ...] = ()  # what was decided before; what is too old to matter may be left out
+    now: float = 0.0
+    move_s: float = MOVE_S
+    left_s: float = math.inf  # of the run, or of a peer's usual life if that is shorter
+    passed: float = 0.0  # part of the step that is booked: what a mover has booked of it is computed again by others
+
+
+def place(
+    members: Iterable[Member], stages: int, seconds: tuple[float, ...] = (), speeds: Mapping[Peer, float] | None = None
+) -> tuple[int, str]:
+    """The stage a new peer should serve, and why.
+
+    `seconds[s]` is what one microbatch costs at stage s (planned or measured; equal when empty): the stage with the
+    fewest replicas per second of work is the bottleneck. Ties go to the lower stage."""
+    members = tuple(members)
+    counts = [0] * stages
+    for member in members:
+        counts[member.stage] += 1
+    power = _power(members, _cost(seconds, stages), speeds or {})
+    stage = min(range(stages), key=lambda s: (power[s], s))
+    others = ", ".join(f"{s}:{n}" for s, n in enumerate(counts))
+    return stage, f"stage {stage} has the fewest replicas for its work (replicas {others})"
+
+
+def rebalance(fleet: Fleet) -> tuple[Move, ...]:
+    """Who should move now, and why; () if nobody should.
+
+    Step by step on the way to an even pipeline: the thinnest stage gets the peer that leaves it and its giver best off.
+    It need not be the bottleneck's gain: of two stages that are equally thin the first one's move gains nothing by
+    itself, and a stage with one replica that waits for its death costs more than the move. In the middle of a step only
+    those move whom the bottleneck needs: a death has made it, and its books are redone there, so that the movers' books
+    are redone meanwhile (checking that they are cost more than it saved: 98.0 for 98.1 % with 4 stages)."""
+    plan = _Plan(fleet)
+    moves: list[tuple[Member, int]] = []
+    shut: set[int] = set()  # thin stages that nobody can help now
+    before = min(plan.power)
+    limit = max(1, len(fleet.members) // AT_ONCE) - sum(one.peer in plan.movers for one in fleet.loading)
+    while len(moves) < limit and len(shut) < fleet.stages:
+        thin = min((s for s in range(fleet.stages) if s not in shut), key=lambda s: (plan.power[s], s))
+        who = plan.best(thin)
+        if who is None:
+            shut.add(thin)
+            continue
+        plan.carry_out(who, thin)
+        moves.append((who, thin))
+    after = min(plan.power)
+    if fleet.passed:
+        moves = [(who, thin) for who, thin in moves if plan.began[thin] < after and before < after]
+    gain = f"gain {after / before:.2f}x" if before else "nobody serves it now"
+    return tuple(
+        Move(
+            peer=who.peer,
+            source=who.stage,
+            stage=thin,
+            at_s=fleet.now,
+            reason=f"move {who.peer} {who.stage}->{thin}: stage {thin} serves {plan.began[thin]:.2f}, stage {who.stage} "
+            f"{plan.began[who.stage]:.2f} microbatches per unit of time; {gain}, cost {fleet.move_s:.0f} s of {who.peer}",
+        )
+        for who, thin in moves
+    )
+
+
+def measure(
+    members: Iterable[Member], rates: Mapping[Peer, float], stages: int, planned: tuple[float, ...] = ()
+) -> tuple[tuple[float, ...], dict[Peer, float]]:
+    """Seconds per microbatch of each stage and relative speeds, from the members' rates in microbatches per second.
+
+    A rate is a peer's speed over its stage's work, and only a plan can tell the two apart. Without one, what differs
+    within a stage is the peers' and what differs between stages is the stages'."""
+    rated = [(one, rates[one.peer]) for one in members if 0 < rates.get(one.peer, 0.0) < math.inf]
+    if not rated:
+        return planned, {}
+    if len(planned) == stages:
+        usual = median(rate * planned[one.stage] for one, rate in rated)
+        seconds = tuple(work / usual for work in planned)
+    else:
+        found: list[list[float]] = [[] for _ in range(stages)]
+        for one, rate in rated:
+            found[one.stage].append(1 / rate)
+        usual = median(value for group in found for value in group)
+        seconds = tuple(median(group) if group else usual for group in found)
+    return seconds, {one.peer: min(max(rate * seconds[one.stage], SLOWEST), FASTEST) for one, rate in rated}
+
+
+class _Plan:
+    """The stages' power in microbatches per unit of time, with the moves planned so far carried out."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.cost = _cost(fleet.seconds, fleet.stages)
+        self.power = _power((*fleet.members, *fleet.loading), self.cost, fleet.speeds)
+        self.began = tuple(self.power)
+        self.groups: list[list[Member]] = [[] for _ in range(fleet.stages)]  # who may be taken from, and who stays
+        self.coming = [0] * fleet.stages
+        for one in fleet.members:
+            self.groups[one.stage].append(one)
+        for one in fleet.loading:
+            self.coming[one.stage] += 1
+        self.movers = {move.peer for move in fleet.recent}
+        self.used = {(m.source, m.stage) for m in fleet.recent if fleet.now < m.at_s + fleet.move_s}
+        young = [m for m in fleet.recent if fleet.now < m.at_s + 2 * REST_MOVES * fleet.move_s]
+        resting = [m for m in young if fleet.now < m.at_s + _rest_s(m, fleet.move_s)]
+        self.tired = {m.peer for m in resting}
+        self.back = {(m.stage, m.source) for m in resting}
+
+    def best(self, thin: int) -> Member | None:
+        """Who should go to that stage, of the stage that can best spare somebody; None if nobody should."""
+        served = len(self.groups[thin])
+        empty = not served and not self.coming[thin]
+        if self.coming[thin] >= max(1, served):
+            return None  # its replicas have downloads enough to serve
+        chosen: tuple[tuple[float, float, int, int], Member] | None = None
+        for giver, group in enumerate(self.groups):
+            barred = (giver, thin) in self.used or (giver, thin) in self.back
+            if (
+                self.power[giver] <= self.power[thin]
+                or len(group) < 2
+                or (barred and not empty)
+                or not self._pays(giver, thin)
+            ):
+                continue
+            for at, one in enumerate(group):
+                if one.peer in self.tired and not empty:
+                    continue
+                speed = self.fleet.speeds.get(one.peer, 1.0)
+                left, brought = self.power[giver] - speed / self.cost[giver], speed / self.cost[thin]
+                if left < self.power[thin] + MARGIN * brought and not empty:
+                    continue
+                worth = (min(left, self.power[thin] + brought), left, -giver, at)
+                if chosen is None or worth > chosen[0]:
+                    chosen = worth, one
+        return chosen[1] if chosen else None
+
+    def _pays(self, giver: int, thin: int) -> bool:
+        """What the mover will do at its new stage outweighs what it leaves undone at the old one while it downloads."""
+        move_s = self.fleet.move_s
+        return (self.fleet.left_s - move_s) / self.cost[thin] > move_s / self.cost[giver]
+
+    def carry_out(self, who: Member, thin: int) -> None:
+        speed = self.fleet.speeds.get(who.peer, 1.0)
+        self.groups[who.stage].remove(who)
+        self.power[who.stage] -= speed / self.cost[who.stage]
+        self.power[thin] += speed / self.cost[thin]
+        self.coming[thin] += 1
+        self.used.add((who.stage, thin))
+        self.back.add((thin, who.stage))
+
+
+def _rest_s(move: Move, move_s: float) -> float:
+    """With jitter, so that those who moved together do not all become free at one moment."""
+    return REST_MOVES * move_s * (1 + crc32(f"{move.peer} {move.at_s}".encode()) / 2**32)
+
+
+def _cost(seconds: tuple[float, ...], stages: int) -> tuple[float, ...]:
+    return seconds if len(seconds) == stages else (1.0,) * stages
+
+
+def _power(members: Iterable[Member], cost: tuple[float, ...], speeds: Mapping[Peer, float]) -> list[float]:
+    power = [0.0] * len(cost)
+    for one in members:
+        power[one.stage] += speeds.get(one.peer, 1.0) / cost[one.stage]
+    return power

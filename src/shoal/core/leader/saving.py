@@ -1,0 +1,112 @@
+"""The leader's part in a checkpoint: one replica of each stage writes its shard, then one peer makes the whole visible.
+
+A replica that cannot write is followed by the next of its stage; when none can, the checkpoint is given up with its
+reason and training goes on: the older ones stay. A new leader asks again, and the replicas answer from what they have
+written. For leader.py.
+"""
+
+from __future__ import annotations
+
+from shoal.core.messages import (
+    AskPublish,
+    AskSave,
+    Command,
+    Note,
+    Peer,
+    Published,
+    Saved,
+    Send,
+    Settings,
+    View,
+    Wire,
+)
+
+PUBLISHER = -1
+
+
+class Saving:
+    """One checkpoint at a time; `idle` when none is being written."""
+
+    def __init__(self, name: Peer, settings: Settings) -> None:
+        self.name, self.settings = name, settings
+        self.step: int | None = None
+        self.published = 0  # newest version known to be visible
+        self.epoch = 0
+        self.records: dict[int, str] = {}
+        self.unable: dict[int, dict[Peer, str]] = {}  # per stage: who could not, and why
+        self.unpublished: dict[Peer, str] = {}
+        self.asked: dict[int, tuple[Peer, float]] = {}  # stage, or PUBLISHER -> whom and when
+
+    @property
+    def idle(self) -> bool:
+        return self.step is None
+
+    def begin(self, view: View) -> None:
+        """The view's last step asked for a checkpoint: of version `view.step`."""
+        self.step, self.epoch = view.step, view.epoch
+        self.records, self.unable, self.unpublished, self.asked = {}, {}, {}, {}
+
+    def on_view(self, view: View) -> list[Command]:
+        """Whoever was asked and is gone will not answer."""
+        present = {member.peer for member in view.members}
+        self.asked = {stage: asked for stage, asked in self.asked.items() if asked[0] in present}
+        return []
+
+    def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
+        match message:
+            case Saved() if not self._expected(peer, message.stage, message):
+                pass
+            case Published() if not self._expected(peer, PUBLISHER, message):
+                pass
+            case Saved() if not message.failed:
+                self.records.setdefault(message.stage, message.record)
+            case Saved():
+                self.unable.setdefault(message.stage, {})[peer] = message.failed
+                self.asked.pop(message.stage, None)
+            case Published() if not message.failed:
+                self.step, self.published = None, message.step
+                return [Note("checkpoint", f"step {message.step} saved at {message.path}")]
+            case Published():
+                self.unpublished[peer] = message.failed
+                self.asked.pop(PUBLISHER, None)
+        return []
+
+    def tick(self, view: View, now: float) -> list[Command]:
+        """Ask whoever is due to be asked."""
+        if self.step is None:
+            return []
+        commands: list[Command] = []
+        for stage in range(self.settings.stages):
+            if stage in self.records:
+                continue
+            able = [m.peer for m in view.members if m.stage == stage and m.peer not in self.unable.get(stage, {})]
+            if not able:
+                return self._give_up(self.unable.get(stage, {}), f"stage {stage}")
+            commands += self._ask(stage, able[0], AskSave(epoch=self.epoch, step=self.step), now)
+        if len(self.records) == self.settings.stages:
+            able = [m.peer for m in view.members if m.peer not in self.unpublished]
+            if not able:
+                return self._give_up(self.unpublished, "publishing")
+            publisher = self.name if self.name in able else able[0]
+            records = tuple(self.records[stage] for stage in range(self.settings.stages))
+            commands += self._ask(
+                PUBLISHER, publisher, AskPublish(epoch=self.epoch, step=self.step, records=records), now
+            )
+        return commands
+
+    def _ask(self, stage: int, peer: Peer, message: Wire, now: float) -> list[Command]:
+        asked = self.asked.get(stage)
+        if asked is not None and asked[0] == peer and now - asked[1] < 4 * self.settings.beat_s:
+            return []
+        self.asked[stage] = (peer, now)
+        return [Send(peer, message)]  # type: ignore[arg-type]
+
+    def _give_up(self, reasons: dict[Peer, str], what: str) -> list[Command]:
+        step, self.step = self.step, None
+        why = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items()) or "no replica left"
+        return [Note("checkpoint", f"NOT saved at step {step}: {what}: {why}; older checkpoints are kept")]
+
+    def _expected(self, peer: Peer, stage: int, message: Saved | Published) -> bool:
+        """An answer of the one who was asked last, about this checkpoint."""
+        asked = self.asked.get(stage)
+        return (message.step, message.epoch) == (self.step, self.epoch) and asked is not None and asked[0] == peer

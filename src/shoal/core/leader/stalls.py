@@ -1,0 +1,187 @@
+"""When a step's books stop growing: the leader asks the owners of what is missing where it hangs, and finds who is in the way.
+
+The owner alone knows where its microbatch is. What it says is compared with the books, and what two owners say of one server counts.
+The first remedy costs nobody its place: another member becomes the owner, asks everybody for books, and goes on. Only an owner whose
+microbatches others get on with again and again, and a server that two owners wait for, are evicted. For leader.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from shoal.core.leader.evictions import Conduct, Verdict
+from shoal.core.leader.ledger import Ledger
+from shoal.core.leader.membership import owners_of
+from shoal.core.messages import Booker, Command, Index, Peer, Send, Settings, Stage, View, WhoBooked
+from shoal.core.names import key_of
+from shoal.core.replica_state import owner_of
+
+QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long they may wait for one peer,
+FLOORS = 2.0  # or of hop_floor_s,
+HOPS = 8.0  # or so many microbatches of the slowest peer
+GAPS = 3.0  # or so many times the longest that this step or the one before has had,
+FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
+ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
+SLOW = 2  # servers that an owner has given up on with one hop: the owner may be at fault
+STRIKES = 3  # times that others had to take over from an owner,
+AGE = 64  # in so many steps
+ASKED = 16  # microbatches that are asked after at a time
+
+
+class Case(msgspec.Struct):
+    """One microbatch that hangs."""
+
+    owner: Peer
+    stage: Stage
+    asked_at: float
+    at_since: float  # when it began to wait
+    at: Peer = ""  # for whom, as it says
+    answer: Booker | None = None
+    blameless: bool = False  # its owner waits for others
+
+
+class Stalls:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._booked = -1
+        self._grew_at: float | None = None
+        self._cases: dict[Index, Case] = {}
+        self._owned_by: dict[Index, set[Peer]] = {}  # who has had it in this step
+        self._accusers: dict[Peer, set[str]] = {}  # of a server, keys of the owners that wait for it in vain
+        self._gap_s = self._gap_before_s = 0.0  # the longest between two bookings of this step, and of the one before
+        self._steps = 0
+        self._strikes: Counter[Peer] = Counter()
+        self._here_from_the_start = False  # this peer has led since the step began
+
+    def on_step(self, now: float, first: bool) -> None:
+        """A step has begun; `first`: since this peer leads, which may have been in its middle."""
+        self._booked, self._grew_at = -1, now
+        self._gap_s, self._gap_before_s = 0.0, self._gap_s
+        self._steps += 1
+        if self._steps % AGE == 0:
+            self._strikes.clear()
+        self._cases.clear()
+        self._owned_by.clear()
+        self._accusers.clear()
+        self._here_from_the_start = not first
+
+    def on_view(self, view: View) -> None:
+        """Cases are about owners of this view."""
+        self._cases = {index: case for index, case in self._cases.items() if owner_of(view, index) == case.owner}
+        for index in range(len(view.owners)):
+            owner = owner_of(view, index)
+            if owner is not None:
+                self._owned_by.setdefault(index, set()).add(owner)
+
+    def forgive(self, now: float) -> None:
+        """This process was stopped: what was booked and answered meanwhile is still to be read."""
+        self._grew_at = now
+        self._cases.clear()
+
+    def on_answer(self, peer: Peer, answer: Booker, now: float) -> None:
+        case = self._cases.get(answer.index)
+        if case is None or case.owner != peer or case.stage != answer.stage:
+            return
+        case.answer = answer
+        if case.at != answer.at:
+            case.at, case.at_since = answer.at, now
+
+    def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
+        """Questions, while nothing is booked."""
+        if ledger.booked != self._booked or self._grew_at is None:
+            if self._grew_at is not None and self._booked >= 0:
+                self._gap_s = max(self._gap_s, now - self._grew_at)
+            self._booked, self._grew_at = ledger.booked, now
+            self._cases.clear()
+        usual_s = max(HOPS * slowest_s, GAPS * self._gap_s, GAPS * self._gap_before_s)
+        wait_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
+        if now - self._grew_at < wait_s:
+            return []
+        commands: list[Command] = []
+        for index, stage in ledger.open_at(view.members)[:ASKED]:
+            owner = owner_of(view, index)
+            if owner is None:
+                continue
+            case = self._cases.get(index)
+            if case is None or (case.owner, case.stage) != (owner, stage):
+                self._cases[index] = Case(owner, stage, now, now)
+            commands.append(Send(owner, WhoBooked(view.epoch, view.work, index, stage)))
+        return commands
+
+    def judge(self, view: View, ledger: Ledger, conduct: Conduct, now: float) -> tuple[list[Verdict], dict[Index, str]]:
+        """Whom to evict, and which microbatches need another owner, with the reasons."""
+        verdicts: list[Verdict] = []
+        moves: dict[Index, str] = {}
+        long_s = self._quiet_s
+        for index, case in list(self._cases.items()):
+            answer, what, case.blameless = case.answer, f"microbatch {index} of stage {case.stage}", False
+            if answer is None:
+                if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
+                    moves[index] = f"{case.owner} does not say where {what} is"
+                continue
+            replicas = {member.peer for member in view.members if member.stage == case.stage}
+            booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
+            if answer.peer and answer.peer not in booked:
+                if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
+                    case.asked_at = now
+                    if answer.peer not in replicas or answer.peer == case.owner:  # nobody could be convicted of that
+                        moves[index] = f"{case.owner} has {what} from {answer.peer}, which has not booked it"
+                        continue
+                    said = f"its books lack {what}, whose owner {case.owner} has its gradient"
+                    verdicts += [one for one in [conduct.accuse(case.owner, answer.peer, said, 1)] if one is not None]
+            elif case.at in booked and now - case.at_since > long_s:
+                case.blameless = True
+                moves[index] = f"{case.owner} waits for {what}, which {case.at} has booked and answered"
+            elif answer.slow >= SLOW:
+                moves[index] = f"{case.owner} gets no answer for {what} from {answer.slow} peers"
+            elif case.at == case.owner and answer.slow and now - case.at_since > long_s:
+                moves[index] = f"{case.owner} gets nowhere with {what}"
+            elif not case.at and now - case.at_since > long_s:
+                case.blameless = True  # no replica may be free
+                moves[index] = f"{case.owner} has asked nobody for {what}"
+            elif (
+                answer.slow and now - case.at_since > long_s
+            ):  # its owner finds it late, too, by the times that it knows
+                accusers = self._accusers.setdefault(case.at, set())
+                accusers.add(key_of(case.owner))
+                others = len({key_of(member.peer) for member in view.members} - {key_of(case.at)})
+                if len(accusers) >= min(2, others):
+                    verdicts.append((case.at, f"keeps {len(accusers)} owners waiting, the last for {what}"))
+                else:
+                    case.blameless = True
+                    moves[index] = f"{case.owner} waits for {what} at {case.at}"
+        return verdicts, moves
+
+    @property
+    def _quiet_s(self) -> float:
+        return max(QUIET_BEATS * self._settings.beat_s, FLOORS * self._settings.hop_floor_s)
+
+    def reassign(
+        self, view: View, moves: dict[Index, str], leader: Peer
+    ) -> tuple[tuple[Index, ...], list[str], list[Verdict]]:
+        """Owners after those moves, what was done in words, and owners to evict instead. A microbatch never comes back to who has had it in
+        this step: what runs for its former request would count again. A leader that came in the middle does not know who has."""
+        owners, words, verdicts = list(view.owners), [], []
+        at = {member.peer: number for number, member in enumerate(view.members)}
+        turn = [view.members[number].peer for number in owners_of(view.members, len(view.members))]
+        struck: set[Peer] = set()
+        for index, why in moves.items():
+            case = self._cases.pop(index)
+            if case.owner not in struck and not case.blameless:
+                struck.add(case.owner)
+                self._strikes[case.owner] += 1
+            had = self._owned_by.setdefault(index, {case.owner})
+            able = [peer for peer in turn if peer not in had and peer != case.at]
+            worst = self._strikes[case.owner] >= STRIKES
+            if (worst or not able or not self._here_from_the_start) and case.owner != leader:
+                verdicts.append((case.owner, why))
+                continue
+            if not able:
+                continue
+            heir = able[index % len(able)]
+            had.add(heir)
+            owners[index] = at[heir]
+            words.append(f"{heir} takes over microbatch {index}: {why}")
+        return tuple(owners), words, verdicts

@@ -1,0 +1,301 @@
+"""The boundary tensors that one replica keeps when hops go straight from server to server. For hops.py.
+
+A tensor is named by its step, microbatch, stage and direction: every replica of a stage computes the same one, so any copy
+will do and no attempt number is needed. Both ends of a boundary keep it until the step is committed, so that a lost hop is
+redone alone. What a hop needs and is not here is awaited, or pulled from whom its owner names; what does not come is told to
+the owner, who knows where else it may be. Over the limit what was booked here goes first: the other end has
+it too, and it can be computed again. The gradients made here cannot, not without booking twice: they stay, beyond the limit.
+Left to others: what runs when (hops.py), who is asked (trainer.py), the tensors (the driver).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from shoal.core.messages import (
+    Backward,
+    Boundary,
+    Coming,
+    Command,
+    Forward,
+    Gone,
+    Index,
+    Peer,
+    Pull,
+    Send,
+    Settings,
+    Stage,
+)
+from shoal.core.replica_state import Seat, complain, drop
+from shoal.core.trainer.routing import PATIENCE, Latency
+
+PULLS = 2  # of each holder: the first or its answer may be lost
+
+
+class Key(NamedTuple):
+    """The input of a microbatch at a stage, or the gradient of its output there."""
+
+    step: int
+    microbatch: Index
+    stage: Stage
+    gradient: bool
+
+
+class Want(msgspec.Struct):
+    """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: somebody was told to send it here."""
+
+    sources: tuple[Peer, ...]
+    turns: list[Peer]
+    due: float
+    calls: list[float]  # when it was awaited first, and when each Pull was sent
+    coming: bool = False  # as its sender has said
+
+
+def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
+    """What that hop reads from the shelf, its input first, and who are said to hold it."""
+    found = {}
+    if message.x_from:
+        found[Key(message.step, message.index, message.stage, False)] = message.x_from
+    if isinstance(message, Backward) and message.grad_from:
+        found[Key(message.step, message.index, message.stage, True)] = message.grad_from
+    return found
+
+
+class Shelf:
+    def __init__(self, name: Peer, settings: Settings, seat: Seat) -> None:
+        self.nbytes = 0  # all that is kept
+        self._bounded = 0  # of these, what the limit holds for
+        self._name, self._settings, self._seat = name, settings, seat
+        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order in which they came
+        self._wants: dict[Key, Want] = {}
+        self._failed: dict[Key, None] = {}  # what does not come
+        self._no_room: dict[Key, None] = {}  # came, and could not stay
+        self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
+        self._sent: set[tuple[Peer, Key]] = set()  # and the connection has held since
+        self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def blob(self, key: Key) -> str:
+        return self._held[key][0]
+
+    def size(self, key: Key) -> int:
+        return self._held[key][1] if key in self._held else 0
+
+    @property
+    def full(self) -> bool:
+        return self._bounded >= self._settings.keep_bytes
+
+    @property
+    def deadline(self) -> float | None:
+        return min(want.due for want in self._wants.values()) if self._wants else None
+
+    # ---------------------------------------------------------------------------------------------------- what is kept
+
+    def put(self, key: Key, blob: str, nbytes: int) -> list[Command]:
+        """Keep what was made here, or has come. A second copy is no use."""
+        if key in self._held:
+            return drop((blob,))
+        self._held[key] = blob, nbytes
+        self._no_room.pop(key, None)
+        self._count(key, nbytes)
+        return []
+
+    def turn(self, everything: bool, read: Collection[str], goes_on: bool = False) -> list[Command]:
+        """The step is over, or (`everything`) my seat is. Blobs that a task still `read`s go with the task. `goes_on`: only what is
+        older than the view's step goes, hops do not notice."""
+        view = self._seat.view
+        step = -1 if view is None else view.step
+        over = [key for key in self._held if everything or key.step < step]
+        if goes_on:
+            return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
+        self._wants.clear()
+        self._failed.clear()
+        self._no_room.clear()
+        self._given_up.clear()
+        self._sent.clear()
+        return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
+
+    def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> list[Command]:
+        """Let go of what can be missed until the limit is kept: of hops booked here; with `force` of any that none needs."""
+        gone: list[str] = []
+        for always in (True, False):
+            for key in [key for key in self._held if key not in used and not self._made_gradient(key)]:
+                if not self.full or not (always or force):
+                    break
+                if not always or self._closed(key) or (key.microbatch in booked and self._of_now(key)):
+                    gone.append(self._remove(key))
+                    self._no_room[key] = None
+        return drop(tuple(gone))
+
+    def under_way(self, booked: Collection[Index]) -> bool:
+        """Something is kept for a hop that is not booked here yet: booking it will free memory."""
+        return any(key.microbatch not in booked and not self._made_gradient(key) for key in self._held)
+
+    def _made_gradient(self, key: Key) -> bool:
+        return key.gradient and key.stage != self._seat.stage
+
+    def _of_now(self, key: Key) -> bool:
+        return self._seat.view is not None and key.step == self._seat.view.work
+
+    def _closed(self, key: Key) -> bool:
+        """Of a step whose books are whole: only a death could ask for it again."""
+        return self._seat.view is not None and key.step < self._seat.view.work
+
+    def _remove(self, key: Key) -> str:
+        blob, nbytes = self._held.pop(key)
+        self._count(key, -nbytes)
+        return blob
+
+    def _count(self, key: Key, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._bounded += 0 if self._made_gradient(key) else nbytes
+
+    # --------------------------------------------------------------------------------------------------- what is wanted
+
+    def want(self, needed: dict[Key, tuple[Peer, ...]], now: float) -> list[Command]:
+        """A hop that was taken needs these."""
+        commands: list[Command] = []
+        for key, sources in needed.items():
+            known = self._wants.get(key)
+            if key in self._held or (known is not None and known.sources == sources):
+                continue
+            others = [peer for peer in sources if peer != self._name] * PULLS
+            mine = [self._name] if self._name in sources and key not in self._no_room else []
+            self._wants[key] = Want(sources, [*mine, *others], now, [now])
+            commands += self._ask(key, now)
+        return commands
+
+    def keep_wants(self, needed: Collection[Key]) -> None:
+        """Hops that needed the others are gone."""
+        self._wants = {key: want for key, want in self._wants.items() if key in needed}
+
+    def take_failed(self) -> dict[Key, None]:
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def on_view(self, now: float) -> list[Command]:
+        """Nobody waits for a peer that has left."""
+        present, commands = self._seat.known.present, list[Command]()
+        for key in [key for key, want in self._wants.items() if want.turns[0] not in present]:
+            commands += self._ask(key, now)
+        return commands
+
+    def tick(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for key in [key for key, want in self._wants.items() if want.due <= now]:
+            del self._wants[key].turns[0]
+            commands += self._ask(key, now)
+        return commands
+
+    def _ask(self, key: Key, now: float) -> list[Command]:
+        """The next in turn that is still there; when none is left, the tensor does not come."""
+        want = self._wants[key]
+        while want.turns and want.turns[0] not in self._seat.known.present:
+            del want.turns[0]
+        if not want.turns:
+            self._given_up[key] = self._wants.pop(key).calls
+            self._failed[key] = None
+            return []
+        want.due = now + self._patience_s
+        if want.turns[0] == self._name:
+            return []
+        want.calls.append(now)
+        return [Send(want.turns[0], Pull(self._seat.epoch, *key, len(want.calls) - 1))]
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self._settings.hop_floor_s, PATIENCE * (self._usual.value or 0.0))
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def on_boundary(
+        self, peer: Peer, message: Boundary, blobs: tuple[tuple[str, int], ...], fault: str, now: float
+    ) -> list[Command]:
+        """Of this step or the next one, for my stage, from a peer of the view; nothing else may fill my memory."""
+        view, names, key = self._seat.view, tuple(blob for blob, _ in blobs), key_of(message)
+        if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
+            return drop(names)
+        known = self._seat.known
+        if peer not in known.serving or known.present.get(self._name) != message.stage:
+            return drop(names)
+        if message.index >= self._settings.microbatches:
+            return drop(names)
+        if fault or len(blobs) != 1:
+            what = f"{'gradient' if message.gradient else 'input'} of microbatch {message.index}"
+            return (
+                drop(names)
+                + self._skip((peer, self._name), key, now)
+                + complain(
+                    self._seat, peer, f"{what} for stage {message.stage}: {fault or f'{len(blobs)} blobs, not 1'}"
+                )
+            )
+        want = self._wants.pop(key, None)
+        if want is None and self.full and not message.gradient:  # a gradient's hop is about to free memory
+            self._no_room[key] = None
+            return drop(names)  # its sender has it
+        calls = self._given_up.pop(key, []) if want is None else want.calls
+        if message.call < len(calls):
+            self._usual.add(now - calls[message.call])
+        return self.put(key, *blobs[0])
+
+    def on_pull(self, peer: Peer, message: Pull) -> list[Command]:
+        view, key = self._seat.view, key_of(message)
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work):
+            return []
+        if peer not in self._seat.known.serving:
+            return []
+        if key not in self._held:
+            return [Send(peer, Gone(message.epoch, *key))]
+        if (peer, key) in self._sent and message.call == 1:  # it waits for a line, as a second copy would
+            return [Send(peer, Coming(message.epoch, *key))]
+        return self.send(peer, key, message.call)
+
+    def on_coming(self, peer: Peer, message: Coming, now: float) -> list[Command]:
+        """It gets as long again: another copy would only make the line longer."""
+        want = self._wants.get(key_of(message))
+        view = self._seat.view
+        if want is None or view is None or message.epoch != view.epoch or want.turns[0] != peer or want.coming:
+            return []
+        want.coming = True
+        want.turns.insert(0, peer)
+        want.due = now + self._patience_s
+        return []
+
+    def on_unreachable(self, peer: Peer) -> None:
+        self._sent = {(other, key) for other, key in self._sent if other != peer}
+
+    def on_gone(self, peer: Peer, message: Gone, now: float) -> list[Command]:
+        view = self._seat.view
+        return self._skip((peer,), key_of(message), now) if view is not None and message.epoch == view.epoch else []
+
+    def _skip(self, peers: tuple[Peer, ...], key: Key, now: float) -> list[Command]:
+        """From these that tensor does not come."""
+        want = self._wants.get(key)
+        if want is None:
+            return []
+        asked = want.turns[0] in peers
+        want.turns = [other for other in want.turns if other not in peers]
+        return self._ask(key, now) if asked else []
+
+    def send(self, peer: Peer, key: Key, call: int = 0) -> list[Command]:
+        """A kept tensor to whoever goes on with it, or has called for it."""
+        view = self._seat.view
+        assert view is not None
+        self._sent.add((peer, key))
+        return [Send(peer, Boundary(view.epoch, *key, call), (self.blob(key),))]
+
+
+def key_of(message: Boundary | Pull | Coming | Gone) -> Key:
+    return Key(message.step, message.index, message.stage, message.gradient)
+
+
+def keys_of(messages: Iterable[Forward | Backward]) -> dict[Key, None]:
+    return {key: None for message in messages for key in needs(message)}

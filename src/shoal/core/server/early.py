@@ -1,0 +1,52 @@
+"""Hops that come before the view they belong to has come here, or while its version is being applied. For server.py.
+
+Owners begin a step as soon as they hear of it, a moment before or after others do. Answering Busy sends their microbatches
+to whoever was told first: measured with six peers, the first to hear of a step served up to seven of its 24 microbatches and
+the last none, and the step took 13.2 s for 8.1. Here such a hop waits; it is then handled as if the network had delivered it late.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.core.messages import Backward, Command, Forward, Peer
+from shoal.core.replica_state import Seat, drop
+
+
+class Held(msgspec.Struct, frozen=True):
+    peer: Peer
+    message: Forward | Backward
+    blobs: tuple[str, ...]
+    fault: str
+
+
+class Early:
+    def __init__(self, seat: Seat, limit: int) -> None:
+        self._seat, self._limit = seat, limit
+        self._held: list[Held] = []
+
+    def keep(self, peer: Peer, message: Forward | Backward, blobs: tuple[str, ...], fault: str) -> bool:
+        """It is early, and there is room: it comes out of `ripe` once it is not."""
+        if len(self._held) >= self._limit or not self._is_early(message):
+            return False
+        self._held.append(Held(peer, message, blobs, fault))
+        return True
+
+    def ripe(self) -> list[Held]:
+        """Those that can be judged now, in the order in which they came."""
+        if not self._held:
+            return []
+        done = [held for held in self._held if not self._is_early(held.message)]
+        self._held = [held for held in self._held if self._is_early(held.message)]
+        return done
+
+    def forget(self) -> list[Command]:
+        """I am out of the run, or serve another stage: their owners ask elsewhere."""
+        held, self._held = self._held, []
+        return drop(tuple(blob for one in held for blob in one.blobs))
+
+    def _is_early(self, message: Forward | Backward) -> bool:
+        seat, view = self._seat, self._seat.view
+        if view is None or not seat.seated or message.epoch != view.epoch or message.stage != seat.stage:
+            return False
+        return message.view > view.number or (message.step == view.work and seat.applying is not None and not seat.able)

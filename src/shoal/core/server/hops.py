@@ -1,0 +1,483 @@
+"""The hops of one replica: which requests are taken, which one runs next, what is booked and what is answered.
+
+For server.py. Every microbatch is booked at most once: a repeated request is answered from the books, and an attempt that was
+once answered with Cancelled, Busy, Refused or Missing is never taken afterwards, because its owner may have gone elsewhere with it.
+With direct hops inputs and results lie on the shelf (activation_store.py): a hop runs when all that it needs is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from shoal.core.messages import (
+    AskBooks,
+    Backward,
+    BlobRef,
+    Booking,
+    Books,
+    Boundary,
+    Busy,
+    Cancel,
+    Cancelled,
+    Coming,
+    Command,
+    Do,
+    Done,
+    Drop,
+    Failed,
+    Forward,
+    Gone,
+    Gradient,
+    Index,
+    Missing,
+    Output,
+    Peer,
+    Pending,
+    Pull,
+    Query,
+    Recall,
+    Refused,
+    RunBackward,
+    RunForward,
+    Send,
+    Settings,
+    View,
+)
+from shoal.core.replica_state import TEXT, Seat, complain, drop, owner_of, speaks_for
+from shoal.core.server.activation_store import Key, Shelf, keys_of, needs
+from shoal.core.server.jobs import Declined, Job, Pace, hop_of, wanted
+
+SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
+STUCK = 4.0  # of hop_floor_s without a booking on a full shelf: what lies there unused is not coming back
+
+
+class Book(msgspec.Struct):
+    """What is in one step's sum, in the order in which it was added; each with the kept gradient of the input, '' at stage 0."""
+
+    entries: tuple[Booking, ...] = ()
+    kept: dict[Index, tuple[Booking, str]] = msgspec.field(default_factory=dict)
+
+
+class Hops:
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
+        self._name, self._settings, self._serial, self._seat = name, settings, serial, seat
+        self._queue: dict[tuple[bool, Index], Job] = {}
+        self._running: Job | None = None
+        self._void: dict[str, Job] = {}  # running, but of a step or a seat that is over
+        self._books: dict[
+            int, Book
+        ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
+        self._handed: set[tuple[Peer, Index]] = set()  # outputs sent to their owners, while the connection has held
+        self._declined = Declined(settings, seat)
+        self._asks: dict[Peer, AskBooks] = {}
+        self.pace = Pace(settings, seat)
+        self.shelf = Shelf(name, settings, seat)
+        self._direct = settings.hops == "direct" and settings.stages > 1
+        self._freed_at = 0.0  # last booking, or when room was made by force
+
+    def adding(self, step: int) -> bool:
+        """A backward is being added to my sum of that step."""
+        return self._running is not None and self._running.backward and self._running.message.step == step
+
+    def books(self, step: int) -> tuple[Booking, ...]:
+        """What I have booked of that step."""
+        return self._books[step].entries if step in self._books else ()
+
+    @property
+    def _booked(self) -> dict[Index, tuple[Booking, str]]:
+        """What I have booked of the step that is computed."""
+        view = self._seat.view
+        return self._book_of(view.work).kept if view is not None else {}
+
+    def _book_of(self, step: int) -> Book:
+        return self._books.setdefault(step, Book())
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds of work waiting or running here, as measured."""
+        jobs = [*self._queue.values(), *([self._running] if self._running else [])]
+        return sum(self.pace.seconds(job.backward) for job in jobs)
+
+    # ---------------------------------------------------------------------------------------------- views and state
+
+    def on_view(self, before: View | None, view: View, now: float) -> list[Command]:
+        """Members left and their microbatches have new owners: nothing more is begun for the old ones."""
+        self._declined.on_view(before, view)
+        commands: list[Command] = []
+        for key, job in list(self._queue.items()):
+            if _void(view, job):
+                del self._queue[key]
+                commands += drop(job.blobs)
+        if before is not None and view.epoch != before.epoch:
+            commands += self.shelf.turn(everything=True, read=())
+        return commands + self.shelf.on_view(now) + self._tell_missing()
+
+    def forget(self, everything: bool) -> tuple[list[Command], bool]:
+        """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
+        blobs = [blob for job in self._queue.values() for blob in job.blobs]
+        blobs += self._close(self._books)
+        adding = self._running is not None and self._running.backward
+        dirty = any(book.entries for book in self._books.values()) or adding
+        read = self._disown()
+        self._queue, self._books = {}, {}
+        self._handed.clear()
+        return drop(tuple(blobs)) + self.shelf.turn(everything, read), dirty
+
+    def turn(self, before: View, view: View) -> list[Command]:
+        """With delayed updates: a step is committed, closed, or opened again. What is older than the view's step goes; the books
+        of the two steps that are open stay, and what runs is still booked in its own."""
+        blobs = self._close([step for step in self._books if step < view.step])
+        self._books = {step: book for step, book in self._books.items() if step >= view.step}
+        running = self._running
+        read = self._inputs(running) if running is not None else ()
+        if running is not None and running.message.step < view.step:
+            self._disown()
+        goes_on = (before.work, before.since) == (view.work, view.since)
+        if not goes_on:
+            blobs += [blob for job in self._queue.values() for blob in job.blobs]
+            self._queue = {}
+            self._handed.clear()
+        return drop(tuple(blobs)) + self.shelf.turn(False, read, goes_on)
+
+    def _close(self, steps: Iterable[int]) -> list[str]:
+        """The blobs kept for these books."""
+        return [out for step in steps for _, out in self._books[step].kept.values() if out]
+
+    def _disown(self) -> tuple[str, ...]:
+        """Nobody wants any more what runs; the blobs that it reads."""
+        job, self._running = self._running, None
+        if job is None:
+            return ()
+        read = self._inputs(job)
+        self._void[job.task] = msgspec.structs.replace(job, blobs=read)
+        return read
+
+    # ----------------------------------------------------------------------------------------------------- requests
+
+    def on_hop(
+        self, peer: Peer, message: Forward | Backward, blobs: tuple[str, ...], fault: str, now: float
+    ) -> list[Command]:
+        """Take it, answer it from the books, decline it for good, or ignore it."""
+        view, index, soon = self._seat.view, message.index, self._settings.beat_s * SOON
+        if view is None or message.epoch != view.epoch or message.step < view.step:
+            return drop(blobs)
+        backward, current, owned = (
+            isinstance(message, Backward),
+            message.step == view.work,
+            speaks_for(view, index, peer, message.view),
+        )
+        if backward and self._declined.has(peer, message.step, index, message.attempt):
+            return drop(blobs)
+        if isinstance(message, Backward) and current and (index in self._booked or self._here(index)):
+            # never declined while it is here; the owner of a view I have not seen yet gets no answer and asks again
+            return drop(blobs) + (self._again(peer, message) if owned else [])
+        if message.view > view.number:
+            return drop(blobs) + self._busy(peer, message, soon)
+        if not current or not owned or self._name not in self._seat.known.serving:
+            return drop(blobs)
+        if not self._seat.able:
+            return drop(blobs) + self._busy(peer, message, soon)
+        if message.stage != self._seat.stage:
+            return drop(blobs) + self._refuse(peer, message, f"stage {message.stage} is not served here")
+        came, kept = wanted(message, self._settings.stages, self._direct)
+        if fault or (len(blobs), len(needs(message))) != (came, kept):
+            reason = fault or f"{len(blobs)} blobs where {came} belong"
+            if not fault and len(blobs) == came:
+                reason = f"{len(needs(message))} holders named where {kept} belong"
+            return (
+                drop(blobs)
+                + self._refuse(peer, message, reason)
+                + complain(self._seat, peer, f"{_name(message)}: {reason}")
+            )
+        job = Job(message, peer, blobs, peer, message.attempt)
+        if job.key in self._queue or self._is_running(job):
+            return self._replace(job) + self._await(now)
+        commands, room = ([], True) if backward else self._make_room(now)
+        complete = sum(self._complete(waiting) for waiting in self._queue.values())
+        if not room or complete >= self._settings.queue_limit or len(self._queue) >= 2 * self._settings.queue_limit:
+            return commands + drop(blobs) + self._busy(peer, message, max(self.queue_s, soon))
+        self._queue[job.key] = job
+        return commands + self._await(now)
+
+    def _here(self, index: Index) -> Job | None:
+        """The backward of that microbatch that runs or waits."""
+        if self._runs((False, index)):
+            return self._running
+        return self._queue.get((False, index))
+
+    def _again(self, peer: Peer, message: Backward | Recall | Cancel) -> list[Command]:
+        """Its owner asks after a backward that is booked, or will be answered when it has run."""
+        if message.index in self._booked:
+            return self._gradient(peer, message.step, message.index, message.attempt)
+        job = self._here(message.index)
+        assert job is not None
+        attempt = max(job.attempt, message.attempt) if job.reply == peer else message.attempt
+        job = msgspec.structs.replace(job, reply=peer, attempt=attempt)
+        if job.task:
+            self._running = job
+        else:
+            self._queue[job.key] = job
+        return []
+
+    def _is_running(self, job: Job) -> bool:
+        return self._runs(job.key) and self._running is not None and self._running.sender == job.sender
+
+    def _runs(self, key: tuple[bool, Index]) -> bool:
+        """That hop, of the step that is computed, is running."""
+        job, view = self._running, self._seat.view
+        return job is not None and view is not None and job.key == key and job.message.step == view.work
+
+    def _replace(self, job: Job) -> list[Command]:
+        """A forward sent again: the newer attempt counts. If it runs it is not begun anew, only answered under that number."""
+        queued = self._queue.get(job.key)
+        if queued is not None and job.attempt > queued.attempt:
+            self._queue[job.key] = job
+            return drop(queued.blobs)
+        if queued is None and self._running is not None:
+            newer = job if job.attempt > self._running.attempt else self._running
+            self._running = msgspec.structs.replace(self._running, attempt=newer.attempt, message=newer.message)
+        return drop(job.blobs)
+
+    def on_cancel(self, peer: Peer, message: Recall | Cancel) -> list[Command]:
+        """Both ask: is it booked? Cancelled is final, so whatever waits under that attempt or an older one is dropped."""
+        view, index = self._seat.view, message.index
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
+            return []
+        if not self._seat.able or message.stage != self._seat.stage:
+            return []  # no answer I could keep to; the owner asks again
+        if self._runs((False, index)) or index in self._booked:
+            return self._again(peer, message)
+        self._declined.add(peer, message.step, index, message.attempt)
+        queued = self._queue.get((False, index))
+        commands: list[Command] = []
+        if queued is not None and queued.attempt <= message.attempt:
+            del self._queue[queued.key]
+            commands = drop(queued.blobs)
+        return [*commands, Send(peer, Cancelled(*hop_of(message)))]
+
+    def on_query(self, peer: Peer, message: Query) -> list[Command]:
+        """Its owner wonders. Of what is not here nothing is said, and the owner takes it for lost."""
+        view, index = self._seat.view, message.index
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
+            return []
+        if not self._seat.able or message.stage != self._seat.stage:
+            return []
+        if message.backward and index in self._booked:
+            return self._gradient(peer, message.step, index, message.attempt)
+        key = not message.backward, index
+        job = (self._running if self._runs(key) else None) or self._queue.get(key)
+        on_its_way = not message.backward and (peer, index) in self._handed
+        if on_its_way or (job is not None and job.reply == peer):
+            return [Send(peer, Pending(*hop_of(message), sent=job is None))]
+        made = Key(message.step, index, message.stage + 1, False)
+        if message.backward or job is not None or made not in self.shelf:
+            return []
+        return [Send(peer, Output(*hop_of(message), self.shelf.size(made)))]
+
+    def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
+        view = self._seat.view
+        if view is None or message.epoch != view.epoch or message.step < view.step:
+            return []
+        if peer not in self._seat.known.serving:
+            return []
+        self._asks[peer] = message
+        return self.answer_asks()
+
+    def answer_asks(self) -> list[Command]:
+        """Only when no former owner's backward can be booked any more after the answer."""
+        view, job = self._seat.view, self._running
+        serving = self._seat.known.serving
+        stage = serving.get(self._name)
+        if view is None or stage is None:
+            return []
+        if job is not None and job.backward and _void(view, job):
+            return []
+        indices = tuple(booking.index for booking in self.books(view.work))
+        commands: list[Command] = []
+        for peer, ask in list(self._asks.items()):
+            if ask.view > view.number:
+                continue
+            del self._asks[peer]
+            if (ask.epoch, ask.step) == (view.epoch, view.work) and peer in serving:
+                commands.append(Send(peer, Books(view.epoch, view.work, view.number, stage, indices)))
+        return commands
+
+    # ------------------------------------------------------------------------------------------- with direct hops
+
+    def on_tensor(
+        self, peer: Peer, message: Boundary | Pull | Coming | Gone, blobs: tuple[BlobRef, ...], fault: str, now: float
+    ) -> list[Command]:
+        match message:
+            case Boundary():
+                pairs = tuple((blob.id, blob.nbytes) for blob in blobs)
+                commands = self.shelf.make_room(self._used(), self._booked, force=False)
+                commands += self.shelf.on_boundary(peer, message, pairs, fault, now)
+            case Pull():
+                commands = self.shelf.on_pull(peer, message)
+            case Coming():
+                commands = self.shelf.on_coming(peer, message, now)
+            case Gone():
+                commands = self.shelf.on_gone(peer, message, now)
+        return commands + self._tell_missing()
+
+    def tick(self, now: float) -> list[Command]:
+        """What a hop waits for has not come."""
+        self.shelf.keep_wants(keys_of(job.message for job in self._queue.values()))
+        return self.shelf.tick(now) + self._tell_missing()
+
+    def _await(self, now: float) -> list[Command]:
+        """Whatever the hops in the queue lack is wanted."""
+        commands: list[Command] = []
+        for job in self._queue.values() if self._direct else ():
+            commands += self.shelf.want(needs(job.message), now)
+        return commands + self._tell_missing()
+
+    def _tell_missing(self) -> list[Command]:
+        """Hops whose inputs do not come go back to their owner, for good."""
+        commands: list[Command] = []
+        for key in self.shelf.take_failed():
+            for job in [job for job in self._queue.values() if key in needs(job.message)]:
+                del self._queue[job.key]
+                commands += drop(job.blobs)
+                epoch, step, index, stage, _ = hop_of(job.message)
+                if job.backward:
+                    self._declined.add(job.reply, step, index, job.attempt)
+                answer = Missing(epoch, step, index, stage, job.attempt, job.backward, key.gradient)
+                commands.append(Send(job.reply, answer))
+        return commands
+
+    def _make_room(self, now: float) -> tuple[list[Command], bool]:
+        """Whether a forward may be taken: what it makes has to be kept."""
+        commands = self.shelf.make_room(self._used(), self._booked, force=False)
+        if not self.shelf.full or not self.shelf.under_way(self._booked):
+            return commands, True
+        if now - self._freed_at < STUCK * self._settings.hop_floor_s:
+            return commands, False
+        self._freed_at = now
+        return commands + self.shelf.make_room(self._used(), self._booked, force=True), True
+
+    def _used(self) -> dict[Key, None]:
+        running = [self._running.message] if self._running is not None else []
+        return keys_of([job.message for job in self._queue.values()] + running)
+
+    def _inputs(self, job: Job) -> tuple[str, ...]:
+        """The blobs that its task reads: the stage's input, then the gradient of its output or the tokens."""
+        kept = tuple(self.shelf.blob(key) for key in needs(job.message))
+        return job.blobs + kept if job.message.stage == 0 else kept + job.blobs
+
+    def _keep(self, job: Job, key: Key, nbytes: int) -> list[Command]:
+        """What a hop has made stays here, and goes straight to whoever goes on with it."""
+        commands = self.shelf.put(key, job.out, nbytes)
+        if job.message.to in self._seat.known.serving:
+            commands += self.shelf.send(job.message.to, key)
+        return commands
+
+    # ------------------------------------------------------------------------------------------------------ answers
+
+    def _gradient(self, peer: Peer, step: int, index: Index, attempt: int) -> list[Command]:
+        booking, out = self._book_of(step).kept[index]
+        seat = self._seat
+        made = Key(step, index, seat.stage - 1, True)
+        message = Gradient(seat.epoch, step, index, seat.stage, attempt, booking.loss, self.shelf.size(made))
+        return [Send(peer, message, (out,) if out else ())]
+
+    def _busy(self, peer: Peer, message: Forward | Backward, wait_s: float) -> list[Command]:
+        backward = isinstance(message, Backward)
+        if backward and not self._declined.add(peer, message.step, message.index, message.attempt):
+            return []
+        return [Send(peer, Busy(*hop_of(message), backward=backward, wait_s=wait_s))]
+
+    def _refuse(self, peer: Peer, message: Forward | Backward, reason: str, attempt: int = 0) -> list[Command]:
+        backward, attempt = isinstance(message, Backward), max(attempt, message.attempt)
+        if backward and not self._declined.add(peer, message.step, message.index, attempt):
+            return []
+        epoch, step, index, stage, _ = hop_of(message)
+        return [Send(peer, Refused(epoch, step, index, stage, attempt, backward, reason[:TEXT]))]
+
+    # -------------------------------------------------------------------------------------------------------- tasks
+
+    def start(self, cutting: int | None) -> list[Command]:
+        """One hop at a time. While my sum of a step is being cut nothing is added to it."""
+        if self._running is not None or not self._seat.able:
+            return []
+        keys = [
+            key
+            for key, job in self._queue.items()
+            if not (job.backward and job.message.step == cutting) and self._complete(job)
+        ]
+        if not keys:
+            return []
+        job = self._queue.pop(min(keys))
+        out = "" if job.backward and self._seat.stage == 0 else self._id()
+        self._running = job = msgspec.structs.replace(job, task=self._id(), out=out)
+        step, index, stage = job.message.step, job.message.index, self._seat.stage
+        x, *more = self._inputs(job)
+        if job.backward:
+            grad = more[0] if more else ""
+            return [Do(RunBackward(job.task, step, index, stage, x, grad, out))]
+        return [Do(RunForward(job.task, step, index, stage, x, out))]
+
+    def _complete(self, job: Job) -> bool:
+        return all(key in self.shelf for key in needs(job.message))
+
+    def on_done(self, done: Done, now: float) -> list[Command] | None:
+        """None: not a task of mine."""
+        job = self._void.pop(done.id, None)
+        if job is not None:
+            return drop(job.blobs + ((job.out,) if job.out else ()))
+        if self._running is None or self._running.task != done.id:
+            return None
+        job, self._running = self._running, None
+        return (self._book(job, done, now) if job.backward else self._put_out(job, done)) + drop(job.blobs)
+
+    def on_failed(self, failed: Failed) -> list[Command] | None:
+        """A hop that failed here left the sum as it was; its owner may try again elsewhere. None: not a task of mine."""
+        job = self._void.pop(failed.id, None)
+        if job is not None:
+            return drop(job.blobs)
+        if self._running is None or self._running.task != failed.id:
+            return None
+        job, self._running = self._running, None
+        return self._refuse(job.reply, job.message, failed.reason, job.attempt) + drop(job.blobs)
+
+    def _book(self, job: Job, done: Done, now: float) -> list[Command]:
+        step, index, stage = job.message.step, job.message.index, job.message.stage
+        book = self._book_of(step)
+        assert index not in book.kept, f"microbatch {index} would be booked twice"
+        booking = Booking(index, done.result.loss)
+        book.kept[index] = booking, "" if self._direct else job.out
+        book.entries += (booking,)
+        self.pace.add(True, done.seconds)
+        self._freed_at = now
+        commands = []
+        if self._direct and job.out:
+            commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes)
+        return commands + self._gradient(job.reply, step, index, job.attempt)
+
+    def _put_out(self, job: Job, done: Done) -> list[Command]:
+        self.pace.add(False, done.seconds)
+        epoch, step, index, stage, _ = hop_of(job.message)
+        if self._direct:
+            commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)
+            return [*commands, Send(job.reply, Output(epoch, step, index, stage, job.attempt, done.result.nbytes))]
+        self._handed.add((job.reply, index))
+        return [Send(job.reply, Output(epoch, step, index, stage, job.attempt), (job.out,)), Drop((job.out,))]
+
+    def on_unreachable(self, peer: Peer) -> None:
+        """What was on its way there is lost."""
+        self._handed = {(other, index) for other, index in self._handed if other != peer}
+        self.shelf.on_unreachable(peer)
+
+    def _id(self) -> str:
+        return f"s/{next(self._serial)}"
+
+
+def _void(view: View, job: Job) -> bool:
+    """Whoever sent it has no say any more."""
+    return not speaks_for(view, job.message.index, job.sender, job.message.view)
+
+
+def _name(message: Forward | Backward) -> str:
+    return f"{type(message).__name__} of microbatch {message.index} at stage {message.stage}"

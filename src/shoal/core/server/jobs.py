@@ -1,0 +1,107 @@
+"""What a replica knows of its hops besides the tensors: the jobs that wait or run, what it has declined for good, its pace.
+
+For hops.py, which decides with them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.core.messages import Backward, Cancel, Forward, Index, Peer, Query, Recall, Settings, View
+from shoal.core.replica_state import Seat, owner_of
+from shoal.core.trainer.routing import BACKWARD_SIZE, Latency
+
+DECLINED_PER_MICROBATCH = 8  # attempts remembered; beyond that a request from a view not seen yet gets no answer
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A hop that waits or runs here. `sender` sent it with `blobs`; `reply` gets the answer, under `attempt`."""
+
+    message: Forward | Backward
+    sender: Peer
+    blobs: tuple[str, ...]
+    reply: Peer
+    attempt: int
+    task: str = ""
+    out: str = ""
+
+    @property
+    def backward(self) -> bool:
+        return isinstance(self.message, Backward)
+
+    @property
+    def key(self) -> tuple[bool, Index]:
+        """Backwards first: they free memory here and at the owner. Then the older microbatch."""
+        return not self.backward, self.message.index
+
+
+def hop_of(message: Forward | Backward | Recall | Cancel | Query) -> tuple[int, int, int, int, int]:
+    """The fields that every answer begins with."""
+    return message.epoch, message.step, message.index, message.stage, message.attempt
+
+
+def wanted(message: Forward | Backward, stages: int, direct: bool) -> tuple[int, int]:
+    """How many blobs come with that request, and how many inputs lie on the shelf or will."""
+    backward, last = isinstance(message, Backward), stages - 1
+    if not direct:
+        return (2 if backward and last else 1), 0
+    first, top = message.stage == 0, backward and message.stage == last
+    return int(first or top), int(not first) + int(backward and not top)
+
+
+class Declined:
+    """(owner, step, index) -> no attempt up to this is taken: its owner may have gone elsewhere with it."""
+
+    def __init__(self, settings: Settings, seat: Seat) -> None:
+        self._room = DECLINED_PER_MICROBATCH * settings.microbatches
+        self._seat = seat
+        self._upto: dict[tuple[Peer, int, Index], int] = {}
+
+    def on_view(self, before: View | None, view: View) -> None:
+        if before is None or view.epoch != before.epoch:
+            self._upto.clear()
+        elif view.step != before.step:
+            self._upto = {key: attempt for key, attempt in self._upto.items() if key[1] >= view.step}
+
+    def has(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:
+        return attempt <= self._upto.get((peer, step, index), -1)
+
+    def add(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:
+        """Remember that this attempt is never taken; False when memory is used up, and then nothing may be answered."""
+        key, view = (peer, step, index), self._seat.view
+        known = view is not None and owner_of(view, index) == peer and step == view.work
+        if key not in self._upto and not known and len(self._upto) >= self._room:
+            return False
+        self._upto[key] = max(attempt, self._upto.get(key, -1))
+        return True
+
+
+class Pace:
+    """Seconds of one hop here: measured, else the other direction's by the ratio of their work, else as planned."""
+
+    def __init__(self, settings: Settings, seat: Seat) -> None:
+        self._settings, self._seat = settings, seat
+        self.measure_anew()
+
+    def measure_anew(self) -> None:
+        """Another stage takes other seconds."""
+        self._forward_s, self._backward_s = Latency(), Latency()
+
+    def add(self, backward: bool, seconds: float) -> None:
+        (self._backward_s if backward else self._forward_s).add(seconds)
+
+    def seconds(self, backward: bool) -> float:
+        own, other = (self._backward_s, self._forward_s) if backward else (self._forward_s, self._backward_s)
+        if own.value is not None:
+            return own.value
+        if other.value is not None:
+            return other.value * (BACKWARD_SIZE if backward else 1 / BACKWARD_SIZE)
+        planned = self._settings.stage_seconds
+        whole = planned[self._seat.stage] if self._seat.stage < len(planned) else 0.0
+        return whole * (BACKWARD_SIZE if backward else 1.0) / (1.0 + BACKWARD_SIZE)
+
+    @property
+    def rate(self) -> float:
+        """Microbatches per second, forward and backward, when busy; 0 before anything is known."""
+        seconds = self.seconds(False) + self.seconds(True)
+        return 1.0 / seconds if seconds > 0 else 0.0

@@ -1,0 +1,1 @@
+"""The trainer: drives the microbatches that a peer owns through the stages."""

@@ -1,0 +1,62 @@
+"""Which replica gets a hop of a microbatch, when some already hold its input. For trainer.py.
+
+With direct hops a boundary tensor lies with the servers. The gradient goes back the way the activation came, so that every
+boundary is crossed once in each direction; any other replica has to be sent the input again. Who makes a tensor is told, when
+asked to, who goes on with it: that peer is chosen, and charged, one hop ahead. Through the owner nobody holds anything, and
+the routes alone decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.core.messages import Peer, Settings
+from shoal.core.planned import Planned
+from shoal.core.trainer.microbatch import Microbatch, Want, after
+from shoal.core.trainer.reports import Reports
+from shoal.core.trainer.routing import FORWARD_SIZE, Routes
+
+Active = Iterable[Microbatch]  # the owner's, in progress
+
+
+def in_progress(active: Active) -> dict[Peer, float]:
+    """Size of what each peer has been asked, or will be asked next."""
+    load: dict[Peer, float] = {}
+    for m in active:
+        hop = m.hop
+        there = {m.next: FORWARD_SIZE}
+        if hop is not None:
+            there[hop.to] = FORWARD_SIZE
+            there[hop.peer] = hop.kind.size
+        for peer, size in there.items():
+            load[peer] = load.get(peer, 0.0) + size
+    return load
+
+
+class Choice:
+    def __init__(self, name: Peer, settings: Settings, routes: Routes, planned: Planned, reports: Reports) -> None:
+        self._name, self._settings = name, settings
+        self._routes, self._planned, self._reports = routes, planned, reports
+
+    def peer(self, m: Microbatch, want: Want, active: Active, now: float, avoid: str | None = None) -> Peer:
+        """Who serves that hop: whoever was chosen ahead, or has its input, or is due by the routes; '' while nobody is."""
+        avoid = m.avoid if avoid is None else avoid
+        holders = m.x[want.stage] if m.direct and want.stage > 0 else ()
+        for peer in (m.next, *reversed(holders)):
+            charge = 0.0 if peer == m.next else want.kind.size
+            if peer and peer != avoid and self._routes.claim(peer, want.stage, now, charge):
+                return peer
+        home = self._name if self._settings.home and avoid != self._name else ""
+        planned = self._planned.peer(want.stage, m.index)
+        load = in_progress(active)
+        chosen = self._routes.choose(want.stage, now, want.kind.size, avoid, home=home, planned=planned, load=load)
+        if chosen is None:
+            return ""
+        if planned and chosen[0] != planned:
+            self._reports.note_once("route", "plan", planned, f"{planned} is passed over: {chosen[1]}")
+        return chosen[0]
+
+    def after(self, m: Microbatch, want: Want, active: Active, now: float) -> Peer:
+        """Who gets what that hop makes; '' if nobody needs it, or nobody is free yet."""
+        then = after(m, want) if m.direct else None
+        return "" if then is None else self.peer(m, then, active, now, avoid="")

@@ -1,0 +1,334 @@
+"""Microbatches as their owner keeps them: what has to be done next for one, and where all of them are. For trainer.py.
+
+A microbatch is finished when every stage has booked its gradient at some server. Its owner keeps each stage's input and
+output gradient until the step is committed, or with direct hops knows the servers that keep them, so that a lost booking is
+redone alone: `plan` looks only at what is kept and what is booked, never at how it came to be so.
+
+`Owned` keeps the microbatches by place: waiting, in progress, parked
+at a stage without a free replica, finished. Sending, waiting and repeating are trainer.py's.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from heapq import heapify, heappop, heappush
+
+import msgspec
+
+from shoal.core.messages import (
+    Backward,
+    Busy,
+    Cancel,
+    Cancelled,
+    Forward,
+    Gradient,
+    Index,
+    Missing,
+    Output,
+    Peer,
+    Pending,
+    Recall,
+    Refused,
+    Stage,
+    View,
+)
+from shoal.core.trainer.routing import BACKWARD_SIZE, FORWARD_SIZE
+
+Request = Forward | Backward | Recall | Cancel
+Answer = Output | Gradient | Cancelled | Busy | Refused | Missing | Pending
+
+Where = tuple[str, ...]  # my blob, one; with direct hops the peers that hold the tensor, who made it first
+
+FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
+NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
+LOST = 2  # times that a tensor could not be had from a peer, before the leader is told of it when it asks
+LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised
+
+
+class TrainerLoad(msgspec.Struct, frozen=True):
+    """Microbatches of the step that one trainer owns."""
+
+    waiting: int = 0
+    inflight: int = 0
+    finished: int = 0
+
+
+class Kind(Enum):
+    FETCH = "fetch"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECALL = "recall"
+    FINISHED = "finished"
+
+    @property
+    def size(self) -> float:
+        return BACKWARD_SIZE if self is Kind.BACKWARD else FORWARD_SIZE
+
+
+class Place(Enum):
+    WAITING = "waiting"
+    ACTIVE = "active"
+    FINISHED = "finished"
+
+
+_FORMS: dict[Kind, type[Request]] = {Kind.FORWARD: Forward, Kind.BACKWARD: Backward, Kind.RECALL: Recall}
+
+
+class Want(msgspec.Struct, frozen=True, gc=False):
+    kind: Kind
+    stage: Stage = 0
+
+
+class Hop(msgspec.Struct, eq=False):
+    """A request in flight. Its repeats (Cancel after Backward, Recall after Recall) have attempts up to `last`."""
+
+    kind: Kind
+    stage: Stage
+    peer: Peer
+    sent: float
+    first: int = 0  # not sent yet
+    last: int = 0
+    to: Peer = ""  # with direct hops: gets what is made
+    asked: bool = False  # whether its server has got it, and there is no answer yet
+    held: bool = False  # it waits or runs there, as its server has said: waited for once more
+    holds: int = 0  # how often its server has said so
+
+    @property
+    def repeated(self) -> bool:
+        return self.last > self.first
+
+    @property
+    def queries(self) -> bool:
+        """Whether its server is asked after it, before it is repeated or goes elsewhere."""
+        return self.kind in (Kind.FORWARD, Kind.BACKWARD) and not (self.repeated or self.asked or self.held)
+
+    def answered_by(self, peer: Peer, stage: Stage, attempt: int) -> bool:
+        return peer == self.peer and stage == self.stage and self.first <= attempt <= self.last
+
+
+class Microbatch(msgspec.Struct, eq=False):
+    index: Index
+    attempt: int  # the last number sent; never sent again
+    x: list[Where]  # x[k]: where stage k's input is, () if nowhere; x[0]: the tokens, always my own blob
+    g: list[Where]  # g[k]: the gradient of stage k's output; the last stage needs none
+    booked: list[str]  # booked[k]: the server that added stage k's gradient to its sum, '' if none
+    place: Place = Place.WAITING
+    hop: Hop | None = None
+    late: dict[int, Hop] = msgspec.field(default_factory=dict)  # abandoned forwards by attempt
+    parked: int = -1  # stage without a free replica that it waits for
+    avoid: str = ""  # the peer that was slow or failed with this hop
+    slow: int = 0  # deadlines missed by this hop
+    fails: int = 0  # failures in a row
+    direct: bool = False  # boundary tensors stay with the servers
+    next: Peer = ""  # who was chosen, and charged, for the hop that comes next
+    lost: dict[Peer, int] = msgspec.field(
+        default_factory=dict
+    )  # how often what those should hold could not be had from them
+
+    def abandon(self) -> None:
+        """Give up the forward in flight; a late answer is still welcome."""
+        assert self.hop is not None and self.hop.kind is Kind.FORWARD
+        self.late[self.hop.first] = self.hop
+        if len(self.late) > LATE_KEPT:
+            del self.late[next(iter(self.late))]
+        self.avoid, self.hop = self.hop.peer, None
+
+    def progressed(self) -> None:
+        self.hop, self.avoid, self.slow, self.fails = None, "", 0, 0
+
+    def pause_s(self, most_s: float) -> float:
+        """After one failure none, then growing ones: there may be no other replica."""
+        return min(FIRST_PAUSE_S * 2 ** min(self.fails - 2, 20), most_s) if self.fails > 1 else 0.0
+
+    def request(self, view: View) -> Request:
+        """The message for the hop in flight, under an attempt number never used before."""
+        assert self.hop is not None
+        self.attempt += 1
+        if self.hop.first == 0:
+            self.hop.first = self.attempt
+            form = _FORMS[self.hop.kind]
+        else:
+            form = Cancel if self.hop.kind is Kind.BACKWARD else Recall
+        self.hop.last = self.attempt
+        message = form(view.epoch, view.work, self.index, self.hop.stage, self.attempt, view.number)
+        if self.direct and form in (Forward, Backward):
+            return msgspec.structs.replace(message, **self._route(self.hop))
+        return message
+
+    def _route(self, hop: Hop) -> dict[str, Peer | Where]:
+        """Who holds what that hop needs, and who gets what it makes."""
+        route: dict[str, Peer | Where] = {"to": hop.to}
+        if hop.stage > 0:
+            route["x_from"] = _first(hop.peer, self.x[hop.stage])
+        if hop.kind is Kind.BACKWARD and hop.stage < len(self.g) - 1:
+            route["grad_from"] = _first(hop.peer, self.g[hop.stage])
+        return route
+
+    def blobs(self) -> tuple[str, ...]:
+        """All that the owner holds itself."""
+        return self.x[0] if self.direct else tuple(blob for where in self.x + self.g for blob in where)
+
+    def inputs(self) -> tuple[str, ...]:
+        """The blobs that the request in flight carries."""
+        assert self.hop is not None
+        stage, kind, last = self.hop.stage, self.hop.kind, len(self.x) - 1
+        if kind is Kind.FORWARD:
+            return self.x[stage] if not (self.direct and stage) else ()
+        if kind is not Kind.BACKWARD:
+            return ()
+        if self.direct:
+            return self.x[0] if stage in (0, last) else ()
+        return self.x[stage] if last == 0 else (*self.x[stage], *(self.x[0] if stage == last else self.g[stage]))
+
+    @property
+    def withheld(self) -> Peer:
+        """Who has not given what it holds, again and again; '' if nobody."""
+        worst = max(self.lost, key=lambda peer: self.lost[peer], default="")
+        return worst if worst and self.lost[worst] >= LOST else ""
+
+    @property
+    def waits_for(self) -> Peer:
+        """Who is in the way: whoever has not given what it holds twice, else who was asked last; '' while nobody is."""
+        if self.withheld:
+            return self.withheld
+        return self.hop.peer if self.hop is not None and self.hop.kind is not Kind.FETCH else ""
+
+    def made(self, hop: Hop, gradient: bool, blob: str) -> None:
+        """What that hop has made is with me, or where it was made and to whom it went."""
+        where = tuple(peer for peer in (hop.peer, hop.to) if peer) if self.direct else (blob,)
+        if gradient:
+            self.g[hop.stage - 1] = where
+        else:
+            self.x[hop.stage + 1] = where
+        if self.direct and hop.stage > 0 and hop.peer not in self.x[hop.stage]:
+            self.x[hop.stage] = (*self.x[hop.stage][: NAMED - 1], hop.peer)  # it has had to get it
+
+    def gone(self, stage: Stage, gradient: bool) -> None:
+        """None of those who should hold it can give it: it is made again from what is nearest, or recalled."""
+        held = self.g if gradient else self.x
+        if self.direct:
+            for peer in held[stage]:
+                self.lost[peer] = self.lost.get(peer, 0) + 1
+        held[stage] = ()
+
+    def keep_holders(self, members: dict[Peer, Stage]) -> None:
+        if self.direct:
+            self.x[1:] = [tuple(peer for peer in where if peer in members) for where in self.x[1:]]
+            self.g = [tuple(peer for peer in where if peer in members) for where in self.g]
+
+
+def new_microbatch(index: Index, booked: list[str], view: View, direct: bool = False) -> Microbatch:
+    """Attempts start above every number a former owner can have used: ownership moves only with a newer view."""
+    nowhere: list[Where] = [()] * len(booked)
+    return Microbatch(index, view.number << 20, nowhere, nowhere[:], booked, direct=direct)
+
+
+def plan(m: Microbatch) -> Want:
+    """The next thing to do: book the highest stage not yet booked, from what is kept."""
+    k = len(m.booked) - 1
+    while k >= 0 and m.booked[k]:
+        k -= 1
+    if k < 0:
+        return Want(Kind.FINISHED)
+    if m.x[k]:
+        if k < len(m.booked) - 1 and not m.g[k]:
+            return Want(Kind.RECALL, k + 1)  # booked there by the choice of k: its server keeps the gradient
+        return Want(Kind.BACKWARD, k)
+    while k > 0 and not m.x[k]:
+        k -= 1
+    return Want(Kind.FORWARD, k) if m.x[k] else Want(Kind.FETCH)
+
+
+def after(m: Microbatch, want: Want) -> Want | None:
+    """The hop that goes on from what `want` makes; None: nobody needs it."""
+    below = want.stage - 1
+    if want.kind is Kind.RECALL:
+        return None
+    if want.kind is Kind.FORWARD:
+        above = want.stage + 1
+        higher = any(not peer for peer in m.booked[above + 1 :])
+        return Want(Kind.FORWARD if higher else Kind.BACKWARD, above)
+    return Want(Kind.BACKWARD, below) if below >= 0 and not m.booked[below] and m.x[below] else None
+
+
+def _first(peer: Peer, where: Where) -> Where:
+    return (peer, *(other for other in where if other != peer)) if peer in where else where
+
+
+class Owned:
+    """The microbatches a trainer owns, by place. Every one is in exactly one place until its step is over."""
+
+    def __init__(self) -> None:
+        self.held: dict[Index, Microbatch] = {}
+        self.active: dict[Index, Microbatch] = {}
+        self._waiting: list[Index] = []  # heap: oldest first
+        self._parked: dict[Stage, dict[Index, None]] = {}
+
+    def wait(self, m: Microbatch) -> None:
+        self.held[m.index] = m
+        m.place = Place.WAITING
+        heappush(self._waiting, m.index)
+
+    def start(self, most: int) -> Microbatch | None:
+        """The oldest that waits is now in progress, unless `most` are."""
+        if not self._waiting or len(self.active) >= most:
+            return None
+        m = self.held[heappop(self._waiting)]
+        m.place = Place.ACTIVE
+        self.active[m.index] = m
+        return m
+
+    def finish(self, m: Microbatch) -> None:
+        """Its blobs stay: a booking can still be lost."""
+        m.place = Place.FINISHED
+        m.late.clear()
+        del self.active[m.index]
+
+    def park(self, m: Microbatch, stage: Stage) -> None:
+        m.parked = stage
+        self._parked.setdefault(stage, {})[m.index] = None
+
+    def leave_park(self, m: Microbatch) -> None:
+        if m.parked >= 0:
+            self._parked[m.parked].pop(m.index, None)
+            m.parked = -1
+
+    def unpark(self, stage: Stage) -> list[Microbatch]:
+        """All that wait for that stage, oldest first; they are parked no longer."""
+        freed = [self.active[index] for index in sorted(self._parked.pop(stage, ()))]
+        for m in freed:
+            m.parked = -1
+        return freed
+
+    def parked_stages(self) -> list[Stage]:
+        return sorted(stage for stage, parked in self._parked.items() if parked)
+
+    def forgive(self, gap_s: float) -> None:
+        """This process was stopped for `gap_s`: no peer is called slow for that time."""
+        for m in self.active.values():
+            if m.hop is not None:
+                m.hop.sent += gap_s
+
+    def give_up(self, indices: list[Index]) -> list[Microbatch]:
+        """They are no longer mine."""
+        lost = [self.held.pop(index) for index in indices]
+        for m in lost:
+            self.active.pop(m.index, None)
+            self.leave_park(m)
+        self._waiting = [index for index in self._waiting if index in self.held]
+        heapify(self._waiting)
+        return lost
+
+    def lose_bookings(self, members: dict[Peer, Stage]) -> None:
+        """What was booked at peers that have left is to be done again; what only they kept is nowhere."""
+        for m in self.held.values():
+            m.keep_holders(members)
+            lost = [k for k, peer in enumerate(m.booked) if peer and peer not in members]
+            for k in lost:
+                m.booked[k] = ""
+            if lost and m.place is Place.FINISHED:
+                self.wait(m)
+
+    def load(self, adopted: int) -> TrainerLoad:
+        waiting, inflight = len(self._waiting), len(self.active)
+        return TrainerLoad(waiting + adopted, inflight, len(self.held) - waiting - inflight)

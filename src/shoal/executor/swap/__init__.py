@@ -1,0 +1,1 @@
+"""Runs a stage larger than its device: layers pass through device memory (ATOM)."""

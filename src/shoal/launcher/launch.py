@@ -1,0 +1,202 @@
+"""Local peers as processes of their own: started, heard, killed, and never left behind. For `shoal run`.
+
+A peer reads who it is from its standard input (launcher/peer.py), writes reports to its standard output and words for people to a log
+file. Each leads a process group of its own, so that a Ctrl-C reaches the launcher alone, and a kill takes a peer with all
+it started. A peer ends when its launcher does: the kernel is asked to see to it, and the closed pipe tells it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.launcher.process import identify
+from shoal.runtime.records.report import AnyLine, Ended, Listening, decode, replace
+from shoal.shown import escaped_lines
+
+MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
+INVITE_VARIABLE = "SHOAL_INVITE"  # a peer gets its invite by its standard input, and hands nothing on to what it starts
+LOG_BYTES = 4 << 20  # of a peer's log, and once more of what was in it before
+LOGS = 64  # of peers that have ended; older ones are removed
+GOODBYE_S = 5.0  # from SIGTERM to SIGKILL
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """First line on a peer's standard input: what it is to be. Known before anybody listens, so that it can get ready."""
+
+    config: dict[str, Any]
+    directory: str  # of the run
+    label: str
+    found: bool
+    first_step: int = 0
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Second line: the invite to the run, with the addresses of peers that listen by now, and the list of passes. Never on a command
+    line, which every user of the machine can read."""
+
+    invite: str
+    passes: bytes = b""
+
+
+class News(msgspec.Struct, frozen=True):
+    """Any further line: a newer list of passes."""
+
+    passes: bytes
+
+
+class Child:
+    """One peer process."""
+
+    def __init__(self, label: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.label, self.process, self.log = label, process, log
+        self.identity = identify(process.pid)
+        self.listening = asyncio.Event()  # or gone without ever listening
+        self.addresses: tuple[str, ...] = ()
+        self.ended: Ended | None = None
+        self.killed = False
+        self.introduced = False  # it has been told how to find the run, and takes news
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def write(self, line: Spec | Start | News) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(line) + b"\n")
+
+    def kill(self) -> None:
+        """SIGKILL to the peer and all that it started."""
+        self.killed = True
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:  # it has ended by itself
+            return
+
+    def trim_log(self) -> None:
+        """Begin its log anew when it is long; the end of what was there is kept beside it. The process appends, so it goes on at the
+        beginning. OSError: no room for the copy; the log is begun anew all the same."""
+        if self.log.stat().st_size <= LOG_BYTES:
+            return
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(-LOG_BYTES, os.SEEK_END)
+                file.readline()
+                replace(self.log.with_name(f"{self.log.name}.1"), file.read())
+        finally:
+            os.truncate(self.log, 0)
+
+    def last_words(self, lines: int = 15) -> str:
+        """The end of its log."""
+        try:
+            file = open(self.log, "rb")
+        except OSError as error:  # the run's directory is gone
+            return f"(its log cannot be read: {error.strerror})"
+        with file:
+            file.seek(max(0, self.log.stat().st_size - 20_000))
+            return escaped_lines("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
+
+
+class Crew:
+    """All peer processes of a launcher. `hear` is called with every report; `end` with every process that is over."""
+
+    def __init__(self, directory: Path, hear: Callable[[Child, AnyLine], None], end: Callable[[Child], None]) -> None:
+        self.directory, self._hear, self._end = directory, hear, end
+        self.children: list[Child] = []
+        self._readers: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def living(self) -> list[Child]:
+        return [child for child in self.children if child.alive]
+
+    async def start(self, spec: Spec) -> Child:
+        logs = self.directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"{spec.label}.log"
+        with open(log, "ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "shoal.launcher.peer",
+                str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                limit=MAX_REPORT_BYTES,
+                env=_environment(spec),
+                process_group=0,
+            )
+        child = Child(spec.label, process, log)
+        self.children.append(child)
+        child.write(spec)
+        self._readers[child.label] = asyncio.get_running_loop().create_task(self._read(child))
+        return child
+
+    def trim_logs(self) -> None:
+        """For a run of months: no log grows without end, and peers that are long gone leave none."""
+        gone = [child for child in self.children if not child.alive][:-LOGS]
+        for child in gone:
+            child.log.unlink(missing_ok=True)
+            child.log.with_name(f"{child.log.name}.1").unlink(missing_ok=True)
+        for child in self.living:
+            child.trim_log()
+
+    async def wait(self, children: Iterable[Child], wait_s: float | None) -> None:
+        """Until all of these have ended, or `wait_s` have passed."""
+        readers = [self._readers[child.label] for child in children]
+        if readers:
+            await asyncio.wait(readers, timeout=wait_s)
+
+    async def stop(self, goodbye_s: float | None = None) -> None:
+        """Ask the living to end, then kill them. Nothing is left when this returns."""
+        self.signal(signal.SIGTERM)
+        await self.wait(self.living, GOODBYE_S if goodbye_s is None else goodbye_s)
+        self.kill()
+        await self.wait(self.children, None)
+
+    def signal(self, number: signal.Signals) -> None:
+        for child in self.living:
+            child.signal(number)
+
+    def kill(self) -> None:
+        """At once, whatever they are doing."""
+        self.signal(signal.SIGKILL)
+
+    async def _read(self, child: Child) -> None:
+        assert child.process.stdout is not None
+        while True:
+            try:
+                text = await child.process.stdout.readline()
+            except ValueError:  # longer than any report: not from our code; asyncio has thrown it away
+                continue
+            if not text:
+                break
+            line = decode(text)
+            if isinstance(line, Listening):
+                child.addresses = line.addresses
+                child.listening.set()
+            if isinstance(line, Ended):
+                child.ended = line
+            if line is not None:
+                self._hear(child, line)
+        await child.process.wait()
+        child.signal(signal.SIGKILL)  # what it may have left in its group
+        child.listening.set()
+        self._end(child)
+
+
+def _environment(spec: Spec) -> dict[str, str]:
+    """Threads that wait by spinning would take the cores from the other peers of this machine."""
+    threads = spec.config["device"]["threads"]
+    told = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
+    return {**told, "OMP_NUM_THREADS": str(threads)} if threads else told

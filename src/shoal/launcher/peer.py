@@ -1,0 +1,157 @@
+"""One local peer as a process of its own: `python -m shoal.launcher.peer LAUNCHER`, started by `shoal run` and by nobody else.
+
+It reads what it is to be from standard input (launcher/launch.py says how), reports on standard output, and ends with its launcher:
+the kernel kills it when process LAUNCHER dies, and where the kernel cannot, the end of standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.launcher.launch import News, Spec, Start
+from shoal.runtime.records.report import Ended, encode
+from shoal.shown import describe, escaped, escaped_lines
+
+if TYPE_CHECKING:
+    from shoal.runtime.node import Node
+
+PR_SET_PDEATHSIG = 1
+ORPHANED = 3
+
+
+def main() -> int:
+    die_with(int(sys.argv[1]))
+    out = _own_output()
+    write_log()
+    told = _lines()
+    spec = msgspec.json.decode(next(told), type=Spec)
+    try:
+        ended = _take_part(spec, told, out)
+    except (ValueError, OSError) as error:
+        ended = Ended(ok=False, reason=describe(error), user_error=isinstance(error, ValueError))
+    out.write(encode(ended))
+    out.flush()
+    return 0 if ended.ok else 1
+
+
+def die_with(launcher: int) -> None:
+    """Ask the kernel (Linux) to kill this process when its parent dies; it may have died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(ORPHANED)
+
+
+class Plain(logging.Formatter):
+    """What is logged may quote another peer: a record is one line, but for a traceback, and nothing in it is obeyed by a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escaped(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped_lines(super().format(record))
+
+
+def write_log() -> None:
+    """Warnings and errors of every library, on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Plain("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def _own_output() -> IO[bytes]:
+    """The report's pipe for us alone: whatever a library prints goes to the log."""
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return out
+
+
+def _lines() -> Iterator[bytes]:
+    """What the launcher writes. Not through sys.stdin, whose lock would be held when the interpreter ends."""
+    held = b""
+    with contextlib.suppress(OSError):
+        while piece := os.read(0, 1 << 16):
+            *whole, held = (held + piece).split(b"\n")
+            yield from whole
+
+
+def _take_part(spec: Spec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
+    from shoal import build  # imports torch; every process does so while the first one is not yet listening
+    from shoal.transport.identity.invite import read_invite
+
+    config = configuration.from_tree(spec.config)
+    hands = build.hands(config, spec.first_step)
+    start = msgspec.json.decode(next(told, b"null"), type=Start | None)
+    if start is None:
+        return Ended(ok=False, reason="the launcher is gone")
+    news = _News(start.passes)
+    threading.Thread(target=_watch_launcher, args=(told, news), name="launcher", daemon=True).start()
+    traces = Path(spec.directory) / "traces"
+    traces.mkdir(exist_ok=True)
+    role = build.Role(
+        found=spec.found,
+        first_step=spec.first_step,
+        port=config.network.port if spec.found else 0,
+        trace=traces / f"{spec.label}.jsonl",
+    )
+
+    async def run() -> Ended:
+        async with build.peer(config, role, read_invite(start.invite, 0.0), hands, out) as node:
+            news.reach(node)
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, lambda: node.leave("its launcher asks it to"))
+            finish = await node.run()
+        return Ended(ok=finish.ok, reason=finish.reason)
+
+    return asyncio.run(run())
+
+
+class _News:
+    """The newest list of passes that the launcher has told, from its thread to the node's loop."""
+
+    def __init__(self, passes: bytes) -> None:
+        self._passes = passes
+        self._tell: Callable[[], object] = lambda: None
+
+    def reach(self, node: Node) -> None:
+        """In the node's loop: from now on it hears at once."""
+        loop, gate = asyncio.get_running_loop(), node.gate
+        assert gate is not None
+
+        def hear() -> None:
+            if self._passes:
+                gate.hear(self._passes)
+
+        self._tell = lambda: loop.call_soon_threadsafe(hear)
+        hear()
+
+    def take(self, passes: bytes) -> None:
+        self._passes = passes
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this peer's part is over
+            self._tell()
+
+
+def _watch_launcher(told: Iterator[bytes], news: _News) -> None:
+    """An end of input means that the launcher is gone."""
+    for line in told:
+        news.take(msgspec.json.decode(line, type=News).passes)
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # everything is closed; taking torch and transformers apart module by module takes seconds

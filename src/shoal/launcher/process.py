@@ -1,0 +1,75 @@
+"""Which process is meant, beyond its number: numbers are used again, so a process is its number and the moment it began.
+
+For `shoal run`, which writes down its peers' (launcher/rundir.py), and `shoal chaos`, which signals them from another process and must
+never hit anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+
+class Process(msgspec.Struct, frozen=True):
+    """`began` is when it started, in the operating system's own words: only good for comparing."""
+
+    pid: int
+    began: str
+
+
+def identify(pid: int) -> Process | None:
+    """None: there is no such process, or it has ended and waits to be looked at by its parent."""
+    began = _began_linux(pid) if sys.platform == "linux" else _began(pid)
+    return Process(pid, began) if began else None
+
+
+def lives(process: Process) -> bool:
+    return identify(process.pid) == process
+
+
+def send(process: Process, number: signal.Signals) -> bool:
+    """Signal exactly that process. False: it is gone, whatever has its number now."""
+    if not hasattr(os, "pidfd_open"):
+        if not lives(process):
+            return False
+        return _try(lambda: os.kill(process.pid, number))
+    try:
+        held = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    try:  # what is held is one process for good; if it is the right one now, it is still when the signal goes out
+        return lives(process) and _try(lambda: signal.pidfd_send_signal(held, number))
+    finally:
+        os.close(held)
+
+
+def _try(kill: Callable[[], None]) -> bool:
+    try:
+        kill()
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _began_linux(pid: int) -> str:
+    """Clock ticks since the machine started, with the start itself: numbers begin again with it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces and brackets
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    state, ticks = fields[0], fields[19]
+    return "" if state in "ZX" else f"{boot} {ticks}"
+
+
+def _began(pid: int) -> str:
+    """To the second, which is what other systems tell without further libraries."""
+    told = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, began = told.stdout.strip().partition(" ")
+    return "" if not state or state.startswith("Z") else began.strip()

@@ -1,0 +1,316 @@
+"""A run's directory, runs/NAME/: who may write it, what an earlier run left there, and where a resumed one goes on.
+
+    summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`), or .gz
+    commits.jsonl  each committed step with its round    status.json  the newest snapshot (`shoal status`)
+    loss.png       checkpoints/step-N/                   logs/        each peer's words for people
+    peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
+                                                          faults.json  whose links it has cut or slowed
+    config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
+    invites.json   invites that were issued, renewed, revoked
+    names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
+    session.json   what this session began with, when it resumed an earlier one
+
+For `shoal run`, which writes most of it, `shoal join`, `shoal invite`, `shoal revoke` and `shoal status`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from shoal import trace
+from shoal.config import Config, microbatches
+from shoal.launcher.process import Process, lives
+from shoal.launcher.watch import Resumed
+from shoal.runtime.records.account import Base, Step, restarted, surviving
+from shoal.runtime.records.report import replace
+from shoal.runtime.records.tape import segments
+from shoal.shown import escaped, escaped_json
+
+if TYPE_CHECKING:
+    from shoal.runtime.checkpoint import Store, Training
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A member of the newest view; `label` is '' when it is another machine's. `name`: of its seat in the run's plan, or
+    else its label, or else the beginning of its peer's name."""
+
+    label: str
+    stage: int
+    name: str = ""
+
+
+class Local(msgspec.Struct, frozen=True):
+    """One of the launcher's peers."""
+
+    label: str
+    process: Process
+    stage: int | None = None
+    leads: bool = False
+    peer: str = ""  # its name in the run; '' before it listens
+
+
+class Locals(msgspec.Struct, frozen=True):
+    """peers.json: who can be signalled here, and who the run relies on."""
+
+    launcher: Process
+    started: bool = False  # training has begun
+    finished: bool = False
+    peers: tuple[Local, ...] = ()
+    members: tuple[Seat, ...] = ()
+    voters: tuple[str, ...] = ()  # labels as in `members`: these, and members that move to another stage
+    names: tuple[str, ...] = ()  # of everybody in the newest view, on whatever machine
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """wanted.json: the launcher starts peers until there are so many, as long as process `by` lives."""
+
+    peers: int
+    by: Process
+
+
+def locals_of(directory: Path) -> Locals:
+    """Of a run that is being trained here now."""
+    path = directory / "peers.json"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Locals)
+    except FileNotFoundError:
+        raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not a list of a run's peers: {error}") from None
+    if not lives(found.launcher):
+        raise ValueError(f"{directory}: its launcher is not running any more")
+    return found
+
+
+def wanted(directory: Path) -> Wanted | None:
+    """None: nobody but the launcher decides how many peers there are."""
+    try:
+        found = msgspec.json.decode((directory / "wanted.json").read_bytes(), type=Wanted)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    return found if lives(found.by) else None
+
+
+def place(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def running(directory: Path) -> bool:
+    """Is there a launcher that writes this directory?"""
+    try:
+        with open(_lock(directory)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[IO[str]]:
+    """One launcher at a time writes a run's directory. The claim lies beside it, so that it can be set aside."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(_lock(directory), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{directory}: this run is being trained now; try another run.name=...") from None
+        yield lock
+
+
+FOUNDING = ("config.toml", "authority.key", "session.json", "plan.json")  # written once, when a session begins
+
+
+def founding(directory: Path) -> dict[str, bytes]:
+    """What a directory that is deleted must get back, since nobody could make it again."""
+    return {name: (directory / name).read_bytes() for name in FOUNDING if (directory / name).exists()}
+
+
+def identity(directory: Path) -> tuple[int, int] | None:
+    """Which directory it is; None when it is not there."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def make_anew(directory: Path, files: Mapping[str, bytes], claim: IO[str]) -> IO[str]:
+    """A run's directory that was deleted or moved away while it is trained. Returns the claim on it. ValueError: another launcher has
+    claimed that place meanwhile. OSError: it cannot be made."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(directory)
+    if not lock.exists() or not os.path.samestat(os.fstat(claim.fileno()), lock.stat()):
+        claim = open(lock, "w")  # its life is the launcher's
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            claim.close()
+            raise ValueError(f"{directory} was deleted, and another launcher has begun a run there") from None
+    for name in ("", "logs", "traces"):
+        (directory / name).mkdir(exist_ok=True)
+    for name, data in files.items():
+        place = directory / name
+        with open(
+            os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if name.endswith(".key") else 0o644), "wb"
+        ) as file:
+            file.write(data)
+    return claim
+
+
+def set_aside(directory: Path) -> None:
+    """A new run begins with an empty directory; what an earlier one of that name left is kept under another."""
+    if directory.exists() and any(directory.iterdir()):
+        number = 1
+        while (old := directory.with_name(f"{directory.name}.{number}")).exists():
+            number += 1
+        killed = (directory / "commits.jsonl").exists() and not (directory / "summary.json").exists()
+        os.rename(directory, old)
+        print(f"what was in {directory} is now in {old}")
+        if killed:
+            print(f"that run was killed; to go on with it, name it {directory.name} again and add --resume")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def resume(config: Config, directory: Path) -> Resumed:
+    """The newest complete checkpoint, and the commits of the steps that it holds; from the beginning when there is no checkpoint
+    yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
+    from shoal.build import checkpoint_url
+    from shoal.runtime.checkpoint import Store
+
+    directory.mkdir(parents=True, exist_ok=True)
+    store = Store(checkpoint_url(config))
+    training = _newest_sound(store)
+    first = training.step if training is not None else 0
+    standing = surviving(_written(directory))
+    kept = tuple(step for step in standing if step.commit.step < first)
+    void = sum(step.commit.step >= first for step in standing)
+    if training is None:
+        print(f"--resume: there is no complete checkpoint in {store.url} yet: training begins at step 0")
+    if void:
+        print(f"{void} steps that were committed after step {first} are undone and trained again")
+    base = restarted(standing, first, microbatches(config.train), _began_with(directory))
+    resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if training else "")
+    if first >= config.run.steps:
+        print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")
+        return resumed
+    _set_trace_aside(directory, first)
+    # In this order: killed between the two, the next one finds the same again.
+    replace(directory / "session.json", msgspec.json.encode(base))
+    replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
+    (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
+    return resumed
+
+
+def _newest_sound(store: Store) -> Training | None:
+    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. ValueError: there are
+    checkpoints, and none is whole: to begin at step 0 is for the user to say."""
+    training, refused = store.soundest()
+    for entry in refused:
+        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
+    lost = [entry for entry in refused if not store.unfinished(entry)]
+    if training is None and lost:
+        raise ValueError(
+            f"--resume: there are {len(lost)} checkpoints in {store.url}, and none can be gone on from ({lost[0].path}: {lost[0].wrong}); "
+            "put a whole copy of one there, or give the command without --resume to begin at step 0: what is there is then kept beside it"
+        )
+    if training is not None and lost:
+        print(f"going on from step {training.step}: its checkpoint is the newest that is whole")
+    for entry in lost:
+        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
+            print(escaped(f"what is left of that of step {entry.step} is now {store.set_aside(entry.step)}"))
+    return training
+
+
+def _written(directory: Path) -> list[Step]:
+    """Every commit in commits.jsonl, in the order in which they were heard of."""
+    path = directory / "commits.jsonl"
+    steps: list[Step] = []
+    for text in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            steps.append(msgspec.json.decode(text, type=Step))
+        except msgspec.DecodeError:
+            continue  # half a line: the launcher was killed; if a step is missing for it, the account will say so
+    return steps
+
+
+def _began_with(directory: Path) -> Base:
+    path = directory / "session.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Base)
+    except FileNotFoundError:  # it was the first
+        return Base()
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not what a session begins with: {error}; remove it to go on without") from None
+
+
+def _set_trace_aside(directory: Path, step: int) -> None:
+    """Keep the earlier session's trace under the step at which this one begins; its pieces, if its launcher was killed."""
+    whole = trace.find(directory)
+    if not segments(directory / "traces") and whole.exists():
+        os.replace(whole, _unused(directory, step, "".join(whole.suffixes)))
+        return
+    try:
+        _merge(directory, lambda packed: _unused(directory, step, ".jsonl.gz" if packed else ".jsonl"))
+    except (OSError, ValueError) as error:  # a full disk, or a torn trace, is no reason not to go on
+        kept = _unused(directory, step, "")
+        os.rename(directory / "traces", kept)
+        print(escaped(f"the earlier session's traces are in {kept}, they could not be put together: {error}"))
+
+
+def _unused(directory: Path, step: int, ending: str) -> Path:
+    number, path = 1, directory / f"trace-before-{step}{ending}"
+    while path.exists():  # killed again before another checkpoint was written
+        number += 1
+        path = directory / f"trace-before-{step}.{number}{ending}"
+    return path
+
+
+def gather_traces(directory: Path) -> None:
+    """The peers' traces as one, by time. OSError: there is no room; they stay as they are."""
+    if segments(directory / "traces") or not trace.find(directory).exists():
+        _merge(directory, lambda packed: directory / ("trace.jsonl.gz" if packed else "trace.jsonl"))
+
+
+def thin_traces(directory: Path, ended: Sequence[str], most_bytes: int) -> list[str]:
+    """Remove whole traces of peers that have ended, in that order, until those of the ended together take at most `most_bytes`.
+    Returns whose are gone. Each living peer keeps its own within its room."""
+    kept = segments(directory / "traces")
+    sizes = {label: sum(piece.stat().st_size for piece in kept[label]) for label in ended if label in kept}
+    removed = []
+    for label in [label for label in ended if label in sizes]:
+        if sum(sizes.values()) <= most_bytes:
+            break
+        del sizes[label]
+        removed.append(label)
+        for piece in kept[label]:
+            piece.unlink(missing_ok=True)
+    return removed
+
+
+def _merge(directory: Path, into: Callable[[bool], Path]) -> None:
+    """Compressed, when any of them was: as one they would take ten times the room that they were given."""
+    traces = list(segments(directory / "traces").values())
+    path = into(any(piece.suffix == ".gz" for pieces in traces for piece in pieces))
+    draft = path.with_name(f".{path.name}")
+    try:
+        trace.merge(traces, draft)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    for piece in (directory / "traces").glob("*.jsonl*"):
+        piece.unlink(missing_ok=True)
+
+
+def _lock(directory: Path) -> Path:
+    """Beside the directory, so that an old one can be set aside under the claim."""
+    return directory.parent / f".{directory.name}.lock"

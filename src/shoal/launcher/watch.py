@@ -1,0 +1,254 @@
+"""What the peers' reports add up to: the live view's Snapshot, the end's Summary. For `shoal run` and `shoal join`.
+
+Fed with the lines that peer processes write (runtime/records/report.py); every figure of the training itself comes from agreed views.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+
+import msgspec
+
+from shoal.config import Config, microbatches
+from shoal.core.messages import Peer
+from shoal.dashboard.account import Carried, Summary
+from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
+from shoal.runtime.records.account import Base, Books, Step
+from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Progress, Told
+from shoal.shown import escaped, escaped_lines
+from shoal.traffic import Traffic
+
+HAPPENINGS = 60  # kept for the view
+RECENT_STEPS = 20  # that the live tokens per second are measured over
+_NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+(?:\.[a-z2-7]{12}\.[0-9]+)?\b")
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """Where a run goes on: a checkpoint's step, the commits before it, and the account of the sessions before."""
+
+    first_step: int = 0
+    steps: tuple[Step, ...] = ()
+    base: Base = Base()
+    checkpoint: str = ""  # its path; '' when there was none yet, and the run begins anew
+
+
+class Watch:
+    """Everything known of one run. Times are of one monotonic clock; `started_s` is when the command was given."""
+
+    def __init__(self, config: Config, started_s: float, resumed: Resumed) -> None:
+        self.config, self.started_s, self.resumed = config, started_s, resumed
+        self.books = Books(
+            config.run.stages,
+            microbatches(config.train),
+            resumed.first_step,
+            resumed.steps,
+            resumed.base,
+        )
+        self.labels: dict[Peer, str] = {}
+        self.standing: dict[str, Progress] = {}  # by label, of the peers that live
+        self.carried: dict[Peer, Progress] = {}  # the last that each peer told, those that are gone too
+        self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
+        self.checkpoint = resumed.checkpoint
+        self.killed = 0
+        self._serial = 0
+        self.first_step_s: float | None = None  # from the command to the first step of this session
+        self._losses: tuple[int, tuple[float, ...]] = (-1, ())
+
+    def hear(self, label: str, line: AnyLine, now: float) -> Step | None:
+        """Take in what peer `label` reports; a commit that is new."""
+        match line:
+            case Listening():
+                self.labels[line.peer] = label
+            case Progress():
+                self.standing[label] = line
+                self.carried[line.peer] = line
+            case Told():
+                if line.kind == "checkpoint" and " saved at " in line.text and not line.text.startswith("NOT"):
+                    self.checkpoint = escaped(line.text.partition(" saved at ")[2])
+                self.tell(line.kind, line.text, now, label)
+            case Agreed():
+                step = self.books.agree(line.view, now)
+                if step is not None and self.first_step_s is None:
+                    self.first_step_s = now - self.started_s
+                return step
+            case Ended() if not line.ok and not line.user_error:  # that one is the command's own last line
+                self.tell("trouble", line.reason, now, label)
+        return None
+
+    def tell(self, kind: str, text: str, now: float, label: str = "") -> None:
+        self._serial += 1
+        for peer, known in self.labels.items():
+            if peer in text:
+                text = text.replace(peer, known)
+        text = escaped(_NAME.sub(r"\1", text))
+        self.happenings.append(Happening(self._serial, now - self.started_s, escaped(kind), text, label))
+
+    def gone(self, label: str) -> None:
+        self.standing.pop(label, None)
+
+    @property
+    def started(self) -> bool:
+        return self.books.view is not None and self.books.view.started
+
+    @property
+    def finished(self) -> bool:
+        if self.books.view is None:  # there may be nothing left to do
+            return self.resumed.first_step >= self.config.run.steps
+        return self.books.view.finished
+
+    def members(self) -> set[str]:
+        """Labels of those in the newest view, whom the leader tells when the run is finished."""
+        view = self.books.view
+        return {self.labels.get(m.peer, "") for m in view.members + view.joining} if view is not None else set()
+
+    def seats(self) -> list[tuple[str, int, str]]:
+        """The members of the newest view: label ('' of another machine's peer), stage, and the name of its seat in the run's
+        plan, or else its label, or else the beginning of its peer's name."""
+        view, names = self.books.view, list(self.config.run.seats)
+        found = []
+        for member in view.members if view is not None else ():
+            label = self.labels.get(member.peer, "")
+            name = names[member.seat] if 0 <= member.seat < len(names) else label or member.peer[:8]
+            found.append((label, member.stage, name))
+        return found
+
+    def voters(self) -> list[str]:
+        """Labels of those whose majority decides."""
+        view = self.books.view
+        return [self.labels.get(peer, "") for peer in view.voters] if view is not None else []
+
+    def hopeless(self, living: set[str]) -> bool:
+        """So many voters have ended, as far as known here, that those left are no majority and can agree on nothing more."""
+        view = self.books.view if self.started and not self.finished else None
+        if view is None:
+            return False
+        labels = self.voters()
+        return 2 * sum(not label or label in living for label in labels) <= len(labels)
+
+    def elsewhere(self) -> bool:
+        """Has the newest view members on other machines?"""
+        view = self.books.view
+        return view is not None and any(member.peer not in self.labels for member in view.members)
+
+    def expendable(self) -> list[str]:
+        """Members without whom their stage still has a member that holds its state, and the others a majority."""
+        view = self.books.view
+        if view is None:
+            return []
+        living = {self.labels.get(member.peer, ""): member.stage for member in view.members}
+        living = {label: stage for label, stage in living.items() if label in self.standing}
+        if 2 * (len(living) - 1) <= len(view.voters):  # those who died a moment ago still have their votes
+            return []
+        stages = Counter(living.values())
+        return sorted(label for label, stage in living.items() if stages[stage] > 1)
+
+    def losses(self) -> tuple[float, ...]:
+        if self._losses[0] != self.books.changes:
+            self._losses = self.books.changes, tuple(step.commit.loss for step in self.books.steps)
+        return self._losses[1]
+
+    def tokens_per_s(self, recent: int | None = None) -> float:
+        """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
+        steps = [step for step in self.books.steps if step.commit.step >= self.resumed.first_step]
+        if recent is not None:
+            steps = steps[-recent:]
+        if len(steps) < 2:
+            return 0.0
+        seconds = steps[-1].heard_s - steps[0].heard_s
+        tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
+        return tokens / seconds if seconds > 0 else 0.0
+
+    def snapshot(self, now: float) -> Snapshot:
+        view, account = self.books.view, self.books.account
+        return Snapshot(
+            name=self.config.run.name,
+            elapsed_s=now - self.started_s,
+            step=view.step if view is not None else self.resumed.first_step,
+            steps=self.config.run.steps,
+            stages=self.config.run.stages,
+            state=self._state(),
+            first_step=self.resumed.first_step,
+            losses=self.losses(),
+            tokens_per_s=self.tokens_per_s(RECENT_STEPS),
+            issued=account.issued,
+            committed=account.committed,
+            redone=account.redone,
+            undone=account.undone,
+            recovered=self.books.recovered,
+            staleness=self.config.train.staleness,
+            peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+            sent=self._sent(),
+            happenings=tuple(self.happenings),
+        )
+
+    def summary(self, now: float, early: str = "") -> Summary:
+        """`early`: why the run ended before its last step."""
+        totals = self.books.totals()
+        losses = self.losses()
+        early = escaped_lines(early)
+        reasons = [escaped_lines(reason) for reason in (early, totals.reason) if reason]
+        return Summary(
+            name=self.config.run.name,
+            steps=totals.steps,
+            losses=losses,
+            final_loss=losses[-1] if losses else None,
+            issued=totals.issued,
+            committed=totals.committed,
+            redone=totals.redone,
+            lost=totals.lost,
+            counted_twice=totals.counted_twice,
+            undone=totals.undone,
+            recovered=totals.recovered,
+            killed=self.killed + self.books.base.account.killed,
+            joined=self.books.account.joined,
+            tokens_per_s=self.tokens_per_s(),
+            first_step_s=self.first_step_s,
+            seconds=now - self.started_s,
+            checkpoint=self.checkpoint,
+            balanced=totals.balanced and not early,
+            sent=self._sent(),
+            traffic={
+                self.labels.get(peer, peer): Carried(line.sent, line.received, line.kept_most)
+                for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
+            },
+            staleness=self.config.train.staleness,
+            ahead=len(self.books.ahead),
+            reason="; ".join(reasons),
+            early=early,
+        )
+
+    def _sent(self) -> Traffic:
+        return sum((line.sent for line in self.carried.values()), start=Traffic())
+
+    def _state(self) -> str:
+        view = self.books.view
+        if view is None:
+            return "starting"
+        if not view.started:
+            ready = sum(standing.ready for standing in self.standing.values())
+            if view.epoch:  # with whoever is left
+                return f"back at step {view.step}, a stage was lost: {ready} of {len(self.standing)} peers ready"
+            return f"{ready} of {self.config.run.peers} peers ready"
+        if view.finished:
+            return "finished"
+        return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
+
+
+def _peer_line(label: str, standing: Progress) -> PeerLine:
+    return PeerLine(
+        label=label,
+        stage=standing.stage,
+        ready=standing.ready,
+        leading=standing.leading,
+        queue_s=standing.queue_s,
+        rate=standing.rate,
+        sent=standing.sent,
+        received=standing.received,
+        kept=standing.kept,
+    )
+
+
+def _natural(label: str) -> tuple[int, str]:
+    digits = "".join(filter(str.isdigit, label))
+    return (int(digits) if digits else 0, label)

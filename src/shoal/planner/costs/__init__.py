@@ -1,0 +1,1 @@
+"""Formal cost models: DT-FM's communication cost, ATOM's swapping, the cost of churn."""

@@ -1,0 +1,1 @@
+"""What the planner reads: machines and links, what a model asks of them, measurements, memory."""

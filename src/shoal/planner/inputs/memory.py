@@ -1,0 +1,90 @@
+"""How much memory a stage needs on a device, resident or swapping, and whether it fits. For strategy.py.
+
+Resident (executor/resident.py): fp32 master values, two moments (fp32 or 8-bit) and the step's sum, the compute copy when the dtype is
+narrower, the activations of one microbatch through the whole stage, and the boundary tensors in hand. Swapping (swapping.py):
+the optimizer's state lives in the host's memory, and two of the stage's largest parts are on the device at a time.
+
+With direct hops a server keeps both ends of its boundaries until the step is committed
+(core/server/activation_store.py), in the host's memory as
+far as network.spill_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.planner.inputs.cluster import Device
+from shoal.planner.inputs.profile import FP32_BYTES, MOMENTS_BYTES, StageProfile
+
+RESERVE_BYTES = 1e9  # context, kernels and allocator slack of an accelerator: papers' rule of thumb
+SMALL_BYTES = 8e9  # a device with less is a CPU process or a small card: it reserves an eighth
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Bytes of a stage on its device and in its host's memory."""
+
+    device_bytes: float
+    host_bytes: float = 0.0
+    kept_bytes: float = 0.0  # boundary tensors kept until the step commits, in the host's memory too
+
+
+class Shelf(msgspec.Struct, frozen=True):
+    """How much of a step's boundary tensors a server keeps with direct hops: network.keep_bytes and network.spill_bytes."""
+
+    keep_bytes: float = 2.0**32
+    spill_bytes: float = 2.0**30  # of these in memory; 0: all
+
+    def kept_bytes(self, microbatches: float, inner: bool, last: bool, there_bytes: float, back_bytes: float) -> float:
+        """In memory, of one that serves so many microbatches; `inner`: a stage stands before its own. Tensors go there and their
+        gradients back; the gradients made here are kept beyond the limit, as they cannot be made again."""
+        bounded = there_bytes * inner + (there_bytes + back_bytes) * (not last)
+        kept = min(microbatches * bounded, self.keep_bytes) + microbatches * back_bytes * inner
+        return min(kept, self.spill_bytes) if self.spill_bytes else kept
+
+
+def shared(device: Device) -> bool:
+    """One memory for device and host, as of a CPU."""
+    return device.host_memory_bytes in (0.0, device.memory_bytes)
+
+
+def peak(need: Need, device: Device) -> float:
+    """Bytes in the device's memory, what it keeps in the host's included where that is the same."""
+    return need.device_bytes + (need.kept_bytes if shared(device) else 0.0)
+
+
+class Optimizer(msgspec.Struct, frozen=True):
+    """What is kept beside the values that compute: train.moments and train.staleness."""
+
+    moments: str = "float32"
+    staleness: int = 0
+
+    def nbytes(self, value_bytes: int) -> float:
+        """Per parameter: fp32 value, sum and moments; with staleness the sum of a second step, the older of two versions as it computes,
+        and fp32 values that compute apart from those that are stepped (executor/delayed.py)."""
+        late = 4 + value_bytes + (4 if value_bytes == 4 else 0)
+        return FP32_BYTES + MOMENTS_BYTES[self.moments] + late * self.staleness
+
+
+def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
+    each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
+    return Need(stage.parameters * each_bytes + stage.activation_bytes + 4 * boundary_bytes)
+
+
+def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
+    part_bytes = 2 * stage.largest_parameters * (value_bytes + 4)
+    return Need(
+        part_bytes + stage.activation_bytes + 4 * boundary_bytes,
+        stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes),
+    )
+
+
+def reserve(device: Device) -> float:
+    return RESERVE_BYTES if device.memory_bytes >= SMALL_BYTES else device.memory_bytes / 8
+
+
+def lacking(need: Need, device: Device) -> float:
+    """Bytes that are missing; 0 when it fits or the device's memory is not stated."""
+    on_device = peak(need, device) + reserve(device) - device.memory_bytes if device.memory_bytes else 0.0
+    host_bytes = need.host_bytes + (0.0 if shared(device) else need.kept_bytes)
+    on_host = host_bytes - device.host_memory_bytes if host_bytes else 0.0
+    return max(on_device, on_host, 0.0)

@@ -1,0 +1,1 @@
+"""Searches for a placement of stages on devices, ours and the published ones."""

@@ -1,0 +1,123 @@
+"""What a plan may choose beside places: how tensors travel, and how many steps are made between averagings. For `shoal plan`.
+
+Both move fewer bytes and both change what is learned: a code leaves something out of every tensor, and local steps (DiLoCo, as
+in ATOM's runs of whole models) average parameters that went apart. So nothing is chosen that the configuration does
+not have already, unless `plan.allow` names it. What is allowed is priced by planning the whole run with it, one thing after
+another: boundary tensors, then averaging, then local steps; each is taken when tokens per second grow by GAIN, and the plan
+says what each would give in seconds and bytes. Left to others: the numbers themselves (strategy.py, step.py, codec.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from shoal import codec
+from shoal.planner.strategy.plan import Choice, Plan
+from shoal.planner.strategy.strategy import Problem
+
+GAIN = 1.05  # what a lossy choice must give: less is within what the prediction is off by
+LOCAL_STEPS = (2, 4, 8, 16, 32, 64)
+ENOUGH = 0.95  # of the best rate: the fewest local steps that reach so much of it are taken
+BACK = ("bf16", "int8")  # gradients of boundary tensors and averages have no int4 (config.py)
+
+Decide = Callable[[Problem], Plan]
+
+
+def choose(problem: Problem, allow: tuple[str, ...], decide: Decide, peers_divide: Callable[[int], bool]) -> Plan:
+    """The plan as configured, or with what is allowed and pays; every option that was priced is in `choices`.
+
+    `peers_divide(peers)`: can a local step's batch be shared out to so many? The problem has the configured travel and local
+    steps, from which each option differs in one thing."""
+    told: list[Choice] = []
+    best, configured = decide(problem), problem.travel
+    codes: list[str] = [how for how in ("bf16", "int8", "int4") if how in allow]
+    backwards = [how for how in codes if how in BACK]
+    boundary = []
+    for how in codes:
+        back = how if how in BACK else backwards[-1] if backwards else configured.gradients
+        boundary.append(msgspec.structs.replace(configured, activations=how, gradients=back))
+    problem, best = _step(problem, best, "boundary", boundary, decide, told)
+    problem, best = _step(problem, best, "averaging", _averaging(problem, codes), decide, told)
+    if "local_steps" in allow:
+        travel = msgspec.structs.replace(configured, averaging=problem.travel.averaging)  # one stage has no boundaries
+        local, made = _local(msgspec.structs.replace(problem, travel=travel), best, decide, peers_divide, told)
+        if made is not best:  # and what is left of averaging may be encoded
+            problem, best = _step(local, made, "averaging", _averaging(local, codes), decide, told)
+    return msgspec.structs.replace(best, choices=tuple(told))
+
+
+def _averaging(problem: Problem, codes: list[str]) -> list[codec.Travel]:
+    return [msgspec.structs.replace(problem.travel, averaging=how) for how in codes if how in BACK]
+
+
+def _step(
+    problem: Problem, best: Plan, what: str, travels: list[codec.Travel], decide: Decide, told: list[Choice]
+) -> tuple[Problem, Plan]:
+    """The one of these ways to travel that gives most, if it gives enough."""
+    found = [(problem, best)]
+    for travel in travels:
+        if travel != problem.travel:
+            other = msgspec.structs.replace(problem, travel=travel)
+            found.append((other, decide(other)))
+    chosen = max(found, key=lambda entry: tokens_per_s(entry[1]))
+    if tokens_per_s(chosen[1]) < GAIN * tokens_per_s(best):
+        chosen = found[0]
+    if len(found) > 1:
+        told += [_told(what, _name(what, other.travel), made, other is chosen[0]) for other, made in found]
+    return chosen
+
+
+def _local(
+    problem: Problem, best: Plan, decide: Decide, peers_divide: Callable[[int], bool], told: list[Choice]
+) -> tuple[Problem, Plan]:
+    """With the fewest local steps that bring nearly all that more of them would; the plan itself when that gives too little."""
+    if problem.emulated_s or problem.local_steps > 1 or not peers_divide(len(problem.cluster.devices)):
+        return problem, best
+    found = [(problem, best)]
+    for steps in LOCAL_STEPS:
+        work = msgspec.structs.replace(problem.work, microbatches=steps * problem.work.microbatches)
+        other = msgspec.structs.replace(problem, work=work, local_steps=steps)
+        try:
+            made = decide(other)
+        except ValueError:  # the whole model, which every peer must hold for them, fits on none
+            break
+        if peers_divide(len(made.seats)):
+            found.append((other, made))
+    most = max(tokens_per_s(made) for _, made in found)
+    chosen = next(entry for entry in found if tokens_per_s(entry[1]) >= ENOUGH * most)
+    if tokens_per_s(chosen[1]) < GAIN * tokens_per_s(best):
+        chosen = found[0]
+    told += [_told("local steps", str(other.local_steps), made, other is chosen[0]) for other, made in found]
+    return chosen
+
+
+def chosen(problem: Problem, made: Plan) -> Problem:
+    """The problem with what a plan made or read for it has chosen."""
+    now, work = problem.travel, problem.work
+    travel = codec.Travel(
+        made.activations or now.activations,
+        made.gradients or now.gradients,
+        made.averaging or now.averaging,
+        now.narrow,
+    )
+    local_steps = made.local_steps or problem.local_steps
+    microbatches = work.microbatches * local_steps // problem.local_steps
+    work = msgspec.structs.replace(work, microbatches=microbatches)
+    return msgspec.structs.replace(problem, travel=travel, work=work, local_steps=local_steps)
+
+
+def tokens_per_s(made: Plan) -> float:
+    assert made.predicted is not None, "a plan that was just made has its numbers"
+    return made.predicted.tokens_per_s
+
+
+def _name(what: str, travel: codec.Travel) -> str:
+    return travel.averaging if what == "averaging" else f"{travel.activations} there, {travel.gradients} back"
+
+
+def _told(what: str, how: str, made: Plan, taken: bool) -> Choice:
+    assert made.predicted is not None
+    told = made.predicted
+    return Choice(what, how, told.step_s, told.tokens_per_s, told.sent_bytes, told.codec_s, taken)

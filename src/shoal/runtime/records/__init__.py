@@ -1,0 +1,1 @@
+"""What a peer writes down: its trace, its reports, and the account of every sample."""

@@ -1,0 +1,1 @@
+"""Carries out core's tasks with real tensors."""

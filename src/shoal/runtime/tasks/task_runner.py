@@ -1,0 +1,489 @@
+"""Carries out core's tasks with real tensors: keeps the blobs, the stage's executor, rounds, copies of state, checkpoints.
+
+For runtime/node.py, which hands over every Do and passes each Done or Failed back to the machine; which task, when and for
+whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
+time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
+storage which takes minutes holds up neither training nor data. With delayed updates a fourth, `average`, adds up what a round brings
+and steps the optimizer beside the hops of the next step: what it reads was copied from the sum before, and what it writes is not
+computed with (executor/delayed.py). Blobs lie in the CPU's memory, whatever the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from shoal.config import Config
+from shoal.core.messages import (
+    Add,
+    AddRow,
+    Apply,
+    Blend,
+    CheckChunk,
+    Cut,
+    Done,
+    Export,
+    Failed,
+    Fetch,
+    Gather,
+    Import,
+    Init,
+    Message,
+    ReadChunk,
+    Reset,
+    Result,
+    RunBackward,
+    RunForward,
+    RunPublish,
+    RunSave,
+    Task,
+)
+from shoal.executor import base, create
+from shoal.executor.base import Executor
+from shoal.executor.delayed import PREVIOUS, Delayed
+from shoal.numerics.blend import blend
+from shoal.runtime import checkpoint
+from shoal.runtime.data import Dataset
+from shoal.runtime.state import Copy, check_chunk, join, raw
+from shoal.runtime.tasks import coding
+from shoal.runtime.tasks.blobs import Blobs
+from shoal.runtime.tasks.coding import Held
+from shoal.runtime.tasks.kinds import Kinds, blob_of, kept
+from shoal.runtime.tasks.lane import Lane
+from shoal.runtime.tasks.sums import Sums
+from shoal.traffic import Kept
+from shoal.transport.base import Blob
+
+log = logging.getLogger(__name__)
+
+REASON_LENGTH = 1000  # of a failure, in letters; core's Text holds 2000
+
+Answer = Callable[[Done | Failed], None]
+Make = Callable[[Config, int], Executor]
+
+
+class Seat(msgspec.Struct):
+    """The stage that this peer serves, at version `step`."""
+
+    executor: Executor
+    stage: int
+    step: int
+
+
+class Later(Exception):
+    """A task goes on in another lane with `work`. Not an error: the way out of a task's first half."""
+
+    def __init__(self, lane: str, work: Callable[[], Result]) -> None:
+        super().__init__()
+        self.lane, self.work = lane, work
+
+
+class Hands:
+    """One peer's tensors and what is done with them. `dataset` is not needed by emulated stages, `store` not without
+    checkpoints. `put`, `get`, `drop`, `blob`, `check` and `submit` are called from one thread, the driver's."""
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset | None = None,
+        store: checkpoint.Store | None = None,
+        make: Make = create,
+    ) -> None:
+        self._config = config
+        self._threads()  # for the driver's thread, which checks blobs; each lane needs it again
+        self._dataset = dataset
+        self._store = store
+        self._make = make
+        self._about: checkpoint.About | None = None
+        self._seat: Seat | None = None
+        self._sums = Sums(config)
+        on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
+        self._decodes_on = "cuda" if on_gpu else "cpu"  # the code crosses the bus, not the values
+        self._saved: Copy | None = None  # for RunSave
+        self._exported: Copy | None = None  # for ReadChunk
+        self._downloaded: dict[int, torch.Tensor] = {}
+        self._unwanted: set[str] = set()  # dropped before the task that makes them was done
+        self._awaited: set[str] = set()
+        self._lock = threading.Lock()  # over the two sets of names
+        self._stepped = threading.Event()  # no optimizer step goes on beside the hops
+        self._stepped.set()
+        self._kinds = Kinds(config)
+        names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
+        self._lanes = {name: Lane(name, self._threads) for name in names}
+        directory = Path(config.run.dir) / config.run.name
+        self._blobs = Blobs(config.network.spill_bytes, directory, self._lanes["write"].put)
+
+    # -------------------------------------------------------------------------------------------------------- blobs
+
+    def put(self, name: str, value: Held) -> int:
+        """Keep a tensor, or what came off the network, under `name`. Returns its size in bytes. What is encoded stays so."""
+        held = kept(value) if isinstance(value, Blob) else value
+        self._blobs.put(name, held)
+        return coding.nbytes(held)
+
+    def get(self, name: str) -> Held:
+        """KeyError: never put, or dropped."""
+        held = self._blobs.get(name)
+        if held is None:
+            raise KeyError(name)
+        return held
+
+    def drop(self, name: str) -> None:
+        """Forget a blob, also one that a task is still making."""
+        with self._lock:
+            self._blobs.drop(name)
+            if name in self._awaited:
+                self._unwanted.add(name)
+
+    def blob(self, name: str) -> Blob:
+        """The blob as the network takes it, without a copy."""
+        held = self.get(name)
+        return held if isinstance(held, Blob) else blob_of(held)
+
+    def held(self) -> int:
+        """Blobs in the table: what leaks would make grow."""
+        return len(self._blobs)
+
+    def kept(self, shelf: int) -> Kept:
+        """Bytes of tensors held now; `shelf`: what the machine keeps of them for the step."""
+        return Kept(shelf, self._blobs.memory_bytes, self._blobs.disk_bytes)
+
+    def kept_most(self, shelf: int) -> Kept:
+        """The same, at most so far."""
+        return Kept(shelf, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
+
+    def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
+        """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""
+        seat = self._seat
+        return self._kinds.fault(message, blobs, seat.executor.length if seat else 0)
+
+    # -------------------------------------------------------------------------------------------------------- tasks
+
+    def submit(self, task: Task, done: Answer) -> None:
+        """Carry out a task; `done` is called once, on the thread that did it.
+
+        Blobs that are here now may be dropped at once; others are looked for when the task's turn has come."""
+        here = [(name, self._blobs.get(name)) for name in _inputs(task)]
+        held = {name: blob for name, blob in here if blob is not None}
+        with self._lock:
+            self._awaited.update(_outputs(task))
+        lane = "read" if isinstance(task, Fetch | ReadChunk | CheckChunk) else "compute"
+        lane = "write" if isinstance(task, RunSave | RunPublish) else lane
+        lane = "average" if isinstance(task, AddRow | Add | Gather) and "average" in self._lanes else lane
+        self._lanes[lane].put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End after the tasks that are running; those that wait are not answered."""
+        for lane in self._lanes.values():
+            lane.stop()
+        if "average" in self._lanes:
+            self._lanes["average"].thread.join(timeout_s)
+            self._stepped.set()  # a step whose turn has not come is not made, and nobody waits for it
+        for lane in self._lanes.values():
+            lane.thread.join(timeout_s)  # daemons: a storage that hangs does not keep the process
+
+    def _threads(self) -> None:
+        if self._config.device.threads:
+            torch.set_num_threads(self._config.device.threads)
+
+    def _carry_out(self, work: Callable[[], Result], task: Task, done: Answer, spent_s: float) -> None:
+        start = time.monotonic()
+        answer: Done | Failed
+        try:
+            result = work()
+            answer = Done(task.id, result, spent_s + time.monotonic() - start)
+        except Later as later:
+            again, spent_s = later.work, spent_s + time.monotonic() - start
+            self._lanes[later.lane].put(lambda: self._carry_out(again, task, done, spent_s))
+            return
+        except (ValueError, OSError) as error:
+            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__)
+        except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
+            log.exception("%s failed", task)
+            reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
+            answer = Failed(task.id, reason, lost=not base.alive(self._config))
+        with self._lock:
+            self._awaited.difference_update(_outputs(task))
+            self._unwanted.difference_update(_outputs(task))
+        done(answer)
+
+    def _run(self, task: Task, held: dict[str, Held]) -> Result:
+        take = self._taker(held)
+        if isinstance(task, Apply | Reset | Init | Import | Blend | Export):
+            self._stepped.wait()  # they need the newest parameters, or change them
+        match task:
+            case Fetch():
+                return self._give(task.out, self._fetch(task))
+            case RunForward():
+                y = self._forward(task, take(task.x, self._decodes_on))
+                return self._give(task.out, y, self._config.network.activations)
+            case RunBackward():
+                grad = take(task.grad, self._decodes_on) if task.grad else None
+                return self._backward(task, take(task.x, self._decodes_on), grad)
+            case Cut():
+                return self._cut(task)
+            case AddRow():
+                return self._add_row(task, [take(name) for name in task.parts])
+            case Add():
+                return self._add(task, [take(name) for name in task.parts])
+            case Gather():
+                return self._gather(task, [take(name) for name in task.sums])
+            case Apply():
+                return self._apply(task)
+            case Reset():
+                return self._reset()
+            case Init() | Import() | Blend():
+                return self._take_seat(task)
+            case Export():
+                return self._export(task)
+            case ReadChunk():
+                return self._read_chunk(task)
+            case CheckChunk():
+                return self._check_chunk(task, take(task.blob))
+            case RunSave() | RunPublish():
+                return self._write(task)
+
+    def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
+        def take(name: str, device: str = "cpu") -> torch.Tensor:
+            value = held[name] if name in held else self._blobs.get(name)
+            if value is None:
+                raise ValueError(f"blob {name} is not held here")
+            return coding.plain(value, device)
+
+        return take
+
+    def _give(self, name: str, tensor: torch.Tensor, how: str = "none") -> Result:
+        """Keep what a task made, encoded as `how` says."""
+        return self._keep(name, coding.packed(tensor, how))
+
+    def _keep(self, name: str, held: Held) -> Result:
+        with self._lock:
+            if name not in self._unwanted:
+                self._blobs.put(name, held)
+        return Result(nbytes=coding.nbytes(held))
+
+    def _keep_all(self, names: tuple[str, ...], held: list[Held]) -> Result:
+        return Result(nbytes=sum(self._keep(name, one).nbytes for name, one in zip(names, held, strict=True)))
+
+    # --------------------------------------------------------------------------------------------------------- hops
+
+    def _fetch(self, task: Fetch) -> torch.Tensor:
+        if self._dataset is not None:
+            return self._dataset.microbatch(task.step, task.index)
+        if self._config.device.executor == "emulated":
+            return torch.zeros(self._config.train.microbatch, self._config.data.sequence + 1, dtype=torch.int64)
+        raise ValueError("this peer has no data")
+
+    def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
+        executor = self._computing(task.stage, task.step)
+        return executor.forward(x[:, :-1] if task.stage == 0 else x)
+
+    def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
+        executor = self._computing(task.stage, task.step)
+        first, last = task.stage == 0, task.stage == self._config.run.stages - 1
+        tokens = (x if first else grad) if last else None
+        grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
+        if grad_x is None or not task.out:
+            return Result(loss=loss)
+        return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
+
+    def _computing(self, stage: int, step: int) -> Executor:
+        """What computes that step and adds it up. With delayed updates the one before the next may still go on."""
+        seat = self._seated()
+        if not isinstance(seat.executor, Delayed):
+            return self._at(stage, step)
+        if seat.stage != stage:
+            raise ValueError(f"stage {seat.stage} is here, not stage {stage}")
+        if step > seat.step:
+            self._stepped.wait()  # with the parameters that are being made; core asks for that when they are
+        seat.executor.at(step)
+        return seat.executor
+
+    def _at(self, stage: int, step: int) -> Executor:
+        seat = self._seated()
+        if (seat.stage, seat.step) != (stage, step):
+            raise ValueError(f"stage {seat.stage} at step {seat.step} is here, not stage {stage} at step {step}")
+        return seat.executor
+
+    def _seated(self) -> Seat:
+        if self._seat is None:
+            raise ValueError("no stage is here")
+        return self._seat
+
+    # ------------------------------------------------------------------------------------------------------- rounds
+
+    def _cut(self, task: Cut) -> Result:
+        return self._keep_all(task.outs, self._sums.cut(task, self._computing(self._seated().stage, task.step)))
+
+    def _add_row(self, task: AddRow, parts: list[torch.Tensor]) -> Result:
+        return self._keep_all(task.outs, self._sums.add_row(task, parts))
+
+    def _add(self, task: Add, parts: list[torch.Tensor]) -> Result:
+        return self._keep(task.out, self._sums.add(task, parts))
+
+    def _gather(self, task: Gather, sums: list[torch.Tensor]) -> Result:
+        return self._sums.gather(task, sums, self._at(self._seated().stage, task.step).length)
+
+    def _apply(self, task: Apply) -> Result:
+        seat = self._seated()
+        executor = self._at(seat.stage, task.step)
+        reduced = self._sums.commit(task.step, task.round)
+        if isinstance(executor, Delayed):
+            executor.begin(task.step)
+            seat.step = task.step + 1
+            self._stepped.clear()
+            raise Later("average", lambda: self._apply_beside(task, executor, reduced))
+        executor.apply(reduced, task.norm, task.step)
+        executor.zero(task.step + 1)
+        seat.step = task.step + 1
+        return self._applied(task, seat)
+
+    def _apply_beside(self, task: Apply, executor: Delayed, reduced: torch.Tensor) -> Result:
+        """The second half of it with delayed updates, beside the hops of the next step."""
+        try:
+            executor.finish(reduced, task.norm, task.step)
+            return self._applied(task, self._seated())
+        finally:
+            self._stepped.set()
+
+    def _applied(self, task: Apply, seat: Seat) -> Result:
+        if task.save:
+            self._saved = self._copy(seat)
+        return Result(digest=seat.executor.digest())
+
+    def _reset(self) -> Result:
+        if self._seat is not None:
+            self._seat.executor.zero(self._seat.step)
+        self._sums.void(seat=False)
+        return Result()
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def _take_seat(self, task: Init | Import | Blend) -> Result:
+        self._seat = None  # two stages may not fit beside each other
+        self._sums.void(seat=True)
+        self._saved = self._exported = None
+        executor = self._make(self._config, task.stage)
+        if isinstance(task, Import):
+            chunks, self._downloaded = self._downloaded, {}
+            executor.load_state(_downloaded(chunks, range(task.chunks), task.stage, task.step))
+        elif isinstance(task, Blend):
+            chunks, self._downloaded = self._downloaded, {}
+            first, whole = task.chunks[0], sum(task.chunks)
+            below = _downloaded(chunks, range(first), task.stage - 1, task.step)
+            above = _downloaded(chunks, range(first, whole), task.stage + 1, task.step)
+            executor.load_state(blend(_whole(executor), below, above, task.below))
+        elif task.step:
+            if self._store is None:
+                raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
+            executor.load_state(self._store.load(task.step, executor.state()))
+        executor.zero(task.step)
+        self._seat = Seat(executor, task.stage, task.step)
+        return Result(digest=executor.digest(), length=executor.length)
+
+    def _copy(self, seat: Seat) -> Copy:
+        for copy in (self._saved, self._exported):
+            if copy is not None and copy.step == seat.step:
+                return copy
+        return Copy(_whole(seat.executor), seat.step, _note(seat.stage, seat.step))
+
+    def _export(self, task: Export) -> Result:
+        self._at(self._seated().stage, task.step)
+        copy = self._exported = self._copy(self._seated())
+        raise Later("write", lambda: Result(manifest=copy.manifest(), nbytes=copy.nbytes))
+
+    def _read_chunk(self, task: ReadChunk) -> Result:
+        copy = self._exported
+        if copy is None or copy.step != task.step:
+            raise ValueError(f"no copy of step {task.step} is held here")
+        return self._give(task.out, torch.frombuffer(copy.read(task.chunk), dtype=torch.uint8))
+
+    def _check_chunk(self, task: CheckChunk, data: torch.Tensor) -> Result:
+        fault = check_chunk(raw(data), task.digest)
+        if fault:
+            raise ValueError(f"chunk {task.chunk}: {fault}")
+        self._downloaded[task.chunk] = data
+        return Result(nbytes=data.nbytes)
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def _write(self, task: RunSave | RunPublish) -> Result:
+        try:
+            return self._save(task) if isinstance(task, RunSave) else self._publish(task)
+        except OSError as error:
+            raise OSError(f"writing the checkpoint of step {task.step} to {self._place().url}: {error}") from error
+
+    def _save(self, task: RunSave) -> Result:
+        copy = self._saved
+        if copy is None or copy.step != task.step:
+            raise ValueError(f"no copy of step {task.step} was kept here")
+        state = {name: value for name, value in copy.state.items() if not name.startswith(PREVIOUS)}
+        record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
+        if self._saved is copy:
+            self._saved = None  # the record is all that will be asked for again
+        return Result(record=record)
+
+    def _publish(self, task: RunPublish) -> Result:
+        store = self._place()
+        if self._about is None:
+            digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
+            self._about = checkpoint.about(self._config, digest, note)
+        path = store.publish(task.step, task.records, self._about)
+        try:
+            store.prune(self._config.checkpoint.keep, self._config.run.name)
+        except OSError as error:  # the new one is there; the old ones are only in the way
+            log.warning("older checkpoints could not be deleted: %s", error)
+        return Result(record=path)
+
+    def _place(self) -> checkpoint.Store:
+        if self._store is None:
+            raise ValueError("this peer knows no place for checkpoints")
+        return self._store
+
+
+def _inputs(task: Task) -> tuple[str, ...]:
+    match task:
+        case RunForward():
+            return (task.x,)
+        case RunBackward():
+            return (task.x, task.grad)
+        case AddRow() | Add():
+            return task.parts
+        case Gather():
+            return task.sums
+        case CheckChunk():
+            return (task.blob,)
+    return ()
+
+
+def _outputs(task: Task) -> tuple[str, ...]:
+    if isinstance(task, Cut | AddRow):
+        return task.outs
+    return (task.out,) if isinstance(task, Fetch | RunForward | RunBackward | Add | ReadChunk) else ()
+
+
+def _whole(executor: Executor) -> dict[str, torch.Tensor]:
+    """All that another replica needs to go on as this one does."""
+    previous = executor.previous() if isinstance(executor, Delayed) else {}
+    return {**executor.state(), **previous}
+
+
+def _downloaded(held: dict[int, torch.Tensor], wanted: range, stage: int, step: int) -> dict[str, torch.Tensor]:
+    """The state of that stage and step from its chunks."""
+    missing = [chunk for chunk in wanted if chunk not in held]
+    if missing:
+        raise ValueError(f"chunk {missing[0] - wanted.start} of {len(wanted)} was not downloaded")
+    state, note = join([raw(held[chunk]) for chunk in wanted])
+    if note != _note(stage, step):
+        raise ValueError(f"the downloaded state is of {note}, not of {_note(stage, step)}")
+    return state
+
+
+def _note(stage: int, step: int) -> dict[str, str]:
+    return {"stage": str(stage), "step": str(step)}

@@ -1,0 +1,1 @@
+"""What goes wrong in a simulated swarm: churn, failures at the worst moment, hostile peers."""

@@ -1,0 +1,319 @@
+"""Signed records of who takes part in a run, and the table of those that a directory believes.
+
+A record is signed by the peer it speaks of and expires. Anybody may bring any number, so what is cheap is checked first (size, form,
+run, name, expiry, whether a newer one of that peer is held), signatures have a budget for whoever brings them and for all, and
+nothing is verified twice. Of a key a few names are held, the newest ones, and where the table is full, whoever has most of it by one
+invite gets no more. Who is revoked is looked up each time, so that it takes effect at once. For directory.py and dht.py, in their thread;
+decides only: it is told the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
+
+from shoal.core.messages import Peer
+from shoal.core.names import invite_of
+from shoal.transport.budget import Allowance, Budget, Budgets
+from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
+from shoal.transport.identity.invite import Membership
+from shoal.transport.identity.passes import NotWelcome
+
+TTL_S = 90.0  # several announcements may be lost before a living peer is forgotten
+MAX_SEALED_BYTES = 4096
+MAX_RECORDS = 2048  # a View has 1,000 peers; an ordinary record has 450 bytes
+MAX_RECORDS_BYTES = 2 << 20  # half of what hivemind puts into a message
+KEY_RECORDS = 4  # names of one key: each start of a peer is another
+KEY_NEWS = Allowance(per_s=0.5, at_once=8.0)  # records of one key: it announces itself every 20 s
+PASS_S = 60.0  # a pass that was checked counts for so long, and that much beyond its end
+CACHED = 4 * MAX_RECORDS  # records and passes remembered, believed and refused ones each
+FORGED = 4.0  # verifications more that a forged record counts for
+
+# In verifications of a signature, 67 us each and in part beside other threads; a record of a new peer takes three. From one address
+# as many at once as 400 new peers behind one router need, and in all 3 % of a core.
+FROM_ONE = Allowance(per_s=200.0, at_once=2000.0)
+FROM_ALL = Allowance(per_s=500.0, at_once=4000.0)
+
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """One peer of one run. `addresses` are further ways to it, in words of the transport that reads them."""
+
+    run: Annotated[str, msgspec.Meta(max_length=128)]
+    peer: Peer
+    host: Annotated[str, msgspec.Meta(max_length=255)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    directory_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    expires_s: float = 0.0  # wall-clock seconds since 1970
+    addresses: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=500)], ...], msgspec.Meta(max_length=16)] = ()
+
+
+class Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """A record as it travels: its bytes, the key it is signed with, and the pass that admits that key to the run."""
+
+    body: bytes
+    public: bytes
+    signature: bytes
+    proof: bytes
+
+
+class Busy(ValueError):
+    """More is brought than is verified: this record may be good, and come again."""
+
+
+def seal(identity: Identity, membership: Membership, record: Record) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    signature = identity.sign("record", body)
+    return msgspec.msgpack.encode(Sealed(body, identity.public, signature, membership.proof))
+
+
+def opened(data: bytes, run: str, now: float) -> tuple[Record, Sealed]:
+    """The record, and all of it checked but its signatures. ValueError says what is wrong."""
+    if len(data) > MAX_SEALED_BYTES:
+        raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
+    try:
+        sealed = msgspec.msgpack.decode(data, type=Sealed)
+        record = msgspec.msgpack.decode(sealed.body, type=Record)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a record: {error}") from None
+    if record.run != run:
+        raise ValueError(f"{record.peer} takes part in another run")
+    if not now < record.expires_s <= now + 10 * TTL_S:
+        raise ValueError(f"{record.peer}: the record has expired, or a clock is wrong by minutes")
+    if key_id_of(record.peer) != key_id(sealed.public):
+        raise ValueError(f"{record.peer}: signed with another peer's key")
+    return record, sealed
+
+
+def unseal(data: bytes, membership: Membership, now: float) -> Record:
+    """The record, checked: its size, signature, run, expiry, and that its peer belongs to the run. ValueError says what is wrong."""
+    record, sealed = opened(data, membership.run, now)
+    _check_welcome(record.peer, membership)
+    membership.check_pass(sealed.proof, record.peer, now)
+    if not verify(sealed.public, "record", sealed.body, sealed.signature):
+        raise ValueError(f"{record.peer}: the signature is wrong")
+    return record
+
+
+class Held(msgspec.Struct, frozen=True):
+    record: Record
+    data: bytes
+    key: str
+    invite: str  # by which its peer came; '': it is this peer's own
+
+
+class Records:
+    """`learn` hears of every record that is taken, `gone` of every peer whose record made room for another's."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        learn: Callable[[Record], None],
+        gone: Callable[[Peer], None] = lambda _: None,
+        from_one: Allowance = FROM_ONE,
+        from_all: Allowance = FROM_ALL,
+    ) -> None:
+        self._membership, self._learn, self._gone = membership, learn, gone
+        self.held: dict[Peer, Held] = {}
+        self._keys: Counter[str] = Counter()  # of those held
+        self._own: Peer = ""
+        self._nbytes = 0
+        self._sources = Budgets(from_one, from_all)
+        self._believed: Recent[Record] = Recent(CACHED)  # by hash
+        self._refused: Recent[str] = Recent(CACHED)
+        self._passes: Recent[float] = Recent(CACHED)  # by hash of pass, key and invite: until when it counts unchecked
+        self._version = 0  # of the authority's list, as of which those were refused
+        self._news: Recent[Budget] = Recent(CACHED)  # by key
+        self.verified = 0  # signatures, for tests and benchmarks
+
+    def own(self, record: Record, data: bytes) -> None:
+        """This peer's: it is believed without a word."""
+        self._own = record.peer
+        self._believed.put(hashlib.sha256(data).digest(), record)
+        self._put(Held(record, data, key_id_of(record.peer), ""))
+
+    def hear(
+        self,
+        data: bytes,
+        source: str,
+        now: float,
+        label: tuple[Peer, float] | None = None,
+        budgets: Budgets | None = None,
+    ) -> Record:
+        """A record that `source` brings, believed. Its signatures count against the source's budget, among `budgets` if given.
+
+        `label`: whose it is said to be, and until when; then it is checked as of the moment when it was made, not as of now.
+        ValueError says what is wrong, NotWelcome that its peer is revoked and else nothing is, Busy that it was not looked at."""
+        if len(data) > MAX_SEALED_BYTES:
+            raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
+        digest = hashlib.sha256(data).digest()
+        self._look_at_list()
+        known = self._believed.get(digest)
+        if known is not None:
+            if label not in (None, (known.peer, known.expires_s)):
+                raise ValueError(f"{known.peer}: the record is labelled as another")
+        if known is None:
+            reason = self._refused.get(digest)
+            if reason is not None:
+                raise ValueError(reason)
+            known = self._verified(data, now, label, lambda count: (budgets or self._sources).take(source, now, count))
+            self._believed.put(digest, known)
+            _check_welcome(known.peer, self._membership)
+            self._keep(known, data, now)
+            return known
+        _check_welcome(known.peer, self._membership)
+        if known.peer not in self.held and known.expires_s > now:  # it made room once; there may be some again
+            self._keep(known, data, now)
+        return known
+
+    def holds(self, key: str) -> bool:
+        return key in self._keys
+
+    def fresh(self, now: float) -> list[Record]:
+        """Those that have not expired, of peers that are not revoked; the others are forgotten."""
+        for peer in [peer for peer, held in self.held.items() if held.record.expires_s <= now]:
+            self._drop(peer)
+        for peer in [peer for peer in self.held if self._membership.revoked(peer)]:
+            self._drop(peer, tell=True)
+        return [held.record for held in self.held.values()]
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _verified(
+        self, data: bytes, now: float, label: tuple[Peer, float] | None, pay: Callable[[float], bool]
+    ) -> Record:
+        made_s = now if label is None else label[1] - TTL_S
+        record, sealed = opened(data, self._membership.run, made_s)
+        if label not in (None, (record.peer, record.expires_s)):
+            raise ValueError(f"{record.peer}: the record is labelled as another")
+        if record.expires_s > now + 10 * TTL_S:
+            raise ValueError(f"{record.peer}: the record lasts too long")
+        held = self.held.get(record.peer)
+        if held is not None and held.record.expires_s >= record.expires_s:
+            raise ValueError(f"{record.peer}: a newer record is held")
+        key = key_id_of(record.peer)
+        news = self._news.get(key)
+        if news is not None and not news.has(now):
+            raise Busy(f"{record.peer}: too many records of its key")
+        admitted = hashlib.sha256(sealed.proof + f"|{_without_incarnation(record.peer)}".encode()).digest()
+        checked = self._passes.get(admitted)
+        known = checked is not None and made_s <= checked
+        cost = 1.0 if known else 3.0
+        if not pay(cost):
+            raise Busy("more records are brought than are verified")
+        self.verified += int(cost)
+        try:
+            if not known:
+                self._membership.check_pass(sealed.proof, record.peer, made_s)
+                self._passes.put(admitted, made_s + PASS_S)
+            if not verify(sealed.public, "record", sealed.body, sealed.signature):
+                raise ValueError(f"{record.peer}: the signature is wrong")
+        except ValueError as error:
+            pay(FORGED)
+            self._refused.put(hashlib.sha256(data).digest(), str(error))
+            raise
+        return record
+
+    def _look_at_list(self) -> None:
+        """A newer one may renew what was over."""
+        if self._version != self._membership.standing.version:
+            self._version = self._membership.standing.version
+            self._refused = Recent(CACHED)
+
+    def _keep(self, record: Record, data: bytes, now: float) -> None:
+        """As far as there is room for it. Busy: there is none."""
+        if record.expires_s <= now or record.peer == self._own:
+            return
+        key = key_id_of(record.peer)
+        news = self._news.get(key)
+        if news is None:
+            news = Budget(KEY_NEWS)
+            self._news.put(key, news)
+        if not news.take(now):
+            raise Busy(f"{record.peer}: too many records of its key")
+        held = Held(record, data, key, invite_of(record.peer))
+        if record.peer not in self.held:
+            mine = sorted(
+                (other.record.expires_s, peer)
+                for peer, other in self.held.items()
+                if other.key == key and peer != self._own
+            )
+            if len(mine) >= KEY_RECORDS:
+                self._drop(mine[0][1], tell=True)
+            self._make_room(held, now)
+        self._put(held)
+        self._learn(record)
+
+    def _make_room(self, held: Held, now: float) -> None:
+        if self._has_room(held):
+            return
+        self.fresh(now)
+        while not self._has_room(held):
+            sizes: Counter[str] = Counter()
+            for one in self.held.values():
+                sizes[one.invite] += len(one.data)
+            sizes[held.invite] += len(held.data)
+            sizes.pop("", None)
+            largest = max(sizes, key=lambda invite: (sizes[invite], invite))
+            if largest == held.invite:
+                raise Busy(f"{held.record.peer}: {len(self.held)} records are held, most of them by the same invite")
+            ends = min((one.record.expires_s, peer) for peer, one in self.held.items() if one.invite == largest)
+            self._drop(ends[1], tell=True)
+
+    def _has_room(self, held: Held) -> bool:
+        return len(self.held) < MAX_RECORDS and self._nbytes + len(held.data) <= MAX_RECORDS_BYTES
+
+    def _put(self, held: Held) -> None:
+        self._drop(held.record.peer)
+        self.held[held.record.peer] = held
+        self._keys[held.key] += 1
+        self._nbytes += len(held.data)
+
+    def _drop(self, peer: Peer, tell: bool = False) -> None:
+        held = self.held.pop(peer, None)
+        if held is not None:
+            self._nbytes -= len(held.data)
+            self._keys[held.key] -= 1
+            if not self._keys[held.key]:
+                del self._keys[held.key]
+            if tell:
+                self._gone(peer)
+
+
+class Recent(Generic[T]):
+    """A table of so many entries, without those that were used longest ago."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._entries: OrderedDict[bytes | str, T] = OrderedDict()
+
+    def get(self, key: bytes | str) -> T | None:
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def put(self, key: bytes | str, value: T) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._most:
+            self._entries.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _check_welcome(peer: Peer, membership: Membership) -> None:
+    if (revoked := membership.revoked(peer)) is not None:
+        raise NotWelcome(revoked)
+
+
+def _without_incarnation(peer: Peer) -> str:
+    """All that a pass is compared with."""
+    fields = peer.split(".")
+    return ".".join((fields[0], *fields[2:]))

@@ -1,0 +1,1 @@
+"""Networks for tests: in memory, with a modelled line, with links cut on purpose."""

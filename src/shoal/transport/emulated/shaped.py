@@ -1,0 +1,325 @@
+"""Any network with the line of a modelled peer before it: delay, uplink and downlink bandwidth.
+
+For runs that pretend to be spread over the world, and for benchmarks. `Line` decides when what has passed (a function of
+calls and times, no clock); `Shaped` waits for those times. Everything is reckoned in the line's own time: when this process
+wakes late, what it handed over is late, but the line was busy meanwhile and the next message does not start any later.
+
+The uplink holds each message until its last byte has left, plus the delay. A link of one pair, where one is given, takes bytes
+as they leave the uplink: links to several peers are filled side by side as far as the uplink is wider than they are, and a
+narrow one holds nobody else up. The downlink takes bytes while they arrive: a message that comes alone and no faster than the
+line is not held at all; two at once share it. At the uplink bulk messages of one rank pass one after the other; a control message, or bulk
+of a higher rank, goes first, as its packets would, and pushes what is in transmission back by its own time. The real network
+beneath adds what it costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core.messages import RANKS, Message, Peer, rank
+from shoal.slots import Inflow
+from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
+from shoal.transport.streams.inbox import Inbox
+from shoal.transport.wire import encode, size
+
+log = logging.getLogger(__name__)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """The way to one other peer, beyond this one's uplink. 0: as it is."""
+
+    delay_s: float = 0.0
+    bandwidth_Bps: float = 0.0
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A peer's way to the others. 0: as it is. The delay is added to what this peer sends, except to the hosts of `pairs`."""
+
+    delay_s: float = 0.0
+    up_Bps: float = 0.0
+    down_Bps: float = 0.0
+    pairs: Mapping[str, Pair] = {}  # by the host at which the other listens
+
+
+class Reachable(Transport, Protocol):
+    """A transport with addresses, in its own terms: host and port, or libp2p's multiaddrs."""
+
+    @property
+    def address(self) -> Any: ...
+
+    def learn(self, peer: Peer, address: Any) -> None: ...
+
+
+class _Passing:
+    """A message on the line. `lane`: 0 for control, 1 and up for bulk by rank. `leaves`: when its last byte is through."""
+
+    __slots__ = ("item", "lane", "leaves", "nbytes", "peer", "seconds")
+
+    def __init__(self, item: Any, peer: Peer, nbytes: int, lane: int, seconds: float, leaves: float) -> None:
+        self.item = item
+        self.peer = peer
+        self.nbytes = nbytes
+        self.lane = lane
+        self.seconds = seconds
+        self.leaves = leaves
+
+
+class Line:
+    """What a peer sends, or one pair's way."""
+
+    def __init__(self, bandwidth_Bps: float, delay_s: float = 0.0) -> None:
+        self._bandwidth_Bps = bandwidth_Bps
+        self._delay_s = delay_s
+        self._lanes: list[deque[_Passing]] = [deque() for _ in range(1 + RANKS)]  # control, then bulk by rank
+        self._free = [float("-inf")] * (1 + RANKS)  # when the last message of each lane is through
+
+    def push(
+        self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, since: float | None = None, rank: int = 0
+    ) -> None:
+        """Its last byte is here `now`; its first was `since`, where that is known. `rank` is that of bulk."""
+        seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
+        came = since if since is not None else now
+        lane = 1 + rank if bulk else 0
+        leaves = max(max(*self._free[: lane + 1], came) + seconds, now)
+        self._free[lane] = leaves
+        self._lanes[lane].append(_Passing(item, peer, nbytes, lane, seconds, leaves))
+        self._delay(lane + 1, seconds, now)
+
+    def take(self, now: float) -> list[Any]:
+        """What has arrived by `now`: control first, then by rank, each in order."""
+        return [passing.item for passing in self.passed(now)]
+
+    def passed(self, now: float) -> list[_Passing]:
+        """The same, with when each was through."""
+        return [
+            lane.popleft()
+            for lane in self._lanes
+            for _ in range(sum(passing.leaves + self._delay_s <= now for passing in lane))
+        ]
+
+    @property
+    def deadline(self) -> float | None:
+        return min((lane[0].leaves + self._delay_s for lane in self._lanes if lane), default=None)
+
+    def waiting_bytes(self, peer: Peer) -> int:
+        """Of bulk."""
+        return sum(passing.nbytes for lane in self._lanes[1:] for passing in lane if passing.peer == peer)
+
+    def drop(self, peer: Peer, now: float) -> None:
+        """Forget that peer's messages; those behind them move up, but not those that are through already."""
+        self._lanes[0] = deque(passing for passing in self._lanes[0] if passing.peer != peer)
+        waiting = [(passing.leaves, lane, passing) for lane in range(1, 1 + RANKS) for passing in self._lanes[lane]]
+        waiting.sort(key=lambda each: each[:2])
+        self._lanes[1:] = [deque() for _ in range(RANKS)]
+        gained = 0.0
+        for leaves, lane, passing in waiting:
+            if passing.peer == peer:
+                # What is left of it, where others that go first may have had the line for a while since it began.
+                ahead = ((until, other) for until, higher, other in waiting if higher < lane and now < until <= leaves)
+                first = sum(min(other.seconds, until - now) for until, other in ahead)
+                gained += max(0.0, min(passing.seconds, leaves - now - first))
+            else:
+                passing.leaves -= gained
+                self._lanes[lane].append(passing)
+        for lane in range(1, 1 + RANKS):
+            if self._free[lane] > now:
+                self._free[lane] = max([now, *(passing.leaves for passing in self._lanes[lane])])
+
+    def _delay(self, lane: int, seconds: float, now: float) -> None:
+        """Push back by so much what is still passing in this and the lower lanes."""
+        for lower in range(lane, 1 + RANKS):
+            for passing in self._lanes[lower]:
+                if passing.leaves > now:
+                    passing.leaves += seconds
+            if self._free[lower] > now:
+                self._free[lower] += seconds
+
+
+class Downlink:
+    """What a peer receives. A message's bytes came in while it travelled, up to `now`; in what order, their senders have settled."""
+
+    def __init__(self, bandwidth_Bps: float) -> None:
+        self._bandwidth_Bps = bandwidth_Bps
+        self._inflow = Inflow(), Inflow()  # control, which goes first and takes next to nothing, and bulk
+        self._passing: list[tuple[float, int, _Passing]] = []  # heap, by when they are through
+        self._last: dict[tuple[Peer, int], float] = {}
+        self._serial = 0
+
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
+        """Its last byte is here `now`. Two that come at once share the line; alone and no faster than the line none is held."""
+        seconds, lane = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0, 1 + rank if bulk else 0
+        through = max(self._inflow[bulk].through(peer, seconds, now, rank), self._last.get((peer, lane), now))
+        self._last[peer, lane] = through
+        self._serial += 1
+        heappush(self._passing, (through, self._serial, _Passing(item, peer, nbytes, lane, seconds, through)))
+
+    def take(self, now: float) -> list[Any]:
+        """What has arrived by `now`."""
+        items = []
+        while self._passing and self._passing[0][0] <= now:
+            items.append(heappop(self._passing)[2].item)
+        return items
+
+    @property
+    def deadline(self) -> float | None:
+        return self._passing[0][0] if self._passing else None
+
+    def waiting_bytes(self, peer: Peer) -> int:
+        """Of bulk."""
+        return sum(passing.nbytes for _, _, passing in self._passing if passing.peer == peer and passing.lane)
+
+    def drop(self, peer: Peer) -> None:
+        """Forget that peer's messages; the line has carried them all the same."""
+        self._passing = [entry for entry in self._passing if entry[2].peer != peer]
+        heapify(self._passing)
+        self._last = {key: at for key, at in self._last.items() if key[0] != peer}
+
+
+class Uplink:
+    """What a peer sends: its uplink, and behind it the links of pairs that have one of their own."""
+
+    def __init__(self, link: Link) -> None:
+        self.pairs = link.pairs
+        self.hosts: dict[Peer, str] = {}  # as far as known; a peer that has called before it was heard of has none yet
+        self._first = Line(link.up_Bps, 0.0 if link.pairs else link.delay_s)
+        self._behind = {host: Line(pair.bandwidth_Bps, pair.delay_s) for host, pair in link.pairs.items()}
+        self._others = Line(0.0, link.delay_s)
+
+    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
+        self._first.push(item, peer, nbytes, bulk, now, rank=rank)
+
+    def take(self, now: float) -> list[Any]:
+        """What has arrived by `now`."""
+        if not self.pairs:
+            return self._first.take(now)
+        for done in sorted(self._first.passed(now), key=lambda passing: passing.leaves):
+            line = self._behind.get(self.hosts.get(done.peer, ""), self._others)
+            since, bulk = done.leaves - done.seconds, done.lane > 0
+            line.push(done.item, done.peer, done.nbytes, bulk, done.leaves, since, max(0, done.lane - 1))
+        return [item for line in self._lines[1:] for item in line.take(now)]
+
+    @property
+    def deadline(self) -> float | None:
+        return min((line.deadline for line in self._lines if line.deadline is not None), default=None)
+
+    def waiting_bytes(self, peer: Peer) -> int:
+        return sum(line.waiting_bytes(peer) for line in self._lines)
+
+    def drop(self, peer: Peer, now: float) -> None:
+        for line in self._lines:
+            line.drop(peer, now)
+
+    @property
+    def _lines(self) -> list[Line]:
+        return [self._first, *self._behind.values(), self._others]
+
+
+class Shaped:
+    def __init__(self, inner: Reachable, link: Link, limits: Limits = Limits()) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._limits = limits
+        self._up = Uplink(link)
+        self._down = Downlink(link.down_Bps)
+        self._inbox = Inbox(on_room=lambda: self._room.set())
+        self._room = asyncio.Event()
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    async def start(self) -> None:
+        await self._inner.start()
+        self._tasks = [asyncio.create_task(self._pull()), asyncio.create_task(self._turn())]
+        for task in self._tasks:
+            task.add_done_callback(tell_mistake)
+
+    def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
+        frame = encode(message, blobs, self._limits)  # refuses at once what the inner network would refuse later
+        if self._closed:
+            return 0
+        waiting_bytes = self._up.waiting_bytes(peer) if frame.bulk else 0
+        if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
+            return 0
+        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now(), frame.rank)
+        self._news.set()
+        return frame.nbytes
+
+    async def receive(self) -> Incoming | Lost:
+        return await self._inbox.take()
+
+    def forget(self, peer: Peer) -> None:
+        self._up.drop(peer, _now())
+        self._down.drop(peer)
+        self._inbox.drop(lambda item: item.peer == peer)
+        self._inner.forget(peer)
+        self._news.set()
+
+    async def close(self) -> None:
+        """What is still on the modelled line vanishes."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._inner.close()
+
+    @property
+    def address(self) -> Any:
+        return self._inner.address
+
+    def learn(self, peer: Peer, address: Any) -> None:
+        if self._up.pairs:
+            self._up.hosts[peer] = address[0]
+        self._inner.learn(peer, address)
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    async def _pull(self) -> None:
+        """From the inner network onto the downlink, as long as the node takes what comes."""
+        while True:
+            item = await self._inner.receive()
+            if isinstance(item, Lost):
+                self._inbox.put(item)
+                continue
+            nbytes = size(item.message, item.blobs)
+            if item.blobs and self._down.waiting_bytes(item.peer) > self._limits.queued_bytes:
+                continue  # more than the modelled line can take: vanishes, as at the sender
+            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now(), rank=rank(item.message))
+            self._news.set()
+            while self._inbox.full(bulk=True) or self._inbox.full(bulk=False):
+                self._room.clear()
+                await self._room.wait()
+
+    async def _turn(self) -> None:
+        """Hand over what has passed a line, when it has."""
+        while True:
+            self._news.clear()
+            now = _now()
+            for peer, message, blobs in self._up.take(now):
+                self._inner.send(peer, message, blobs)
+            for incoming, nbytes in self._down.take(now):
+                self._inbox.put(incoming, nbytes)
+            deadlines = [line.deadline for line in (self._up, self._down) if line.deadline is not None]
+            alarm = asyncio.get_running_loop().call_at(min(deadlines), self._news.set) if deadlines else None
+            try:
+                await self._news.wait()
+            finally:
+                if alarm is not None:
+                    alarm.cancel()
+
+
+def tell_mistake(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a shaped network has stopped", exc_info=task.exception())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
