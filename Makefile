@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test check format lint imports types unit slow gpu bench protocol clean
+.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -19,6 +19,7 @@ help:
 	@echo "make check   the same without setup and end-to-end tests, for every commit"
 	@echo "make slow    the tests marked slow;  make gpu: those that need CUDA"
 	@echo "make bench   every benchmark; each prints one JSON line"
+	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
 
 setup: $(STAMP)
@@ -61,6 +62,9 @@ gpu:
 
 bench: setup
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "# $$script"; .venv/bin/python "$$script"; done
+
+structure:
+	@$(PY) tools/structure.py $(if $(AGAINST),--against $(AGAINST))
 
 protocol:
 	$(PY) docs/protocol.py

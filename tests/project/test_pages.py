@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _PATH = re.compile(r"`([A-Za-z0-9_./-]+/[A-Za-z0-9_./-]*|[a-z_]+\.(?:py|md|toml))`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
-_MADE = ("runs/", "step-N/", "texts/", "checkpoints/", "logs/", "optimizer/", "traces/")  # by a run, not by the project
+# Made by a run or by `make setup`, not by the project
+_MADE = ("runs/", "step-N/", "texts/", "checkpoints/", "logs/", "optimizer/", "traces/", ".venv/")
 
 
 @pytest.mark.parametrize(("name", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 200)])
