@@ -12,7 +12,16 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _PATH = re.compile(r"`([A-Za-z0-9_./-]+/[A-Za-z0-9_./-]*|[a-z_]+\.(?:py|md|toml))`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
-_MADE = ("runs/", "step-N/", "texts/", "checkpoints/", "logs/", "optimizer/", "traces/")  # by a run, not by the project
+_MADE = (
+    ".venv/",
+    "runs/",
+    "step-N/",
+    "texts/",
+    "checkpoints/",
+    "logs/",
+    "optimizer/",
+    "traces/",
+)  # by a run, not by the project
 
 
 @pytest.mark.parametrize(("name", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 200)])
