@@ -32,7 +32,7 @@ CONFIG = ROOT / "configs" / "quickstart.toml"
 PEERS, BATCH = 4, 8  # sequences of one step of all peers together
 FIRST_BATCH = 4
 HELD_OUT, HELD_OUT_BATCHES = 1_000_000, 24  # a sample far beyond those that are trained on; batches of BATCH
-LOCAL = (  # found in docs/log.md
+LOCAL = (  # found in docs/log/ (local-steps-trained-checkpoint)
     *("run.stages=1", f"run.peers={PEERS}", f"train.microbatch={BATCH // PEERS}", "network.discovery=gossip"),
     *(
         "train.round_warmup=5",
