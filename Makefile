@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol clean
+.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol results clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench   every benchmark; each prints one JSON line"
 	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
+	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
 
 setup: $(STAMP)
 
@@ -68,6 +69,9 @@ structure:
 
 protocol:
 	$(PY) docs/protocol.py
+
+results:
+	$(PY) docs/results.py
 
 format:
 	$(PY) -m ruff format .
