@@ -49,7 +49,7 @@ def clip_factor(norm: float, clip: float) -> float:
 
 def norm_sq(flat: Tensor) -> float:
     """Sum of squares in fp64 of a flat tensor."""
-    return math.fsum(float(piece.double().square_().sum()) for piece in flat.split(NORM_VALUES))
+    return math.fsum(float(piece.double().square_().sum()) for piece in torch.split(flat, NORM_VALUES))
 
 
 def nesterov_(values: Tensor, momentum: Tensor, gradient: Tensor, rate: float, keep: float) -> None:
