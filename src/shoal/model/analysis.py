@@ -96,7 +96,8 @@ def _counted(
                 x = torch.zeros((*shape, model.config.hidden_size), dtype=model.dtype).requires_grad_()
             given: dict[str, Tensor | bool] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
             own = {held.untyped_storage()._cdata for held in (x, *model.parameters())}
-            with FlopCounterMode(display=False) as flops, _Alive() as alive:
+            flops, alive = FlopCounterMode(display=False), _Alive()
+            with flops, alive:
                 with _kept(own) as kept:
                     if last:
                         logits = model(**given).logits
