@@ -11,11 +11,15 @@ import difflib
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
 from shoal.model import boundary
 from shoal.model.cut import spans
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.modeling_utils import PreTrainedModel
 
 # transformers imports torchao where it is installed, which then tells of GPU libraries that do not load.
 for _name in ("torchao", "torch.utils._pytree"):
@@ -32,7 +36,7 @@ NAMES = {  # our word: theirs
 }
 
 
-def hf_config(config: Config) -> Any:
+def hf_config(config: Config) -> PreTrainedConfig:
     """The Hugging Face configuration of the whole model: from the seed's settings, or of `model.path` with `model.extra`."""
     fields, family = _read(config) if config.model.path else (_fields(config), config.model.family)
     where = config.model.path or f"model.family = {family!r}"
@@ -61,11 +65,12 @@ def hf_config(config: Config) -> Any:
     return made
 
 
-def model_class(hf: Any) -> Any:
+def model_class(hf: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's causal language model. Imports its modeling module, which takes seconds: see stages.preload."""
     import transformers
 
-    return getattr(transformers, _class_name(hf.model_type))  # resolved lazily, to the one module that defines it
+    found: type[PreTrainedModel] = getattr(transformers, _class_name(hf.model_type))  # lazily: its own module alone
+    return found
 
 
 def _fields(config: Config) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def _class_name(family: str) -> str:
     return _families()[family]
 
 
-def _config_class(family: str) -> Any:
+def _config_class(family: str) -> type[PreTrainedConfig]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     families = _families()
@@ -124,10 +129,11 @@ def _config_class(family: str) -> Any:
         near = difflib.get_close_matches(family, sorted(families), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model.family = {family!r} is no Hugging Face causal language model{hint}")
-    return CONFIG_MAPPING[family]
+    found: type[PreTrainedConfig] = CONFIG_MAPPING[family]
+    return found
 
 
-def _refuse_dropout(hf: Any) -> None:
+def _refuse_dropout(hf: PreTrainedConfig) -> None:
     """A backward pass runs the stage a second time, maybe on another peer, and must find the same activations."""
     for name, value in hf.to_dict().items():
         drops = ("dropout" in name or name.endswith("_pdrop")) and not name.startswith("classifier")

@@ -362,7 +362,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
     microbatches = rng.randint(*scenario.microbatches)
     speeds = tuple(scenario.spread ** rng.uniform(-0.5, 0.5) for _ in range(peers))
     chance = Random(f"{scenario.name}/{seed}/hops")
-    drawn = chance.choice(("owner", "direct"))
+    drawn: Literal["owner", "direct"] = chance.choice(("owner", "direct"))
     hops = drawn if scenario.hops == "drawn" else scenario.hops
     late = Random(f"{scenario.name}/{seed}/staleness").choice((0, 1))
     forward_s = min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5))
