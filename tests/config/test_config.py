@@ -121,6 +121,39 @@ def test_settings_that_do_not_fit_together_are_refused_with_one_that_would(overr
     assert refusal(override) == words
 
 
+@pytest.mark.parametrize(
+    ("settings", "ignored"),
+    [
+        (["model.path=there", "model.layers=12"], "model.layers = 12"),
+        (["model.path=there", "model.family=qwen3"], "model.family = 'qwen3'"),
+        (["model.path=there", "model.vocab_size=512"], "model.vocab_size = 512"),
+        (["data.path=texts"], "data.path = 'texts'"),
+        (["data.source=text", "data.path=texts", "data.field=body"], "data.field = 'body'"),
+        (["data.source=jsonl", "data.path=texts", "data.split=test"], "data.split = 'test'"),
+        (["train.schedule=constant", "train.final_ratio=0.5"], "train.final_ratio = 0.5"),
+        (["train.outer_rate=0.5"], "train.outer_rate = 0.5"),
+        (["train.local_batch=4"], "train.local_batch = 4"),
+        (["run.lost=wait", "run.lost_wait_s=9"], "run.lost_wait_s = 9.0"),
+        (["device.emulated_s=1"], "device.emulated_s = 1.0"),
+        (["device.executor=emulated", "device.memory_bytes=1"], "device.memory_bytes = 1"),
+        (["network.up_Bps=1e6", "network.down_Bps=1e6", "network.bandwidth_Bps=1e7"], "network.bandwidth_Bps = 1"),
+        (["checkpoint.every=0", "checkpoint.last=false", "checkpoint.keep=5"], "checkpoint.keep = 5"),
+    ],
+)  # fmt: skip
+def test_a_setting_without_effect_is_refused_with_the_reason(settings: list[str], ignored: str) -> None:
+    said = refusal(*settings)
+    path = ignored.partition(" ")[0]
+    assert said.startswith(ignored)
+    assert " has no effect: " in said
+    assert said.endswith(f"; leave {path} out")
+    config.load(None, [word for word in settings if not word.startswith(f"{path}=")])
+
+
+def test_what_a_planner_may_still_decide_is_not_without_effect() -> None:
+    config.load(None, ["train.outer_rate=0.5", 'plan.allow=["local_steps"]'])
+    config.load(None, ["run.stages=1", "network.activations=int8"])
+
+
 def test_an_emulated_tensor_must_pass_the_limit_too() -> None:
     lab = ("device.executor=emulated", "device.emulated_values=1000")
     assert config.load(None, [*lab, "network.blob_bytes=4000"]).network.blob_bytes == 4000
