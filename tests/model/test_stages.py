@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.config import Config, Data, Device, Model, Run
+from shoal.executor import fit
 from shoal.model import stages
 from shoal.model.cut import inputs, next_token_loss, targets
 
@@ -53,6 +54,35 @@ def the_whole(family: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]
         {name: value.detach() for name, value in named.items()},
         {name: value.grad for name, value in named.items()},
     )
+
+
+@pytest.mark.parametrize("boundary", ["none", "bottleneck-2x"])
+@pytest.mark.parametrize("cut", [(1, 5), (3, 1, 2), 4])
+def test_a_hollow_stage_has_the_parameters_of_the_built_one_at_any_cut(
+    cut: int | tuple[int, ...], boundary: str
+) -> None:
+    config = a_config(cut=cut, layers=6, boundary=boundary)
+    for stage in range(config.run.stages):
+        hollow, built = stages.hollow(config, stage), stages.build(config, stage)
+        shapes = {name: tuple(value.shape) for name, value in built.named_parameters()}
+        assert {name: tuple(value.shape) for name, value in hollow.named_parameters()} == shapes
+        assert all(value.is_meta for _, value in hollow.named_parameters()), "without values"
+
+
+def test_room_is_asked_for_the_blocks_that_a_stage_will_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six blocks in stages of 1 and 5 the second takes more than any of an even cut."""
+    monkeypatch.setattr(fit, "free_bytes", lambda: None)
+    uneven, even = (a_config(cut=layers, layers=6) for layers in ((1, 5), (3, 3)))
+
+    def values(config: Config, stage: int) -> int:
+        return sum(value.numel() for _, value in stages.build(config, stage).named_parameters())
+
+    needed = max(values(even, stage) for stage in range(2)) * fit.resident_bytes(even)
+    moments = 8 * max(values(even, stage) for stage in range(2))
+    tight = Device(memory_bytes=needed + moments)
+    fit.check(msgspec.structs.replace(even, device=tight))
+    with pytest.raises(ValueError, match=rf"stage 1 of 2: .* its {values(uneven, 1):,} parameters"):
+        fit.check(msgspec.structs.replace(uneven, device=tight))
 
 
 def test_stages_built_at_once_in_threads_of_one_process_have_the_weights_of_those_built_alone() -> None:

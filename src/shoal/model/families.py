@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.config import Config
 from shoal.model import boundary
-from shoal.model.cut import spans
+from shoal.model.cut import cut
 
 # transformers imports torchao where it is installed, which then tells of GPU libraries that do not load.
 for _name in ("torchao", "torch.utils._pytree"):
@@ -103,7 +103,7 @@ def cuts(config: Config, layers: int) -> list[int]:
     """The blocks before which boundary layers stand: the first of every stage but the first."""
     if config.model.boundary == "none":
         return []
-    return [blocks.start for blocks in spans(layers, config.run.stages, config.run.layers)[1:]]
+    return [blocks.start for blocks in cut(config.run, layers)[1:]]
 
 
 def _families() -> dict[str, str]:
