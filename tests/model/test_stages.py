@@ -165,6 +165,21 @@ def test_the_random_start_follows_seed_and_family() -> None:
     assert not the_whole("gemma2")[1]["model.norm.weight"].any()  # Gemma's norms are centred on 1 + weight
 
 
+def test_a_sequence_above_the_models_positions_is_refused(tmp_path: Path) -> None:
+    stages.hf_config(a_config()).save_pretrained(tmp_path)  # made for 12
+    run, model = Run(stages=1), Model(path=str(tmp_path))
+    stages.check(Config(run=run, model=model, data=Data(sequence=12)))
+    longer = Config(run=run, model=model, data=Data(sequence=13))
+    with pytest.raises(
+        ValueError, match=r"data\.sequence = 13 is above the 12 positions of .*; try data\.sequence=12, or"
+    ):
+        stages.check(longer)
+    extended = msgspec.structs.replace(model, extra={"max_position_embeddings": 13})
+    stages.check(msgspec.structs.replace(longer, model=extended))
+    with pytest.raises(ValueError, match=r"above the 8 positions of model\.family = 'llama'"):
+        stages.check(a_config(extra={"max_position_embeddings": 8}))
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_stages_read_their_own_weights_from_safetensors(tmp_path: Path, sharded: bool) -> None:
     save_as_hugging_face(tmp_path, a_config(seed=9), sharded=sharded)

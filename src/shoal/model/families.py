@@ -58,6 +58,7 @@ def hf_config(config: Config) -> Any:
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
         raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
     _refuse_dropout(made)
+    _refuse_long(config, made, where)
     return made
 
 
@@ -125,6 +126,16 @@ def _config_class(family: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model.family = {family!r} is no Hugging Face causal language model{hint}")
     return CONFIG_MAPPING[family]
+
+
+def _refuse_long(config: Config, hf: Any, where: str) -> None:
+    """Beyond its positions a model has no table, or rotations that it was never trained on."""
+    positions = getattr(hf, "max_position_embeddings", None)
+    if isinstance(positions, int) and config.data.sequence > positions:
+        raise ValueError(
+            f"data.sequence = {config.data.sequence} is above the {positions} positions of {where}; try data.sequence={positions},"
+            f" or model.extra.max_position_embeddings={config.data.sequence} to train it on longer ones"
+        )
 
 
 def _refuse_dropout(hf: Any) -> None:
