@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test check format lint imports types unit slow gpu bench protocol clean
+.PHONY: help setup demo test check format lint imports types unit slow gpu bench protocol configuration clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -20,6 +20,7 @@ help:
 	@echo "make slow    the tests marked slow;  make gpu: those that need CUDA"
 	@echo "make bench   every benchmark; each prints one JSON line"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
+	@echo "make configuration   docs/configuration.md from the settings"
 
 setup: $(STAMP)
 
@@ -64,6 +65,9 @@ bench: setup
 
 protocol:
 	$(PY) docs/protocol.py
+
+configuration:
+	$(PY) docs/configuration.py
 
 format:
 	$(PY) -m ruff format .

@@ -181,7 +181,7 @@ def test_every_setting_is_printed_below_its_description_and_beside_what_it_takes
     lines = config.text(Config()).splitlines()
     assert "stages = 3  # 1 to 4_096" in lines
     assert 'schedule = "cosine"  # cosine | linear | constant' in lines
-    assert "trace_bytes = 268435456  # 0 to 1024 TiB" in lines
+    assert 'trace_bytes = "256 MiB"  # 0 B to 1024 TiB' in lines
     for section in config.to_tree(Config()):
         assert f"[{section}]" in lines
     for key in keys().values():

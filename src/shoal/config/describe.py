@@ -127,7 +127,7 @@ def _within(kind: Number, value: float) -> bool:
 
 
 def bounds(kind: Number, name: str) -> str:
-    """The bounds in words, of a setting whose name says its unit: '1 to 4_096', 'above 0 to 3_600', '0 B to 1024 TiB'."""
+    """The bounds in words, of a setting whose name says its unit: '1 to 4_096', 'above 0 to 3_600', '1 KiB to 1024 TiB'."""
     low = _number(kind.ge, name) if kind.ge is not None else f"above {_number(kind.gt, name)}"
     high = _number(kind.le, name) if kind.le is not None else f"below {_number(kind.lt, name)}"
     return f"{low} to {high}"
@@ -135,10 +135,8 @@ def bounds(kind: Number, name: str) -> str:
 
 def _number(bound: float | None, name: str) -> str:
     assert bound is not None, f"{name} lacks a bound"
-    if units.suffix(name) == "_bytes":
-        for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-            if bound and bound % scale == 0:
-                return f"{bound // scale} {unit}"
+    if isinstance(bound, int) and units.suffix(name) == "_bytes":
+        return units.exact_size(bound)
     return f"{bound:_}" if isinstance(bound, int) else f"{bound:g}"
 
 
@@ -151,7 +149,8 @@ def span(key: Key) -> str:
         return " | ".join(key.choices)
     if isinstance(key.kind, inspect.IntType | inspect.FloatType):
         return bounds(key.kind, key.name)
-    return ""
+    spans = {bounds(kind, key.name) for kind in numbers(key.kind)}
+    return f"each {spans.pop()}" if len(spans) == 1 else ""
 
 
 def wanted(key: Key) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+from shoal import units
 from shoal.config import describe
+from shoal.config.describe import Key
 from shoal.config.tree import Config
 
 
@@ -15,11 +17,18 @@ def text(config: Config) -> str:
         lines += [f"# {(kind.__doc__ or '').strip()}", f"[{section}]"]
         for key in describe.keys().values():
             if key.section == section:
-                line = f"{key.name} = {_toml(getattr(getattr(config, section), key.name))}"
+                line = f"{key.name} = {toml(key, getattr(getattr(config, section), key.name))}"
                 span = describe.span(key)
                 lines += [f"# {key.description}", f"{line}  # {span}" if span else line]
         lines.append("")
     return "\n".join(lines)
+
+
+def toml(key: Key, value: object) -> str:
+    """A setting's value as TOML, sizes with their unit."""
+    if value and isinstance(value, int) and units.suffix(key.name) == "_bytes":
+        return quoted(units.exact_size(value))
+    return _toml(value)
 
 
 def quoted(text: str) -> str:
