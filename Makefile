@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol results clean
+.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol results configuration clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -22,6 +22,7 @@ help:
 	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
 	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
+	@echo "make configuration   docs/configuration.md from the settings"
 
 setup: $(STAMP)
 
@@ -72,6 +73,9 @@ protocol:
 
 results:
 	$(PY) docs/results.py
+
+configuration:
+	$(PY) docs/configuration.py
 
 format:
 	$(PY) -m ruff format .

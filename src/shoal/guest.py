@@ -49,7 +49,7 @@ FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.within"}) | {*FILES, PLACE}
 
-# Tighter than config._BOUNDS: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
+# Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
 _BOUNDS = {"run.beat_s": (0.05, 3600.0), "run.hold_s": (0.0, 86400.0), "run.lost_wait_s": (0.0, 86400.0)}
 _BOUNDS |= {"checkpoint.keep": (1, 100)}  # they lie on the guest's disk where it publishes
 _EXTRA_MOST = 1 << 24  # a number in model.extra; the largest that a known family has is a vocabulary or a context
@@ -84,7 +84,9 @@ def admitted(tree: dict[str, Any], overrides: Collection[str], files: Path | Non
         _put(tree, field, place)
         if field == "data.path" and files is not None:
             _put(tree, "data.within", str(files.resolve()))
-    if not reads:  # the names stay as they were told, for people: a text source without a path is refused by config.py
+    if (
+        not reads
+    ):  # the names stay as they were told, for people: a text source without a path is refused by config/data.py
         return config
     if source != "python" and not config.data.digest:
         raise ValueError(
@@ -101,7 +103,11 @@ def visiting(tree: Mapping[str, Any], overrides: Collection[str]) -> Config:
             mine = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
             raise ValueError(f"{path} is the same for all peers of a run; a joining machine may set device.*, {mine}")
     _refuse_local(tree)
-    config = from_tree(overridden(_without_place(tree), overrides))
+    try:
+        config = from_tree(overridden(_without_place(tree), overrides))
+    except ValueError as error:
+        with_own = " with the settings given here" if overrides else ""
+        raise ValueError(f"this invite{with_own} makes no run: {error}") from None
     _refuse_out_of_bounds(config)
     return config
 

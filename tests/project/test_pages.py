@@ -1,4 +1,4 @@
-"""The pages keep to their length, name files that exist, and the protocol's tables are those of the messages."""
+"""The pages keep to their length, name files that exist, and those made from the source are up to date."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from shoal.config.describe import keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -46,7 +48,9 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "protocol.md"], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [page for page in PAGES if page.name != "protocol.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_no_cell_of_a_table_is_an_essay(page: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
@@ -54,10 +58,18 @@ def test_no_cell_of_a_table_is_an_essay(page: Path) -> None:
     assert [cell for cell in cells if len(cell) > CELL] == []
 
 
-def test_the_tables_of_the_protocol_are_those_of_the_messages() -> None:
-    spec = importlib.util.spec_from_file_location("protocol", ROOT / "docs" / "protocol.py")
+@pytest.mark.parametrize("name", ["protocol", "configuration"])
+def test_a_page_that_is_made_from_the_source_is_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    assert made.PAGE.read_text() == made.page(), "messages.py has changed: run `make protocol`"
+    assert made.PAGE.read_text() == made.page(), f"its source has changed: run `make {name}`"
+
+
+def test_the_cells_of_the_configurations_tables_are_short() -> None:
+    lines = (ROOT / "docs" / "configuration.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| `")]
+    assert len(rows) == len(keys())
+    assert max(len(cell) for row in rows for cell in row.split(" | ")) < 200

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
 from shoal.model import boundary
-from shoal.model.cut import spans
+from shoal.model.cut import cut
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.configuration_utils import PreTrainedConfig
@@ -62,6 +62,7 @@ def hf_config(config: Config) -> PreTrainedConfig:
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
         raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
     _refuse_dropout(made)
+    _refuse_long(config, made, where)
     return made
 
 
@@ -108,7 +109,7 @@ def cuts(config: Config, layers: int) -> list[int]:
     """The blocks before which boundary layers stand: the first of every stage but the first."""
     if config.model.boundary == "none":
         return []
-    return [blocks.start for blocks in spans(layers, config.run.stages, config.run.layers)[1:]]
+    return [blocks.start for blocks in cut(config.run, layers)[1:]]
 
 
 def _families() -> dict[str, str]:
@@ -131,6 +132,16 @@ def _config_class(family: str) -> type[PreTrainedConfig]:
         raise ValueError(f"model.family = {family!r} is no Hugging Face causal language model{hint}")
     found: type[PreTrainedConfig] = CONFIG_MAPPING[family]
     return found
+
+
+def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
+    """Beyond its positions a model has no table, or rotations that it was never trained on."""
+    positions = getattr(hf, "max_position_embeddings", None)
+    if isinstance(positions, int) and config.data.sequence > positions:
+        raise ValueError(
+            f"data.sequence = {config.data.sequence} is above the {positions} positions of {where}; try data.sequence={positions},"
+            f" or model.extra.max_position_embeddings={config.data.sequence} to train it on longer ones"
+        )
 
 
 def _refuse_dropout(hf: PreTrainedConfig) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.config import Config
 from shoal.model import boundary
-from shoal.model.cut import next_token_loss, spans, targets
+from shoal.model.cut import cut, next_token_loss, targets
 from shoal.model.families import cuts, hf_config, model_class
 from shoal.model.weights import materialise
 
@@ -108,15 +108,8 @@ def check(config: Config) -> None:
 def build(config: Config, stage: int, *, source: str | None = None, device: str = "cpu") -> HuggingFaceStage:
     """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
     random from `run.seed` and then equal to that part of `whole`, whatever the cut."""
-    stages = config.run.stages
     model, parts = _hollow(config)
-    first, last = stage == 0, stage == stages - 1
-    mine = spans(len(parts.blocks), stages, config.run.layers)[stage]
-    parts.put_back(mine, first=first, last=last)
-    if config.model.boundary != "none":
-        halves = {mine.start: ("widen",), mine.stop: ("narrow",)}
-        wanted = cuts(config, len(parts.blocks))
-        boundary.attach(model, config.model.boundary, {block: halves[block] for block in wanted if block in halves})
+    first, last = _put_back(model, parts, config, stage)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
     return HuggingFaceStage(model.eval().to(device), first=first, last=last)
 
@@ -125,9 +118,20 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage:
     """`build` without values: parameters stay on the meta device. For who asks what a stage needs before there is one."""
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # what is outside the blocks: tables of positions
-    first, last = stage == 0, stage == config.run.stages - 1
-    parts.put_back(spans(len(parts.blocks), config.run.stages)[stage], first=first, last=last)
+    first, last = _put_back(model, parts, config, stage)
     return HuggingFaceStage(model.eval(), first=first, last=last)
+
+
+def _put_back(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool, bool]:
+    """Put what belongs to that stage back into the model, with the stage's halves of boundary layers. Whether it is the first, the last."""
+    first, last = stage == 0, stage == config.run.stages - 1
+    mine = cut(config.run, len(parts.blocks))[stage]
+    parts.put_back(mine, first=first, last=last)
+    if config.model.boundary != "none":
+        halves = {mine.start: ("widen",), mine.stop: ("narrow",)}
+        wanted = cuts(config, len(parts.blocks))
+        boundary.attach(model, config.model.boundary, {block: halves[block] for block in wanted if block in halves})
+    return first, last
 
 
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> PreTrainedModel:
@@ -185,7 +189,7 @@ def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
     """The model with all its parts taken out, found to hand hidden states through unchanged."""
     hf = hf_config(config)
     _refuse_tied(config, hf)
-    spans(hf.num_hidden_layers, config.run.stages, config.run.layers)
+    cut(config.run, hf.num_hidden_layers)  # refuses what is no cut of it
     model = on_meta(hf)
     kept = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if kept:
