@@ -26,9 +26,11 @@ from shoal.core.peer import PeerMachine
 from shoal.executor.fit import free_bytes
 from shoal.model import stages
 from shoal.runtime.alone import Alone
-from shoal.runtime.checkpoint import Store, refuse_foreign
+from shoal.runtime.catalog import Catalog
+from shoal.runtime.checkpoint import Store
 from shoal.runtime.data import Dataset, open_dataset
 from shoal.runtime.hands import Hands
+from shoal.runtime.marker import refuse_foreign
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.record import Recorder
@@ -93,7 +95,7 @@ def _data_and_store(config: Config, first_step: int) -> tuple[Dataset, Store]:
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
         )
     if first_step:
-        refuse_foreign(store.open(first_step), config, dataset.digest)
+        refuse_foreign(store.catalog.open(first_step), config, dataset.digest)
     return dataset, store
 
 
@@ -181,8 +183,8 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
 
 def _recorder(config: Config, header: trace.Header, role: Role, out: IO[bytes] | None) -> Recorder:
     """Its trace gives way to checkpoints that lie on the same disk."""
-    store = Store(checkpoint_url(config))
-    reserve = partial(store.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
+    catalog = Catalog(checkpoint_url(config))
+    reserve = partial(catalog.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
     return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
 
 

@@ -47,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from shoal.build import checkpoint_url, operator
-    from shoal.runtime.checkpoint import Store
+    from shoal.runtime.catalog import Catalog
 
     directory = Path(args.run)
     if not (directory / "config.toml").exists() or not (directory / "authority.key").exists():
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     config = configuration.load(directory / "config.toml")
     authority = Authority.load(directory / "authority.key")
     addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
-    newest, _ = Store(checkpoint_url(config)).newest()
+    newest, _ = Catalog(checkpoint_url(config)).newest()
     saved = newest.step if newest is not None else 0
     labels = _labels(directory)
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)

@@ -34,7 +34,8 @@ from shoal.runtime.tape import segments
 from shoal.shown import escaped, escaped_json
 
 if TYPE_CHECKING:
-    from shoal.runtime.checkpoint import Store, Training
+    from shoal.runtime.catalog import Catalog
+    from shoal.runtime.marker import Training
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -184,10 +185,10 @@ def resume(config: Config, directory: Path) -> Resumed:
     """The newest complete checkpoint, and the commits of the steps that it holds; from the beginning when there is no checkpoint
     yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
     from shoal.build import checkpoint_url
-    from shoal.runtime.checkpoint import Store
+    from shoal.runtime.catalog import Catalog
 
     directory.mkdir(parents=True, exist_ok=True)
-    store = Store(checkpoint_url(config))
+    store = Catalog(checkpoint_url(config))
     training = _newest_sound(store)
     first = training.step if training is not None else 0
     standing = surviving(_written(directory))
@@ -210,7 +211,7 @@ def resume(config: Config, directory: Path) -> Resumed:
     return resumed
 
 
-def _newest_sound(store: Store) -> Training | None:
+def _newest_sound(store: Catalog) -> Training | None:
     """The checkpoint to go on from, every byte of which was looked at; None when there never was one. ValueError: there are
     checkpoints, and none is whole: to begin at step 0 is for the user to say."""
     training, refused = store.soundest()
