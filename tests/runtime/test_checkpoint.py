@@ -252,23 +252,75 @@ def test_a_run_that_cannot_go_on_from_it_is_told_why(url: str) -> None:
             marker.refuse_foreign(training, msgspec.structs.replace(TINY, **change), "d" * 64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"data \(SHA-256"):
         marker.refuse_foreign(training, TINY, "e" * 64)
+    with pytest.raises(ValueError, match=r"model \(SHA-256"):
+        marker.refuse_foreign(msgspec.structs.replace(training, model="0" * 64), TINY, "d" * 64)
 
 
 def test_the_newest_are_kept_and_only_this_run_is_pruned(url: str) -> None:
-    store = checkpoint.Store(url)
-    other = msgspec.structs.replace(ABOUT, config=msgspec.structs.replace(TINY, run=Run(name="other")))
-    a_checkpoint(store, 1, other)
+    a_checkpoint(checkpoint.Store(url, "other"), 1)
+    store = checkpoint.Store(url, "tiny")
     for step in (2, 3, 10):
         a_checkpoint(store, step)
     store.write_shard(11, 0, 3, STATES[0])  # being written
     store.write_shard(4, 0, 3, STATES[0])  # never finished
-    assert store.prune(0, "tiny") == ()
-    assert store.prune(2, "tiny") == (store.path(2),)
-    assert [entry.step for entry in store.catalog.entries() if not entry.wrong] == [10, 3, 1]
+    assert store.prune(0) == ()
+    assert store.prune(2) == (store.path(2),)
+    assert [entry.step for entry in checkpoint.Catalog(url).entries() if not entry.wrong] == [10, 3, 1]
     fs, root = fsspec.core.url_to_fs(url)
     names = sorted(path.rsplit("/", 1)[1] for path in fs.ls(root, detail=False))
-    unfinished = ".step-11.part" if store.catalog.storage.local else "step-11"
+    unfinished = ".step-11.tiny.part" if store.catalog.storage.local else "step-11"
     assert names == sorted(["step-1", "step-10", "step-3", unfinished])
+
+
+def test_another_runs_checkpoints_are_not_read_overwritten_or_deleted(url: str) -> None:
+    other, store = checkpoint.Store(url, "keyof-other"), checkpoint.Store(url, "keyof-mine")
+    a_checkpoint(other, 5)
+    records = [other.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    other.publish(7, records, ABOUT)
+    a_checkpoint(store, 6)
+    training, refused = store.catalog.newest()
+    assert training is not None and training.step == 6 and training.authority == "keyof-mine"
+    assert len(refused) == 1 and "step-7: of another run: run 'tiny' (key keyof-ot)" in refused[0]
+    with pytest.raises(ValueError, match="of another run"):
+        store.load(7, STATES[0])
+    with pytest.raises(ValueError, match=r"step-7 is there, of another run: .* not overwritten"):
+        store.write_shard(7, 0, 3, STATES[0])
+    with pytest.raises(ValueError, match=r"step-7 is there, of another run: .* not overwritten"):
+        store.publish(7, records, ABOUT)
+    a_checkpoint(store, 9)
+    assert store.prune(1) == (store.path(6),)
+    assert [entry.step for entry in other.catalog.entries() if not entry.wrong] == [7, 5]
+    assert same(other.load(5, STATES[1]), STATES[1])
+
+
+def test_two_runs_that_write_one_step_at_a_time_do_not_mix_their_shards(tmp_path: Path) -> None:
+    one, two = checkpoint.Store(str(tmp_path), "one"), checkpoint.Store(str(tmp_path), "two")
+    other = [{name: tensor + 1 for name, tensor in state.items()} for state in STATES]
+    first = [one.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    second = [two.write_shard(7, n, 3, s) for n, s in enumerate(other)]
+    two.write_shard(8, 0, 3, other[0])  # sweeps what it began before, and nothing of the other run's
+    one.publish(7, first, ABOUT)
+    assert same(one.load(7, STATES[1]), STATES[1])
+    with pytest.raises(ValueError, match="of another run"):
+        two.publish(7, second, ABOUT)
+
+
+def test_what_is_no_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"step-7 is there, foreign: no training.json: it is not overwritten"):
+        a_checkpoint(checkpoint.Store(str(tmp_path), "mine"), 7)
+
+
+def test_a_checkpoint_that_is_adopted_is_whole_and_says_whose_it_was(url: str) -> None:
+    other, store = checkpoint.Store(url, "other"), checkpoint.Store(url, "mine")
+    a_checkpoint(other, 7)
+    store.catalog.adopt(7, "new")
+    training = store.catalog.soundest()[0]
+    assert training is not None
+    assert (training.run, training.authority, training.adopted) == ("new", "mine", ("other",))
+    assert same(store.load(7, STATES[2]), STATES[2])
+    assert other.catalog.newest()[0] is None
 
 
 def test_what_was_given_up_does_not_take_space_from_the_next(url: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.cli import rundir
+from shoal.cli import checkpoints, rundir
 from shoal.cli.launch import INVITE_VARIABLE
 from shoal.cli.run import Job, Run
 from shoal.transport.invite import MAX_INVITE_CHARS, PREFIX
@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
         print(
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
+    checkpoints.refuse_others(config, invite.run)
     directory = rundir.place(config)
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory)

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli import process, rundir
+from shoal.cli import checkpoints, process, rundir
 from shoal.cli.invites import Office
 from shoal.config import Config, microbatches
 from shoal.core.messages import AskStanding, Override, Peer, Standing
@@ -46,8 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from shoal.build import checkpoint_url, operator
-    from shoal.runtime.catalog import Catalog
+    from shoal.build import operator
 
     directory = Path(args.run)
     if not (directory / "config.toml").exists() or not (directory / "authority.key").exists():
@@ -57,8 +56,7 @@ def main(args: argparse.Namespace) -> int:
     config = configuration.load(directory / "config.toml")
     authority = Authority.load(directory / "authority.key")
     addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
-    newest, _ = Catalog(checkpoint_url(config)).newest()
-    saved = newest.step if newest is not None else 0
+    saved = checkpoints.saved_by(config, authority.run)
     labels = _labels(directory)
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
 

@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli import planned, rundir
+from shoal.cli import checkpoints, planned, rundir
 from shoal.cli.files import Files
 from shoal.cli.invites import Office
 from shoal.cli.launch import Child, Crew, News, Spec, Start
@@ -41,7 +41,7 @@ from shoal.runtime.account import Step
 from shoal.runtime.report import AnyLine, replace
 from shoal.shown import escaped_json, escaped_lines
 from shoal.transport.faulty import FAULTS
-from shoal.transport.invite import Authority
+from shoal.transport.invite import Authority, read_invite
 
 SHOW_S = 0.25
 STATUS_S = 1.0
@@ -90,6 +90,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from the newest complete checkpoint of runs/NAME, or begin when there is none: the same command every time",
     )
+    parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -113,8 +114,9 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
     directory = rundir.place(config)
     with rundir.claimed(directory) as claim:
-        resumed = rundir.resume(config, directory) if args.resume else Resumed()
+        resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:
+            checkpoints.begin(config, directory, adopt=args.adopt)
             rundir.set_aside(directory)
         elif resumed.first_step >= config.run.steps and (over := _ended(config, directory)) is not None:
             print(account.text(over))
@@ -182,6 +184,7 @@ class Run:
         self.watch = Watch(job.config, job.started_s, job.resumed)
         self.crew = Crew(job.directory, self._hear, self._ended)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
+        self.run_id = self.authority.run if self.authority is not None else read_invite(job.invite, 0.0).run
         self.office = Office(job.directory, self.authority) if self.authority is not None else None
         self.untended = ""  # why passes could not be looked after
         self.rng = Random(f"{job.config.run.seed}/kill")
@@ -356,6 +359,7 @@ class Run:
                 label=f"p{self._number}",
                 found=found,
                 first_step=self.job.resumed.first_step,
+                run=self.run_id,
             )
         )
 

@@ -20,22 +20,20 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import msgspec
 
 from shoal import trace
+from shoal.cli import checkpoints
 from shoal.cli.process import Process, lives
 from shoal.cli.watch import Resumed
 from shoal.config import Config, microbatches
 from shoal.runtime.account import Base, Step, restarted, surviving
+from shoal.runtime.catalog import Catalog, url_of
 from shoal.runtime.report import replace
 from shoal.runtime.tape import segments
 from shoal.shown import escaped, escaped_json
-
-if TYPE_CHECKING:
-    from shoal.runtime.catalog import Catalog
-    from shoal.runtime.marker import Training
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -181,15 +179,12 @@ def set_aside(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
 
 
-def resume(config: Config, directory: Path) -> Resumed:
+def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
     """The newest complete checkpoint, and the commits of the steps that it holds; from the beginning when there is no checkpoint
     yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
-    from shoal.build import checkpoint_url
-    from shoal.runtime.catalog import Catalog
-
     directory.mkdir(parents=True, exist_ok=True)
-    store = Catalog(checkpoint_url(config))
-    training = _newest_sound(store)
+    training = checkpoints.newest(config, directory, adopt=adopt)
+    store = Catalog(url_of(config))
     first = training.step if training is not None else 0
     standing = surviving(_written(directory))
     kept = tuple(step for step in standing if step.commit.step < first)
@@ -209,26 +204,6 @@ def resume(config: Config, directory: Path) -> Resumed:
     replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
     return resumed
-
-
-def _newest_sound(store: Catalog) -> Training | None:
-    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. ValueError: there are
-    checkpoints, and none is whole: to begin at step 0 is for the user to say."""
-    training, refused = store.soundest()
-    for entry in refused:
-        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
-    lost = [entry for entry in refused if not store.unfinished(entry)]
-    if training is None and lost:
-        raise ValueError(
-            f"--resume: there are {len(lost)} checkpoints in {store.url}, and none can be gone on from ({lost[0].path}: {lost[0].wrong}); "
-            "put a whole copy of one there, or give the command without --resume to begin at step 0: what is there is then kept beside it"
-        )
-    if training is not None and lost:
-        print(f"going on from step {training.step}: its checkpoint is the newest that is whole")
-    for entry in lost:
-        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
-            print(escaped(f"what is left of that of step {entry.step} is now {store.set_aside(entry.step)}"))
-    return training
 
 
 def _written(directory: Path) -> list[Step]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.config import Config
 from shoal.runtime import marker
 from shoal.runtime.marker import MARKER, Training
 from shoal.runtime.storage import Storage
@@ -29,9 +30,11 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """Checkpoints at a local path or any fsspec URL. ValueError when that kind of storage is not at hand."""
+    """Checkpoints at a local path or any fsspec URL. `authority`: whose can be used, by the id of the run's key; None for anybody's.
+    ValueError when that kind of storage is not at hand."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, authority: str | None = None) -> None:
+        self.authority = authority
         self.storage = Storage(url)
         self.url = url
 
@@ -86,6 +89,8 @@ class Catalog:
             return Entry(step, path, str(error))
         if training.step != step:
             return Entry(step, path, f"foreign: {MARKER} is of step {training.step}")
+        if self.authority is not None and training.authority != self.authority:
+            return Entry(step, path, f"of another run: {whose(training)}", training)
         for name, file in sorted(training.files.items()):
             size = self.storage.size(f"{place}/{name}") if _inside(name) else None
             if size != file.bytes:
@@ -122,6 +127,19 @@ class Catalog:
         except OSError:  # there is none yet, or it is deleted just now
             return 0
 
+    def within(self, directory: Path) -> bool:
+        """Do they lie in that directory?"""
+        return self.storage.local and Path(self.storage.root).resolve().is_relative_to(directory.resolve())
+
+    def adopt(self, step: int, name: str) -> None:
+        """Another run's checkpoint becomes this one's, called `name`."""
+        assert self.authority is not None
+        with self.storage.open(f"{folder(step)}/{MARKER}") as handle:
+            training = marker.decoded(handle.read())
+        adopted = (*training.adopted, training.authority)
+        training = msgspec.structs.replace(training, run=name, authority=self.authority, adopted=adopted)
+        self.storage.write(f"{folder(step)}/{MARKER}", [memoryview(marker.encoded(training))])
+
     def unfinished(self, entry: Entry) -> bool:
         """Is this what a storage that cannot rename holds of a checkpoint while it is written?"""
         return not self.storage.local and entry.wrong.startswith("torn")
@@ -137,6 +155,19 @@ class Catalog:
             aside = f"{folder(step)}.{ending}.{number}"
         self.storage.rename(folder(step), aside)
         return self.storage.path(aside)
+
+
+def url_of(config: Config) -> str:
+    """Where a run of that configuration keeps its checkpoints."""
+    return config.checkpoint.url or posixpath.join(config.run.dir, config.run.name, "checkpoints")
+
+
+def whose(training: Training | None) -> str:
+    """The run that a checkpoint belongs to, in words."""
+    if training is None:
+        return "nobody known"
+    key = f"key {training.authority[:8]}" if training.authority else "from before checkpoints carried their run's key"
+    return f"run {training.run!r} ({key})"
 
 
 def folder(step: int) -> str:

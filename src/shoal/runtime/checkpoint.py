@@ -29,7 +29,8 @@ from shoal.runtime.storage import File
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model/"  # prefix of parameters in a stage's state; all else is the optimizer's
-HIDDEN = re.compile(r"^\.step-(\d{1,15})\.(part|gone)$")
+KEY_LENGTH = 8  # letters of the run's key in the name of what is not a checkpoint yet, or no more: 40 bits
+HIDDEN = re.compile(r"^\.step-(\d{1,15})\.([0-9a-z]*\.)?(part|gone)$")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,10 +55,11 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """Checkpoints at a local path or any fsspec URL. ValueError when that kind of storage is not at hand."""
+    """Checkpoints at a local path or any fsspec URL, of the run with that key's id: another run's are never read, overwritten or deleted.
+    None: nobody's in particular, and all are alike. ValueError when that kind of storage is not at hand."""
 
-    def __init__(self, url: str) -> None:
-        self.catalog = Catalog(url)
+    def __init__(self, url: str, authority: str | None = None) -> None:
+        self.catalog = Catalog(url, authority)
         self.url = url
         self._storage = self.catalog.storage
 
@@ -69,7 +71,8 @@ class Store:
         """Write a stage's parameters and optimizer state. Returns the record that `publish` wants, as JSON.
 
         One checkpoint is written at a time: what was begun for older steps is given up, and would only take space.
-        OSError (no space, no access): this shard's files are removed again."""
+        OSError (no space, no access): this shard's files are removed again. ValueError: what lies there is not this run's."""
+        self._refuse_taken(step)
         self._sweep(before=step)
         draft = self._unfinished(step)
         if not self._storage.local:
@@ -96,6 +99,7 @@ class Store:
         ValueError: the records are not one of each stage, or a shard is not here. OSError: as the storage has it."""
         shards = _checked(step, records)
         files = {name: file for shard in shards for name, file in _files_of(shard).items()}
+        self._refuse_taken(step)
         ours = self.catalog.inspect(step)
         if ours.training is not None and not ours.wrong and files.items() <= ours.training.files.items():
             return self.path(step)
@@ -105,16 +109,15 @@ class Store:
                 raise ValueError(f"{name} of step {step} is not at {self.url}, which must be one place for all peers")
         for name, content in {**about.files, INDEX: _index(shards)}.items():
             files[name] = self._storage.write(f"{draft}/{name}", [memoryview(content)])
-        training = marker.encoded(_training(step, shards, about, files))
+        training = marker.encoded(_training(step, shards, about, files, self.catalog.authority or ""))
         self._storage.write(f"{draft}/{MARKER}", [memoryview(training)])
         if self._storage.local:
             self._reveal(step, {*files, MARKER})
         return self.path(step)
 
-    def prune(self, keep: int, run: str) -> tuple[str, ...]:
-        """Delete run `run`'s checkpoints but the newest `keep` (0: none), and what was left unfinished before them."""
-        entries = self.catalog.entries()
-        whole = [entry for entry in entries if not entry.wrong and entry.training and entry.training.run == run]
+    def prune(self, keep: int) -> tuple[str, ...]:
+        """Delete this run's checkpoints but the newest `keep` (0: none), and what was left unfinished before them."""
+        whole = [entry for entry in self.catalog.entries() if not entry.wrong]
         old = [entry.step for entry in whole[keep:]] if keep > 0 else []
         for step in old:
             self._remove(step)
@@ -160,8 +163,22 @@ class Store:
             )
         return {prefix + short: tensor for short, tensor in tensors.items()}
 
+    def _refuse_taken(self, step: int) -> None:
+        """ValueError: something else lies where the checkpoint of `step` belongs."""
+        entry = self.catalog.inspect(step)
+        unmarked = not self._storage.local and entry.training is None and MARKER in entry.wrong and "no " in entry.wrong
+        if entry.wrong.startswith(("of another run", "foreign")) and not unmarked:
+            raise ValueError(
+                f"{entry.path} is there, {entry.wrong}: it is not overwritten; give another checkpoint.url"
+            )
+
     def _unfinished(self, step: int) -> str:
-        return f".step-{step}.part" if self._storage.local else folder(step)
+        return self._hidden(step, "part") if self._storage.local else folder(step)
+
+    def _hidden(self, step: int, ending: str) -> str:
+        """What is written, or deleted, under a name that no other run's peers touch."""
+        key = f"{self.catalog.authority[:KEY_LENGTH]}." if self.catalog.authority else ""
+        return f".step-{step}.{key}{ending}"
 
     def _reveal(self, step: int, names: set[str]) -> None:
         draft = self._unfinished(step)
@@ -170,26 +187,32 @@ class Store:
             self._hide(step)
         self._storage.rename(draft, folder(step))
         self._storage.sync()
-        self._storage.delete_folder(_hidden(step))
+        self._storage.delete_folder(self._hidden(step, "gone"))
 
     def _remove(self, step: int) -> None:
         """Delete a checkpoint so that at no moment half of it looks whole."""
         if self._storage.local:
             self._hide(step)
-            self._storage.delete_folder(_hidden(step))
+            self._storage.delete_folder(self._hidden(step, "gone"))
         else:
             self._storage.delete(f"{folder(step)}/{MARKER}")
             self._storage.delete_folder(folder(step))
 
     def _hide(self, step: int) -> None:
-        self._storage.delete_folder(_hidden(step))  # left by a peer that died while deleting
-        self._storage.rename(folder(step), _hidden(step))
+        gone = self._hidden(step, "gone")
+        self._storage.delete_folder(gone)  # left by a peer that died while deleting
+        self._storage.rename(folder(step), gone)
 
     def _sweep(self, before: int) -> None:
         """Delete what was begun for older steps and never finished."""
         for name in self._storage.names():
             hidden, step = HIDDEN.match(name), STEP.match(name)
-            if self._storage.local and hidden and int(hidden[1]) < before:
+            if (
+                self._storage.local
+                and hidden
+                and int(hidden[1]) < before
+                and name == self._hidden(int(hidden[1]), hidden[3])
+            ):
                 self._storage.delete_folder(name)  # a late writer may be in it
             elif step and int(step[1]) < before and self.catalog.unfinished(self.catalog.inspect(int(step[1]))):
                 self._storage.delete_folder(name)  # another peer sweeps too
@@ -220,11 +243,6 @@ def _holds(handle: Any, prefix: str, like: State) -> bool:
     finally:
         handle.seek(0)
     return any(prefix + short in like for short in places)
-
-
-def _hidden(step: int) -> str:
-    """What a checkpoint that is being deleted is called."""
-    return f".step-{step}.gone"
 
 
 def _shard_names(stage: int, stages: int) -> tuple[str, str]:
@@ -259,7 +277,7 @@ def _index(shards: list[Record]) -> bytes:
     return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}, indent=2).encode()
 
 
-def _training(step: int, shards: list[Record], about: About, files: dict[str, File]) -> Training:
+def _training(step: int, shards: list[Record], about: About, files: dict[str, File], authority: str) -> Training:
     config, train = about.config, about.config.train
     return Training(
         format=FORMAT,
@@ -274,6 +292,8 @@ def _training(step: int, shards: list[Record], about: About, files: dict[str, Fi
         data_note=about.data_note,
         config=config,
         files=dict(sorted(files.items())),
+        authority=authority,
+        model=marker.model_digest(config),
     )
 
 

@@ -435,7 +435,7 @@ class Hands:
             self._about = checkpoint.about(self._config, digest, note)
         path = store.publish(task.step, task.records, self._about)
         try:
-            store.prune(self._config.checkpoint.keep, self._config.run.name)
+            store.prune(self._config.checkpoint.keep)
         except OSError as error:  # the new one is there; the old ones are only in the way
             log.warning("older checkpoints could not be deleted: %s", error)
         return Result(record=path)

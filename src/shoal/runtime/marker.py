@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path
 
 import msgspec
 
-from shoal.config import Config, Train
+from shoal.config import Config, Model, Train
 from shoal.runtime.storage import File
 
 FORMAT = 1
@@ -44,6 +45,9 @@ class Training(msgspec.Struct, frozen=True):
     data_note: str
     config: Config
     files: dict[str, File]
+    authority: str = ""  # id of the key that founded the run; before November 2026 none was written
+    model: str = ""  # digest of what the model is; likewise
+    adopted: tuple[str, ...] = ()  # keys of the runs whose it was before, by `--adopt`
     seal: str = "0" * 64  # SHA-256 of this file, with zeros here; before November 2026 there was none
 
 
@@ -78,8 +82,20 @@ def schedule(train: Train, step: int, steps: int) -> Schedule:
     return Schedule(train.schedule, step * local, steps * local, train.warmup, train.learning_rate, train.final_ratio)
 
 
-def refuse_foreign(training: Training, config: Config, data: str) -> None:
-    """ValueError when a run of this configuration and data cannot go on from that checkpoint."""
+def model_digest(config: Config) -> str:
+    """Of what the model is: its settings, the seed, and for a pretrained one the configuration in its directory, wherever that lies now."""
+    plain = msgspec.to_builtins(Model())
+    settings = {name: value for name, value in msgspec.to_builtins(config.model).items() if value != plain[name]}
+    settings.pop("path", None)  # settings at their defaults are left out, so that a new one changes no digest
+    sha = hashlib.sha256(msgspec.json.encode([sorted(settings.items()), config.run.seed]))
+    if config.model.path:
+        sha.update((Path(config.model.path) / "config.json").read_bytes())
+    return sha.hexdigest()
+
+
+def refuse_foreign(training: Training, config: Config, data: str = "") -> None:
+    """ValueError when a run of this configuration and data cannot go on from that checkpoint. `data`: digest of the samples; '' where
+    nobody has opened them."""
     theirs = training.config
     pairs: list[tuple[str, object, object]] = [
         (f"model.{name}", getattr(theirs.model, name), getattr(config.model, name))
@@ -92,7 +108,12 @@ def refuse_foreign(training: Training, config: Config, data: str) -> None:
         ("train.local_steps", theirs.train.local_steps, config.train.local_steps),
         ("data.sequence", theirs.data.sequence, config.data.sequence),
         ("run.seed", theirs.run.seed, config.run.seed),
-        ("data (SHA-256 of the samples)", training.data[:16], data[:16]),
+        *([("data (SHA-256 of the samples)", training.data[:16], data[:16])] if data else []),
+        *(
+            [("model (SHA-256 of its description)", training.model[:16], model_digest(config)[:16])]
+            if data and training.model
+            else []
+        ),
     ]
     for name, there, here in pairs:
         if there != here:
