@@ -200,6 +200,8 @@ class Watch:
             counted_twice=totals.counted_twice,
             undone=totals.undone,
             recovered=totals.recovered,
+            taken_over=totals.taken_over,
+            first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,
             tokens_per_s=self.tokens_per_s(),
