@@ -103,6 +103,52 @@ def test_an_operator_is_given_the_newest_whole_checkpoint_of_that_run_only() -> 
         checkpoints.saved_by(config, "z" * 32)
 
 
+def test_resume_names_each_checkpoint_and_what_is_wrong_where_none_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK) == 0
+    damage("step-4")
+    newer_format("step-2")
+    said = refusal(capsys, CK, "run.steps=6", "--resume")
+    assert "CK holds 2 checkpoints, and none can be gone on from: " in said
+    assert "/CK/step-4: damaged: model-00001-of-00001.safetensors has SHA-256" in said
+    assert "/CK/step-2: foreign: training.json has format 99, this version reads 1" in said
+    assert "give the command without --resume to begin at step 0" in said
+
+
+def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_said_to_be_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert trained(CK) == 0
+    damage("step-4")
+    assert trained(CK, "run.steps=6", "--resume") == 0
+    said = capsys.readouterr().out
+    assert "/CK/step-4: damaged: model-00001-of-00001.safetensors has SHA-256" in said and "step-4.damaged" in said
+    assert "GOING BACK to step 2: its checkpoint is the newest that is whole" in said
+    assert "2 steps that were committed after step 2 are undone and trained again" in said
+    assert (summary()["steps"], summary()["undone"], summary()["balanced"]) == (6, 8, True)
+
+
+def test_what_a_newer_version_wrote_is_never_passed_over_and_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK) == 0
+    newer_format("step-4")
+    said = refusal(capsys, CK, "run.steps=6", "--resume")
+    assert "newer than the checkpoint of step 2" in said and "/CK/step-4: foreign: training.json has format 99" in said
+
+
+def test_resume_begins_at_step_0_only_where_nothing_was_ever_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK, "--resume") == 0
+    assert "--resume: there is no checkpoint in CK yet: training begins at step 0" in capsys.readouterr().out
+    Path("CK").rename("moved")
+    said = refusal(capsys, CK, "run.steps=6", "--resume")
+    assert "a checkpoint of step 2 was saved, and none is at CK" in said
+    Path("moved").rename("CK")
+    assert trained(CK, "run.steps=6", "--resume") == 0
+
+
+def newer_format(name: str) -> None:
+    path = Path("CK", name, "training.json")
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+
+
 def damage(name: str) -> None:
     """One bit of its weights."""
     path = next(Path("CK", name).glob("model-*.safetensors"))

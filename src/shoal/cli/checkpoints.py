@@ -61,8 +61,9 @@ def refuse_others(config: Config, run: str) -> None:
         )
 
 
-def newest(config: Config, directory: Path, *, adopt: bool) -> Training | None:
-    """The checkpoint to go on from, every byte of which was looked at; None when there is none at all."""
+def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0) -> Training | None:
+    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. `saved`: the step of
+    the newest, as far as the run's commits tell."""
     run = authority(directory)
     catalog = Catalog(url_of(config), run)
     others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
@@ -76,13 +77,18 @@ def newest(config: Config, directory: Path, *, adopt: bool) -> Training | None:
         _take_over(catalog, config, others)
     training, refused = catalog.soundest()
     _refuse_unusable(catalog, training, refused)
+    if training is None and saved:
+        raise ValueError(
+            f"--resume: a checkpoint of step {saved} was saved, and none is at {catalog.url}. Put it back, or set "
+            "checkpoint.url to where it is; or give the command without --resume to begin at step 0"
+        )
     if training is not None:
         marker.refuse_foreign(training, config)
     for entry in refused:
         print(escaped(f"passed over {entry.path}: {entry.wrong}"))
         if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
             print(escaped(f"what is left of it is now {catalog.set_aside(entry.step)}"))
-    if training is not None and any(not catalog.unfinished(entry) for entry in refused):
+    if training is not None and (training.step < saved or any(not catalog.unfinished(entry) for entry in refused)):
         print(f"GOING BACK to step {training.step}: its checkpoint is the newest that is whole")
     return training
 

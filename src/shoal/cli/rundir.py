@@ -183,14 +183,15 @@ def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
     """The newest complete checkpoint, and the commits of the steps that it holds; from the beginning when there is no checkpoint
     yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
     directory.mkdir(parents=True, exist_ok=True)
-    training = checkpoints.newest(config, directory, adopt=adopt)
+    standing = surviving(_written(directory))
+    saved = max((step.saved for step in standing), default=0)
+    training = checkpoints.newest(config, directory, adopt=adopt, saved=saved)
     store = Catalog(url_of(config))
     first = training.step if training is not None else 0
-    standing = surviving(_written(directory))
     kept = tuple(step for step in standing if step.commit.step < first)
     void = sum(step.commit.step >= first for step in standing)
     if training is None:
-        print(f"--resume: there is no complete checkpoint in {store.url} yet: training begins at step 0")
+        print(f"--resume: there is no checkpoint in {store.url} yet: training begins at step 0")
     if void:
         print(f"{void} steps that were committed after step {first} are undone and trained again")
     base = restarted(standing, first, microbatches(config.train), _began_with(directory))

@@ -29,6 +29,7 @@ class Step(msgspec.Struct, frozen=True):
     recovered: int = 0  # how often the whole run had gone back to a checkpoint
     stages: int = 0  # of the session that committed it, which a later one may cut otherwise; 0: not written down then
     microbatches: int = 0  # of this step; likewise
+    saved: int = 0  # the step of the newest checkpoint, as of this commit
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -104,6 +105,7 @@ class Books:
             recovered=self.base.recovered + times_gone_back(view.epoch),
             stages=self.stages,
             microbatches=self.microbatches,
+            saved=view.saved,
         )
         self._steps[view.last.step] = step
         self.changes += 1

@@ -147,5 +147,6 @@ class Alone:
             started=True,
             finished=self.done >= self._config.run.steps,
             last=committed,
+            saved=self.saved or 0,
             account=Account(issued=trained, committed=trained),
         )
