@@ -122,3 +122,13 @@ def test_the_account_of_a_resumed_run_says_which_figures_are_of_this_session() -
     assert "its first step after" in text and "since step 60: 2.0 KiB" in text
     assert "40 steps that another run committed" in text
     assert "session" not in account.text(a_summary()) and "since" not in account.text(a_summary())
+
+
+def test_what_was_not_saved_stands_beside_the_count() -> None:
+    text = account.text(
+        a_summary(checkpoint="", unsaved="NOTHING SAVED YET: a checkpoint was due at step 80: no space")
+    )
+    assert (
+        "Every sample counted once.\nNOTHING SAVED YET: a checkpoint was due at step 80: no space. What was trained"
+        in text
+    )

@@ -1,7 +1,8 @@
 """`shoal run`: train with local peers, each a process of its own, watch them, and account for every sample at the end.
 
 It starts peers, kills some when asked to (--kill-every), hears what they agree on, shows it and writes runs/NAME/ (rundir.py). It
-takes no part in the training. Exit code 0 only when all steps are committed and the account balances.
+takes no part in the training. Exit code 0 only when all steps are committed, the account balances and the newest checkpoint that was due
+is saved.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _ended(config: Config, directory: Path) -> Summary | None:
     """The account of a run that has trained all its steps, if its launcher lived to write it."""
     path = directory / "summary.json"
     summary = account.read(path) if path.exists() else None
-    whole = summary is not None and summary.balanced and summary.steps == config.run.steps
+    whole = summary is not None and summary.balanced and summary.steps == config.run.steps and not summary.unsaved
     return summary if whole else None
 
 
@@ -271,7 +272,9 @@ class Run:
         finished = self.watch.finished
         if self.authority is None:
             print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
-            return 0 if finished else INTERRUPTED if self.interrupted else FAILED
+            if unsaved := self.watch.unsaved(ended=True):
+                print(f"{unsaved}. What was trained since is lost.")
+            return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         replace(self.directory / "summary.json", account.encode(summary))
         if summary.losses:
@@ -283,7 +286,8 @@ class Run:
         print(f"all of it is in {self.directory}")
         if self.interrupted:
             return INTERRUPTED
-        return 0 if summary.balanced and summary.steps == self.config.run.steps else FAILED
+        done = summary.balanced and summary.steps == self.config.run.steps
+        return 0 if done and not summary.unsaved else FAILED
 
     # ----------------------------------------------------------------------------------------------------- peers
 

@@ -29,6 +29,7 @@ from shoal.cli import checkpoints
 from shoal.cli.process import Process, lives
 from shoal.cli.watch import Resumed
 from shoal.config import Config, microbatches
+from shoal.dashboard import account
 from shoal.runtime.account import Base, Step, restarted, surviving
 from shoal.runtime.catalog import Catalog, url_of
 from shoal.runtime.report import replace
@@ -184,7 +185,7 @@ def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
     yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
     directory.mkdir(parents=True, exist_ok=True)
     standing = surviving(_written(directory))
-    saved = max((step.saved for step in standing), default=0)
+    saved = max([_summary_saved(directory), *(step.saved for step in standing)])
     training = checkpoints.newest(config, directory, adopt=adopt, saved=saved)
     store = Catalog(url_of(config))
     first = training.step if training is not None else 0
@@ -207,6 +208,12 @@ def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
     replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
     return resumed
+
+
+def _summary_saved(directory: Path) -> int:
+    """The step of the newest checkpoint at the end of the session before, if its launcher lived to write it."""
+    path = directory / "summary.json"
+    return account.read(path).saved if path.exists() else 0
 
 
 def _written(directory: Path) -> list[Step]:

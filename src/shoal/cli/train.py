@@ -171,6 +171,7 @@ class Training:
         begun_s = time.monotonic()
         self._show(terminal, "writing a checkpoint")
         self.watch.checkpoint = self.alone.save()
+        self.watch.saved = self.alone.done
         now = time.monotonic()
         self.watch.tell(
             "checkpoint", f"step {self.alone.done} saved at {self.watch.checkpoint} in {now - begun_s:.1f} s", now

@@ -54,6 +54,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ahead: int = 0  # steps of this session that were averaged and applied while the next one was computed
     reason: str = ""  # what does not balance, or why the run ended early
     early: str = ""  # why the run ended before its last step
+    saved: int = 0  # the step of the newest checkpoint
+    unsaved: str = ""  # what should have been saved and was not, and why
 
 
 def encode(summary: Summary) -> bytes:
@@ -94,6 +96,8 @@ def text(summary: Summary) -> str:
     lines = [_headline(summary), *(f"  {name:<{width}}  {value}" for name, value in rows), verdict]
     if summary.balanced and summary.reason:
         lines.append(summary.reason)
+    if summary.unsaved:
+        lines.append(f"{summary.unsaved}. What was trained since is lost.")
     return escaped_lines("\n".join(lines))
 
 
