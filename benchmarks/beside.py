@@ -29,7 +29,7 @@ from report import at_most, parse, report
 from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train
 from shoal.executor.swap.swapping import Swapping
 from shoal.runtime.alone import Alone
-from shoal.runtime.checkpoint import Store
+from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.data import open_dataset
 from swapping import smallest
 

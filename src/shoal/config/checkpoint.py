@@ -1,4 +1,4 @@
-"""[checkpoint]: when the run is saved, and where. core/leader/saving.py and runtime/checkpoint.py follow it."""
+"""[checkpoint]: when the run is saved, and where. core/leader/saving.py and runtime/checkpoints/checkpoint.py follow it."""
 
 from __future__ import annotations
 
