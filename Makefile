@@ -5,6 +5,9 @@ PYTHON := $(shell command -v python3.11 || command -v python3)
 PY = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 STAMP := .venv/.installed
 
+# Two processes, each with a stretch of neighbouring files: what a file imports, compiles or computes once, only one of them pays.
+BOTH := -n 2 --dist worksteal
+
 # One compute thread per process: tests run two at a time, and a peer's own setting decides in a run.
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
@@ -41,7 +44,7 @@ test: setup
 	@$(MAKE) --no-print-directory lint imports types unit
 
 check: lint imports types
-	$(PY) -m pytest -q -n 2 -m 'not slow and not gpu' --ignore=tests/e2e
+	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu' --ignore=tests/e2e
 
 lint:
 	$(PY) -m ruff format --check .
@@ -54,7 +57,7 @@ types:
 	$(PY) -m mypy
 
 unit:
-	$(PY) -m pytest -q -n 2 -m 'not slow and not gpu'
+	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu'
 
 slow: setup
 	$(PY) -m pytest -q -m 'slow and not gpu' --timeout 900

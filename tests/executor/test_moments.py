@@ -18,7 +18,8 @@ from shoal.model.cut import inputs
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.state import Copy, join
 
-pytest.importorskip("torchao")
+# Found and not imported: that takes two seconds, which only those that compare with it pay
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 SMALL = {"float32": 700_000, "bfloat16": 500_000}  # too little for the whole model, so that its units take turns
 BATCH = [torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
