@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,7 +66,7 @@ _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
 
 
-def admitted(tree: dict[str, Any], overrides: Collection[str], files: Path | None = None) -> Config:
+def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:
     """The guest's configuration: what the invite tells, and what this machine decides itself. `files`: the directory that the run may
     read below. ValueError: the invite decides what is not its to decide, or wants files that it was not given."""
     own = {override.partition("=")[0].strip() for override in overrides}
@@ -96,7 +96,7 @@ def admitted(tree: dict[str, Any], overrides: Collection[str], files: Path | Non
     return from_tree(overridden(tree, overrides))
 
 
-def visiting(tree: Mapping[str, Any], overrides: Collection[str]) -> Config:
+def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """For somebody who asks the peers of a run and takes no part: names of files stay as they were told, and nobody looks them up."""
     for path in (override.partition("=")[0].strip() for override in overrides):
         if path not in ADAPTABLE and path.partition(".")[0] != "device":

@@ -22,7 +22,6 @@ from typing import IO
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli.main import describe
 from shoal.cli.plan import refuse_other_size, tensor_bytes
 from shoal.config import Config
 from shoal.core.names import invite_of
@@ -40,7 +39,7 @@ from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
 from shoal.runtime.records.account import Step
 from shoal.runtime.records.report import AnyLine, replace
-from shoal.shown import escaped_json, escaped_lines
+from shoal.shown import describe, escaped_json, escaped_lines
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority, read_invite
 

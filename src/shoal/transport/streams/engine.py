@@ -42,13 +42,17 @@ class Want(enum.Enum):
 Steps = Generator["Want | Engine", None, None]  # yielding an engine: go on there
 
 
+def _no_steps() -> Steps:
+    yield from ()
+
+
 class Link:
     """One connection (or listening socket) and its steps. `failed` is called once, unless the link is closed before."""
 
     def __init__(self, sock: socket.socket, failed: Callable[[Exception], None]) -> None:
         self.sock = sock
         self.failed = failed
-        self.steps: Steps = iter(())  # type: ignore[assignment]
+        self.steps = _no_steps()
         self.engine: Engine | None = None
         self.deadline: float | None = None  # time.monotonic() by which it must have cleared this
         self.resume_at: float | None = None  # time.monotonic() at which to look again, whatever it waits for
@@ -308,7 +312,7 @@ class Channel:
         at = turn = 0
         while at < view.nbytes:
             try:
-                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment]
+                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment]  # a number, as it is given a buffer
             except ssl.SSLWantReadError:
                 yield from self._fill()
                 continue
