@@ -149,6 +149,12 @@ def test_a_setting_without_effect_is_refused_with_the_reason(settings: list[str]
     config.load(None, [word for word in settings if not word.startswith(f"{path}=")])
 
 
+def test_a_size_is_set_in_one_place() -> None:
+    said = refusal("model.extra.num_hidden_layers=12")
+    assert said == "model.extra.num_hidden_layers = 12 has a setting of its own; write model.layers = 12 instead"
+    config.load(None, ["model.path=there", "model.extra.num_hidden_layers=12"])
+
+
 def test_what_a_planner_may_still_decide_is_not_without_effect() -> None:
     config.load(None, ["train.outer_rate=0.5", 'plan.allow=["local_steps"]'])
     config.load(None, ["run.stages=1", "network.activations=int8"])
