@@ -101,7 +101,7 @@ def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: s
         ("run.layers=[2, 4]", "run.layers = [2, 4] must be one number for each of run.stages = 3; try run.layers=[]"),
         (
             "run.layers=[2, 2, 1]",
-            "run.layers = [2, 2, 1] is 5 blocks together, but model.layers = 6; they must be as many",
+            "run.layers = [2, 2, 1] is 5 blocks together, but model.layers = 6; try run.layers=[]",
         ),
         ("run.stages=9", "run.stages = 9 is more than model.layers = 6; try 6 or fewer"),
         ("run.peers=2", "run.peers = 2 cannot serve run.stages = 3; try 3 peers or more"),

@@ -83,7 +83,7 @@ def _size_problems(model: Model, run: Run, data: Data, device: Device) -> Iterat
     elif run.layers and sum(run.layers) != model.layers and device.executor != "emulated":
         yield (
             f"run.layers = {list(run.layers)} is {sum(run.layers)} blocks together, but model.layers = {model.layers}; "
-            "they must be as many"
+            "try run.layers=[]"
         )
     if model.hidden_size % model.heads:
         near = nearest_divisor(model.hidden_size, model.heads)
