@@ -24,6 +24,7 @@ from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
 from shoal.executor.fit import free_bytes
 from shoal.model import stages
+from shoal.planner.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.checkpoint import Store
@@ -153,7 +154,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
         node = Node(machine, hands, transport, directory, record, signing, gate)
-        node.meter.facts = _facts(config)
+        node.meter.facts = _facts()
         yield node
 
 
@@ -184,9 +185,9 @@ def _recorder(config: Config, header: trace.Header, role: Role, out: IO[bytes] |
     return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
 
 
-def _facts(config: Config) -> str:
+def _facts() -> str:
     try:
-        return Path(config.device.probed).read_text(encoding="utf-8")
+        return Path(DEVICE_FILE).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):  # nobody has probed this machine: whoever asks is told nothing, and says so
         return ""
 

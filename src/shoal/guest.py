@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.config import Config, from_tree, overridden
+from shoal.config.model import THEIRS
 from shoal.units import size
 
 # From the invite, the same for every peer.
@@ -41,7 +42,7 @@ MACHINE = frozenset(
     network.host network.port network.delay_s network.bandwidth_Bps network.faults network.up_Bps network.down_Bps
     network.links network.spill_bytes network.pass_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.seat device.threads device.probed
+    device.emulated_backward_s device.emulated_values device.emulated_gradient device.seat device.threads
     """.split()
 )
 # Names in an invite that mean something on the guest's machine: looked up below --files DIR, or given on its own command line.
@@ -52,16 +53,9 @@ ADAPTABLE = (MACHINE - {"data.within"}) | {*FILES, PLACE}
 # Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
 _BOUNDS = {"run.beat_s": (0.05, 3600.0), "run.hold_s": (0.0, 86400.0), "run.lost_wait_s": (0.0, 86400.0)}
 _BOUNDS |= {"checkpoint.keep": (1, 100)}  # they lie on the guest's disk where it publishes
+_SIZES = frozenset(THEIRS.values()) - {"tie_word_embeddings"}
 _EXTRA_MOST = 1 << 24  # a number in model.extra; the largest that a known family has is a vocabulary or a context
 _PARTS_MOST = 1 << 17  # blocks times experts: each is an object in memory, on the meta device too
-_OURS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-)
 _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
 
@@ -220,7 +214,7 @@ def _refuse_out_of_bounds(config: Config) -> None:
         if not low <= value <= high:
             raise ValueError(f"this invite sets {path} = {value:g}; a guest takes {low:g} to {high:g}")
     for name, value in config.model.extra.items():
-        if name in _OURS:
+        if name in _SIZES:
             raise ValueError(f"this invite sets model.extra.{name}, which has a field of its own in [model]")
         if isinstance(value, int | float) and not abs(value) <= _EXTRA_MOST:
             raise ValueError(f"this invite sets model.extra.{name} = {value:g}; a guest takes up to {_EXTRA_MOST:,}")

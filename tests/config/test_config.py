@@ -101,7 +101,7 @@ def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: s
         ("run.layers=[2, 4]", "run.layers = [2, 4] must be one number for each of run.stages = 3; try run.layers=[]"),
         (
             "run.layers=[2, 2, 1]",
-            "run.layers = [2, 2, 1] is 5 blocks together, but model.layers = 6; they must be as many",
+            "run.layers = [2, 2, 1] is 5 blocks together, but model.layers = 6; try run.layers=[]",
         ),
         ("run.stages=9", "run.stages = 9 is more than model.layers = 6; try 6 or fewer"),
         ("run.peers=2", "run.peers = 2 cannot serve run.stages = 3; try 3 peers or more"),
@@ -147,6 +147,12 @@ def test_a_setting_without_effect_is_refused_with_the_reason(settings: list[str]
     assert " has no effect: " in said
     assert said.endswith(f"; leave {path} out")
     config.load(None, [word for word in settings if not word.startswith(f"{path}=")])
+
+
+def test_a_size_is_set_in_one_place() -> None:
+    said = refusal("model.extra.num_hidden_layers=12")
+    assert said == "model.extra.num_hidden_layers = 12 has a setting of its own; write model.layers = 12 instead"
+    config.load(None, ["model.path=there", "model.extra.num_hidden_layers=12"])
 
 
 def test_what_a_planner_may_still_decide_is_not_without_effect() -> None:

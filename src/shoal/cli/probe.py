@@ -58,7 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.run:
         return asyncio.run(_links(args))
-    out = Path(args.out or "device.toml")
+    out = Path(args.out or measured.DEVICE_FILE)
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds}: must be above 0; try 10")
     device, notes = _machine(_probed(args.words), args, out.resolve().parent)

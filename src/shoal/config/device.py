@@ -69,9 +69,6 @@ class Device(Section, frozen=True):
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="A peer computes with this many CPU threads; 0 leaves it to PyTorch.")
     ] = 1
-    probed: Annotated[
-        str, Meta(description="What `shoal probe` measured on this machine is read from this file, if it is there.")
-    ] = "device.toml"
 
 
 def slices(device: Device, train: Train) -> int:

@@ -15,17 +15,16 @@ from shoal.config.section import Section, nearest_divisor, without_effect
 Plain = (  # a value of the Hugging Face configuration
     bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | Annotated[float, Meta(ge=-1e30, le=1e30)] | str
 )
-# Read from the directory's config.json instead, where model.path names one.
-_OF_THE_DIRECTORY = (
-    "family",
-    "hidden_size",
-    "layers",
-    "heads",
-    "kv_heads",
-    "intermediate_size",
-    "vocab_size",
-    "tied_embeddings",
-)
+# Our word for a field of the Hugging Face configuration. Where model.path names a directory, its config.json has them instead.
+THEIRS = {
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+}
 
 
 class Model(Section, frozen=True):
@@ -64,7 +63,7 @@ class Model(Section, frozen=True):
 def problems(model: Model, run: Run, data: Data, device: Device) -> Iterator[str]:
     if model.path:
         why = f"the model in model.path = {model.path!r} has its own"
-        yield from without_effect(model, "model", _OF_THE_DIRECTORY, why)
+        yield from without_effect(model, "model", ["family", *THEIRS], why)
     else:
         yield from _size_problems(model, run, data, device)
     if model.boundary != "none" and run.stages == 1:
@@ -75,12 +74,16 @@ def problems(model: Model, run: Run, data: Data, device: Device) -> Iterator[str
 
 def _size_problems(model: Model, run: Run, data: Data, device: Device) -> Iterator[str]:
     """Of a model made from the tree."""
+    for ours, theirs in THEIRS.items():
+        if theirs in model.extra:
+            value = model.extra[theirs]
+            yield f"model.extra.{theirs} = {value!r} has a setting of its own; write model.{ours} = {value!r} instead"
     if run.stages > model.layers:
         yield f"run.stages = {run.stages} is more than model.layers = {model.layers}; try {model.layers} or fewer"
     elif run.layers and sum(run.layers) != model.layers and device.executor != "emulated":
         yield (
             f"run.layers = {list(run.layers)} is {sum(run.layers)} blocks together, but model.layers = {model.layers}; "
-            "they must be as many"
+            "try run.layers=[]"
         )
     if model.hidden_size % model.heads:
         near = nearest_divisor(model.hidden_size, model.heads)

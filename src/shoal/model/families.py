@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
+from shoal.config.model import THEIRS
 from shoal.model import boundary
 from shoal.model.cut import cut
 
@@ -24,16 +25,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 # transformers imports torchao where it is installed, which then tells of GPU libraries that do not load.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-
-NAMES = {  # our word: theirs
-    "hidden_size": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "tied_embeddings": "tie_word_embeddings",
-}
 
 
 def hf_config(config: Config) -> PreTrainedConfig:
@@ -82,7 +73,7 @@ def _fields(config: Config) -> dict[str, Any]:
     ):
         if few < 1 or many % few:
             raise ValueError(f"model.{left} = {many} is not a multiple of model.{right} = {few}")
-    fields: dict[str, Any] = {theirs: getattr(ours, name) for name, theirs in NAMES.items()}
+    fields: dict[str, Any] = {theirs: getattr(ours, name) for name, theirs in THEIRS.items()}
     fields["head_dim"] = ours.hidden_size // ours.heads  # some families have a fixed default instead
     fields["max_position_embeddings"] = config.data.sequence
     # The families' special tokens are those of their own tokenizers, and a padding token would get no gradient.
