@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol results configuration clean
+.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol results configuration docs clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -26,6 +26,7 @@ help:
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
 	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
 	@echo "make configuration   docs/configuration.md from the settings"
+	@echo "make docs    the documentation as a site, in build/site"
 
 setup: $(STAMP)
 
@@ -34,16 +35,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer; no python3 was found" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shoal needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}")'
 	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 demo: setup
 	.venv/bin/shoal run configs/quickstart.toml
 
 test: setup
-	@$(MAKE) --no-print-directory lint imports types unit
+	@$(MAKE) --no-print-directory lint imports types docs unit
 
-check: lint imports types
+check: lint imports types docs
 	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu' --ignore=tests/e2e
 
 lint:
@@ -79,6 +80,11 @@ results:
 
 configuration:
 	$(PY) docs/configuration.py
+
+# Strict: a broken link, a missing page and a module that is not there are errors.
+docs:
+	@$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || { echo "the tools of the docs are missing: make setup" >&2; exit 1; }
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 format:
 	$(PY) -m ruff format .

@@ -24,7 +24,7 @@ from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
 from shoal.executor.fit import free_bytes
 from shoal.model import stages
-from shoal.planner.measured import DEVICE_FILE
+from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.checkpoint import Store
