@@ -18,7 +18,7 @@ from shoal.core.allreduce.layout import Layout, Place
 from shoal.core.allreduce.rounds import Rounds
 from shoal.core.consensus import certificates, register
 from shoal.core.consensus.register import Register
-from shoal.core.leader import evictions, leader
+from shoal.core.leader import evictions, facts, leader
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.leader import Coordinator
 from shoal.core.leader.ledger import Ledger
@@ -116,7 +116,7 @@ def forgets_a_waiting_microbatch(patch: Patch) -> None:
 def averages_a_fenced_peer(patch: Patch) -> None:
     """A round goes on although a member of it has left the view."""
     patch.setattr(rounds, "fenced", lambda message, view: None)
-    patch.setattr(leader, "fenced", lambda message, view: None)
+    patch.setattr(facts, "fenced", lambda message, view: None)
 
 
 def books_twice_after_a_retry(patch: Patch) -> None:
@@ -198,7 +198,7 @@ def never_opens_a_closed_step_again(patch: Patch) -> None:
         after = remove(self, view, now)
         if after is None or after.ahead == view.ahead:
             return after
-        owners = inherit(view, after.members, self._ledger(view.work).open(after.members))
+        owners = inherit(view, after.members, self.facts.ledger(view.work).open(after.members))
         return msgspec.structs.replace(after, ahead=True, since=view.since, owners=owners)
 
     patch.setattr(Coordinator, "_remove", stubborn)
@@ -271,7 +271,7 @@ def leaves_a_hanging_microbatch_with_its_owner(patch: Patch) -> None:
 
 
 def takes_the_norm_of_the_first_replica(patch: Patch) -> None:
-    patch.setattr(Coordinator, "_by_norm", lambda self, peers: {"": peers})
+    patch.setattr(leader, "by_norm_of", lambda current, peers: {"": peers})
 
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
