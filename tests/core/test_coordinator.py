@@ -9,7 +9,8 @@ import pytest
 
 from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import OWNER_BEATS, Coordinator
+from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.messages import (
     Accept,
     AskSave,

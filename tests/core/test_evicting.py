@@ -11,8 +11,9 @@ from tests.core.test_coordinator import Leader, places
 
 from shoal.core.leader.averaging import PAUSES
 from shoal.core.leader.facts import FAILURES, JOINS, SAME
-from shoal.core.leader.leader import OWNER_BEATS, STALLED
 from shoal.core.leader.progress import LEAST_BEATS
+from shoal.core.leader.rules.checks import STALLED
+from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
     AskSave,
@@ -562,7 +563,7 @@ def test_an_invite_that_admits_nobody_admits_nobody() -> None:
 
 def test_so_many_that_ask_are_remembered_and_no_more() -> None:
     leader = a_run()
-    leader.mind.facts.history.admit_at = math.inf
+    leader.mind.facts.history.due["admit"] = math.inf
     for number in range(JOINS + 50):
         leader.hear(f"p{number}", Join())
     assert len(leader.mind.facts.requests.joins) == JOINS

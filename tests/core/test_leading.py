@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from random import Random
 
-from shoal.core.leader.leader import STALLED
+from shoal.core.leader.rules.checks import STALLED
 from shoal.core.messages import (
     Booker,
     Command,

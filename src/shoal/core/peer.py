@@ -279,7 +279,7 @@ class PeerMachine:
                 repaired = self.register.repair(peer, message.term, message.number)
                 behind = self.view is not None and message.number < self.view.number
                 commands += repaired or (self._newest(peer, message.number) if behind else [])
-            elif isinstance(message, Pulse) and peer not in self.coordinator.facts.requests.joins:
+            elif isinstance(message, Pulse) and not self.coordinator.asks_to_join(peer):
                 commands += self._bring_up_to_date(peer, message.number, now)
             return commands
         leader = self.register.leader
@@ -374,8 +374,8 @@ class PeerMachine:
         commands += self.coordinator.decide(self.register, now)
         self.register.stalled = self.coordinator.stall
         commands += self._tell_stall(self.coordinator.stall, now)
-        if self.coordinator.facts.evidence.resigns:
-            commands.append(Note("leader", f"{self.name} leads no more: it {self.coordinator.facts.evidence.resigns}"))
+        if self.coordinator.resigns:
+            commands.append(Note("leader", f"{self.name} leads no more: it {self.coordinator.resigns}"))
             self.register.resign(now)
             return commands
         if self.coordinator.dismissed and not self.dismissing:

@@ -7,16 +7,17 @@ survive the leader: what must not be forgotten is in the View, and a new leader 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from shoal.core.allreduce.layout import fenced
-from shoal.core.leader.averaging import StepRounds
-from shoal.core.leader.evictions import Conduct, Pauses, Verdict
+from shoal.core.leader.averaging import DISAGREEMENTS, StepRounds
+from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Pauses, Verdict
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.progress import Progress
 from shoal.core.leader.rebalance import Move
 from shoal.core.leader.saving import Saving
-from shoal.core.leader.stalls import Stalls
+from shoal.core.leader.stalls import Stalls, Takeovers
 from shoal.core.messages import (
     Booker,
     Command,
@@ -43,6 +44,8 @@ MOVES_KEPT = 256  # decided moves: older ones restrict no peer any more
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
+Finding = Dispute | Misfit | Takeovers  # of a check (rules/order.py)
+
 
 class Requests:
     """Peers that ask to join or to leave, in the order in which they asked."""
@@ -62,6 +65,7 @@ class Evidence:
         self.progress = Progress(name, settings)
         self.stalls = Stalls(settings)
         self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
+        self.takeovers: Takeovers | None = None  # who it is to be
         self.guilty: dict[Peer, str] = {}  # to be evicted
         self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
@@ -75,9 +79,8 @@ class History:
         self.step_at: float | None = None  # when this step began, as far as this leader saw it
         self.step_s = math.inf  # what the step before took
         self.complete_at: float | None = None  # since when this step's books are complete
-        self.served_at: float | None = None  # before a first step: since when every stage has a replica that is ready
-        self.lost_at: float | None = None  # since when a stage has no member
-        self.admit_at = float("-inf")  # newcomers wait until then
+        self.held_since: dict[str, float] = {}  # by rule: since when what it waits for has been so
+        self.due: dict[str, float] = {}  # by rule: not to be asked earlier
         self.waited_s: dict[Peer, float] = {}  # joiners: how long steps have waited for them
         self.moves: tuple[Move, ...] = ()  # decided before
         self.norms: tuple[float, ...] = ()  # squared, of each stage's last gradient
@@ -86,10 +89,16 @@ class History:
         """A step begins after the one of `before`."""
         if before is not None and before.started and self.step_at is not None:
             self.step_s = now - self.step_at
-        self.step_at, self.complete_at, self.served_at = None, None, None
+        self.step_at, self.complete_at = None, None
 
-    def remember(self, moves: tuple[Move, ...]) -> None:
+    def since(self, rule: Callable[..., Any]) -> float:
+        """Since when what that rule waits for has been so."""
+        return self.held_since[rule.__name__]
+
+    def remember(self, moves: tuple[Move, ...], norms: tuple[float, ...]) -> None:
+        """Moves that were decided; norms of a commit."""
         self.moves = (*self.moves, *moves)[-MOVES_KEPT:]
+        self.norms = norms or self.norms
 
     def rest_s(self, share: float, now: float) -> float:
         """Seconds until this step's books are complete, if they fill as they have so far; as long as the last step when they are empty.
@@ -161,7 +170,7 @@ class Facts:
         return pulse is not None and pulse.number >= self.requests.joined_in.get(joiner, 0)
 
     def holds(self, member: Member, view: View) -> bool:
-        """It reports the state of its stage at the step that is trained. Whether it is the right one: `differing_from`."""
+        """It reports the state of its stage at the step that is trained. `misfit` says whether it is another one than the members'."""
         pulse = self.pulses.get(member.peer)
         return (
             pulse is not None
@@ -225,7 +234,7 @@ class Facts:
         if before is None or _work(before) != _work(view):
             evidence.stalls.on_step(now, first=before is None)
         evidence.stalls.on_view(view)
-        evidence.reassigning = {}
+        evidence.reassigning, evidence.takeovers = {}, None
         opened_again = before is not None and before.ahead and not view.ahead
         current = self.rounds.open
         if fresh_step or opened_again or (current is not None and fenced(current.message, view) is not None):
@@ -421,19 +430,35 @@ class Facts:
             self.evidence.guilty[peer] = why
             self.changed = True
 
-    def on_differing(self, why: str, replicas: dict[str, list[Peer]]) -> None:
-        """Replicas of one stage hold different values, listed by value: those not taken to be right download their state again, and go
-        if they had to too often."""
+    def note(self, finding: Finding, now: float) -> None:
+        """What a check has found."""
+        match finding:
+            case Misfit():
+                self._on_misfit(finding.member)
+            case Takeovers():
+                self.evidence.stalls.settle(finding)
+                self.evidence.reassigning, self.evidence.takeovers = {}, finding
+                for verdict in finding.verdicts:
+                    self.convict(verdict)
+            case Dispute(retry=False):
+                self._on_differing(finding)
+            case Dispute():
+                self.rounds.disagreements += 1
+                if self.rounds.disagreements >= DISAGREEMENTS:
+                    self._on_differing(finding)
+                self.rounds.retry(self.settings, now)
+
+    def _on_differing(self, dispute: Dispute) -> None:
+        """Those not taken to be right download their state again, and go if they had to too often."""
         evidence = self.evidence
-        right = evidence.conduct.right(replicas, self.name)
-        for peers in replicas.values():
+        right = evidence.conduct.right(dispute.replicas, self.name)
+        for peers in dispute.replicas.values():
             for peer in peers if peers is not right else ():
                 if not any(peer in known for known in (evidence.stale, evidence.unfit, evidence.guilty)):
-                    (evidence.stale if peer in self.serving else evidence.unfit)[peer] = why
-                    self.convict(evidence.conduct.differs(peer, why))
+                    (evidence.stale if peer in self.serving else evidence.unfit)[peer] = dispute.why
+                    self.convict(evidence.conduct.differs(peer, dispute.why))
 
-    def on_misfit(self, member: Member) -> None:
-        """That joiner came with another state than its stage's."""
+    def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer
         if peer not in evidence.unfit and peer not in evidence.guilty:
             why = f"came with another state of stage {member.stage} than its replicas have"
