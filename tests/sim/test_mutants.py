@@ -18,13 +18,13 @@ from shoal.core.allreduce.layout import Layout, Place
 from shoal.core.allreduce.rounds import Rounds
 from shoal.core.consensus import certificates, register
 from shoal.core.consensus.register import Register
-from shoal.core.leader import evictions, leader
+from shoal.core.leader import evictions, facts
 from shoal.core.leader.evictions import Conduct
-from shoal.core.leader.leader import Coordinator
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.membership import inherit
 from shoal.core.leader.progress import RoundWatch
-from shoal.core.messages import View
+from shoal.core.leader.rules import commit, order, removal
+from shoal.core.leader.rules.order import Check, Rule
+from shoal.core.leader.rules.reassignment import reassign, takeovers
 from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
@@ -116,7 +116,7 @@ def forgets_a_waiting_microbatch(patch: Patch) -> None:
 def averages_a_fenced_peer(patch: Patch) -> None:
     """A round goes on although a member of it has left the view."""
     patch.setattr(rounds, "fenced", lambda message, view: None)
-    patch.setattr(leader, "fenced", lambda message, view: None)
+    patch.setattr(facts, "fenced", lambda message, view: None)
 
 
 def books_twice_after_a_retry(patch: Patch) -> None:
@@ -192,16 +192,7 @@ def computes_with_the_newest_parameters(patch: Patch) -> None:
 
 def never_opens_a_closed_step_again(patch: Patch) -> None:
     """What a dead peer would have brought into the average is computed by nobody."""
-    remove = Coordinator._remove
-
-    def stubborn(self: Coordinator, view: View, now: float) -> View | None:
-        after = remove(self, view, now)
-        if after is None or after.ahead == view.ahead:
-            return after
-        owners = inherit(view, after.members, self._ledger(view.work).open(after.members))
-        return msgspec.structs.replace(after, ahead=True, since=view.since, owners=owners)
-
-    patch.setattr(Coordinator, "_remove", stubborn)
+    patch.setattr(removal, "opens_again", lambda view, left, facts: False)
 
 
 def goes_on_without_asking_for_books(patch: Patch) -> None:
@@ -267,11 +258,13 @@ def sets_no_deadline_for_rounds(patch: Patch) -> None:
 
 
 def leaves_a_hanging_microbatch_with_its_owner(patch: Patch) -> None:
-    patch.setattr(Coordinator, "_reassign", lambda self, view, now: None)
+    kept = tuple(rule for rule in order.RULES if rule not in (Check(takeovers), Rule(reassign)))
+    assert len(kept) == len(order.RULES) - 2
+    patch.setattr(order, "RULES", kept)
 
 
 def takes_the_norm_of_the_first_replica(patch: Patch) -> None:
-    patch.setattr(Coordinator, "_by_norm", lambda self, peers: {"": peers})
+    patch.setattr(commit, "by_norm_of", lambda current, peers: {"": peers})
 
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
