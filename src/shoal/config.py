@@ -159,10 +159,7 @@ class Network(Section, frozen=True):
     averaging: Literal["none", "bf16", "int8", "topk"] = (
         "none"  # and a stage's gradient among its replicas, errors fed back
     )
-    hops: Literal["direct", "owner"] = (
-        "direct"  # outputs go straight to the next stage's peer, or through the microbatch's owner
-    )
-    keep_bytes: int = 1 << 32  # with direct hops: boundary tensors a peer keeps of a step before it answers Busy
+    keep_bytes: int = 1 << 32  # boundary tensors a peer keeps of a step before it answers Busy
     spill_bytes: int = 1 << 30  # of these in memory; the oldest others lie in the run's directory. 0 = all in memory
 
 
@@ -270,7 +267,7 @@ def narrow_shelf(config: Config, tensor_bytes: float, stages: int, inflight: int
     Below 2 * stages * inflight tensors servers answer Busy while they wait for one another, and a run is slow and right
     without saying why (docs/design/2026-11-21-direct-hops.md). A step that keeps fewer needs no more."""
     wanted = min(2 * stages * inflight, 3 * microbatches(config.train))
-    if config.network.hops != "direct" or stages == 1 or config.network.keep_bytes >= wanted * tensor_bytes:
+    if stages == 1 or config.network.keep_bytes >= wanted * tensor_bytes:
         return ""
     return (
         f"network.keep_bytes = {config.network.keep_bytes} holds {int(config.network.keep_bytes / tensor_bytes)} boundary"
@@ -303,7 +300,6 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         hold_s=run.hold_s,
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
-        hops=config.network.hops,
         staleness=config.train.staleness,
         keep_bytes=config.network.keep_bytes,
         stage_seconds=run.stage_seconds,

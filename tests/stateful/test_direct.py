@@ -77,7 +77,6 @@ class World:
             inflight=rng.choice((1, 2, 4)),
             queue_limit=rng.choice((1, 4, 16)),
             hop_floor_s=2.0,
-            hops="direct",
             keep_bytes=rng.choice((1 << 32, 1 << 32, 12 * NBYTES, 3 * NBYTES)),
         )
         self.now, self.names = 0.0, count()

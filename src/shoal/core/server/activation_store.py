@@ -1,4 +1,4 @@
-"""The boundary tensors that one replica keeps when hops go straight from server to server. For hops.py.
+"""The boundary tensors that one replica keeps: they travel straight from server to server. For hops.py.
 
 A tensor is named by its step, microbatch, stage and direction: every replica of a stage computes the same one, so any copy
 will do and no attempt number is needed. Both ends of a boundary keep it until the step is committed, so that a lost hop is

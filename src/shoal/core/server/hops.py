@@ -2,12 +2,12 @@
 
 For server.py. Every microbatch is booked at most once: a repeated request is answered from the books, and an attempt that was
 once answered with Cancelled, Busy, Refused or Missing is never taken afterwards, because its owner may have gone elsewhere with it.
-With direct hops inputs and results lie on the shelf (activation_store.py): a hop runs when all that it needs is there.
+Inputs and results lie in the activation store (activation_store.py): a hop runs when all that it needs is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -25,7 +25,6 @@ from shoal.core.messages import (
     Command,
     Do,
     Done,
-    Drop,
     Failed,
     Forward,
     Gone,
@@ -54,10 +53,10 @@ STUCK = 4.0  # of hop_floor_s without a booking on a full shelf: what lies there
 
 
 class Book(msgspec.Struct):
-    """What is in one step's sum, in the order in which it was added; each with the kept gradient of the input, '' at stage 0."""
+    """What is in one step's sum, in the order in which it was added."""
 
     entries: tuple[Booking, ...] = ()
-    kept: dict[Index, tuple[Booking, str]] = msgspec.field(default_factory=dict)
+    kept: dict[Index, Booking] = msgspec.field(default_factory=dict)
 
 
 class Hops:
@@ -69,12 +68,10 @@ class Hops:
         self._books: dict[
             int, Book
         ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
-        self._handed: set[tuple[Peer, Index]] = set()  # outputs sent to their owners, while the connection has held
         self._declined = Declined(settings, seat)
         self._asks: dict[Peer, AskBooks] = {}
         self.pace = Pace(settings, seat)
         self.shelf = Shelf(name, settings, seat)
-        self._direct = settings.hops == "direct" and settings.stages > 1
         self._freed_at = 0.0  # last booking, or when room was made by force
 
     def adding(self, step: int) -> bool:
@@ -86,7 +83,7 @@ class Hops:
         return self._books[step].entries if step in self._books else ()
 
     @property
-    def _booked(self) -> dict[Index, tuple[Booking, str]]:
+    def _booked(self) -> dict[Index, Booking]:
         """What I have booked of the step that is computed."""
         view = self._seat.view
         return self._book_of(view.work).kept if view is not None else {}
@@ -116,34 +113,27 @@ class Hops:
 
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
-        blobs = [blob for job in self._queue.values() for blob in job.blobs]
-        blobs += self._close(self._books)
+        blobs = tuple(blob for job in self._queue.values() for blob in job.blobs)
         adding = self._running is not None and self._running.backward
         dirty = any(book.entries for book in self._books.values()) or adding
         read = self._disown()
         self._queue, self._books = {}, {}
-        self._handed.clear()
-        return drop(tuple(blobs)) + self.shelf.turn(everything, read), dirty
+        return drop(blobs) + self.shelf.turn(everything, read), dirty
 
     def turn(self, before: View, view: View) -> list[Command]:
         """With delayed updates: a step is committed, closed, or opened again. What is older than the view's step goes; the books
         of the two steps that are open stay, and what runs is still booked in its own."""
-        blobs = self._close([step for step in self._books if step < view.step])
         self._books = {step: book for step, book in self._books.items() if step >= view.step}
         running = self._running
         read = self._inputs(running) if running is not None else ()
         if running is not None and running.message.step < view.step:
             self._disown()
         goes_on = (before.work, before.since) == (view.work, view.since)
+        blobs: tuple[str, ...] = ()
         if not goes_on:
-            blobs += [blob for job in self._queue.values() for blob in job.blobs]
+            blobs = tuple(blob for job in self._queue.values() for blob in job.blobs)
             self._queue = {}
-            self._handed.clear()
-        return drop(tuple(blobs)) + self.shelf.turn(False, read, goes_on)
-
-    def _close(self, steps: Iterable[int]) -> list[str]:
-        """The blobs kept for these books."""
-        return [out for step in steps for _, out in self._books[step].kept.values() if out]
+        return drop(blobs) + self.shelf.turn(False, read, goes_on)
 
     def _disown(self) -> tuple[str, ...]:
         """Nobody wants any more what runs; the blobs that it reads."""
@@ -181,7 +171,7 @@ class Hops:
             return drop(blobs) + self._busy(peer, message, soon)
         if message.stage != self._seat.stage:
             return drop(blobs) + self._refuse(peer, message, f"stage {message.stage} is not served here")
-        came, kept = wanted(message, self._settings.stages, self._direct)
+        came, kept = wanted(message, self._settings.stages)
         if fault or (len(blobs), len(needs(message))) != (came, kept):
             reason = fault or f"{len(blobs)} blobs where {came} belong"
             if not fault and len(blobs) == came:
@@ -268,9 +258,8 @@ class Hops:
             return self._gradient(peer, message.step, index, message.attempt)
         key = not message.backward, index
         job = (self._running if self._runs(key) else None) or self._queue.get(key)
-        on_its_way = not message.backward and (peer, index) in self._handed
-        if on_its_way or (job is not None and job.reply == peer):
-            return [Send(peer, Pending(*hop_of(message), sent=job is None))]
+        if job is not None and job.reply == peer:
+            return [Send(peer, Pending(*hop_of(message)))]
         made = Key(message.step, index, message.stage + 1, False)
         if message.backward or job is not None or made not in self.shelf:
             return []
@@ -304,7 +293,7 @@ class Hops:
                 commands.append(Send(peer, Books(view.epoch, view.work, view.number, stage, indices)))
         return commands
 
-    # ------------------------------------------------------------------------------------------- with direct hops
+    # ---------------------------------------------------------------------------------------------- boundary tensors
 
     def on_tensor(
         self, peer: Peer, message: Boundary | Pull | Coming | Gone, blobs: tuple[BlobRef, ...], fault: str, now: float
@@ -330,7 +319,7 @@ class Hops:
     def _await(self, now: float) -> list[Command]:
         """Whatever the hops in the queue lack is wanted."""
         commands: list[Command] = []
-        for job in self._queue.values() if self._direct else ():
+        for job in self._queue.values():
             commands += self.shelf.want(needs(job.message), now)
         return commands + self._tell_missing()
 
@@ -377,11 +366,9 @@ class Hops:
     # ------------------------------------------------------------------------------------------------------ answers
 
     def _gradient(self, peer: Peer, step: int, index: Index, attempt: int) -> list[Command]:
-        booking, out = self._book_of(step).kept[index]
-        seat = self._seat
+        booking, seat = self._book_of(step).kept[index], self._seat
         made = Key(step, index, seat.stage - 1, True)
-        message = Gradient(seat.epoch, step, index, seat.stage, attempt, booking.loss, self.shelf.size(made))
-        return [Send(peer, message, (out,) if out else ())]
+        return [Send(peer, Gradient(seat.epoch, step, index, seat.stage, attempt, booking.loss, self.shelf.size(made)))]
 
     def _busy(self, peer: Peer, message: Forward | Backward, wait_s: float) -> list[Command]:
         backward = isinstance(message, Backward)
@@ -447,27 +434,21 @@ class Hops:
         book = self._book_of(step)
         assert index not in book.kept, f"microbatch {index} would be booked twice"
         booking = Booking(index, done.result.loss)
-        book.kept[index] = booking, "" if self._direct else job.out
+        book.kept[index] = booking
         book.entries += (booking,)
         self.pace.add(True, done.seconds)
         self._freed_at = now
-        commands = []
-        if self._direct and job.out:
-            commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes)
+        commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes) if job.out else []
         return commands + self._gradient(job.reply, step, index, job.attempt)
 
     def _put_out(self, job: Job, done: Done) -> list[Command]:
         self.pace.add(False, done.seconds)
         epoch, step, index, stage, _ = hop_of(job.message)
-        if self._direct:
-            commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)
-            return [*commands, Send(job.reply, Output(epoch, step, index, stage, job.attempt, done.result.nbytes))]
-        self._handed.add((job.reply, index))
-        return [Send(job.reply, Output(epoch, step, index, stage, job.attempt), (job.out,)), Drop((job.out,))]
+        commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)
+        return [*commands, Send(job.reply, Output(epoch, step, index, stage, job.attempt, done.result.nbytes))]
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""
-        self._handed = {(other, index) for other, index in self._handed if other != peer}
         self.shelf.on_unreachable(peer)
 
     def _id(self) -> str:

@@ -40,11 +40,9 @@ def hop_of(message: Forward | Backward | Recall | Cancel | Query) -> tuple[int, 
     return message.epoch, message.step, message.index, message.stage, message.attempt
 
 
-def wanted(message: Forward | Backward, stages: int, direct: bool) -> tuple[int, int]:
-    """How many blobs come with that request, and how many inputs lie on the shelf or will."""
+def wanted(message: Forward | Backward, stages: int) -> tuple[int, int]:
+    """How many blobs come with that request, and how many inputs are in the activation store or will be."""
     backward, last = isinstance(message, Backward), stages - 1
-    if not direct:
-        return (2 if backward and last else 1), 0
     first, top = message.stage == 0, backward and message.stage == last
     return int(first or top), int(not first) + int(backward and not top)
 

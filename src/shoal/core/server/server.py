@@ -146,7 +146,7 @@ class Server:
 
     @property
     def kept_bytes(self) -> int:
-        """Boundary tensors kept for the step, with direct hops."""
+        """Boundary tensors kept for the step."""
         return self._hops.shelf.nbytes
 
     # -------------------------------------------------------------------------------------------------------- state
