@@ -156,9 +156,7 @@ class Network(Section, frozen=True):
     faults: bool = False  # `shoal chaos` may cut and slow this machine's links, and strike at chosen moments; for tests
     activations: Literal["none", "bf16", "int8", "int4"] = "none"  # how boundary tensors travel; none = as they are
     gradients: Literal["none", "bf16", "int8"] = "none"  # and their gradients
-    averaging: Literal["none", "bf16", "int8", "topk"] = (
-        "none"  # and a stage's gradient among its replicas, errors fed back
-    )
+    averaging: Literal["none", "bf16", "int8"] = "none"  # and a stage's gradient among its replicas, errors fed back
     keep_bytes: int = 1 << 32  # boundary tensors a peer keeps of a step before it answers Busy
     spill_bytes: int = 1 << 30  # of these in memory; the oldest others lie in the run's directory. 0 = all in memory
 

@@ -551,49 +551,6 @@ def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_
     assert errors[-1] < errors[0] / 4
 
 
-def test_the_largest_values_only_are_averaged_to_equal_bits_and_nothing_of_the_rest_is_lost(
-    a_pair_of_hands: Maker,
-) -> None:
-    """What was applied and what three replicas have left to send are together all that they ever brought."""
-    group = [a_pair_of_hands(coded(averaging="topk"), 1) for _ in range(3)]
-    length = group[0]._seated().executor.length
-    made = torch.Generator().manual_seed(1)
-    brought, applied = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
-    for step in range(6):
-        for held in group:
-            grad = torch.randn(length, generator=made)
-            held._seated().executor.sum.copy_(grad)
-            brought += grad.double()
-        if step == 3:  # a round that was given up counts for nothing
-            average(group, step, 99)
-        average(group, step, step)
-        reduced = [held._sums.reduced[step, step].reduced for held in group]
-        assert all(torch.equal(one, reduced[0]) for one in reduced)
-        assert 0 < int(reduced[0].count_nonzero()) <= length // codec.TOPK + 3
-        applied += reduced[0].double()
-        assert len({done(held, m.Apply("s/y", step, step, 1.0, False)).digest for held in group}) == 1
-        for held in group:
-            for name in held._blobs.names():
-                held.drop(name)
-    left = sum(held._sums.averaging._left.double() for held in group if held._sums.averaging._left is not None)
-    assert torch.allclose(applied + left, brought, atol=1e-4) and float(applied.norm()) < float(brought.norm())
-
-
-def test_more_or_fewer_of_the_largest_values_than_the_run_keeps_are_refused(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(coded(averaging="topk"), 1)
-    values = torch.randn(320)
-    for how, words in (
-        ("topk", ""),
-        ("topk/10", ""),
-        ("topk/11", "codec topk/1/11, not topk/1/10"),
-        ("topk/320", "topk/1/320, not"),
-    ):
-        blob = coding.packed(values, how)
-        assert isinstance(blob, Blob)
-        found = held.check(m.Part(0, 0, 0, 0), (blob,))
-        assert words in found if words else found == ""
-
-
 def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone(a_pair_of_hands: Maker) -> None:
     pair = [a_pair_of_hands(coded(averaging="int8"), 1) for _ in range(2)]
     length = pair[0]._seated().executor.length
