@@ -44,6 +44,7 @@ from shoal.core.messages import (
 from shoal.core.replica_state import Seat
 from shoal.core.server.activation_store import Shelf
 from shoal.core.server.hops import Hops
+from shoal.core.server.verdict import Request
 from shoal.core.trainer.trainer import Trainer
 
 TO_SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Boundary, Pull, Gone)
@@ -174,7 +175,7 @@ class World:
         blobs, names = tuple(refs), tuple(ref.id for ref in refs)
         match message:
             case Forward() | Backward():
-                commands = node.hops.on_hop(letter.source, message, names, fault, self.now)
+                commands = node.hops.on_hop(Request(letter.source, message, names, fault), self.now)
             case Boundary() | Pull() | Gone():
                 commands = node.hops.on_tensor(letter.source, message, blobs, fault, self.now)
             case Recall() | Cancel():

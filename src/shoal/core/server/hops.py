@@ -46,7 +46,8 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, Seat, complain, drop, owner_of, speaks_for
 from shoal.core.server.activation_store import Key, Shelf, keys_of, needs
-from shoal.core.server.jobs import Declined, Job, Pace, hop_of, wanted
+from shoal.core.server.jobs import Declined, Job, Pace, hop_of
+from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
 STUCK = 4.0  # of hop_floor_s without a booking on a full shelf: what lies there unused is not coming back
@@ -146,50 +147,40 @@ class Hops:
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    def on_hop(
-        self, peer: Peer, message: Forward | Backward, blobs: tuple[str, ...], fault: str, now: float
-    ) -> list[Command]:
+    def on_hop(self, request: Request, now: float) -> list[Command]:
         """Take it, answer it from the books, decline it for good, or ignore it."""
-        view, index, soon = self._seat.view, message.index, self._settings.beat_s * SOON
-        if view is None or message.epoch != view.epoch or message.step < view.step:
-            return drop(blobs)
-        backward, current, owned = (
-            isinstance(message, Backward),
-            message.step == view.work,
-            speaks_for(view, index, peer, message.view),
-        )
-        if backward and self._declined.has(peer, message.step, index, message.attempt):
-            return drop(blobs)
-        if isinstance(message, Backward) and current and (index in self._booked or self._here(index)):
-            # never declined while it is here; the owner of a view I have not seen yet gets no answer and asks again
-            return drop(blobs) + (self._again(peer, message) if owned else [])
-        if message.view > view.number:
-            return drop(blobs) + self._busy(peer, message, soon)
-        if not current or not owned or self._name not in self._seat.known.serving:
-            return drop(blobs)
-        if not self._seat.able:
-            return drop(blobs) + self._busy(peer, message, soon)
-        if message.stage != self._seat.stage:
-            return drop(blobs) + self._refuse(peer, message, f"stage {message.stage} is not served here")
-        came, kept = wanted(message, self._settings.stages)
-        if fault or (len(blobs), len(needs(message))) != (came, kept):
-            reason = fault or f"{len(blobs)} blobs where {came} belong"
-            if not fault and len(blobs) == came:
-                reason = f"{len(needs(message))} holders named where {kept} belong"
-            return (
-                drop(blobs)
-                + self._refuse(peer, message, reason)
-                + complain(self._seat, peer, f"{_name(message)}: {reason}")
-            )
-        job = Job(message, peer, blobs, peer, message.attempt)
+        message, soon = request.message, self._settings.beat_s * SOON
+        facts = Facts(self._declined.has(request.peer, hop_of(message)), self._is_here(message.index))
+        verdict = judge(request, self._name, self._seat, self._settings, facts)
+        if isinstance(verdict, Take):
+            return self._take(request, soon, now)
+        commands = drop(request.blobs)
+        match verdict:
+            case AnswerFromBooks() if isinstance(message, Backward):
+                commands += self._again(request.peer, message)
+            case Postpone():
+                commands += self._busy(request.peer, message, soon)
+            case Refuse(reason, faulty):
+                commands += self._refuse(request.peer, message, reason)
+                commands += complain(self._seat, request.peer, f"{request.name}: {reason}") if faulty else []
+        return commands
+
+    def _take(self, request: Request, soon: float, now: float) -> list[Command]:
+        """Queue it, or answer Busy when there is no room. One that waits or runs already is answered under the newer attempt."""
+        peer, message = request.peer, request.message
+        job = Job(message, peer, request.blobs, peer, message.attempt)
         if job.key in self._queue or self._is_running(job):
             return self._replace(job) + self._await(now)
-        commands, room = ([], True) if backward else self._make_room(now)
+        commands, room = ([], True) if job.backward else self._make_room(now)
         complete = sum(self._complete(waiting) for waiting in self._queue.values())
         if not room or complete >= self._settings.queue_limit or len(self._queue) >= 2 * self._settings.queue_limit:
-            return commands + drop(blobs) + self._busy(peer, message, max(self.queue_s, soon))
+            return commands + drop(request.blobs) + self._busy(peer, message, max(self.queue_s, soon))
         self._queue[job.key] = job
         return commands + self._await(now)
+
+    def _is_here(self, index: Index) -> bool:
+        """Its backward is booked, runs or waits."""
+        return index in self._booked or self._here(index) is not None
 
     def _here(self, index: Index) -> Job | None:
         """The backward of that microbatch that runs or waits."""
@@ -232,11 +223,9 @@ class Hops:
 
     def on_cancel(self, peer: Peer, message: Recall | Cancel) -> list[Command]:
         """Both ask: is it booked? Cancelled is final, so whatever waits under that attempt or an older one is dropped."""
-        view, index = self._seat.view, message.index
-        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
+        index = message.index
+        if not self._answers(peer, message):
             return []
-        if not self._seat.able or message.stage != self._seat.stage:
-            return []  # no answer I could keep to; the owner asks again
         if self._runs((False, index)) or index in self._booked:
             return self._again(peer, message)
         self._declined.add(peer, message.step, index, message.attempt)
@@ -249,21 +238,26 @@ class Hops:
 
     def on_query(self, peer: Peer, message: Query) -> list[Command]:
         """Its owner wonders. Of what is not here nothing is said, and the owner takes it for lost."""
-        view, index = self._seat.view, message.index
-        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
-            return []
-        if not self._seat.able or message.stage != self._seat.stage:
+        index = message.index
+        if not self._answers(peer, message):
             return []
         if message.backward and index in self._booked:
             return self._gradient(peer, message.step, index, message.attempt)
         key = not message.backward, index
         job = (self._running if self._runs(key) else None) or self._queue.get(key)
-        if job is not None and job.reply == peer:
-            return [Send(peer, Pending(*hop_of(message)))]
+        if job is not None:
+            return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
         made = Key(message.step, index, message.stage + 1, False)
-        if message.backward or job is not None or made not in self.shelf:
+        if message.backward or made not in self.shelf:
             return []
         return [Send(peer, Output(*hop_of(message), self.shelf.size(made)))]
+
+    def _answers(self, peer: Peer, message: Recall | Cancel | Query) -> bool:
+        """Its owner asks, of the step that is computed, and I can keep to what I answer; else the owner asks again."""
+        view = self._seat.view
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work):
+            return False
+        return owner_of(view, message.index) == peer and self._seat.able and message.stage == self._seat.stage
 
     def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
         view = self._seat.view
@@ -458,7 +452,3 @@ class Hops:
 def _void(view: View, job: Job) -> bool:
     """Whoever sent it has no say any more."""
     return not speaks_for(view, job.message.index, job.sender, job.message.view)
-
-
-def _name(message: Forward | Backward) -> str:
-    return f"{type(message).__name__} of microbatch {message.index} at stage {message.stage}"

@@ -61,7 +61,9 @@ class Declined:
         elif view.step != before.step:
             self._upto = {key: attempt for key, attempt in self._upto.items() if key[1] >= view.step}
 
-    def has(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:
+    def has(self, peer: Peer, hop: tuple[int, int, int, int, int]) -> bool:
+        """`hop` as `hop_of` gives it: this attempt, or a later one, was declined."""
+        _, step, index, _, attempt = hop
         return attempt <= self._upto.get((peer, step, index), -1)
 
     def add(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:

@@ -132,6 +132,17 @@ class Microbatch(msgspec.Struct, eq=False):
             del self.late[next(iter(self.late))]
         self.avoid, self.hop = self.hop.peer, None
 
+    def forward_of(self, peer: Peer, stage: Stage, attempt: int) -> tuple[Hop | None, bool]:
+        """The forward that this attempt answers, and whether it is the one in flight. One that was abandoned is forgotten with that."""
+        hop = self.hop
+        if hop is not None and hop.kind is Kind.FORWARD and hop.answered_by(peer, stage, attempt):
+            return hop, True
+        late = self.late.get(attempt)
+        if late is None or not late.answered_by(peer, stage, attempt):
+            return None, False
+        del self.late[attempt]
+        return late, False
+
     def progressed(self) -> None:
         self.hop, self.avoid, self.slow, self.fails = None, "", 0, 0
 

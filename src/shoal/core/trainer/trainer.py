@@ -105,17 +105,12 @@ class Trainer:
         self._routes.on_view(members, now)
         self._out += [Note("route", text) for text in self._planned.on_view(members)]
         mine = {i: None for i, at in enumerate(view.owners) if members and members[at].peer == self.name}
-        first = False
         if _period(old) != _period(view):
             self._forget_all()
-            # Without a gap in the numbers this is the step's first view, and nobody owned anything of it before, unless the
-            # step had been begun and left.
-            again = old.epoch == view.epoch and old.begun
-            first = view.number == old.number + 1 and old is not _NOTHING and not again
         else:
             self._lose(mine, now)
         new = [i for i in mine if i not in self._owned.held and i not in self._adoptions]
-        if first:
+        if _begins(old, view):
             self._own({index: {} for index in new})
         elif new:
             self._adopt(new, now)
@@ -335,13 +330,9 @@ class Trainer:
         self._timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
 
     def _output(self, m: Microbatch, peer: Peer, message: Output, fault: str, now: float) -> None:
-        hop = m.hop
-        live = hop is not None and hop.kind is Kind.FORWARD and hop.answered_by(peer, message.stage, message.attempt)
-        asked = hop if live else m.late.get(message.attempt)
-        if asked is None or not asked.answered_by(peer, message.stage, message.attempt):
+        asked, live = m.forward_of(peer, message.stage, message.attempt)
+        if asked is None:
             return
-        if not live:
-            del m.late[message.attempt]
         if fault or asked.stage + 1 >= self._settings.stages:
             self._reports.faulty(peer, f"output of stage {asked.stage}", fault, now)
             if live:
@@ -352,6 +343,7 @@ class Trainer:
         if m.x[asked.stage + 1]:
             return
         m.made(asked, gradient=False)
+        hop = m.hop
         if hop is not None and not live and hop.kind is Kind.FORWARD and hop.stage == asked.stage:
             m.abandon()  # the peer that was asked instead need not have been
         if m.hop is None or live:
@@ -453,3 +445,10 @@ class Trainer:
 def _period(view: View) -> tuple[int, int, int, bool]:
     """What a trainer keeps is good for that long."""
     return view.epoch, view.work, view.since, view.started
+
+
+def _begins(old: View, view: View) -> bool:
+    """Without a gap in the numbers this is the step's first view, and nobody owned anything of it before, unless the step had been
+    begun and left."""
+    again = old.epoch == view.epoch and old.begun
+    return _period(old) != _period(view) and view.number == old.number + 1 and old is not _NOTHING and not again
