@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     values = torch.randn(asked.values, generator=torch.Generator().manual_seed(0))
     values[::64] *= 20.0
-    rivals = {how: ours(how) for how in ("bf16", "int8", "int4", "topk")}
+    rivals = {how: ours(how) for how in ("bf16", "int8", "int4")}
     rivals |= hivemind() | bitsandbytes()
     found: dict[str, Any] = {}
     for name, rival in rivals.items():

@@ -1,27 +1,16 @@
-"""Boundary tensors through their owner, or straight from server to server: goodput and bytes of both, side by side.
+"""Boundary tensors straight from server to server: goodput and bytes, for several links.
 
     python benchmarks/hops.py [--links 100:50,200:10,200:50,200:100,500:50] [--batch 64] [--steps 3] [--planned] [a.b=c ...]
 
-It is `shoal run configs/lab.toml`, once with network.hops = "owner" and once with "direct" for each link in Mbit/s : ms each way: real
+It is `shoal run configs/lab.toml` for each link in Mbit/s : ms each way: real
 processes and real TLS, executors that sleep, boundary tensors of 8 MB (A). Value: microbatches per second between the first
 commit and the last, so with averaging, filling and draining inside.
 
-The bound through the owner is overhead.py's. With direct hops each of the S - 1 boundaries carries A forward and A back, and the
-owner carries tokens, which count nothing. A replica of stage s sends and receives, per microbatch that passes it,
-
-    stage        sends                  receives
-    first        output                 gradient            A up,  A down
-    in between   output, gradient       input, gradient     2A up, 2A down
-    last         gradient               input               A up,  A down
-
-and with P peers in S stages each replica passes a share S / P of all: R <= bandwidth * P / (S * A * (2 if S > 2 else 1)). For 3 stages
-of 2 that is one A per microbatch and link, where the owner's way needs 4/3. Compute bounds both, as in overhead.py.
-
-With equally many replicas the middle stages' links bound both ways, and the ends' are half idle. `--planned` places the peers as
-`shoal plan` does for that way of hops (more where more is sent) and runs its plan; the bounds are then of those replicas.
+The bounds are overhead.py's. With equally many replicas the middle stages' links bound both ways, and the ends' are half idle.
+`--planned` places the peers as `shoal plan` does (more where more is sent) and runs its plan; the bounds are then of those replicas.
 
 Bytes are counted by the peers themselves, of every message with tensors that leaves a process; per microbatch and in units of A
-they are compared with 2 (S - 1), the formula of direct hops (6A over 3 boundaries).
+they are compared with 2 (S - 1), the least possible (6A over 3 boundaries).
 
 The last line is one JSON object, about the link of 200 Mbit/s and 50 ms when it is among those asked for.
 """
@@ -44,22 +33,11 @@ from shoal.config import Config
 from shoal.planner.strategy import plan
 
 LINKS = "100:50,200:10,200:50,200:100,500:50"
-HOPS = ("owner", "direct")
-WANTED = 0.92  # of the bound, with direct hops
-
-
-def direct_bound(config: Config, replicas: Sequence[float]) -> float:
-    """Microbatches per second over the links with direct hops, if computing took no time; see above."""
-    ends = (0, config.run.stages - 1)
-    busiest = max((1 if stage in ends else 2) / count for stage, count in enumerate(replicas))
-    return config.network.bandwidth_Bps / (4 * config.device.emulated_values * busiest)
+WANTED = 0.92  # of the bound
 
 
 def bound(config: Config, replicas: Sequence[int] = ()) -> float:
-    even = replicas or [config.run.peers / config.run.stages] * config.run.stages
-    direct = config.network.hops == "direct"
-    network = direct_bound(config, even) if direct else overhead.network_bound(config, even)
-    return min(network, overhead.compute_bound(config, replicas))
+    return min(overhead.network_bound(config, replicas), overhead.compute_bound(config, replicas))
 
 
 def boundary_bytes(config: Config, summary: dict[str, Any]) -> float:
@@ -98,26 +76,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
     parser.add_argument("--planned", action="store_true", help="as many replicas of each stage as `shoal plan` says")
     asked = parse(parser)
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for link in asked.links.split(","):
         mbit, _, ms = link.partition(":")
-        for hops in HOPS:
-            words = [
-                f"train.batch={asked.batch}",
-                f"run.steps={asked.steps}",
-                f"device.emulated_values={overhead.VALUES}",
-                f"network.bandwidth_Bps={mbit} Mbit/s",
-                f"network.delay_s={ms} ms",
-                f"network.hops={hops}",
-                *asked.settings,
-            ]
-            config = configuration.load(overhead.LAB, words)
-            rate, summary, replicas = measure(words, asked.planned)
-            row = {"rate": rate, "bound": bound(config, replicas), "boundary_bytes_A": boundary_bytes(config, summary)}
-            rows.setdefault(link, {})[hops] = {key: round(value, 3) for key, value in row.items()}
-            if replicas:
-                rows[link][hops]["replicas"] = replicas
-            print(f"{link:>8} {hops:<7} {rate:6.3f} of {row['bound']:6.3f} microbatches/s", file=sys.stderr, flush=True)
+        words = [
+            f"train.batch={asked.batch}",
+            f"run.steps={asked.steps}",
+            f"device.emulated_values={overhead.VALUES}",
+            f"network.bandwidth_Bps={mbit} Mbit/s",
+            f"network.delay_s={ms} ms",
+            *asked.settings,
+        ]
+        config = configuration.load(overhead.LAB, words)
+        rate, summary, replicas = measure(words, asked.planned)
+        row = {"rate": rate, "bound": bound(config, replicas), "boundary_bytes_A": boundary_bytes(config, summary)}
+        rows[link] = {key: round(value, 3) for key, value in row.items()} | ({"replicas": replicas} if replicas else {})
+        print(f"{link:>8} {rate:6.3f} of {row['bound']:6.3f} microbatches/s", file=sys.stderr, flush=True)
     told = "200:50" if "200:50" in rows else next(iter(rows))
     setting = {
         "link": told,
@@ -126,9 +100,8 @@ def main() -> None:
         "peers": config.run.peers,
         "links": rows,
     }
-    direct = rows[told]["direct"]
-    target = at_least(WANTED * direct["bound"])
-    report("hops", direct["rate"], "microbatches/s, direct hops", target, setting, asked.record)
+    row = rows[told]
+    report("hops", row["rate"], "microbatches/s, direct hops", at_least(WANTED * row["bound"]), setting, asked.record)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def a_case(replicas: int, megabytes: float, steps: int) -> Case:
-    settings = m.Settings(
-        stages=1, microbatches=replicas, steps=steps, peers=replicas, inflight=6, hops="direct", save_last=False
-    )
+    settings = m.Settings(stages=1, microbatches=replicas, steps=steps, peers=replicas, inflight=6, save_last=False)
     wire = Wire(lines=(Line(WIDTH_Bps, WIDTH_Bps),), boundary_values=256, gradient_values=int(megabytes * 1e6 / FP32))
     return Case(
         scenario=PLAIN,

@@ -11,22 +11,16 @@ The bound is the smaller of two rates, each of which nothing could beat.
 *Compute.* A stage forwards and runs back every microbatch (the last one only runs back: its forward is part of that), and its
 r replicas share them: r / 0.6 s, at the last stage r / 0.4 s.
 
-*Network.* Hops go through the peer that owns the microbatch. For stage s it sends and receives, in units of A:
+*Network.* Each of the S - 1 boundaries carries A forward and A back, straight from replica to replica; the owner carries tokens,
+which count nothing. A replica of stage s sends and receives, per microbatch that passes it,
 
-    stage        forward: request, answer    backward: request, answer    owner sends u_s    owner receives d_s
-    first        tokens      A               gradient        -            1                  1
-    in between   A           A               input, gradient A            3                  2
-    last         -           -               input, tokens   A            1                  1
+    stage        sends                  receives
+    first        output                 gradient            A up,  A down
+    in between   output, gradient       input, gradient     2A up, 2A down
+    last         gradient               input               A up,  A down
 
-and its server the other way round. Tokens count nothing. With P peers and S stages of r = P / S replicas, each owns 1 / P of the
-microbatches. A hop that the owner serves itself costs nothing; at best that is every hop at its own stage (a share of 1 / S of
-that stage's hops). So at a rate of R microbatches per second a peer of stage s sends and receives, in bytes per second,
-
-    up   = R A ((sum of u - u_s) / P + d_s (1 - 1 / S) / r)
-    down = R A ((sum of d - d_s) / P + u_s (1 - 1 / S) / r)
-
-and none of these exceeds the link: R <= bandwidth / (A * the largest bracket). For 3 stages of 2 that is 4/3, the downlink of
-a peer in the middle: 2.34 microbatches per second, while the compute would allow 3.33.
+and with P peers in S stages each replica passes a share S / P of all: R <= bandwidth * P / (S * A * (2 if S > 2 else 1)). For 3 stages
+of 2 that is one A per microbatch and link: 3.125 microbatches per second, while the compute would allow 3.33.
 
 The last line is one JSON object. Its target is 0.85 of the bound.
 """
@@ -63,15 +57,10 @@ def compute_bound(config: Config, replicas: Sequence[float] = ()) -> float:
 
 def network_bound(config: Config, replicas: Sequence[float] = ()) -> float:
     """Microbatches per second if computing took no time; see above. `replicas` of each stage: equally many by default."""
-    peers, stages = config.run.peers, config.run.stages
-    replicas = replicas or [peers / stages] * stages
-    sends = [1 if stage in (0, stages - 1) else 3 for stage in range(stages)]
-    receives = [1 if stage in (0, stages - 1) else 2 for stage in range(stages)]
-    foreign = [(1 - count / peers) / count for count in replicas]
-    each = list(zip(sends, receives, foreign, strict=True))
-    up = max((sum(sends) - u) / peers + d * share for u, d, share in each)
-    down = max((sum(receives) - d) / peers + u * share for u, d, share in each)
-    return config.network.bandwidth_Bps / (4 * config.device.emulated_values * max(up, down))
+    stages = config.run.stages
+    replicas = replicas or [config.run.peers / stages] * stages
+    busiest = max((1 if stage in (0, stages - 1) else 2) / count for stage, count in enumerate(replicas))
+    return config.network.bandwidth_Bps / (4 * config.device.emulated_values * busiest)
 
 
 def environment() -> dict[str, str]:
@@ -111,9 +100,9 @@ def main() -> None:
         f"device.emulated_values={VALUES}",
         *asked.settings,
     ]
-    config = configuration.load(LAB, [*words, "network.hops=owner"])
+    config = configuration.load(LAB, words)
     compute, network = compute_bound(config), network_bound(config)
-    rate, told = measure([*words, "network.hops=owner"])
+    rate, told = measure(words)
     setting = {
         "peers": config.run.peers,
         "stages": config.run.stages,

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 
 from report import at_most, parse, report
-from shoal import config
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.profile import Shape, Work
 from shoal.planner.strategy import plan, strategy
@@ -176,10 +175,8 @@ def play(there: Path, made: plan.Plan) -> None:
 
 
 def planned(there: Path, stages: int, wiring: strategy.Wiring) -> plan.Plan:
-    """With hops as that run has them."""
-    direct = config.load(there / "run.toml").network.hops == "direct"
     machines = cluster.read(there / "cluster.toml")
-    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=machines, uneven=True, wiring=wiring, direct=direct)
+    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=machines, uneven=True, wiring=wiring)
     return strategy.decide(problem, np.random.default_rng(0), stages=stages)
 
 

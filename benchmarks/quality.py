@@ -37,7 +37,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "int4": ("network.activations=int4", "network.gradients=int8"),
     "averaging int8": ("network.averaging=int8",),
     "delayed": ("train.staleness=1",),
-    "averaging topk": ("network.averaging=topk",),
     "bottleneck 2x": ("model.boundary=bottleneck-2x",),
     "bottleneck 4x": ("model.boundary=bottleneck-4x",),
     "maxout 2x": ("model.boundary=maxout-2x",),

@@ -1,6 +1,6 @@
 """The simulator's lines against real processes: seconds of a step of the same run, simulated and measured.
 
-    python benchmarks/simulated.py [--links 200:50,100:20] [--hops owner,direct] [--batch 48] [--steps 4] [--no-real] [a.b=c ...]
+    python benchmarks/simulated.py [--links 200:50,100:20] [--batch 48] [--steps 4] [--no-real] [a.b=c ...]
 
 The run is configs/lab.toml as benchmarks/hops.py plays it: six processes, real TLS behind modelled lines
 (transport/emulated/shaped.py), executors
@@ -27,7 +27,7 @@ from shoal.sim.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 
 
-def words(link: str, how: str, batch: int, steps: int, settings: list[str]) -> list[str]:
+def words(link: str, batch: int, steps: int, settings: list[str]) -> list[str]:
     mbit, _, ms = link.partition(":")
     return [
         f"train.batch={batch}",
@@ -35,7 +35,6 @@ def words(link: str, how: str, batch: int, steps: int, settings: list[str]) -> l
         f"device.emulated_values={overhead.VALUES}",
         f"network.bandwidth_Bps={mbit} Mbit/s",
         f"network.delay_s={ms} ms",
-        f"network.hops={how}",
         *settings,
     ]
 
@@ -83,7 +82,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("settings", nargs="*", metavar="a.b=c")
     parser.add_argument("--links", default="200:50,100:20", metavar="MBIT:MS,...")
-    parser.add_argument("--hops", default="owner,direct")
     parser.add_argument("--batch", type=int, default=48, help="microbatches per step")
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
     parser.add_argument("--seeds", type=int, default=5)
@@ -91,15 +89,14 @@ def main() -> None:
     asked = parse(parser)
     rows: dict[str, dict[str, float]] = {}
     for link in asked.links.split(","):
-        for how in asked.hops.split(","):
-            chosen = words(link, how, asked.batch, asked.steps, asked.settings)
-            config = configuration.load(overhead.LAB, chosen)
-            found = [simulated(case(config, seed)) for seed in range(asked.seeds)]
-            row = {"simulated_s": middle(found), "least_s": min(found), "most_s": max(found)}
-            if not asked.no_real:
-                row["measured_s"] = asked.batch / hops.measure(chosen, planned=False)[0]
-            rows[f"{link} {how}"] = row = {name: round(value, 3) for name, value in row.items()}
-            print(f"{link:>8} {how:<7} {row}", file=sys.stderr, flush=True)
+        chosen = words(link, asked.batch, asked.steps, asked.settings)
+        config = configuration.load(overhead.LAB, chosen)
+        found = [simulated(case(config, seed)) for seed in range(asked.seeds)]
+        row = {"simulated_s": middle(found), "least_s": min(found), "most_s": max(found)}
+        if not asked.no_real:
+            row["measured_s"] = asked.batch / hops.measure(chosen, planned=False)[0]
+        rows[link] = row = {name: round(value, 3) for name, value in row.items()}
+        print(f"{link:>8} {row}", file=sys.stderr, flush=True)
     if not asked.no_real:
         worst = max(abs(row["measured_s"] / row["simulated_s"] - 1) for row in rows.values())
         setting = {"batch": asked.batch, "steps": asked.steps, "seeds": asked.seeds, "runs": rows}

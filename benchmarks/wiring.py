@@ -8,10 +8,10 @@ after the first step, of each seed; with peers that compute alike, and with peer
 core's own with nothing in progress (core/trainer/choice.py), so that only virtual time is left.
 docs/design/2026-11-22-least-loaded.md says why.
 
-With --geographies: planned wiring with direct hops instead, in the planner's model. Peers of four regions, whose links are drawn,
+With --geographies: planned wiring instead, in the planner's model. Peers of four regions, whose links are drawn,
 serve three or four stages; a step's seconds with each microbatch's replicas near one another, over those with all of them near its owner.
 
-The last line is one JSON object: the middle rate with direct hops, equal peers and least in progress, of the bound that hops.py derives.
+The last line is one JSON object: the middle rate with equal peers and least in progress, of the bound that hops.py derives.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from simulated import case, middle, simulated, words
 SPREAD = 3.0  # fastest over slowest
 
 
-def rates(link: str, how: str, batch: int, steps: int, seeds: int, spread: float) -> list[float]:
-    config = configuration.load(overhead.LAB, words(link, how, batch, steps, []))
+def rates(link: str, batch: int, steps: int, seeds: int, spread: float) -> list[float]:
+    config = configuration.load(overhead.LAB, words(link, batch, steps, []))
     found = []
     for seed in range(seeds):
         rng = Random(f"wiring/{seed}")
@@ -65,7 +65,7 @@ def geographies(seeds: int) -> list[float]:
             devices = tuple(Device(name=f"p{n}", flops=1.0, up_Bps=1e8, down_Bps=1e8) for n in range(peers))
             at = np.ix_(region, region)
             cluster, compute = Cluster(devices, delay_s[at], width_Bps[at]), ((0.2,) * peers, (0.4,) * peers)
-            seats = Seats(tuple(stage_of), *compute, (0.0,) * stages, 1e6, 0.0, microbatches, 4, direct=True)
+            seats = Seats(tuple(stage_of), *compute, (0.0,) * stages, 1e6, 0.0, microbatches, 4)
             routes = planned(seats, cluster)
             near_owner, matching = (
                 np.mean(
@@ -101,18 +101,15 @@ def main() -> None:
         )
         return
     usual, told = choice.in_progress, {}
-    for how in ("direct", "owner"):
-        for spread in (1.0, SPREAD):
-            for rule in ("virtual time", "least in progress"):
-                choice.in_progress = usual if rule == "least in progress" else lambda _: {}
-                found = rates(asked.link, how, asked.batch, asked.steps, asked.seeds, spread)
-                told[f"{how}, speeds x {spread:g}, {rule}"] = [round(rate, 3) for rate in found]
-                print(
-                    f"{how:<7} x {spread:g} {rule:<18} {found[0]:.2f} to {found[-1]:.2f}", file=sys.stderr, flush=True
-                )
+    for spread in (1.0, SPREAD):
+        for rule in ("virtual time", "least in progress"):
+            choice.in_progress = usual if rule == "least in progress" else lambda _: {}
+            found = rates(asked.link, asked.batch, asked.steps, asked.seeds, spread)
+            told[f"speeds x {spread:g}, {rule}"] = [round(rate, 3) for rate in found]
+            print(f"x {spread:g} {rule:<18} {found[0]:.2f} to {found[-1]:.2f}", file=sys.stderr, flush=True)
     choice.in_progress = usual
-    config = configuration.load(overhead.LAB, words(asked.link, "direct", asked.batch, asked.steps, []))
-    value = middle(told["direct, speeds x 1, least in progress"])
+    config = configuration.load(overhead.LAB, words(asked.link, asked.batch, asked.steps, []))
+    value = middle(told["speeds x 1, least in progress"])
     report(
         "wiring",
         value,

@@ -8,7 +8,6 @@ counts bytes. A changed layout gets another version; a version that is not known
     bf16/1          bfloat16
     int8/1/B        per block of B values: an fp32 scale (all scales first), then one byte per value
     int4/1/64       m = values / 64, rounded up: m bf16 scales, then 32 m bytes of two values each
-    topk/1/K        K int32 positions, ascending, then K bf16 values; all others are 0
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "ui
 FLOATS = ("float32", "bfloat16")  # what codecs encode: a code of float16 could decode to infinities
 
 # What a run may choose; bytes per value with the block sizes that compress.py writes.
-TOPK = 32  # of so many values topk keeps one
-BYTES_PER_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024, "int4": 34 / 64, "topk": 6 / TOPK}
+BYTES_PER_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024, "int4": 34 / 64}
 
 # fp32 bytes per second that one core encodes and decodes (benchmarks/codecs.py, AVX-512 EPYC): what a plan reckons with.
 SPEEDS_Bps = {
@@ -34,10 +32,9 @@ SPEEDS_Bps = {
     "bf16": (22e9, 26e9),
     "int8": (3.5e9, 8.8e9),
     "int4": (1.2e9, 1.6e9),
-    "topk": (0.3e9, 7.0e9),
 }
 
-_MOST = {"int8": 2**20, "topk": 2**31 - 1}  # largest parameter; smallest is 1
+_MOST = {"int8": 2**20}  # largest parameter; smallest is 1
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -102,13 +99,4 @@ def nbytes(text: str, shape: Sequence[int], dtype: str = "float32") -> int:
             return 4 * -(-count // spec.parameter) + count
         case "int4":
             return (2 + INT4_BLOCK // 2) * -(-count // INT4_BLOCK)
-        case "topk":
-            if spec.parameter > count:
-                raise ValueError(f"the {spec.parameter} largest of {count} values")
-            return 6 * spec.parameter
     raise AssertionError(spec)
-
-
-def keeps(count: int) -> int:
-    """Values that topk keeps of so many in a run."""
-    return max(1, count // TOPK)

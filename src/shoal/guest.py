@@ -30,7 +30,7 @@ RUN = frozenset(
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.round_warmup
     train.outer_rate train.outer_momentum train.staleness
     network.transport network.discovery network.blob_bytes network.activations network.gradients network.averaging
-    network.hops network.keep_bytes
+    network.keep_bytes
     checkpoint.every checkpoint.last checkpoint.keep
     plan.allow
     """.split()

@@ -20,7 +20,6 @@ from shoal.core.messages import (
     Gone,
     Gradient,
     Member,
-    Message,
     Missing,
     Output,
     Pending,
@@ -38,7 +37,7 @@ from shoal.core.trainer.trainer import Trainer
 
 NEXT = "next"
 VIEW = test_server.a_view(members=(*test_server.MEMBERS, Member(NEXT, 2)), owners=(0, 1, 0, 1))
-DIRECT = msgspec.structs.replace(SETTINGS, stages=3, hops="direct")
+DIRECT = msgspec.structs.replace(SETTINGS, stages=3)
 
 
 def a_server(**settings: object) -> Play:
@@ -263,7 +262,7 @@ class Rig(test_trainer.Rig):
 
     def __init__(self, stages: int = 3, view: View | None = None) -> None:
         self.now, self.serial = 0.0, 0
-        settings = Settings(stages=stages, microbatches=1, steps=9, hops="direct")
+        settings = Settings(stages=stages, microbatches=1, steps=9)
         self.trainer = Trainer(test_trainer.ME, settings, Random(1))
         self.trainer.on_view(View(number=1, step=0, members=()), 0.0)
         self.out = self.trainer.on_view(view or test_trainer.a_view(stages=stages), 0.0)
@@ -362,14 +361,6 @@ def test_an_heir_begins_with_the_data_and_takes_the_gradient_from_who_booked() -
     assert recall.peer == "b2" and recall.blobs == ()
     rig.answer(recall, Gradient)
     assert rig.sent(Backward).message.grad_from == ("b2",)  # type: ignore[union-attr]
-
-
-def test_through_the_owner_nothing_of_this_is_said() -> None:
-    rig = test_trainer.Rig()
-    send = rig.at_last_backward()
-    forward: Message = send.message
-    assert (forward.x_from, forward.grad_from, forward.to) == ((), (), "")  # type: ignore[union-attr]
-    assert len(send.blobs) == 2
 
 
 def test_whoever_does_not_give_what_it_holds_is_in_the_way_until_a_booking_shows_that_it_is_not() -> None:

@@ -17,6 +17,7 @@ from shoal.core.messages import (
     BlobRef,
     Booking,
     Books,
+    Boundary,
     Busy,
     Cancel,
     Cancelled,
@@ -85,6 +86,9 @@ class Play:
         self.server.leader = OWNER
         self.now = 0.0
         self.blobs = 0
+        self.inputs: dict[
+            tuple[int, int], str
+        ] = {}  # by step and index: the input of my stage, once it has been sent here
         self.commands: list[Command] = []  # of the last call
         self.take(self.server.on_view(view or a_view(), 0.0))
         self.take(self.server.seat(stage, 0, 0, 10, "d0", 0.0))
@@ -100,13 +104,25 @@ class Play:
         self.take(self.server.on_message(peer, message, tuple(BlobRef(b, 4) for b in names), fault, self.now))
         return names
 
-    def backward(self, index: int, attempt: int, peer: str = "", **changes: object) -> tuple[str, ...]:
-        owner = peer or (OWNER if index % 2 == 0 else OTHER)
-        return self.hear(owner, msgspec.structs.replace(Backward(0, 0, index, 1, attempt, 1), **changes), 2)
+    def input(self, index: int, step: int = 0) -> str:
+        """The stage below has sent my stage's input of that microbatch; its blob."""
+        if (step, index) not in self.inputs:
+            (self.inputs[step, index],) = self.hear(OWNER, Boundary(0, step, index, 1, False), 1)
+        return self.inputs[step, index]
 
-    def forward(self, index: int, attempt: int, **changes: object) -> tuple[str, ...]:
+    def backward(self, index: int, attempt: int, peer: str = "", **changes: object) -> tuple[str, ...]:
+        """Its input is here; the request brings the tokens, since this is the last stage."""
+        owner = peer or (OWNER if index % 2 == 0 else OTHER)
+        message = msgspec.structs.replace(Backward(0, 0, index, 1, attempt, 1, x_from=(ME, OWNER)), **changes)
+        if index < self.server.settings.microbatches:
+            self.input(index, message.step)
+        return self.hear(owner, message, 1)
+
+    def forward(self, index: int, attempt: int, **changes: object) -> None:
         owner = OWNER if index % 2 == 0 else OTHER
-        return self.hear(owner, msgspec.structs.replace(Forward(0, 0, index, 1, attempt, 1), **changes), 1)
+        message = msgspec.structs.replace(Forward(0, 0, index, 1, attempt, 1, x_from=(ME, OWNER)), **changes)
+        self.input(index, message.step)
+        self.hear(owner, message)
 
     def done(self, task: Task, seconds: float = 0.2, **result: object) -> None:
         self.take(self.server.on_done(Done(task.id, Result(**result), seconds), self.now))  # type: ignore[arg-type]
@@ -149,39 +165,40 @@ class Play:
 # ---------------------------------------------------------------------------------------------------------------- hops
 
 
-def test_a_forward_is_run_and_its_output_sent_and_forgotten() -> None:
+def test_a_forward_is_run_and_its_owner_gets_a_receipt() -> None:
     play = Play()
-    (x,) = play.forward(0, 7)
+    play.forward(0, 7)
     task = play.task(RunForward)
-    play.done(task)
+    play.done(task, nbytes=4)
 
-    assert (task.x, task.stage, task.index) == (x, 1, 0)
-    assert play.sends(Output) == [(OWNER, Output(0, 0, 0, 1, 7), (task.out,))]
-    assert sorted(play.dropped()) == sorted([x, task.out])
+    assert (task.x, task.stage, task.index) == (play.input(0), 1, 0)
+    assert play.sends(Output) == [(OWNER, Output(0, 0, 0, 1, 7, 4), ())]
+    assert play.dropped() == []
 
 
 def test_a_backward_is_booked_and_its_gradient_kept() -> None:
     play = Play()
-    x, grad = play.backward(2, 7)
+    (tokens,) = play.backward(2, 7)
     task = play.task(RunBackward)
-    play.done(task, loss=1.5)
+    play.done(task, loss=1.5, nbytes=4)
 
-    assert (task.x, task.grad) == (x, grad)
+    assert (task.x, task.grad) == (play.input(2), tokens)
     assert play.server.books == (Booking(2, 1.5),)
-    assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 2, 1, 7, 1.5), (task.out,))]
-    assert play.dropped() == [x, grad]
+    assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 2, 1, 7, 1.5, 4), ())]
+    assert play.dropped() == [tokens] and play.server.kept_bytes == 8
     assert play.server.changed
 
 
 def test_the_first_stage_writes_no_gradient_of_its_input() -> None:
     members = (Member(ME, 0), Member(OWNER, 1))
     play = Play(stage=0, view=a_view(members=members, owners=(1, 1, 1, 1)))
-    play.hear(OWNER, Backward(0, 0, 0, 0, 1, 1), 2)
+    (gradient,) = play.hear(OWNER, Boundary(0, 0, 0, 0, True), 1)
+    (tokens,) = play.hear(OWNER, Backward(0, 0, 0, 0, 1, 1, grad_from=(ME, OWNER)), 1)
     task = play.task(RunBackward)
     play.done(task)
 
-    assert task.out == ""
-    assert [blobs for _, _, blobs in play.sends(Gradient)] == [()]
+    assert (task.x, task.grad, task.out) == (tokens, gradient, "")
+    assert len(play.sends(Gradient)) == 1 and play.sends(Boundary) == []
 
 
 def test_a_single_stage_takes_the_tokens_alone() -> None:
@@ -200,7 +217,7 @@ def test_a_retry_of_a_booked_backward_is_answered_from_the_books_and_not_run() -
     again = play.backward(0, 2)
 
     assert play.tasks() == []
-    assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 0, 1, 2, 2.0), (task.out,))]
+    assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 0, 1, 2, 2.0), ())]
     assert play.dropped() == list(again)
     assert play.booked() == [0]
 
@@ -222,11 +239,11 @@ def test_a_retry_of_a_queued_backward_waits_with_it() -> None:
     play = Play()
     play.forward(0, 1)
     running = play.task(RunForward)
-    first = play.backward(2, 2)
+    (first,) = play.backward(2, 2)
     play.backward(2, 3)
     play.done(running)
 
-    assert play.task(RunBackward).x == first[0]
+    assert play.task(RunBackward).grad == first
     play.done(play.task(RunBackward))
     assert play.tasks() == [] and [m.attempt for _, m, _ in play.sends(Gradient)] == [3]
 
@@ -270,8 +287,21 @@ def test_a_newer_forward_replaces_the_queued_one() -> None:
     play = Play()
     play.backward(0, 1)
     running = play.task(RunBackward)
-    (old,) = play.forward(2, 1)
-    (new,) = play.forward(2, 2)
+    play.forward(2, 1)
+    play.forward(2, 2)
+    play.done(running)
+    play.done(play.task(RunForward))
+
+    assert [message.attempt for _, message, _ in play.sends(Output)] == [2]
+
+
+def test_a_newer_forward_of_the_first_stage_replaces_the_tokens_too() -> None:
+    members = (Member(ME, 0), Member(OWNER, 1))
+    play = Play(stage=0, view=a_view(members=members, owners=(1, 1, 1, 1)))
+    play.hear(OWNER, Forward(0, 0, 0, 0, 1, 1), 1)
+    running = play.task(RunForward)
+    (old,) = play.hear(OWNER, Forward(0, 0, 2, 0, 1, 1), 1)
+    (new,) = play.hear(OWNER, Forward(0, 0, 2, 0, 2, 1), 1)
     assert play.dropped() == [old]
     play.done(running)
 
@@ -361,9 +391,9 @@ def test_damaged_blobs_are_refused_and_the_leader_is_told() -> None:
 
 def test_the_wrong_number_of_blobs_is_refused() -> None:
     play = Play()
-    play.hear(OWNER, Backward(0, 0, 0, 1, 4, 1), 1)
+    play.hear(OWNER, Backward(0, 0, 0, 1, 4, 1, x_from=(ME, OWNER)), 2)
 
-    assert [m.reason for _, m, _ in play.sends(Refused)] == ["1 blobs where 2 belong"]
+    assert [m.reason for _, m, _ in play.sends(Refused)] == ["2 blobs where 1 belong"]
 
 
 def test_a_task_that_fails_here_is_refused_without_complaint() -> None:
@@ -443,7 +473,7 @@ def test_what_is_booked_is_sent_again_and_what_is_not_is_cancelled(kind: type[Ca
     assert play.sends(Cancelled) == [(OWNER, Cancelled(0, 0, 2, 1, 8), ())]
 
 
-def test_an_owner_that_asks_is_told_what_waits_here_and_what_is_on_its_way() -> None:
+def test_an_owner_that_asks_is_told_what_waits_here_and_what_is_kept() -> None:
     play = Play()
     play.forward(0, 3)
     running = play.task(RunForward)
@@ -454,12 +484,9 @@ def test_an_owner_that_asks_is_told_what_waits_here_and_what_is_on_its_way() -> 
         assert play.sends(Pending) == [(OWNER, Pending(0, 0, query.index, 1, 3), ())]
     play.hear(OTHER, asked[0])
     assert play.commands == [], "not its own"
-    play.done(running)
+    play.done(running, nbytes=4)
     play.hear(OWNER, asked[0])
-    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 3, sent=True), ())], "its output has been sent"
-    play.server.on_unreachable(OWNER)
-    play.hear(OWNER, asked[0])
-    assert play.commands == [], "and is lost"
+    assert play.sends(Output) == [(OWNER, Output(0, 0, 0, 1, 3, 4), ())], "the receipt again"
     play.hear(OWNER, asked[1])
     assert len(play.sends(Pending)) == 1
 

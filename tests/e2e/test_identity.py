@@ -57,7 +57,6 @@ staleness = STALENESS
 learning_rate = 1e-3 # at 3e-3 training is chaotic: rounding grows from 1e-7 to 1e-2 within 30 steps, on one machine too
 warmup = 5
 [network]
-hops = "HOPS"
 delay_s = 0.03 # fifty steps take half a minute on the fastest machine too, so that peers are killed in them
 [checkpoint]
 every = 20
@@ -106,12 +105,6 @@ def assert_within_rounding(left: Left, process: reference.OneProcess) -> None:
 # --------------------------------------------------------------------------------------------------- in one process
 
 
-@pytest.fixture(scope="module", params=["owner", "direct"])
-def hops(request: pytest.FixtureRequest) -> str:
-    """Boundary tensors through the owner, or from server to server."""
-    return str(request.param)
-
-
 def trained_in_memory(directory: Path, config: Config) -> Left:
     """What peers leave that have talked over the network in memory."""
     configuration.validate(config)
@@ -146,11 +139,8 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def in_memory(hops: str, tmp_path: Path) -> Left:
-    config = a_config(STAGES, STAGES * REPLICAS)
-    return trained_in_memory(
-        tmp_path, msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, hops=hops))
-    )
+def in_memory(tmp_path: Path) -> Left:
+    return trained_in_memory(tmp_path, a_config(STAGES, STAGES * REPLICAS))
 
 
 @pytest.mark.parametrize(("executor", "staleness"), [("resident", 0), ("swapping", 0), ("swapping", 1)])
@@ -177,11 +167,10 @@ def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_sha
 
 
 def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
-    hops: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     config = a_config(STAGES, STAGES * REPLICAS, steps=5, staleness=1)
-    network = msgspec.structs.replace(config.network, hops=hops)
-    left = trained_in_memory(tmp_path, msgspec.structs.replace(config, network=network))
+    left = trained_in_memory(tmp_path, config)
     commits = reference.commits(left.directory)
     process = assert_same_bits(left, commits)
     assert trace.replay(left.trace).differing == 0
@@ -219,10 +208,10 @@ def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in
 # ---------------------------------------------------------------------------------------------------- real processes
 
 
-def shoal_run(directory: Path, hops: str, *words: str, staleness: int = 0) -> Left:
+def shoal_run(directory: Path, *words: str, staleness: int = 0) -> Left:
     """`shoal run` to its end, in a directory of its own."""
     (directory / "a.txt").write_bytes((ROOT / "src/shoal/core/messages.py").read_bytes() * 4)
-    (directory / "real.toml").write_text(TOML.replace("HOPS", hops).replace("STALENESS", str(staleness)))
+    (directory / "real.toml").write_text(TOML.replace("STALENESS", str(staleness)))
     done = subprocess.run(
         [sys.executable, "-m", "shoal.cli.main", "run", "real.toml", *words],
         cwd=directory,
@@ -240,14 +229,14 @@ def shoal_run(directory: Path, hops: str, *words: str, staleness: int = 0) -> Le
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, hops: str) -> Left:
-    return shoal_run(tmp_path_factory.mktemp("undisturbed"), hops)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    return shoal_run(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, hops: str) -> Left:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Left:
     """Every 10 s: long enough for the dead to be removed and replaced, also where everything is slow."""
-    return shoal_run(tmp_path_factory.mktemp("killed"), hops, "--kill-every", "10")
+    return shoal_run(tmp_path_factory.mktemp("killed"), "--kill-every", "10")
 
 
 def assert_every_sample_once(left: Left) -> None:
@@ -289,7 +278,7 @@ def test_with_kills_too_every_replica_has_the_bits_of_one_process_after_every_st
 def test_with_kills_and_delayed_updates_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
     tmp_path: Path,
 ) -> None:
-    left = shoal_run(tmp_path, "direct", "--kill-every", "10", staleness=1)
+    left = shoal_run(tmp_path, "--kill-every", "10", staleness=1)
     assert left.summary["killed"] >= 1 and left.summary["staleness"] == 1
     assert left.summary["ahead"] >= STEPS // 2
     assert_every_sample_once(left)

@@ -107,21 +107,12 @@ def test_a_lab_needs_no_cluster_file(capsys: pytest.CaptureFixture[str]) -> None
     assert [len(stage["peers"]) for stage in found["stages"]] == [2, 2, 2]
 
 
-def test_the_lines_of_a_lab_carry_more_with_the_hops_that_its_configuration_has(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """8 MB over 3 stages of 2 at 200 Mbit/s: at best 3/4 of 25/8 microbatches per second through owners, 25/8 direct."""
-    rates = []
-    for hops in ("owner", "direct"):
-        words = [
-            f"network.hops={hops}",
-            "train.batch=64",
-            "device.emulated_values=2000000",
-            "network.bandwidth_Bps=200 Mbit/s",
-        ]
-        assert call(str(CONFIGS / "lab.toml"), *words, "--stages", "3", "--json") == 0
-        rates.append(64 / json.loads(capsys.readouterr().out)["predicted"]["microbatches_s"])
-    assert rates[0] <= 3 / 4 * 25 / 8 and rates[1] <= 25 / 8 and rates[1] > 1.2 * rates[0]
+def test_the_lines_of_a_lab_carry_no_more_than_they_can_and_little_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 MB over 3 stages of 2 at 200 Mbit/s: at best 25/8 microbatches per second."""
+    words = ["train.batch=64", "device.emulated_values=2000000", "network.bandwidth_Bps=200 Mbit/s"]
+    assert call(str(CONFIGS / "lab.toml"), *words, "--stages", "3", "--json") == 0
+    rate = 64 / json.loads(capsys.readouterr().out)["predicted"]["microbatches_s"]
+    assert 0.8 * 25 / 8 < rate <= 25 / 8
 
 
 def test_what_if_and_sensitivity_compare_with_the_plan(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,9 +211,8 @@ def test_a_shelf_too_narrow_for_the_planned_stages_is_told(cluster: str, capsys:
     told = capsys.readouterr()
     assert f"holds 15 boundary tensors of {tensor_bytes} bytes" in told.err
     assert f"try network.keep_bytes={16 * tensor_bytes}" in told.err, "2 * stages * inflight"
-    for enough in (f"network.keep_bytes={16 * tensor_bytes}", "network.hops=owner"):
-        assert call(*words, enough) == 0
-        assert "warning" not in capsys.readouterr().err
+    assert call(*words, f"network.keep_bytes={16 * tensor_bytes}") == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_with_local_steps_a_step_of_the_run_has_the_microbatches_of_all_of_them() -> None:

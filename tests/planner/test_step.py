@@ -8,7 +8,7 @@ import pytest
 
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction import step
-from shoal.planner.prediction.step import Seats, Step, handed_bytes, hop_bytes, predict, rough_s, weighted
+from shoal.planner.prediction.step import Seats, Step, handed_bytes, predict, request_bytes, rough_s, weighted
 
 
 def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05, down_Bps: float = 0.0) -> Cluster:
@@ -43,18 +43,11 @@ def test_one_microbatch_through_two_peers_is_the_sum_of_its_hops() -> None:
     assert found.sent_bytes == pytest.approx((8e6, 8e6))
 
 
-def test_one_microbatch_through_its_owner_waits_for_every_message_of_its_way() -> None:
-    """Owner p0 serves stage 0; outputs and inputs 8 MB, gradients 4 MB, tokens 1 MB, at 25 MB/s and 50 ms."""
-    given = seats((0, 1, 2), microbatches=1, returned_bytes=4e6, tokens_bytes=1e6)
-    there_s, back_s = [(nbytes / 25e6 + 0.05) for nbytes in (8e6, 8e6 + 1e6, 8e6 + 4e6)], [8e6, 4e6, 4e6]
-    ways_s = sum(there_s) + sum(nbytes / 25e6 + 0.05 for nbytes in back_s)
-    assert told(given, lines(3)).microbatches_s == pytest.approx(0.2 + 0.2 + 3 * 0.4 + ways_s)
-
-
-def test_one_direct_microbatch_waits_for_its_tensor_or_for_its_request_whichever_is_last() -> None:
-    """The same peers. A tensor takes 0.37 s one way, its gradient 0.21 s; a receipt to p0 and the next request 0.05 s each.
+def test_one_microbatch_waits_for_its_tensor_or_for_its_request_whichever_is_last() -> None:
+    """Owner p0 serves stage 0; outputs and inputs 8 MB, gradients 4 MB, at 25 MB/s and 50 ms. A tensor takes 0.37 s one way,
+    its gradient 0.21 s; a receipt to p0 and the next request 0.05 s each.
     Downlinks are wide: one that tokens pass while a tensor arrives takes the whole tensor after them, as in shaped.py."""
-    given = seats((0, 1, 2), microbatches=1, returned_bytes=4e6, direct=True)
+    given = seats((0, 1, 2), microbatches=1, returned_bytes=4e6)
     compute_s = 0.2 + 0.2 + 3 * 0.4
     found = told(given, lines(3, down_Bps=1e15))
     assert found.microbatches_s == pytest.approx(compute_s + 2 * 0.37 + 2 * 0.21)
@@ -67,12 +60,12 @@ def test_one_direct_microbatch_waits_for_its_tensor_or_for_its_request_whichever
 
 
 @pytest.mark.parametrize("stage_of", [(0, 1, 2) * 2, (0, 0, 1, 1, 2, 2, 2), (0, 1, 2, 3), (0, 1) * 3])
-def test_direct_hops_fill_the_lines_and_never_more_and_cross_every_boundary_once_each_way(
+def test_hops_fill_the_lines_and_never_more_and_cross_every_boundary_once_each_way(
     stage_of: tuple[int, ...],
 ) -> None:
     """Lines of 200 Mbit/s and tensors of 8 MB: the bound of benchmarks/hops.py, for the stage with the fewest replicas."""
     peers = len(stage_of)
-    given = seats(stage_of, direct=True, forward_s=(0.01,) * peers, backward_s=(0.02,) * peers, microbatches=192)
+    given = seats(stage_of, forward_s=(0.01,) * peers, backward_s=(0.02,) * peers, microbatches=192)
     bound = min(
         len(given.replicas(stage)) * 25e6 / (8e6 * (1 if stage in (0, given.stages - 1) else 2))
         for stage in range(given.stages)
@@ -82,13 +75,11 @@ def test_direct_hops_fill_the_lines_and_never_more_and_cross_every_boundary_once
         found = told(given, lines(peers), seed)
         assert least * bound < 192 / found.microbatches_s <= bound * (1 + 1e-9)
         assert sum(found.sent_bytes) == pytest.approx(192 * 2 * (given.stages - 1) * 8e6, rel=1e-12)
-    through_owners = told(msgspec.structs.replace(given, direct=False), lines(peers))
-    assert found.microbatches_s < through_owners.microbatches_s or given.stages == 2
 
 
-def test_a_direct_backward_goes_to_whoever_ran_the_forward_and_tensors_go_to_whoever_is_asked() -> None:
+def test_a_backward_goes_to_whoever_ran_the_forward_and_tensors_go_to_whoever_is_asked() -> None:
     """At stage 0 it may go to another replica: its input, the tokens, comes with the request."""
-    play = step._Play(seats((0, 0, 1, 1, 1, 2), direct=True), lines(6), np.random.default_rng(0))
+    play = step._Play(seats((0, 0, 1, 1, 1, 2)), lines(6), np.random.default_rng(0))
     play.run(24, 0.0)
     ran = {(bar.microbatch, bar.stage, bar.forward): bar.device for bar in play.bars}
     assert len(play.bars) == len(ran) == 24 * 5
@@ -101,11 +92,12 @@ def test_a_direct_backward_goes_to_whoever_ran_the_forward_and_tensors_go_to_who
 
 
 def test_one_stage_has_nothing_to_hand_on() -> None:
-    for routes in ((), (((0, 1),), ((1, 0),))):
+    """Only tokens travel: none where owners run their own, a turn's share of them where a plan shares them out."""
+    for routes, shared in (((), 0), ((((0, 1),), ((1, 0),)), 12)):
         given = seats((0, 0), routes=routes, tokens_bytes=1e3)
-        direct = told(msgspec.structs.replace(given, direct=True), lines(2))
-        assert direct.sent_bytes == told(given, lines(2)).sent_bytes
-        assert direct.microbatches_s == pytest.approx(told(given, lines(2)).microbatches_s, rel=0.01)
+        found = told(given, lines(2))
+        assert sum(found.sent_bytes) == pytest.approx(shared * 1e3)
+        assert found.microbatches_s == pytest.approx(12 * 0.4, rel=0.05)
 
 
 @pytest.mark.parametrize("peers", [2, 3, 4, 8])
@@ -171,7 +163,7 @@ def test_with_delayed_updates_averaging_is_seen_only_where_it_takes_longer_than_
 
 
 def test_with_delayed_updates_a_line_that_is_full_of_tensors_hides_no_averaging() -> None:
-    given = seats((0, 0, 1, 1), boundary_bytes=50e6, direct=True, inflight=12)
+    given = seats((0, 0, 1, 1), boundary_bytes=50e6, inflight=12)
     full = told(given, lines(4))
     assert "link" in full.bottleneck
     late = told(msgspec.structs.replace(given, gradient_bytes=(200e6, 200e6), staleness=1), lines(4))
@@ -183,21 +175,12 @@ def test_agreeing_takes_six_ways_between_equally_far_peers() -> None:
     assert told(seats((0, 0, 0)), lines(3, delay_s=0.1)).agreeing_s == pytest.approx(0.6)
 
 
-def test_bytes_by_stage_add_up_to_those_of_all_hops() -> None:
-    """With S stages an owner sends 3 S - 4 boundary tensors and receives 2 (S - 1), besides tokens."""
-    for stages in range(2, 7):
-        sent, received = hop_bytes(seats(tuple(range(stages)), boundary_bytes=1.0))
-        assert (sum(sent), sum(received)) == (3 * stages - 4, 2 * (stages - 1))
-    assert hop_bytes(seats((0,), boundary_bytes=1.0, tokens_bytes=7.0)) == ([7.0], [0.0])
-    assert handed_bytes(seats((0, 1, 2))) == ([0.0] * 3, [0.0] * 3)
-
-
-def test_direct_bytes_by_stage_are_tokens_of_owners_and_what_replicas_hand_on() -> None:
-    given = seats((0, 1, 2), boundary_bytes=5.0, returned_bytes=3.0, tokens_bytes=7.0, direct=True)
-    assert hop_bytes(given) == ([14.0, 0.0, 7.0], [0.0] * 3)  # stage 0 forward and backward, the last stage once
+def test_bytes_by_stage_are_tokens_of_owners_and_what_replicas_hand_on() -> None:
+    given = seats((0, 1, 2), boundary_bytes=5.0, returned_bytes=3.0, tokens_bytes=7.0)
+    assert request_bytes(given) == [14.0, 0.0, 7.0]  # stage 0 forward and backward, the last stage once
     assert handed_bytes(given) == ([5.0, 8.0, 3.0], [3.0, 8.0, 5.0])
-    alone = seats((0,), boundary_bytes=5.0, tokens_bytes=7.0, direct=True)
-    assert (hop_bytes(alone), handed_bytes(alone)) == (([7.0], [0.0]), ([0.0], [0.0]))
+    alone = seats((0,), boundary_bytes=5.0, tokens_bytes=7.0)
+    assert (request_bytes(alone), handed_bytes(alone)) == ([7.0], ([0.0], [0.0]))
     found = told(msgspec.structs.replace(given, microbatches=24), lines(3))
     foreign = 24 * (14 + 7) * 2 / 3  # owners take turns, and each serves a third of the tokens' hops itself
     assert sum(found.sent_bytes) == pytest.approx(24 * (5.0 + 8.0 + 3.0) + foreign)
@@ -215,19 +198,18 @@ def test_no_step_is_shorter_than_its_slowest_stages_compute(stage_of: tuple[int,
 
 def test_wider_lines_and_faster_devices_shorten_the_step() -> None:
     given = seats((0, 1, 2, 0, 1, 2))
-    slow, wide = told(given, lines(6)), told(given, lines(6, bandwidth_Bps=250e6))
+    slow, wide = told(given, lines(6, bandwidth_Bps=10e6)), told(given, lines(6, bandwidth_Bps=250e6))
     assert wide.step_s < 0.8 * slow.step_s
     quick = told(msgspec.structs.replace(given, forward_s=(0.02,) * 6, backward_s=(0.04,) * 6), lines(6, 250e6))
     assert quick.step_s < 0.5 * wide.step_s
     assert rough_s(given, lines(6, 250e6)) < rough_s(given, lines(6))
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_the_rough_formula_is_near_what_is_played(direct: bool) -> None:
+def test_the_rough_formula_is_near_what_is_played() -> None:
     for stage_of in ((0,) * 4, (0, 1, 2, 0, 1, 2), (0, 1, 0, 1)):
         for bandwidth_Bps in (5e6, 25e6, 1e9):
             gradients = (20e6,) * (max(stage_of) + 1)
-            given = seats(stage_of, gradient_bytes=gradients, microbatches=96, direct=direct)
+            given = seats(stage_of, gradient_bytes=gradients, microbatches=96)
             cluster = lines(len(stage_of), bandwidth_Bps)
             assert 0.4 < rough_s(given, cluster) / told(given, cluster).step_s < 2.0
 

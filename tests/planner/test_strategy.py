@@ -96,7 +96,7 @@ def test_owners_that_follow_the_lines_are_in_the_plan_and_read_back() -> None:
 
 def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:
     few = problem(work=msgspec.structs.replace(WORK, microbatches=8, sequences=1, tokens=128))
-    many = problem(work=msgspec.structs.replace(WORK, microbatches=4096))
+    many = problem(machines(bandwidth_Bps=5e6), work=msgspec.structs.replace(WORK, microbatches=4096))
     assert strategy.best_stages(few) > 4 > 1 > strategy.best_stages(many)
     assert len(decided(few).stages) > len(decided(many).stages) == 1
 
@@ -153,7 +153,7 @@ def test_a_stage_too_large_for_its_device_swaps_when_it_may() -> None:
 
 
 def test_small_devices_with_much_memory_between_them_take_more_stages() -> None:
-    made = decided(problem(machines(8, memory_bytes=3.5e9, bandwidth_Bps=1e9)))
+    made = decided(problem(machines(8, memory_bytes=3.5e9, host_memory_bytes=64e9, bandwidth_Bps=1e9)))
     assert len(made.stages) > 1
     assert all(stage.memory_bytes < 3.5e9 for stage in made.stages)
     assert "not possible: 1 stage:" in made.reason
@@ -190,30 +190,19 @@ def test_atom_comes_out_where_the_host_holds_what_the_device_does_not_and_lines_
     assert [stage.executor for stage in made.stages] == ["swapping"]
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_swarm_comes_out_where_all_lines_are_full_and_dtfm_where_links_are_far_or_steps_short(direct: bool) -> None:
+def test_swarm_comes_out_where_all_lines_are_full_and_dtfm_where_links_are_far_or_steps_short() -> None:
     """On full lines it matters little who is asked. Over a long step owners that ask whoever has least in progress keep
     everybody at work too; in one or two rounds of microbatches in flight they collide, and take far links."""
 
     def made(cluster: Cluster, microbatches: int) -> Plan:
         work = msgspec.structs.replace(WORK, microbatches=microbatches, sequences=1)
-        return decided(problem(cluster, work=work, direct=direct), 2, budget=0)
+        return decided(problem(cluster, work=work), 2, budget=0)
 
     full = made(machines(8, flops=1e12), 32)
     assert "stages wired by measured times: SWARM" in full.reason and not full.routes
     for cluster, microbatches in ((sides(5e7), 32), (machines(8, bandwidth_Bps=1e9, flops=1e12), 16)):
         wired = made(cluster, microbatches)
         assert "planned routes between stages: DT-FM" in wired.reason and wired.routes
-
-
-def test_the_runs_hops_are_predicted_and_narrow_lines_gain_by_direct_ones() -> None:
-    narrow = machines(8, bandwidth_Bps=5e6)
-    owner, direct = (decided(problem(narrow, direct=each), 4, budget=0) for each in (False, True))
-    assert step_s(direct) < 0.8 * step_s(owner)
-    seats = strategy.as_planned(problem(narrow, direct=True), direct)
-    assert seats.direct and not strategy.as_planned(problem(narrow), owner).direct
-    alone = [decided(problem(narrow, direct=each), 1, budget=0) for each in (False, True)]
-    assert step_s(alone[0]) == step_s(alone[1])
 
 
 def test_large_models_on_small_machines_swap_inside_stages() -> None:
@@ -393,15 +382,17 @@ def test_a_server_keeps_both_ends_of_its_boundaries_for_the_whole_step(inner: bo
 
 def test_what_servers_keep_is_in_the_plans_peak_memory_where_it_lies() -> None:
     shelf = memory.Shelf(2.0**40, 0)
-    given = problem(direct=True, shelf=shelf)
-    made, plain = decided(given, 4), decided(problem(shelf=shelf), 4)
+    given = problem(shelf=shelf)
+    made, plain = decided(given, 4), decided(problem(shelf=memory.Shelf(0, 0)), 4)
     tensor_bytes, share = given.profile.boundary_bytes, WORK.microbatches / 2
     assert [stage.kept_bytes for stage in made.stages] == [k * share * tensor_bytes for k in (2, 4, 4, 2)]
-    assert [stage.kept_bytes for stage in plain.stages] == [0.0] * 4
+    assert [stage.kept_bytes for stage in plain.stages] == [k * share * tensor_bytes for k in (0, 1, 1, 1)]
     more = [one.memory_bytes - other.memory_bytes for one, other in zip(made.stages, plain.stages, strict=True)]
-    assert more == pytest.approx([stage.kept_bytes for stage in made.stages]), "no host's memory stated: one memory"
-    apart = decided(problem(machines(host_memory_bytes=64e9), direct=True, shelf=shelf), 4)
-    assert [stage.memory_bytes for stage in apart.stages] == [stage.memory_bytes for stage in plain.stages]
+    kept = zip(made.stages, plain.stages, strict=True)
+    assert more == pytest.approx([one.kept_bytes - other.kept_bytes for one, other in kept]), "one memory"
+    apart = decided(problem(machines(host_memory_bytes=64e9), shelf=shelf), 4)
+    alone = [stage.memory_bytes - stage.kept_bytes for stage in made.stages]
+    assert [stage.memory_bytes for stage in apart.stages] == pytest.approx(alone)
     assert apart.stages[1].kept_bytes == made.stages[1].kept_bytes
 
 
@@ -409,10 +400,8 @@ def test_what_servers_keep_is_in_the_plans_peak_memory_where_it_lies() -> None:
 def test_a_stage_whose_tensors_have_no_room_until_the_commit_does_not_fit(fields: dict[str, float]) -> None:
     """Four stages of two: a middle one takes 1.8 GB and its tensors 1.07 GB for every eight microbatches."""
     cluster = machines(**fields)
-    roomy = problem(cluster, direct=True)
-    narrow = problem(
-        cluster, direct=True, shelf=memory.Shelf(2.0**40, 0), work=msgspec.structs.replace(WORK, microbatches=512)
-    )
+    roomy = problem(cluster)
+    narrow = problem(cluster, shelf=memory.Shelf(2.0**40, 0), work=msgspec.structs.replace(WORK, microbatches=512))
     made = decided(roomy, 4)
     assert plan.validate(made, roomy.profile, cluster, 2) == []
     with pytest.raises(ValueError, match="fits no device left"):

@@ -69,10 +69,9 @@ def test_replicas_get_microbatches_in_proportion_to_what_they_can_pass(stage_of:
             assert found[device] == wanted
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_near_replicas_are_taken_while_they_have_room(direct: bool) -> None:
+def test_near_replicas_are_taken_while_they_have_room() -> None:
     """Two of each side at each stage: every owner stays on its own side."""
-    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32, direct=direct)
+    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32)
     routes = planned(given, cluster(8, far_Bps=1e6))
     assert all(replica % 2 == owner % 2 for owner in range(8) for turns in routes[owner] for replica in turns)
 
@@ -88,19 +87,18 @@ def test_what_near_replicas_have_no_room_for_goes_far_and_nothing_more() -> None
     assert far == 4
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_far_sides_are_wired_apart_which_is_quicker_than_by_measured_times(direct: bool) -> None:
-    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32, direct=direct)
+def test_far_sides_are_wired_apart_which_is_quicker_than_by_measured_times() -> None:
+    given = seats((0, 0, 0, 0, 1, 1, 1, 1), microbatches=32)
     sides = cluster(8, far_Bps=1e6)
     wired = msgspec.structs.replace(given, routes=planned(given, sides))
     by_plan, by_times = (predict(s, sides, np.random.default_rng(0)).step_s for s in (wired, given))
     assert by_plan < 0.8 * by_times
 
 
-def test_with_direct_hops_no_more_tensors_go_far_than_must() -> None:
+def test_no_more_tensors_go_far_than_must() -> None:
     """Three stages of three equal replicas; one, two and two of them are on the even side. Of 72 microbatches 24 are served there
     at stage 0 and 48 at stages 1 and 2, so 24 must cross once. Near their owners alone more do."""
-    given = seats((1, 0, 1, 1, 2, 2, 2, 0, 0), microbatches=72, direct=True)
+    given = seats((1, 0, 1, 1, 2, 2, 2, 0, 0), microbatches=72)
     sides = cluster(9, far_Bps=1e6)
 
     def crossings(routes: Routing) -> int:
@@ -114,8 +112,9 @@ def test_with_direct_hops_no_more_tensors_go_far_than_must() -> None:
     by_neighbours = matched(given, sides, by_owners)
     assert crossings(by_neighbours) == 24 < crossings(by_owners)
     assert served(given, by_neighbours) == served(given, by_owners)
-    through = msgspec.structs.replace(given, direct=False)
-    assert matched(through, sides, by_owners) is by_owners
+    alone = seats((0,) * 9, microbatches=72)
+    routes = planned(alone, sides)
+    assert matched(alone, sides, routes) is routes
 
 
 def test_a_device_without_a_seat_has_no_routes_and_is_in_none() -> None:

@@ -35,10 +35,8 @@ TINY = Config(
     model=Model(hidden_size=16, layers=3, heads=2, kv_heads=1, intermediate_size=24),
     data=Data(source="text", sequence=8),
     train=Train(batch=4, microbatch=2, warmup=0),
-    network=Network(hops="owner"),
     device=Device(threads=0),
 )
-DIRECT = msgspec.structs.replace(TINY, network=Network())
 EMULATED = msgspec.structs.replace(TINY, device=Device(executor="emulated", emulated_s=0.0, emulated_values=64))
 LATE = msgspec.structs.replace(TINY, train=msgspec.structs.replace(TINY.train, staleness=1))
 ONE = msgspec.structs.replace(TINY, run=Run(name="tiny", stages=1, seed=5))
@@ -106,19 +104,21 @@ def train_microbatch(trainer: Hands, servers: list[Hands], step: int, index: int
     x, last = [f"x{index}.{k}" for k in range(3)], len(servers) - 1
     done(trainer, m.Fetch("t/f", step, index, x[0]))
     for k in range(last):
-        give(trainer, servers[k], m.Forward(0, step, index, k, 1, 1), x[k])
+        give(trainer, servers[k], m.Forward(0, step, index, k, 1, 1), *x[:1] if k == 0 else ())
         done(servers[k], m.RunForward("s/f", step, index, k, x[k], x[k + 1]))
-        give(servers[k], trainer, m.Output(0, step, index, k, 1), x[k + 1])
+        give(servers[k], servers[k + 1], m.Boundary(0, step, index, k + 1, False), x[k + 1])
+        give(servers[k], trainer, m.Output(0, step, index, k, 1))
     grad, loss = x[0], 0.0
     for k in reversed(range(last + 1)):
-        names = [x[k], grad] if last else [x[0]]
-        give(trainer, servers[k], m.Backward(0, step, index, k, 1, 1), *names)
+        give(trainer, servers[k], m.Backward(0, step, index, k, 1, 1), *x[:1] if k in (0, last) else ())
         out = f"g{index}.{k}" if k else ""
         result = done(servers[k], m.RunBackward("s/b", step, index, k, x[k], grad if last else "", out))
         if k == last:
             assert result.loss is not None
             loss = result.loss
-        give(servers[k], trainer, m.Gradient(0, step, index, k, 1), *([out] if out else []))
+        if out:
+            give(servers[k], servers[k - 1], m.Boundary(0, step, index, k - 1, True), out)
+        give(servers[k], trainer, m.Gradient(0, step, index, k, 1))
         grad = out
     return loss
 
@@ -385,6 +385,7 @@ def test_blobs_share_memory_both_ways() -> None:
 
 TOKENS = torch.zeros(2, 9, dtype=torch.int64)
 HIDDEN = torch.zeros(2, 8, 16)
+INPUT, GRADIENT = m.Boundary(0, 0, 0, 1, False), m.Boundary(0, 0, 0, 1, True)
 
 
 def forward(stage: int) -> m.Forward:
@@ -400,15 +401,15 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
     length = held._seated().executor.length
     for message, tensors in (
         (forward(0), (TOKENS,)),
-        (forward(1), (HIDDEN,)),
-        (forward(2), (HIDDEN,)),
-        (backward(0), (TOKENS, HIDDEN)),
-        (backward(1), (HIDDEN, HIDDEN)),
-        (backward(2), (HIDDEN, TOKENS)),
-        (m.Output(0, 0, 0, 1, 1), (HIDDEN,)),
-        (m.Gradient(0, 0, 0, 0, 1), ()),
-        (m.Gradient(0, 0, 0, 2, 1), (HIDDEN,)),
-        (m.Gradient(0, 0, 0, 2, 1), (torch.full((2, 8, 16), 1e15),)),  # the largest that nothing overflows from
+        (forward(1), ()),
+        (backward(0), (TOKENS,)),
+        (backward(1), ()),
+        (backward(2), (TOKENS,)),
+        (m.Output(0, 0, 0, 1, 1), ()),
+        (m.Gradient(0, 0, 0, 2, 1), ()),
+        (INPUT, (HIDDEN,)),
+        (GRADIENT, (HIDDEN,)),
+        (GRADIENT, (torch.full((2, 8, 16), 1e15),)),  # the largest that nothing overflows from
         (m.Part(0, 0, 0, 1), (torch.zeros(length),)),
         (m.Sum(0, 0, 0, 1), (torch.zeros(1),)),
         (m.Chunk(0, 0, 1, 0), (torch.zeros(5, dtype=torch.uint8),)),
@@ -425,20 +426,26 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
         (forward(0), (TOKENS + 256,), "tokens from 256 to 256, not 0 to 255"),
         (forward(0), (TOKENS - 1,), "tokens from -1"),
         (forward(0), (TOKENS[:, 1:].contiguous(),), "shape (2, 8), not (2, 9)"),
-        (forward(1), (HIDDEN.double(),), "type 'float64'"),
-        (forward(1), (HIDDEN.bfloat16(),), "type bfloat16, not float32"),
-        (forward(1), (HIDDEN.reshape(2, 16, 8),), "shape (2, 16, 8), not (2, 8, 16)"),
-        (forward(1), (HIDDEN.log(),), "not finite"),
-        (forward(1), (HIDDEN.log().sqrt(),), "not finite"),
-        (forward(1), (), "0 blobs with a Forward, not 1"),
-        (forward(1), (HIDDEN, HIDDEN), "2 blobs with a Forward, not 1"),
-        (forward(3), (HIDDEN,), "Forward of stage 3 in a run of 3 stages"),
-        (backward(1), (HIDDEN,), "1 blobs with a Backward, not 2"),
-        (backward(2), (HIDDEN, HIDDEN), "tokens: type float32"),
-        (backward(1), (HIDDEN, HIDDEN / 0), "not finite"),
-        (m.Output(0, 0, 0, 2, 1), (HIDDEN,), "Output of stage 2"),
-        (m.Gradient(0, 0, 0, 0, 1), (HIDDEN,), "1 blobs with a Gradient, not 0"),
-        (m.Gradient(0, 0, 0, 1, 1), (), "0 blobs with a Gradient, not 1"),
+        (INPUT, (HIDDEN.double(),), "type 'float64'"),
+        (INPUT, (HIDDEN.bfloat16(),), "type bfloat16, not float32"),
+        (INPUT, (HIDDEN.reshape(2, 16, 8),), "shape (2, 16, 8), not (2, 8, 16)"),
+        (INPUT, (HIDDEN[:, 1:].contiguous(),), "shape (2, 7, 16), not (2, 8, 16)"),
+        (INPUT, (HIDDEN.log(),), "not finite"),
+        (INPUT, (HIDDEN.log().sqrt(),), "not finite"),
+        (INPUT, (), "0 blobs with a Boundary, not 1"),
+        (INPUT, (HIDDEN, HIDDEN), "2 blobs with a Boundary, not 1"),
+        (GRADIENT, (HIDDEN / 0,), "not finite"),
+        (m.Boundary(0, 0, 0, 0, False), (HIDDEN,), "stage 0 has no such boundary"),
+        (m.Boundary(0, 0, 0, 2, True), (HIDDEN,), "stage 2 has no such boundary"),
+        (m.Boundary(0, 0, 0, 3, False), (HIDDEN,), "Boundary of stage 3 in a run of 3 stages"),
+        (forward(1), (HIDDEN,), "1 blobs with a Forward, not 0"),
+        (forward(0), (), "0 blobs with a Forward, not 1"),
+        (forward(3), (), "Forward of stage 3 in a run of 3 stages"),
+        (backward(0), (TOKENS, HIDDEN), "2 blobs with a Backward, not 1"),
+        (backward(1), (HIDDEN,), "1 blobs with a Backward, not 0"),
+        (backward(2), (HIDDEN,), "tokens: type float32"),
+        (m.Output(0, 0, 0, 1, 1), (HIDDEN,), "1 blobs with a Output, which has none"),
+        (m.Gradient(0, 0, 0, 0, 1), (HIDDEN,), "1 blobs with a Gradient, which has none"),
         (m.Part(0, 0, 0, 0), (torch.zeros(10**5),), "not one dimension of 1 to"),
         (m.Part(0, 0, 0, 0), (torch.zeros(0),), "not one dimension of 1 to"),
         (m.Part(0, 0, 0, 0), (torch.zeros(2, 2),), "not one dimension of 1 to"),
@@ -458,34 +465,6 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
-    ("message", "tensors", "match"),
-    [
-        (forward(0), (TOKENS,), ""),
-        (forward(1), (), ""),
-        (backward(0), (TOKENS,), ""),
-        (backward(1), (), ""),
-        (backward(2), (TOKENS,), ""),
-        (m.Output(0, 0, 0, 1, 1), (), ""),
-        (m.Gradient(0, 0, 0, 2, 1), (), ""),
-        (m.Boundary(0, 0, 0, 1, False), (HIDDEN,), ""),
-        (m.Boundary(0, 0, 0, 0, True), (HIDDEN,), ""),
-        (forward(1), (HIDDEN,), "1 blobs with a Forward, not 0"),
-        (backward(0), (TOKENS, HIDDEN), "2 blobs with a Backward, not 1"),
-        (m.Output(0, 0, 0, 1, 1), (HIDDEN,), "1 blobs with a Output, not 0"),
-        (m.Boundary(0, 0, 0, 1, False), (), "0 blobs with a Boundary, not 1"),
-        (m.Boundary(0, 0, 0, 1, False), (HIDDEN.bfloat16(),), "type bfloat16, not float32"),
-        (m.Boundary(0, 0, 0, 1, False), (HIDDEN[:, 1:].contiguous(),), "shape (2, 7, 16), not (2, 8, 16)"),
-        (m.Boundary(0, 0, 0, 0, True), (HIDDEN / 0,), "not finite"),
-    ],
-)
-def test_with_direct_hops_boundary_tensors_come_alone(
-    a_pair_of_hands: Maker, message: m.Message, tensors: tuple[torch.Tensor, ...], match: str
-) -> None:
-    fault = a_pair_of_hands(DIRECT, 1).check(message, tuple(map(kinds.blob_of, tensors)))
-    assert match in fault and bool(match) == bool(fault)
-
-
-@pytest.mark.parametrize(
     ("blob", "match"),
     [
         (Blob("float32", (2, 8, 16), b"123"), "3 bytes are not float32"),
@@ -497,7 +476,7 @@ def test_with_direct_hops_boundary_tensors_come_alone(
 )
 def test_a_malformed_blob_is_neither_passed_nor_kept(a_pair_of_hands: Maker, blob: Blob, match: str) -> None:
     held = a_pair_of_hands(TINY, 1)
-    assert match in held.check(forward(1), (blob,))
+    assert match in held.check(INPUT, (blob,))
     with pytest.raises(ValueError, match=match[:8]):
         held.put("x", blob)
     assert held.held() == 0
@@ -508,14 +487,14 @@ def test_boundaries_are_of_the_type_that_is_trained_in(a_pair_of_hands: Maker) -
     servers = [a_pair_of_hands(half, k) for k in range(3)]
     train_microbatch(servers[0], servers, 0, 0)
     assert servers[0].get("x0.1").dtype == torch.bfloat16
-    assert "type float32, not bfloat16" in servers[0].check(forward(1), (kinds.blob_of(HIDDEN),))
+    assert "type float32, not bfloat16" in servers[0].check(INPUT, (kinds.blob_of(HIDDEN),))
 
 
 # ---------------------------------------------------------------------------------------------------- encoded tensors
 
 
 def coded(config: Config = TINY, **network: Any) -> Config:
-    return msgspec.structs.replace(config, network=Network(hops="owner", **network))
+    return msgspec.structs.replace(config, network=Network(**network))
 
 
 def test_both_ends_and_the_recomputation_use_the_decoded_tensor(a_pair_of_hands: Maker) -> None:
@@ -539,7 +518,7 @@ def test_both_ends_and_the_recomputation_use_the_decoded_tensor(a_pair_of_hands:
     alone[0].backward(hidden[0], through(grad), None)
     for k, held in enumerate(servers):
         assert torch.equal(held._seated().executor.sum, alone[k].sum)
-    blob = trainer.blob("x0.1")
+    blob = servers[0].blob("x0.1")
     assert blob.codec == "int8/1/1024" and len(memoryview(blob.data)) == codec.nbytes(blob.codec, blob.shape)
 
 
@@ -572,49 +551,6 @@ def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_
     assert errors[-1] < errors[0] / 4
 
 
-def test_the_largest_values_only_are_averaged_to_equal_bits_and_nothing_of_the_rest_is_lost(
-    a_pair_of_hands: Maker,
-) -> None:
-    """What was applied and what three replicas have left to send are together all that they ever brought."""
-    group = [a_pair_of_hands(coded(averaging="topk"), 1) for _ in range(3)]
-    length = group[0]._seated().executor.length
-    made = torch.Generator().manual_seed(1)
-    brought, applied = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
-    for step in range(6):
-        for held in group:
-            grad = torch.randn(length, generator=made)
-            held._seated().executor.sum.copy_(grad)
-            brought += grad.double()
-        if step == 3:  # a round that was given up counts for nothing
-            average(group, step, 99)
-        average(group, step, step)
-        reduced = [held._sums.reduced[step, step].reduced for held in group]
-        assert all(torch.equal(one, reduced[0]) for one in reduced)
-        assert 0 < int(reduced[0].count_nonzero()) <= length // codec.TOPK + 3
-        applied += reduced[0].double()
-        assert len({done(held, m.Apply("s/y", step, step, 1.0, False)).digest for held in group}) == 1
-        for held in group:
-            for name in held._blobs.names():
-                held.drop(name)
-    left = sum(held._sums.averaging._left.double() for held in group if held._sums.averaging._left is not None)
-    assert torch.allclose(applied + left, brought, atol=1e-4) and float(applied.norm()) < float(brought.norm())
-
-
-def test_more_or_fewer_of_the_largest_values_than_the_run_keeps_are_refused(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(coded(averaging="topk"), 1)
-    values = torch.randn(320)
-    for how, words in (
-        ("topk", ""),
-        ("topk/10", ""),
-        ("topk/11", "codec topk/1/11, not topk/1/10"),
-        ("topk/320", "topk/1/320, not"),
-    ):
-        blob = coding.packed(values, how)
-        assert isinstance(blob, Blob)
-        found = held.check(m.Part(0, 0, 0, 0), (blob,))
-        assert words in found if words else found == ""
-
-
 def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone(a_pair_of_hands: Maker) -> None:
     pair = [a_pair_of_hands(coded(averaging="int8"), 1) for _ in range(2)]
     length = pair[0]._seated().executor.length
@@ -642,7 +578,7 @@ def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Mak
     held = a_pair_of_hands(coded(activations="int8", gradients="bf16", averaging="int8"), 1)
     good = coding.packed(HIDDEN, "int8")
     assert isinstance(good, Blob)
-    assert held.check(forward(1), (good,)) == ""
+    assert held.check(INPUT, (good,)) == ""
     raw = kinds.blob_of(HIDDEN)
     scales = bytearray(good.data)
     scales[2:4] = b"\xff\xff"
@@ -655,8 +591,8 @@ def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Mak
         (coding.packed(HIDDEN[:1], "int8"), "shape (1, 8, 16)"),
     ):
         assert isinstance(blob, Blob)
-        assert words in held.check(forward(1), (blob,))
-    assert "a boundary gradient: codec raw, not bf16" in held.check(m.Backward(0, 0, 0, 1, 1, 1), (good, raw))
+        assert words in held.check(INPUT, (blob,))
+    assert "a boundary gradient: codec raw, not bf16" in held.check(GRADIENT, (raw,))
     part = kinds.blob_of(torch.zeros(4))
     assert "a chunk of the gradient: codec raw, not int8" in held.check(m.Part(0, 0, 0, 0), (part,))
 

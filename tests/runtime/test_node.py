@@ -6,7 +6,6 @@ import asyncio
 import time
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 import msgspec
 import pytest
@@ -27,13 +26,10 @@ from shoal.core.messages import (
     Do,
     Event,
     Finish,
-    Forward,
     Gather,
-    Gradient,
     Lead,
     Member,
     Message,
-    Output,
     Override,
     Part,
     Peer,
@@ -307,10 +303,9 @@ def test_a_round_takes_no_more_memory_than_it_may(
     assert most(1 << 30)[0] > 2 * gradient_bytes
 
 
-@pytest.mark.parametrize("hops", ["direct", "owner"])
-def test_bytes_on_the_wire_are_those_of_the_formulas(hops: Literal["direct", "owner"], tmp_path: Path) -> None:
+def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
     """Every Send to somebody else that the trace holds, at the size that codec.py says its tensors have."""
-    network = Network(activations="int8", gradients="bf16", averaging="int8", hops=hops)
+    network = Network(activations="int8", gradients="bf16", averaging="int8")
     swarm = Swarm(msgspec.structs.replace(TINY, network=network), tmp_path)
     for _ in range(TINY.run.peers):
         swarm.add()
@@ -333,18 +328,6 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(hops: Literal["direct", "ow
                     activations += activation
                 case Boundary():
                     gradients += gradient
-                case _ if hops == "direct" and not isinstance(command.message, Part | Sum):
-                    pass
-                case Forward(stage=1):
-                    activations += activation
-                case Output(stage=0):
-                    activations += activation
-                case Backward(stage=1):
-                    activations += activation
-                case Backward(stage=0):
-                    gradients += gradient
-                case Gradient(stage=1):
-                    gradients += gradient
                 case Part(chunk=chunk) | Sum(chunk=chunk):
                     averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
         sent, came = node.tally.totals()
@@ -356,7 +339,7 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(hops: Literal["direct", "ow
         assert (carried[-1].sent, carried[-1].received) == (sent, came)
         assert carried[-1].kept == node.kept_most
         assert node.kept_most.memory >= max(node.kept_most.shelf, activation)
-        assert (node.kept_most.shelf > 0) is (hops == "direct")
+        assert node.kept_most.shelf > 0
         assert node.kept == Kept()
     totals = [node.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0
@@ -452,9 +435,8 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
         hub, machine = Hub(), Listener()
         machine.until = 2  # the first Tick, and the harmless message
         transport, other = MemoryTransport(hub, machine.name), MemoryTransport(hub, "b" * 32 + ".1")
-        config = msgspec.structs.replace(TINY, network=Network(hops="owner"))
-        header = trace.Header(PROTOCOL, machine.name, settings(config), seed="", found=False)
-        hands, record = Hands(config), Heard(header, tmp_path / "t.jsonl")
+        header = trace.Header(PROTOCOL, machine.name, settings(TINY), seed="", found=False)
+        hands, record = Hands(TINY), Heard(header, tmp_path / "t.jsonl")
         signing = Signing(Identity.new(), "run")
         node = Node(machine, hands, transport, Known([]), record, signing)  # type: ignore[arg-type]
         await transport.start()
@@ -487,15 +469,15 @@ def test_a_message_with_a_number_that_is_not_finite_never_reaches_the_machine(tm
 
 def test_wrong_tensors_reach_the_machine_as_a_fault_and_take_no_memory(tmp_path: Path) -> None:
     request = Backward(epoch=0, step=0, index=0, stage=1, attempt=1, view=1)
-    answer = Gradient(epoch=0, step=0, index=0, stage=1, attempt=1, loss=float("nan"))
+    tensor = Boundary(epoch=0, step=0, index=0, stage=1, gradient=False)
     good = floats(2, 8, 16)
     events = hear(
         tmp_path,
         (request, (good, good)),
-        (request, (floats(2, 9, 16), good)),
         (request, (good,)),
-        (answer, (good,)),
-        (answer, (floats(2, 8, 16, value=float("nan")),)),
+        (tensor, (good, good)),
+        (tensor, (floats(2, 9, 16),)),
+        (tensor, (floats(2, 8, 16, value=float("nan")),)),
     )
     faults = {event.fault for event in events if event.message != Pulse(1, 1, 1, True)}  # type: ignore[attr-defined]
     assert len(faults) == 5 and "" not in faults

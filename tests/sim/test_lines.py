@@ -121,8 +121,8 @@ def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.
     assert came == [0, 1]
 
 
-def lab(hops: str, bandwidth_Bps: float, forward_s: float = 0.05, peers: int = 6) -> Case:
-    settings = m.Settings(stages=3, microbatches=36, steps=3, peers=peers, inflight=6, hops=hops, save_last=False)
+def lab(bandwidth_Bps: float, forward_s: float = 0.05, peers: int = 6) -> Case:
+    settings = m.Settings(stages=3, microbatches=36, steps=3, peers=peers, inflight=6, save_last=False)
     return Case(
         scenario=PLAIN,
         seed=1,
@@ -136,19 +136,18 @@ def lab(hops: str, bandwidth_Bps: float, forward_s: float = 0.05, peers: int = 6
     )
 
 
-@pytest.mark.parametrize(("hops", "crossings"), [("direct", 1.0), ("owner", 4 / 3)])
-def test_a_step_takes_the_time_of_its_bytes_and_little_more(hops: str, crossings: float) -> None:
-    """benchmarks/hops.py and overhead.py derive both bounds: so many tensors of 8 MB pass each of six lines for one microbatch."""
-    swarm = Swarm(lab(hops, 25 * MB))
+def test_a_step_takes_the_time_of_its_bytes_and_little_more() -> None:
+    """benchmarks/hops.py derives the bound: one tensor of 8 MB passes each of six lines for one microbatch."""
+    swarm = Swarm(lab(25 * MB))
     outcome = swarm.run()
     times = swarm.watch.commit_times
     assert outcome.violations == () and len(times) == 3
-    least_s = 36 * crossings * 8 * MB / (25 * MB)
+    least_s = 36 * 8 * MB / (25 * MB)
     assert least_s < (times[-1] - times[0]) / 2 < 1.4 * least_s
 
 
 def test_where_lines_are_wide_compute_decides() -> None:
-    swarm = Swarm(lab("direct", 25_000 * MB, forward_s=0.2))
+    swarm = Swarm(lab(25_000 * MB, forward_s=0.2))
     swarm.run()
     times = swarm.watch.commit_times
     assert 36 * 0.6 / 2 < (times[-1] - times[0]) / 2 < 1.4 * 36 * 0.6 / 2
@@ -176,14 +175,12 @@ def killed(
     """100 MB averaged by `peers` at 200 Mbit/s; one, or the one that leads, or (None) nobody dies in step 2 when half of the bytes are
     through. Seconds from the first Cut to the last Gather of each step, and rounds of step 2."""
     settings = m.Settings(
-        stages=1, microbatches=peers, steps=4, peers=peers, inflight=6, hops="direct", save_last=False,
+        stages=1, microbatches=peers, steps=4, peers=peers, inflight=6, save_last=False,
         seats=(0,) * len(widths), widths=widths,
     )  # fmt: skip
     own = tuple(Line(line, line) for line in lines)
     wire = Wire(lines=own, boundary_values=256, gradient_values=100 * MB // 4)
-    case = msgspec.structs.replace(
-        lab("direct", 1.0), seed=seed, settings=settings, peers=peers, wire=wire, forward_s=0.01
-    )
+    case = msgspec.structs.replace(lab(1.0), seed=seed, settings=settings, peers=peers, wire=wire, forward_s=0.01)
     begun, over, doing, rounds = dict[int, float](), dict[int, float](), dict[tuple[m.Peer, str], int](), set[int]()
 
     def kill(_: object) -> None:
@@ -223,7 +220,7 @@ def test_the_leader_killed_in_the_middle_of_averaging_costs_one_round_more_and_a
 ) -> None:
     """Both seeds needed a third round: the new leader began one that listed the dead."""
     took, rounds = killed(peers, leader=True, seed=seed)
-    assert rounds == 2 and took[2] < took[1] + took[3] + 2 * lab("direct", 1.0).settings.silence_s
+    assert rounds == 2 and took[2] < took[1] + took[3] + 2 * lab(1.0).settings.silence_s
 
 
 UNLIKE = (12.5 * MB, 25 * MB, 25 * MB, 25 * MB)  # and one of the last two dies
@@ -246,11 +243,9 @@ def test_with_delayed_updates_a_death_in_a_long_round_puts_nobody_else_out() -> 
     """Who inherits microbatches of the step that is computed meanwhile asks all for their books, and hears them while the round goes on:
     averaging takes 24 s, and who answers nothing for so long is reported."""
     lines, removed = (6.25 * MB,) * 4, list[str]()
-    settings = m.Settings(
-        stages=1, microbatches=8, steps=4, peers=4, inflight=6, hops="direct", save_last=False, staleness=1
-    )
+    settings = m.Settings(stages=1, microbatches=8, steps=4, peers=4, inflight=6, save_last=False, staleness=1)
     wire = Wire(lines=tuple(Line(line, line) for line in lines), boundary_values=256, gradient_values=100 * MB // 4)
-    case = msgspec.structs.replace(lab("direct", 1.0), settings=settings, peers=4, wire=wire, forward_s=0.01)
+    case = msgspec.structs.replace(lab(1.0), settings=settings, peers=4, wire=wire, forward_s=0.01)
 
     def look(_: float, peer: m.Peer, event: m.Event, commands: list[m.Command]) -> None:
         for command in commands:

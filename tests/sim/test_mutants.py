@@ -36,7 +36,6 @@ from shoal.sim.task_runner import Hands
 SEEDS = 80
 STORM = Scenario(
     name="storm",
-    hops="owner",
     staleness=0,
     peers=(4, 8),
     stages=(1, 2),
@@ -49,7 +48,6 @@ STORM = Scenario(
 )
 HALVES = Scenario(
     name="halves",
-    hops="owner",
     staleness=0,
     peers=(4, 8),
     stages=(1, 3),
@@ -59,7 +57,6 @@ HALVES = Scenario(
 )
 ROUNDS = Scenario(
     name="rounds",
-    hops="owner",
     staleness=0,
     peers=(6, 10),
     stages=(1, 3),
@@ -70,7 +67,6 @@ ROUNDS = Scenario(
 )
 LARGE = Scenario(
     name="a large group",
-    hops="owner",
     staleness=0,
     peers=(17, 19),
     stages=(1, 1),
@@ -82,11 +78,6 @@ LARGE = Scenario(
 )
 LATE = msgspec.structs.replace(ROUNDS, staleness=1)  # with delayed updates
 Patch = pytest.MonkeyPatch
-
-
-def straight(scenario: Scenario) -> Scenario:
-    """With boundary tensors from server to server."""
-    return msgspec.structs.replace(scenario, hops="direct")
 
 
 def accepts_a_stale_answer(patch: Patch) -> None:
@@ -335,27 +326,6 @@ def a_case(scenario: Scenario, seed: int) -> Case:
 
 @pytest.mark.parametrize(("mutant", "scenario", "known"), MUTANTS, ids=lambda one: getattr(one, "__name__", ""))
 def test_a_mutant_is_caught(
-    mutant: Callable[[pytest.MonkeyPatch], None],
-    scenario: Scenario,
-    known: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert_caught(mutant, scenario, known, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("mutant", "scenario", "known"), MUTANTS, ids=lambda one: getattr(one, "__name__", ""))
-def test_a_mutant_is_caught_with_direct_hops_too(
-    mutant: Callable[[pytest.MonkeyPatch], None],
-    scenario: Scenario,
-    known: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert_caught(mutant, straight(scenario), known, monkeypatch)
-
-
-def assert_caught(
     mutant: Callable[[pytest.MonkeyPatch], None],
     scenario: Scenario,
     known: tuple[int, ...],

@@ -44,6 +44,7 @@ from shoal.core.messages import (
 from shoal.core.replica_state import Seat
 from shoal.core.server.activation_store import Shelf
 from shoal.core.server.hops import Hops
+from shoal.core.server.verdict import Request
 from shoal.core.trainer.trainer import Trainer
 
 TO_SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Boundary, Pull, Gone)
@@ -77,7 +78,6 @@ class World:
             inflight=rng.choice((1, 2, 4)),
             queue_limit=rng.choice((1, 4, 16)),
             hop_floor_s=2.0,
-            hops="direct",
             keep_bytes=rng.choice((1 << 32, 1 << 32, 12 * NBYTES, 3 * NBYTES)),
         )
         self.now, self.names = 0.0, count()
@@ -175,7 +175,7 @@ class World:
         blobs, names = tuple(refs), tuple(ref.id for ref in refs)
         match message:
             case Forward() | Backward():
-                commands = node.hops.on_hop(letter.source, message, names, fault, self.now)
+                commands = node.hops.on_hop(Request(letter.source, message, names, fault), self.now)
             case Boundary() | Pull() | Gone():
                 commands = node.hops.on_tensor(letter.source, message, blobs, fault, self.now)
             case Recall() | Cancel():

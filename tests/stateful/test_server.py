@@ -1,8 +1,9 @@
 """A server among honest owners on a bad network: requests doubled, reordered, late and lost, owners that vanish, rounds, commits.
 
-The owners follow the protocol's rule: a microbatch goes elsewhere only after this server said that it will not take it, or after
-a former owner's books were asked for. Whatever the network does, nothing may then be booked both here and elsewhere. The model
-also carries out the tasks in order, with a sum that is a list of indices and blobs that must each be dropped once.
+The stage below sends inputs, and gives them again when asked. The owners follow the protocol's rule: a microbatch goes elsewhere
+only after this server said that it will not take it, or after a former owner's books were asked for. Whatever the network does,
+nothing may then be booked both here and elsewhere. The model also carries out the tasks in order, with a sum that is a list of
+indices and blobs that must each be dropped once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shoal.core.messages import (
     Backward,
     BlobRef,
     Books,
+    Boundary,
     Busy,
     Cancel,
     Cancelled,
@@ -35,11 +37,14 @@ from shoal.core.messages import (
     Failed,
     Forward,
     Gather,
+    Gone,
     Gradient,
     Member,
     Message,
+    Missing,
     Output,
     Part,
+    Pull,
     Recall,
     Reduced,
     Refused,
@@ -88,6 +93,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.round = 0
         self.sent: list[tuple[str, Message]] = []  # everything ever sent to the server: any of it may come (again)
         self.answers: list[tuple[str, Message]] = []
+        self.pulls: list[Pull] = []  # of inputs that the stage below has kept
         self.tasks: list[Task] = []
         self.live: set[str] = set()
         self.origin: dict[str, tuple[str, Message]] = {}  # received blob -> who sent it with what
@@ -128,8 +134,9 @@ class ServerAmongOwners(RuleBasedStateMachine):
         assert all(blob in self.live for blob in inputs(task)), "a task reads a blob that is not held"
         match task:
             case RunBackward():
-                peer, message = self.origin[task.x]
+                peer, message = self.origin[task.grad]
                 assert isinstance(message, Backward)
+                self.is_input(task)
                 key = task.step, task.index
                 assert key not in self.ran, "a backward is run twice"
                 assert task.step == self.seen.step
@@ -139,6 +146,8 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 before = self.declined.get((peer, task.step, task.index), -1)
                 assert message.attempt > before, "an attempt is taken that was declined"
                 self.ran.add(key)
+            case RunForward():
+                self.is_input(task)
             case Add() | Gather():
                 listed = {share.peer for group in self.rounds[self.round].groups for share in group}
                 assert listed <= {member.peer for member in self.seen.members}, "a fenced peer is averaged"
@@ -148,21 +157,30 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 assert self.reduced is not None and task.round == self.reduced.round
         self.tasks.append(task)
 
+    def is_input(self, task: RunForward | RunBackward) -> None:
+        message = self.origin[task.x][1]
+        assert isinstance(message, Boundary)
+        assert (message.step, message.index) == (task.step, task.index), "computed from another microbatch's input"
+
     def note(self, peer: str, message: Message, blobs: tuple[str, ...]) -> None:
         match message:
-            case Busy(backward=True) | Refused(backward=True) | Cancelled():
+            case Busy(backward=True) | Refused(backward=True) | Missing(backward=True) | Cancelled():
                 key = peer, message.step, message.index
                 self.declined[key] = max(message.attempt, self.declined.get(key, -1))
             case Gradient():
                 assert message.index in [booking.index for booking in self.server.books]
-                assert len(blobs) == 1
-            case Output() | Part() | Sum():
+                assert blobs == ()
+            case Output():
+                assert blobs == ()
+            case Pull():
+                self.pulls.append(message)
+            case Boundary() | Part() | Sum():
                 assert len(blobs) == 1
             case Reduced():
                 self.reduced = message
 
     def deliver(self, peer: str, message: Message, fault: str = "") -> None:
-        count = 2 if isinstance(message, Backward) else int(isinstance(message, Forward | Part | Sum))
+        count = int(isinstance(message, Backward | Boundary | Part | Sum))  # of a Backward the tokens
         blobs = tuple(f"in/{self.blob + i}" for i in range(count))
         self.blob += count
         self.live.update(blobs)
@@ -203,17 +221,29 @@ class ServerAmongOwners(RuleBasedStateMachine):
         if plan.state == "free":
             self.attempt += 1
             self.plans[index] = Plan("sent", self.attempt)
-            self.send(self.owner(index), Backward(**self.hop(index)), arrives)
+            self.send(self.owner(index), Backward(**self.hop(index), x_from=(ME, "a")), arrives)
+
+    @rule(index=INDEX, arrives=MOSTLY)
+    def the_stage_below_sends_an_input(self, index: int, arrives: bool) -> None:
+        self.send("a", Boundary(0, self.view.step, index, 1, False), arrives)
+
+    @rule(gone=SELDOM)
+    def the_stage_below_is_asked_for_an_input(self, gone: bool) -> None:
+        if self.pulls:
+            pull = self.pulls.pop(0)
+            fields = pull.epoch, pull.step, pull.index, pull.stage, pull.gradient
+            self.send("a", Gone(*fields) if gone else Boundary(*fields, pull.call), True)
 
     @rule(arrives=MOSTLY)
     def every_owner_sends_what_is_free(self, arrives: bool) -> None:
         for index in range(INDICES):
+            self.the_stage_below_sends_an_input(index, arrives)
             self.an_owner_sends_a_backward(index, arrives)
 
     @rule(index=INDEX, arrives=MOSTLY)
     def an_owner_sends_a_forward(self, index: int, arrives: bool) -> None:
         self.attempt += 1
-        self.send(self.owner(index), Forward(**self.hop(index)), arrives)
+        self.send(self.owner(index), Forward(**self.hop(index), x_from=(ME, "a")), arrives)
 
     @rule(index=INDEX, recall=st.booleans(), arrives=MOSTLY)
     def an_owner_asks_whether_it_is_booked(self, index: int, recall: bool, arrives: bool) -> None:
@@ -230,7 +260,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
     @rule(index=INDEX, fault=SELDOM)
     def a_stranger_sends_a_backward(self, index: int, fault: bool) -> None:
         others = [member.peer for member in self.view.members if member.peer != self.owner(index)]
-        message = Backward(**self.hop(index) | {"attempt": 10_000})
+        message = Backward(**self.hop(index) | {"attempt": 10_000}, x_from=(ME, "a"))
         self.deliver(others[0], message, "nan" if fault else "")
         self.deliver("nobody", message)
 
@@ -244,7 +274,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
     def a_damaged_copy_comes(self, back: int) -> None:
         if self.sent:
             peer, message = self.sent[-1 - back % len(self.sent)]
-            if isinstance(message, Backward | Forward):
+            if isinstance(message, Backward | Forward | Boundary):
                 self.deliver(peer, message, "values are not finite")
 
     @rule(back=st.integers(0, 11), forget=SELDOM)
@@ -265,7 +295,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         if isinstance(answer, Books):
             self.on_books(peer, answer)
             return
-        if not isinstance(answer, Gradient | Cancelled | Busy | Refused) or answer.step != self.view.step:
+        if not isinstance(answer, Gradient | Cancelled | Busy | Refused | Missing) or answer.step != self.view.step:
             return
         plan = self.plans[answer.index]
         if self.owner(answer.index) != peer or plan.state != "sent":
@@ -275,7 +305,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 self.plans[answer.index] = Plan("here", plan.attempt)
             case Cancelled() if answer.attempt >= plan.attempt:
                 self.plans[answer.index] = Plan()
-            case Busy() | Refused() if answer.attempt == plan.attempt and answer.backward:
+            case Busy() | Refused() | Missing() if answer.attempt == plan.attempt and answer.backward:
                 self.plans[answer.index] = Plan()
 
     def on_books(self, peer: str, books: Books) -> None:
@@ -470,7 +500,8 @@ class ServerAmongOwners(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.live) <= 3 * 2 + 2 + INDICES + 2 + 2 * (2 + 2 + 2) + 4 + 2 * len(self.tasks)
+        kept = 2 * INDICES + 2 * INDICES  # inputs of two steps; outputs and gradients made here
+        assert len(self.live) <= 3 * 2 + 3 + kept + 2 + 2 * (2 + 2 + 2) + 4 + 2 * len(self.tasks)
 
     def teardown(self) -> None:
         self.show_all()
@@ -507,6 +538,8 @@ def outputs(task: Task) -> tuple[str, ...]:
 WALK = {  # move: how often it is made, in a walk that goes further into a run than hypothesis does
     "an_owner_sends_a_backward": 6,
     "every_owner_sends_what_is_free": 3,
+    "the_stage_below_sends_an_input": 6,
+    "the_stage_below_is_asked_for_an_input": 3,
     "an_owner_sends_a_forward": 2,
     "an_owner_asks_whether_it_is_booked": 3,
     "an_owner_goes_elsewhere": 1,

@@ -31,6 +31,7 @@ from shoal.core.messages import (
     Gradient,
     Member,
     Message,
+    Missing,
     Output,
     Recall,
     Refused,
@@ -58,7 +59,7 @@ class Server:
     booked: list[int] = field(default_factory=list)
     void: dict[tuple[int, int, int], int] = field(default_factory=dict)  # attempts up to this one will not be booked
     asked: list[tuple[str, AskBooks]] = field(default_factory=list)
-    out: list[tuple[str, Message, int]] = field(default_factory=list)  # to, message, blobs
+    out: list[tuple[str, Message]] = field(default_factory=list)  # to, message; receipts carry no tensor
 
     def owner(self, index: int) -> str:
         return self.view.members[self.view.owners[index]].peer
@@ -80,11 +81,10 @@ class Server:
         for owner, ask in [(owner, ask) for owner, ask in self.asked if ask.view <= self.view.number]:
             self.asked.remove((owner, ask))
             here = self.view
-            self.out.append((owner, Books(here.epoch, here.step, here.number, self.stage, tuple(self.booked)), 0))
+            self.out.append((owner, Books(here.epoch, here.step, here.number, self.stage, tuple(self.booked))))
 
     def gradient(self, owner: str, index: int, attempt: int) -> None:
-        answer = Gradient(self.view.epoch, self.view.step, index, self.stage, attempt)
-        self.out.append((owner, answer, 1 if self.stage else 0))
+        self.out.append((owner, Gradient(self.view.epoch, self.view.step, index, self.stage, attempt)))
 
     def receive(self, owner: str, message: Message, refuse: bool = False) -> None:
         if (message.epoch, message.step) < (self.view.epoch, self.view.step):  # type: ignore[union-attr]
@@ -101,34 +101,41 @@ class Server:
         if message.view > self.view.number:
             if backward:
                 self.void[key] = max(self.void.get(key, 0), message.attempt)
-            self.out.append((owner, Busy(*ids, backward, 0.1), 0))
+            self.out.append((owner, Busy(*ids, backward, 0.1)))
             return
         if self.owner(message.index) != owner:
             return
         at_work = [*self.queue, *([self.running] if self.running else [])]
         same = [entry for entry in at_work if isinstance(entry[1], Backward) and entry[1].index == message.index]
         if isinstance(message, Forward):
-            if len(self.queue) < QUEUE:
+            if refuse and message.x_from:
+                self.out.append((owner, Missing(*ids, False, False)))
+            elif len(self.queue) < QUEUE:
                 self.queue.append((owner, message))
             else:
-                self.out.append((owner, Busy(*ids, False, 0.3), 0))
+                self.out.append((owner, Busy(*ids, False, 0.3)))
         elif message.index in self.booked:
             self.gradient(owner, message.index, message.attempt)
         elif isinstance(message, Recall):
-            self.out.append((owner, Cancelled(*ids), 0))
+            self.out.append((owner, Cancelled(*ids)))
         elif isinstance(message, Cancel):
             if same and same[0] is self.running:
                 return
             self.queue = [entry for entry in self.queue if entry not in same]
             self.void[key] = max(self.void.get(key, 0), message.attempt)
-            self.out.append((owner, Cancelled(*ids), 0))
+            self.out.append((owner, Cancelled(*ids)))
         elif message.attempt > self.void.get(key, 0) and not same:
             if refuse or len(self.queue) >= QUEUE:
                 self.void[key] = message.attempt
-                no = Refused(*ids, True, "a test") if refuse else Busy(*ids, True, 0.3)
-                self.out.append((owner, no, 0))
+                self.out.append((owner, self.refusal(message, ids) if refuse else Busy(*ids, True, 0.3)))
             else:
                 self.queue.append((owner, message))
+
+    def refusal(self, message: Backward, ids: tuple[int, int, int, int, int]) -> Message:
+        """Now it is wrong, now its input does not come, now the gradient of its output."""
+        held = [None, *([False] if message.x_from else []), *([True] if message.grad_from else [])]
+        gradient = held[message.attempt % len(held)]
+        return Refused(*ids, True, "a test") if gradient is None else Missing(*ids, True, gradient)
 
     def work(self) -> None:
         if self.running is None:
@@ -138,7 +145,7 @@ class Server:
         self.running = None
         if isinstance(message, Forward):
             ids = (message.epoch, message.step, message.index, message.stage, message.attempt)
-            self.out.append((owner, Output(*ids), 1))
+            self.out.append((owner, Output(*ids)))
         else:
             self.booked.append(message.index)
             self.gradient(owner, message.index, message.attempt)
@@ -233,7 +240,7 @@ class Swarm(RuleBasedStateMachine):
             self.sent.add(attempt)
 
     def post(self, server: Server) -> None:
-        self.mail += [Letter(server.peer, to, message, blobs) for to, message, blobs in server.out]
+        self.mail += [Letter(server.peer, to, message, 0) for to, message in server.out]
         server.out.clear()
 
     def hand_over(self, letter: Letter, fault: str = "", refuse: bool = False) -> None:
@@ -284,7 +291,8 @@ class Swarm(RuleBasedStateMachine):
     @rule(at=st.integers(0, 1000))
     def deliver_damaged(self, at: int) -> None:
         letter = self.mail.pop(at % len(self.mail))
-        self.hand_over(letter, fault="non-finite values" if letter.blobs else "")
+        faulty = isinstance(letter.message, Output | Gradient)
+        self.hand_over(letter, fault="a tensor in a receipt" if faulty else "")
 
     @precondition(lambda self: self.mail)
     @rule(at=st.integers(0, 1000))

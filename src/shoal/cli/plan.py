@@ -148,7 +148,6 @@ def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Pr
         uneven=args.uneven,
         swapping=args.swap,
         travel=travel(tree),
-        direct=tree.network.hops == "direct",
         staleness=tree.train.staleness,
         moments=tree.train.moments,
         local_steps=tree.train.local_steps,

@@ -18,9 +18,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided and why, with virtual times")
     parser.add_argument("--trace", metavar="FILE", help="write the last seed's trace there, for `shoal replay`")
-    parser.add_argument(
-        "--hops", choices=("owner", "direct"), help="how boundary tensors travel; else drawn by the seed"
-    )
     parser.add_argument("--staleness", choices=("0", "1"), help="1: delayed updates; else drawn by the seed")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that fails")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="seeds played at once, one process each")
@@ -36,7 +33,6 @@ def main(args: argparse.Namespace) -> int:
     scenario.suite(args.scenario)  # refuses what is neither a file nor a built-in name
     words = ["--scenario", args.scenario, "--seeds", seeds]
     words += [f"--{flag}" for flag in ("json", "notes") if getattr(args, flag)]
-    words += ["--hops", args.hops] if args.hops else []
     words += ["--staleness", args.staleness] if args.staleness else []
     words += ["--keep-going"] if args.keep_going else []
     words += ["--jobs", str(args.jobs)]

@@ -31,7 +31,7 @@ def narrow_shelf(config: Config, tensor_bytes: float, stages: int, inflight: int
     Below 2 * stages * inflight tensors servers answer Busy while they wait for one another, and a run is slow and right
     without saying why (docs/design/2026-11-21-direct-hops.md). A step that keeps fewer needs no more."""
     wanted = min(2 * stages * inflight, 3 * microbatches(config.train))
-    if config.network.hops != "direct" or stages == 1 or config.network.keep_bytes >= wanted * tensor_bytes:
+    if stages == 1 or config.network.keep_bytes >= wanted * tensor_bytes:
         return ""
     return (
         f"network.keep_bytes = {config.network.keep_bytes} holds {int(config.network.keep_bytes / tensor_bytes)} boundary"
@@ -59,7 +59,6 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         hold_s=run.hold_s,
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
-        hops=config.network.hops,
         staleness=config.train.staleness,
         keep_bytes=config.network.keep_bytes,
         stage_seconds=run.stage_seconds,

@@ -76,15 +76,11 @@ class Network(Section, frozen=True):
         Meta(description="Gradients of boundary tensors travel in this code; none sends them as they are."),
     ] = "none"
     averaging: Annotated[
-        Literal["none", "bf16", "int8", "topk"],
+        Literal["none", "bf16", "int8"],
         Meta(
             description="Replicas average a stage's gradient in this code, with error feedback; none sends it as it is."
         ),
     ] = "none"
-    hops: Annotated[
-        Literal["direct", "owner"],
-        Meta(description="Boundary tensors go straight to the next stage's peer, or through the microbatch's owner."),
-    ] = "direct"
     keep_bytes: Annotated[
         int,
         Meta(

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 15  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 16  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -333,10 +333,8 @@ class Passes(Wire, frozen=True):
 
 
 class Forward(Wire, frozen=True):
-    """Owner to server: run the stage on blob 0, the stage's input (tokens at stage 0). Answer: Output.
-
-    With direct hops only tokens travel with it: the input lies with `x_from`, to be tried in turn, or is on its way to the
-    server if that is named; the output goes straight `to` the peer that is asked next."""
+    """Owner to server: run the stage. Answer: Output. At stage 0 blob 0 is the tokens. Elsewhere the input lies with `x_from`,
+    to be tried in turn, or is on its way to the server if that is named; the output goes straight `to` the peer that is asked next."""
 
     epoch: Count
     step: Count
@@ -349,11 +347,8 @@ class Forward(Wire, frozen=True):
 
 
 class Backward(Wire, frozen=True):
-    """Owner to server: blob 0 the stage's input, blob 1 the gradient of its output (last stage: the tokens). Booked
-    once.
-
-    With one stage blob 0 alone, the tokens. Answer: Gradient. With direct hops only tokens travel with it, as with
-    Forward; the output's gradient lies with `grad_from`."""
+    """Owner to server: recompute the stage and run it back. Booked once. Answer: Gradient. At the first and the last stage blob 0
+    is the tokens. The stage's input lies with `x_from`, the gradient of its output with `grad_from`, as with Forward."""
 
     epoch: Count
     step: Count
@@ -367,7 +362,7 @@ class Backward(Wire, frozen=True):
 
 
 class Output(Wire, frozen=True):
-    """Blob 0: the stage's output. With direct hops a receipt, without it: made, `nbytes` large, and kept here."""
+    """A receipt: the stage's output is computed, `nbytes` large, and kept here."""
 
     epoch: Count
     step: Count
@@ -378,8 +373,7 @@ class Output(Wire, frozen=True):
 
 
 class Gradient(Wire, frozen=True):
-    """The microbatch is booked here. Blob 0: the gradient of the stage's input (none at stage 0); with direct hops it is
-    kept here."""
+    """A receipt: the microbatch is booked here. The gradient of the stage's input (none at stage 0), `nbytes` large, is kept here."""
 
     epoch: Count
     step: Count
@@ -476,8 +470,8 @@ class Cancelled(Wire, frozen=True):
 
 
 class Query(Wire, frozen=True):
-    """Owner to server: have you got that request (`backward` or forward)? Answer: Pending while it waits or runs, or its output is
-    on its way; what was answered before, where that is kept; nothing where it is not known."""
+    """Owner to server: have you got that request (`backward` or forward)? Answer: Pending while it waits or runs; what was
+    answered before, where that is kept; nothing where it is not known."""
 
     epoch: Count
     step: Count
@@ -488,14 +482,13 @@ class Query(Wire, frozen=True):
 
 
 class Pending(Wire, frozen=True):
-    """`sent`: it is done, and its output was sent on, where it may have been lost."""
+    """Server to owner: that request waits or runs here."""
 
     epoch: Count
     step: Count
     index: Index
     stage: Stage
     attempt: Count
-    sent: bool = False
 
 
 class Busy(Wire, frozen=True):
@@ -767,8 +760,6 @@ Message = (
 BULK = (
     Forward,
     Backward,
-    Output,
-    Gradient,
     Boundary,
     Part,
     Sum,
@@ -785,11 +776,11 @@ def rank(message: Message) -> int:
     """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging,
     and state for a joiner. Messages to one peer keep their order within a rank only."""
     match message:
-        case Backward() | Gradient():
+        case Backward():
             return 0
         case Boundary():
             return 0 if message.gradient else 1
-        case Forward() | Output():
+        case Forward():
             return 1
         case Sum():
             return 2 if message.first else 3
@@ -1095,8 +1086,7 @@ class Settings(msgspec.Struct, frozen=True):
     peers: int = 1  # training starts when this many have joined and every stage is served
     inflight: int = 4  # microbatches a trainer drives at once
     queue_limit: int = 16  # tasks a server holds before it answers Busy
-    hops: Literal["owner", "direct"] = "owner"  # whether boundary tensors go through the owner or from server to server
-    keep_bytes: int = 1 << 32  # with direct hops: boundary tensors a server keeps before it answers Busy
+    keep_bytes: int = 1 << 32  # of boundary tensors a server keeps before it answers Busy
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     save_last: bool = True
     beat_s: float = 0.5

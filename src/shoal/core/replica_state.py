@@ -5,9 +5,11 @@ server.py alone changes it; hops.py and rounds.py read it. Beside it the small q
 
 from __future__ import annotations
 
+from enum import Enum
+
 import msgspec
 
-from shoal.core.messages import Apply, Command, Complaint, Drop, Index, Member, Peer, Send, Stage, View
+from shoal.core.messages import Apply, Command, Complaint, Drop, Holding, Index, Member, Peer, Send, Stage, View
 
 TEXT = 2000  # longest reason a message may carry
 
@@ -68,6 +70,34 @@ class Seat(msgspec.Struct):
             joining = {member.peer: member.stage for member in view.joining} if view is not None else {}
             self._known = Known(view, serving, joining | serving)
         return self._known
+
+
+class Change(Enum):
+    """What a newer view means for the replica."""
+
+    STATE_VOID = "its epoch began without my state, or I serve another stage"
+    EPOCH_KEEPS_STATE = "the state stands, the books do not"
+    STEP = "the step before is committed, or this is the first view"
+    FENCED = "I am a member no longer"
+    SAME_STEP = "who is a member, or which step is computed"
+
+
+def change_of(name: Peer, seat: Seat, before: View | None, view: View) -> Change:
+    """Of `view` after `before` for replica `name`, whose `seat` holds its state."""
+    me = member_of(view.members + view.joining, name)
+    late = seat.applying is not None and seat.step + 1 == view.step  # the commit before is being applied
+    goes_on = view.keeps(Holding(epoch=seat.epoch, stage=seat.stage, step=seat.step + late))
+    if seat.seated and ((view.epoch != seat.epoch and not goes_on) or (me is not None and me.stage != seat.stage)):
+        return Change.STATE_VOID
+    if seat.seated and view.epoch != seat.epoch:
+        return Change.EPOCH_KEEPS_STATE
+    if before is None or (before.epoch, before.step) != (view.epoch, view.step):
+        return Change.STEP
+    return Change.FENCED if is_fenced(name, before, view) else Change.SAME_STEP
+
+
+def is_fenced(name: Peer, before: View, view: View) -> bool:
+    return member_of(before.members, name) is not None and member_of(view.members, name) is None
 
 
 def member_of(members: tuple[Member, ...], peer: Peer) -> Member | None:

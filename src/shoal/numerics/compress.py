@@ -9,7 +9,6 @@ near zero. Ours is a square law, value = scale * q|q| / 127^2 with q in -127..12
 needs no table and its error is lower on every distribution tried (docs/design/2026-11-21-codecs.md).
 int4: groups of 64 values far apart are rotated by a Hadamard matrix with signs, so that one outlier costs all of its group
 a little; then 16 levels per group. The signs are a bent function: a constant group becomes flat, not one spike.
-topk leaves most of a gradient out: use it with an error that is fed back.
 """
 
 from __future__ import annotations
@@ -43,24 +42,20 @@ class Code(msgspec.Struct, frozen=True):
 
 
 def encode(values: Tensor, how: str) -> Code:
-    """`how`: none, bf16, int8, int4, topk, or topk/K with the number kept. ValueError: values that are not finite."""
-    name, _, number = how.partition("/")
+    """`how`: none, bf16, int8 or int4. ValueError: values that are not finite."""
     shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
-    if name == "none":
+    if how == "none":
         return Code(dtype, shape, codec.RAW, _bytes(values.contiguous().view(-1)))
     flat = values.detach().float().contiguous().view(-1)
-    match name:
+    match how:
         case "bf16":
             written, data = "bf16/1", bf16_encode(flat)
         case "int8":
             written, data = f"int8/1/{INT8_BLOCK}", int8_encode(flat, INT8_BLOCK)
         case "int4":
             written, data = f"int4/1/{codec.INT4_BLOCK}", int4_encode(flat)
-        case "topk":
-            keep = int(number) if number else codec.keeps(len(flat))
-            written, data = f"topk/1/{keep}", topk_encode(flat, keep)
         case _:
-            raise ValueError(f"{how!r} is no codec; known are none, bf16, int8, int4, topk and topk/K")
+            raise ValueError(f"{how!r} is no codec; known are none, bf16, int8 and int4")
     return Code(dtype, shape, written, data)
 
 
@@ -77,10 +72,8 @@ def decode(code: Code) -> Tensor:
             flat = code.data.view(torch.bfloat16).to(torch.float32)
         case "int8":
             flat = int8_decode(code.data, count, spec.parameter)
-        case "int4":
-            flat = int4_decode(code.data, count)
         case _:
-            flat = topk_decode(code.data, count, spec.parameter)
+            flat = int4_decode(code.data, count)
     return flat.to(dtype).view(code.shape)
 
 
@@ -105,11 +98,6 @@ def fault(code: Code) -> str:
             return _scales_fault(scales, LARGEST)
         case "int4":
             return _scales_fault(data[: 2 * _groups(count)].view(torch.bfloat16), INT4_LARGEST)
-        case "topk":
-            places, kept = _topk_parts(data, spec.parameter)
-            if int(places[0]) < 0 or int(places[-1]) >= count or not bool((places[1:] > places[:-1]).all()):
-                return f"positions of the largest values are not ascending within {count}"
-            return "" if _finite(kept) else "values are not finite"
     return ""
 
 
@@ -243,32 +231,6 @@ def _columns(flat: Tensor, groups: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, groups)) for start in range(0, groups, step)]
 
 
-# ------------------------------------------------------------------------------------- most of a gradient left out
-
-
-def topk_encode(flat: Tensor, keep: int) -> Tensor:
-    """The `keep` values of largest magnitude: positions (keep,) int32, ascending, then values (keep,) bf16."""
-    if not 1 <= keep <= len(flat):
-        raise ValueError(f"the {keep} largest of {len(flat)} values; keep 1 to {len(flat)}")
-    if not _finite(flat):
-        raise ValueError("values that are not finite cannot be encoded")
-    places = torch.topk(flat.abs(), keep, sorted=False).indices.sort().values
-    kept = flat[places].clamp(-LARGEST, LARGEST).to(torch.bfloat16)
-    return torch.cat([_bytes(places.to(torch.int32)), _bytes(kept)])
-
-
-def topk_decode(data: Tensor, count: int, keep: int) -> Tensor:
-    """(n,) fp32."""
-    places, kept = _topk_parts(data, keep)
-    flat = torch.zeros(count, dtype=torch.float32, device=data.device)
-    flat[places.long()] = kept.float()
-    return flat
-
-
-def _topk_parts(data: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    return data[: 4 * keep].view(torch.int32), data[4 * keep :].view(torch.bfloat16)
-
-
 # ------------------------------------------------------------------------------------------------------------- private
 
 
@@ -291,9 +253,7 @@ def most(code: Code) -> float:
             return float(code.data.view(torch.bfloat16).abs().max())
         case "int8":
             return float(_int8_parts(code.data, count, spec.parameter)[0].max())
-        case "int4":
-            return 64 * float(code.data[: 2 * _groups(count)].view(torch.bfloat16).max())
-    return float(_topk_parts(code.data, spec.parameter)[1].abs().max())
+    return 64 * float(code.data[: 2 * _groups(count)].view(torch.bfloat16).max())
 
 
 def _scales_fault(scales: Tensor, largest: float) -> str:

@@ -121,7 +121,7 @@ def draw(ranges: Ranges, peers: int, forward_s: float, rng: Random) -> Wire:
         travel=Travel(
             activations=rng.choice(("none", "bf16", "int8", "int4")),
             gradients=rng.choice(("none", "bf16", "int8")),
-            averaging=rng.choice(("none", "int8", "topk")),
+            averaging=rng.choice(("none", "bf16", "int8")),
         ),
     )
 

@@ -54,11 +54,10 @@ class Line(msgspec.Struct, frozen=True):
     rerun: str
 
 
-def rerun(scenario: str, seed: int, hops: str = "drawn", staleness: int = -1) -> str:
+def rerun(scenario: str, seed: int, staleness: int = -1) -> str:
     """The command that plays this history again."""
-    told = f" --hops {hops}" if hops != "drawn" else ""
-    told += f" --staleness {staleness}" if staleness >= 0 else ""
-    return f"shoal simulate {scenario} seed={seed}{told}"
+    option = f" --staleness {staleness}" if staleness >= 0 else ""
+    return f"shoal simulate {scenario} seed={seed}{option}"
 
 
 def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -> Line:
@@ -84,7 +83,7 @@ def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -
         wronged=outcome.wronged,
         evicted=outcome.evicted,
         violations=tuple(str(violation) for violation in outcome.violations),
-        rerun=rerun(name, seed, scenario.hops, scenario.staleness),
+        rerun=rerun(name, seed, scenario.staleness),
     )
 
 
@@ -181,7 +180,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.sim.run", description="Run many seeds of a scenario.")
     parser.add_argument("--scenario", default="chaos", help="a built-in name, a TOML file, or all")
     parser.add_argument("--seeds", default="0:100", help="FIRST:END or one seed; long scenarios take some of them")
-    parser.add_argument("--hops", default="", choices=("", "owner", "direct"), help="instead of what the seed draws")
     parser.add_argument("--staleness", default="", choices=("", "0", "1"), help="instead of what the seed draws")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
@@ -199,8 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if given.staleness:
         scenarios = tuple(msgspec.structs.replace(one, staleness=int(given.staleness)) for one in scenarios)
-    if given.hops:
-        scenarios = tuple(msgspec.structs.replace(one, hops=given.hops) for one in scenarios)
     many = len(scenarios) > 1
     plan = [(one, [seed for seed in seeds if not many or seed % one.one_of == 0]) for one in scenarios]
     try:

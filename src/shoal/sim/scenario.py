@@ -93,7 +93,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     backward: float = 2.5  # seconds of a backward over those of a forward
     save_every: tuple[int, int] = (0, 3)
     silence_s: float = 4.0
-    hops: Literal["owner", "direct", "drawn"] = "drawn"  # whether boundary tensors go through the owner
     staleness: Literal[0, 1, -1] = -1  # of gradients; -1: drawn
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
@@ -361,9 +360,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
     peers = rng.randint(fewest, most) if scenario.many else round(fewest * (most / fewest) ** rng.random())
     microbatches = rng.randint(*scenario.microbatches)
     speeds = tuple(scenario.spread ** rng.uniform(-0.5, 0.5) for _ in range(peers))
-    chance = Random(f"{scenario.name}/{seed}/hops")
-    drawn: Literal["owner", "direct"] = chance.choice(("owner", "direct"))
-    hops = drawn if scenario.hops == "drawn" else scenario.hops
+    store = Random(f"{scenario.name}/{seed}/store")
     late = Random(f"{scenario.name}/{seed}/staleness").choice((0, 1))
     forward_s = min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5))
     wired = Random(f"{scenario.name}/{seed}/lines")
@@ -384,9 +381,8 @@ def draw(scenario: Scenario, seed: int) -> Case:
         hold_s=rng.choice((5.0, 30.0)),
         lost=rng.choice(("checkpoint", "neighbours")),
         lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
-        hops=hops,
         staleness=late if scenario.staleness < 0 else scenario.staleness,
-        keep_bytes=chance.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
+        keep_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
     )
     if scenario.planned:
@@ -409,7 +405,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         strikes=_some(scenario.strikes, aimed, whole=True, sure=True),
         hostile=strangers.draw(scenario.strangers, scenario.acts, peers, Random(f"{scenario.name}/{seed}/strangers")),
         regions=aimed.randint(*scenario.regions),
-        patience=TIGHT if settings.hops == "direct" and settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
+        patience=TIGHT if settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from shoal.core.allreduce.early_chunks import Early, EarlyChunks
 from shoal.core.allreduce.layout import Layout, Place, early_parts, fenced, objection, split
 from shoal.core.messages import (
     Add,
@@ -55,12 +56,18 @@ ASKS = 6  # after so many the pause between two does not double any more
 Work = Cut | AddRow | Add | Gather
 
 
-class Early(msgspec.Struct, frozen=True):
-    """A Part or Sum that came before the Round it belongs to, or before the view that this round needs."""
+class Piece(msgspec.Struct):
+    """One piece of the gradient on its way through a round; most rounds have only one."""
 
-    message: Part | Sum
-    blobs: tuple[str, ...]
-    fault: str
+    layout: Layout
+    place: Place  # mine in it
+    number: int = 0
+    cut: dict[int, str] = msgspec.field(default_factory=dict)  # my, or my row's, part of each chunk, once cut
+    parts: dict[int, dict[Peer, str]] = msgspec.field(default_factory=dict)  # of each chunk that I add up
+    sums: dict[int, str] = msgspec.field(default_factory=dict)  # of the piece's chunks
+    before: dict[int, str] = msgspec.field(default_factory=dict)  # sums of the piece before this one, that I tell
+    adding: dict[str, int] = msgspec.field(default_factory=dict)  # by task, also past ones of the piece: which chunk
+    gathering: bool = False
 
 
 class Current(msgspec.Struct):
@@ -69,8 +76,7 @@ class Current(msgspec.Struct):
     message: Round
     group: tuple[Peer, ...]
     listeners: tuple[Peer, ...]  # joiners of the stage, who get the sums from my row and bring nothing
-    layout: Layout
-    place: Place  # mine in it
+    piece: Piece
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
     came: float  # when something new last did
@@ -78,15 +84,8 @@ class Current(msgspec.Struct):
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
     )  # Part or (True) Sum, and not asked for since
-    cut: dict[int, str] = msgspec.field(default_factory=dict)  # my, or my row's, part of each chunk, once cut
-    parts: dict[int, dict[Peer, str]] = msgspec.field(default_factory=dict)  # of each chunk that I add up
-    sums: dict[int, str] = msgspec.field(default_factory=dict)  # of the piece's chunks
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
-    piece: int = 0
-    before: dict[int, str] = msgspec.field(default_factory=dict)  # sums of the piece before this one, that I tell
-    adding: dict[str, int] = msgspec.field(default_factory=dict)  # by task, also past ones of the piece: which chunk
-    gathering: bool = False
     reduced: Reduced | None = None
 
 
@@ -100,7 +99,7 @@ class Rounds:
         self._current: Current | None = None
         self._newest = -1  # the highest round of this step that I began or refused
         self._reason = ""  # why I am not in that round (any more)
-        self._early: dict[tuple[Peer, bool], list[Early]] = {}
+        self._early = EarlyChunks()
         self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: its inputs, outputs
         self._usual = Latency()  # seconds from a round's start to its reduced gradient
 
@@ -110,7 +109,7 @@ class Rounds:
         current = self._current
         if current is None:
             return None
-        copied = current.layout.last and not any(isinstance(task, Cut) for task in current.tasks.values())
+        copied = current.piece.layout.last and not any(isinstance(task, Cut) for task in current.tasks.values())
         return None if copied else current.message.step
 
     @property
@@ -123,7 +122,7 @@ class Rounds:
 
     def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
-        view, stage = self._seat.view, self._seat.stage
+        view = self._seat.view
         assert view is not None
         current = self._current
         if current is not None and current.message.round == message.round:
@@ -131,27 +130,29 @@ class Rounds:
         if message.round <= self._newest:
             return self._tell_failed(message, self._reason or f"round {self._newest} is newer", "")
         commands = self.end(f"round {message.round} replaces it")
-        self._newest, self._stage = message.round, stage
+        self._newest, self._stage = message.round, self._seat.stage
         reason = objection(message, view, me)
         if reason:
             return commands + self.fail(message, reason)
-        shares = message.groups[stage] if stage < len(message.groups) else ()
-        group = tuple(share.peer for share in shares)
-        if self._name not in group:
+        shares = message.groups[self._stage] if self._stage < len(message.groups) else ()
+        if self._name not in [share.peer for share in shares]:
             self._reason = f"{self._name} is not listed"
             return commands
-        layout = self._layout(shares, 0)
-        known = self._seat.known.present
+        self._current = current = self._joined(message, shares, now)
+        return commands + self._cut(current) + self._take_early(current, now)
+
+    def _joined(self, message: Round, shares: tuple[Share, ...], now: float) -> Current:
+        """That round, in which I am listed, with its first piece."""
+        group, layout, stage = tuple(share.peer for share in shares), self._layout(shares, 0), self._stage
+        known, row = self._seat.known.present, layout.row_of(self._name)
         listed = message.listeners[stage] if stage < len(message.listeners) else ()
-        row = layout.row_of(self._name)
         listeners = tuple(
             peer
             for peer in dict.fromkeys(listed)
             if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
         )
-        place = layout.place(self._name)
-        self._current = current = Current(message, group, listeners, layout, place, now, now + self._patience_s, now)
-        return commands + self._cut(current) + self._take_early(current, now)
+        piece = Piece(layout, layout.place(self._name))
+        return Current(message, group, listeners, piece, now, now + self._patience_s, now)
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
@@ -175,21 +176,14 @@ class Rounds:
         delayed updates a round may begin with the very view that commits the one before, and a mate hears of it first."""
         view = self._seat.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
-        early: tuple[str, ...] = ()
-        for key, held in list(self._early.items()):
-            kept = [one for one in held if (one.message.epoch, one.message.step) == stays]
-            early += tuple(blob for one in held if one not in kept for blob in one.blobs)
-            self._early[key] = kept
-            if not kept:
-                del self._early[key]
+        early = self._early.keep_step(stays)
         commands = self.end("the step is over")
         self._newest, self._reason = -1, ""
-        return commands + drop(early)
+        return commands + early
 
     def on_view(self, view: View) -> list[Command]:
         """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
-        gone = [key for key in self._early if not self._serves(key[0])]
-        commands = drop(tuple(blob for key in gone for one in self._early.pop(key) for blob in one.blobs))
+        commands = self._early.keep_senders(self._serves)
         lost = fenced(self._current.message, view) if self._current is not None else None
         return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
 
@@ -221,7 +215,7 @@ class Rounds:
                 return drop(blobs)
             if isinstance(message, Resend):
                 return self._send_again(current, peer, message) + drop(blobs)
-            if message.chunk // current.layout.stride > current.piece:
+            if message.chunk // current.piece.layout.stride > current.piece.number:
                 return self._hold(peer, Early(message, blobs, fault))
             return self._take(current, peer, Early(message, blobs, fault), now)
         if isinstance(message, Resend) or message.round <= self._newest:
@@ -236,45 +230,33 @@ class Rounds:
     def _hold(self, peer: Peer, early: Early) -> list[Command]:
         """Few per sender, parts and sums apart: of its newest round and piece."""
         replicas = sum(stage == self._seat.stage for stage in self._seat.known.present.values())
-        held = self._early.setdefault((peer, isinstance(early.message, Sum)), [])
-        if any(_when(one) == _when(early) or one.message.round > early.message.round for one in held):
-            return drop(early.blobs)
-        stale = [one for one in held if one.message.round < early.message.round]
-        if len(held) - len(stale) >= early_parts(replicas, bool(self._settings.widths)):
-            lowest = min(held, key=_when)
-            if _when(lowest) > _when(early):
-                return drop(early.blobs)
-            stale.append(lowest)
-        held[:] = [*(one for one in held if one not in stale), early]
-        return [command for one in stale for command in drop(one.blobs)]
+        return self._early.hold(peer, early, early_parts(replicas, bool(self._settings.widths)))
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
+        stride, newest, piece = current.piece.layout.stride, current.message.round, current.piece.number
+
+        def due(peer: Peer, early: Early) -> bool:
+            number, chunk = early.when
+            later = peer in current.group and chunk // stride > piece
+            return number < newest or (number == newest and not later)
+
         commands: list[Command] = []
-        for key, held in list(self._early.items()):
-            peer = key[0]
-            for early in list(held):
-                number, chunk = _when(early)
-                later = peer in current.group and chunk // current.layout.stride > current.piece
-                if number > current.message.round or (number == current.message.round and later):
-                    continue
-                held.remove(early)
-                if number == current.message.round and peer in current.group and self._current is current:
-                    commands += self._take(current, peer, early, now)
-                else:
-                    commands += drop(early.blobs)
-            if not held:
-                del self._early[key]
+        for peer, early in self._early.take_due(due):
+            if early.message.round == newest and peer in current.group and self._current is current:
+                commands += self._take(current, peer, early, now)
+            else:
+                commands += drop(early.blobs)
         return commands
 
     def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
-        message, place = early.message, current.place
+        message, place = early.message, current.piece.place
         if isinstance(message, Part):
-            held = current.parts.get(message.chunk, {})
-            adding = message.chunk in current.adding.values()
+            held = current.piece.parts.get(message.chunk, {})
+            adding = message.chunk in current.piece.adding.values()
             wanted = peer in place.adds.get(message.chunk, ()) and peer not in held and not adding
         else:
             told = place.hears.get(message.chunk) == peer
-            wanted = told and message.chunk not in current.sums and not current.gathering
+            wanted = told and message.chunk not in current.piece.sums and not current.piece.gathering
         if not wanted:
             return drop(early.blobs)
         if early.fault or len(early.blobs) != 1:
@@ -285,28 +267,30 @@ class Rounds:
         current.came = now
         current.live[blob] = None
         if isinstance(message, Part):
-            current.parts.setdefault(message.chunk, {})[peer] = blob
+            current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return self._go_on(current)
         commands = self._tell(current, message.chunk, blob)
-        if message.chunk in place.passes and message.chunk in current.cut:  # nobody asks for my row's part of it again
-            commands += _forget(current, (current.cut.pop(message.chunk),))
+        if (
+            message.chunk in place.passes and message.chunk in current.piece.cut
+        ):  # nobody asks for my row's part of it again
+            commands += _forget(current, (current.piece.cut.pop(message.chunk),))
         return commands + self._go_on(current)
 
     def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
         """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
         it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
-        place, asked = current.place, (peer, message.chunk, message.sum)
+        place, asked = current.piece.place, (peer, message.chunk, message.sum)
         if asked in current.sent:
             current.sent.discard(asked)
             return []
         if not message.sum:
             adds = {**place.brings, **place.passes}.get(message.chunk)
-            if message.chunk not in current.cut or adds != peer:
+            if message.chunk not in current.piece.cut or adds != peer:
                 return []
-            return [Send(peer, self._part(current, message.chunk), (current.cut[message.chunk],))]
-        held = current.before.get(message.chunk)
+            return [Send(peer, self._part(current, message.chunk), (current.piece.cut[message.chunk],))]
+        held = current.piece.before.get(message.chunk)
         if message.chunk in place.tells:
-            held = current.sums.get(message.chunk)
+            held = current.piece.sums.get(message.chunk)
         return [] if held is None else [Send(peer, self._sum(current, message.chunk), (held,))]
 
     def on_unreachable(self, peer: Peer) -> None:
@@ -329,10 +313,10 @@ class Rounds:
             case Cut():
                 return self._on_cut(current, task)
             case AddRow():
-                cut = dict(zip(sorted(current.place.passes), task.outs, strict=True))
-                return _forget(current, task.parts) + self._bring(current, current.place.passes, cut)
+                cut = dict(zip(sorted(current.piece.place.passes), task.outs, strict=True))
+                return _forget(current, task.parts) + self._bring(current, current.piece.place.passes, cut)
             case Add():
-                sends = self._tell(current, current.adding[task.id], task.out)
+                sends = self._tell(current, current.piece.adding[task.id], task.out)
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather() if not task.last:
                 return self._next_piece(current, now)
@@ -347,7 +331,9 @@ class Rounds:
                 )
                 current.wake = now + 2 * self._settings.beat_s
                 told = _told(current)
-                return _forget(current, tuple(b for c, b in current.sums.items() if c not in told)) + self._report()
+                return (
+                    _forget(current, tuple(b for c, b in current.piece.sums.items() if c not in told)) + self._report()
+                )
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id in self._void:
@@ -360,8 +346,8 @@ class Rounds:
         return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
 
     def _cut(self, current: Current) -> list[Command]:
-        outs = tuple(f"s/{next(self._serial)}" for _ in current.place.brings)
-        return self._do(current, Cut(self._task_id(), current.message.step, current.place.cuts, outs))
+        outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.place.brings)
+        return self._do(current, Cut(self._task_id(), current.message.step, current.piece.place.cuts, outs))
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
@@ -369,32 +355,29 @@ class Rounds:
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
         """This piece is gathered: let go of it, but for the sums I told, which may be lost on their way, and begin the next one."""
-        current.before = _told(current)
-        kept = current.before.values()
-        commands = _forget(current, tuple(blob for blob in current.live if blob not in kept))
-        current.sent = {asked for asked in current.sent if asked[1] in current.before and asked[2]}
-        current.piece += 1
-        current.layout = self._layout(current.message.groups[self._stage], current.piece)
-        current.place = current.layout.place(self._name)
-        current.cut, current.parts, current.sums, current.adding = {}, {}, {}, {}
-        current.gathering = False
+        before = _told(current)
+        commands = _forget(current, tuple(blob for blob in current.live if blob not in before.values()))
+        current.sent = {asked for asked in current.sent if asked[1] in before and asked[2]}
+        number = current.piece.number + 1
+        layout = self._layout(current.message.groups[self._stage], number)
+        current.piece = Piece(layout, layout.place(self._name), number, before=before)
         current.asks, current.wake, current.came = 0, now + self._patience_s, now
         return commands + self._cut(current) + self._take_early(current, now)
 
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
-        cut = dict(zip(sorted(current.place.brings), task.outs, strict=True))
+        cut = dict(zip(sorted(current.piece.place.brings), task.outs, strict=True))
         if len(current.group) == 1:
             ((number, blob),) = cut.items()
             return self._tell(current, number, blob) + self._go_on(current)
-        return self._bring(current, current.place.brings, cut)
+        return self._bring(current, current.piece.place.brings, cut)
 
     def _bring(self, current: Current, adds: dict[int, Peer], cut: dict[int, str]) -> list[Command]:
         """Send what was cut to those who add it up."""
-        current.cut |= cut
+        current.piece.cut |= cut
         sends: list[Command] = []
         for number, peer in adds.items():
             if peer == self._name:
-                current.parts.setdefault(number, {})[peer] = cut[number]
+                current.piece.parts.setdefault(number, {})[peer] = cut[number]
                 continue
             sends.append(Send(peer, self._part(current, number), (cut[number],)))
             current.sent.add((peer, number, False))
@@ -402,10 +385,10 @@ class Rounds:
 
     def _tell(self, current: Current, number: int, blob: str) -> list[Command]:
         """The group's sum of that chunk is here: those who have it from me get it."""
-        current.sums[number] = blob
-        if number not in current.place.tells:
+        current.piece.sums[number] = blob
+        if number not in current.piece.place.tells:
             return []
-        peers = current.place.tells[number]
+        peers = current.piece.place.tells[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
         heard = Sum(current.message.epoch, current.message.step, current.message.round, number, heard=True)
@@ -414,27 +397,27 @@ class Rounds:
     def _go_on(self, current: Current) -> list[Command]:
         """Start what has all it needs: adding up chunks, gathering the whole."""
         commands: list[Command] = []
-        place, round_ = current.place, current.message
+        place, round_ = current.piece.place, current.message
         for number, peers in place.adds.items():
-            held = current.parts.get(number, {})
-            if len(held) == len(peers) and number not in current.adding.values():
+            held = current.piece.parts.get(number, {})
+            if len(held) == len(peers) and number not in current.piece.adding.values():
                 commands += self._add(current, number, tuple(held[peer] for peer in peers))
-        if len(current.sums) == len(place.hears) and not current.gathering:
-            current.gathering = True
-            sums = tuple(current.sums[number] for number in place.hears)
-            start, last = current.layout.bounds[0], current.layout.last
+        if len(current.piece.sums) == len(place.hears) and not current.piece.gathering:
+            current.piece.gathering = True
+            sums = tuple(current.piece.sums[number] for number in place.hears)
+            start, last = current.piece.layout.bounds[0], current.piece.layout.last
             commands += self._do(current, Gather(self._task_id(), round_.step, round_.round, sums, start, last))
         return commands
 
     def _add(self, current: Current, number: int, parts: tuple[str, ...]) -> list[Command]:
         """Of the group's sum, or of my row's, which is cut for those who add up the rows."""
         task: Add | AddRow
-        if number in current.place.hears:
+        if number in current.piece.place.hears:
             task = Add(self._task_id(), parts, f"s/{next(self._serial)}")
         else:
-            outs = tuple(f"s/{next(self._serial)}" for _ in current.place.passes)
-            task = AddRow(self._task_id(), parts, current.place.seams, outs)
-        current.adding[task.id] = number
+            outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.place.passes)
+            task = AddRow(self._task_id(), parts, current.piece.place.seams, outs)
+        current.piece.adding[task.id] = number
         return self._do(current, task)
 
     # ----------------------------------------------------------------------------------------------------------- time
@@ -448,24 +431,13 @@ class Rounds:
             return self._report()
         current.asks = min(current.asks + 1, ASKS)
         current.wake = now + self._patience_s * 2**current.asks
-        commands: list[Command] = []
-        parts: dict[Peer, None] = {}
-        sums: dict[Peer, None] = {}
-        for number, peers in current.place.adds.items():
-            if number in current.adding.values():
-                continue
-            held = current.parts.get(number, {})
-            lacking = [peer for peer in peers if peer != self._name and peer not in held]
-            parts.update(dict.fromkeys(lacking))
-            commands += [Send(peer, self._resend(current, number, False)) for peer in lacking]
-        for number, peer in current.place.hears.items():
-            if peer != self._name and number not in current.sums:
-                sums[peer] = None
-                commands.append(Send(peer, self._resend(current, number, True)))
+        missing = _missing(current, self._name)
+        commands: list[Command] = [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
         long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.beat_s)
-        if now - current.came >= long_s and (parts or sums) and self._seat.leader is not None:
+        if now - current.came >= long_s and missing and self._seat.leader is not None:
+            parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
             of = current.message
-            commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, tuple(parts), tuple(sums))))
+            commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
         return commands
 
     @property
@@ -492,7 +464,7 @@ class Rounds:
 
     def _sum(self, current: Current, chunk: int) -> Sum:
         of = current.message
-        return Sum(of.epoch, of.step, of.round, chunk, first=current.layout.slices > 1)
+        return Sum(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)
@@ -505,8 +477,15 @@ class Rounds:
         return f"s/{next(self._serial)}"
 
 
-def _when(early: Early) -> tuple[int, int]:
-    return early.message.round, early.message.chunk
+def _missing(current: Current, name: Peer) -> list[tuple[Peer, int, bool]]:
+    """Whose part, or (True) sum, of which chunk is not here yet: parts first."""
+    piece, missing = current.piece, list[tuple[Peer, int, bool]]()
+    for number, peers in piece.place.adds.items():
+        if number not in piece.adding.values():
+            held = piece.parts.get(number, {})
+            missing += [(peer, number, False) for peer in peers if peer != name and peer not in held]
+    hears = piece.place.hears.items()
+    return missing + [(peer, number, True) for number, peer in hears if peer != name and number not in piece.sums]
 
 
 def _inputs(task: Work) -> tuple[str, ...]:
@@ -537,4 +516,4 @@ def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
 
 def _told(current: Current) -> dict[int, str]:
     """Sums that others may ask me for again."""
-    return {number: current.sums[number] for number, peers in current.place.tells.items() if peers}
+    return {number: current.piece.sums[number] for number, peers in current.piece.place.tells.items() if peers}

@@ -1,4 +1,4 @@
-"""The boundary tensors that one replica keeps when hops go straight from server to server. For hops.py.
+"""The boundary tensors that one replica keeps: they travel straight from server to server. For hops.py.
 
 A tensor is named by its step, microbatch, stage and direction: every replica of a stage computes the same one, so any copy
 will do and no attempt number is needed. Both ends of a boundary keep it until the step is committed, so that a lost hop is
@@ -220,23 +220,15 @@ class Shelf:
         self, peer: Peer, message: Boundary, blobs: tuple[tuple[str, int], ...], fault: str, now: float
     ) -> list[Command]:
         """Of this step or the next one, for my stage, from a peer of the view; nothing else may fill my memory."""
-        view, names, key = self._seat.view, tuple(blob for blob, _ in blobs), key_of(message)
-        if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
-            return drop(names)
-        known = self._seat.known
-        if peer not in known.serving or known.present.get(self._name) != message.stage:
-            return drop(names)
-        if message.index >= self._settings.microbatches:
+        names, key = tuple(blob for blob, _ in blobs), key_of(message)
+        if not self._admits(peer, message):
             return drop(names)
         if fault or len(blobs) != 1:
-            what = f"{'gradient' if message.gradient else 'input'} of microbatch {message.index}"
-            return (
-                drop(names)
-                + self._skip((peer, self._name), key, now)
-                + complain(
-                    self._seat, peer, f"{what} for stage {message.stage}: {fault or f'{len(blobs)} blobs, not 1'}"
-                )
+            tensor = (
+                f"{'gradient' if message.gradient else 'input'} of microbatch {message.index} for stage {message.stage}"
             )
+            commands = drop(names) + self._skip((peer, self._name), key, now)
+            return commands + complain(self._seat, peer, f"{tensor}: {fault or f'{len(blobs)} blobs, not 1'}")
         want = self._wants.pop(key, None)
         if want is None and self.full and not message.gradient:  # a gradient's hop is about to free memory
             self._no_room[key] = None
@@ -245,6 +237,13 @@ class Shelf:
         if message.call < len(calls):
             self._usual.add(now - calls[message.call])
         return self.put(key, *blobs[0])
+
+    def _admits(self, peer: Peer, message: Boundary) -> bool:
+        view, known = self._seat.view, self._seat.known
+        if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
+            return False
+        at_my_stage = known.present.get(self._name) == message.stage
+        return peer in known.serving and at_my_stage and message.index < self._settings.microbatches
 
     def on_pull(self, peer: Peer, message: Pull) -> list[Command]:
         view, key = self._seat.view, key_of(message)

@@ -7,32 +7,24 @@ the last none, and the step took 13.2 s for 8.1. Here such a hop waits; it is th
 
 from __future__ import annotations
 
-import msgspec
-
-from shoal.core.messages import Backward, Command, Forward, Peer
+from shoal.core.messages import Backward, Command, Forward
 from shoal.core.replica_state import Seat, drop
-
-
-class Held(msgspec.Struct, frozen=True):
-    peer: Peer
-    message: Forward | Backward
-    blobs: tuple[str, ...]
-    fault: str
+from shoal.core.server.verdict import Request
 
 
 class Early:
     def __init__(self, seat: Seat, limit: int) -> None:
         self._seat, self._limit = seat, limit
-        self._held: list[Held] = []
+        self._held: list[Request] = []
 
-    def keep(self, peer: Peer, message: Forward | Backward, blobs: tuple[str, ...], fault: str) -> bool:
+    def keep(self, request: Request) -> bool:
         """It is early, and there is room: it comes out of `ripe` once it is not."""
-        if len(self._held) >= self._limit or not self._is_early(message):
+        if len(self._held) >= self._limit or not self._is_early(request.message):
             return False
-        self._held.append(Held(peer, message, blobs, fault))
+        self._held.append(request)
         return True
 
-    def ripe(self) -> list[Held]:
+    def ripe(self) -> list[Request]:
         """Those that can be judged now, in the order in which they came."""
         if not self._held:
             return []

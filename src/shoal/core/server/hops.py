@@ -2,12 +2,12 @@
 
 For server.py. Every microbatch is booked at most once: a repeated request is answered from the books, and an attempt that was
 once answered with Cancelled, Busy, Refused or Missing is never taken afterwards, because its owner may have gone elsewhere with it.
-With direct hops inputs and results lie on the shelf (activation_store.py): a hop runs when all that it needs is there.
+Inputs and results lie in the activation store (activation_store.py): a hop runs when all that it needs is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -25,7 +25,6 @@ from shoal.core.messages import (
     Command,
     Do,
     Done,
-    Drop,
     Failed,
     Forward,
     Gone,
@@ -47,17 +46,18 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, Seat, complain, drop, owner_of, speaks_for
 from shoal.core.server.activation_store import Key, Shelf, keys_of, needs
-from shoal.core.server.jobs import Declined, Job, Pace, hop_of, wanted
+from shoal.core.server.jobs import Declined, Job, Pace, hop_of
+from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
 STUCK = 4.0  # of hop_floor_s without a booking on a full shelf: what lies there unused is not coming back
 
 
 class Book(msgspec.Struct):
-    """What is in one step's sum, in the order in which it was added; each with the kept gradient of the input, '' at stage 0."""
+    """What is in one step's sum, in the order in which it was added."""
 
     entries: tuple[Booking, ...] = ()
-    kept: dict[Index, tuple[Booking, str]] = msgspec.field(default_factory=dict)
+    kept: dict[Index, Booking] = msgspec.field(default_factory=dict)
 
 
 class Hops:
@@ -69,12 +69,10 @@ class Hops:
         self._books: dict[
             int, Book
         ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
-        self._handed: set[tuple[Peer, Index]] = set()  # outputs sent to their owners, while the connection has held
         self._declined = Declined(settings, seat)
         self._asks: dict[Peer, AskBooks] = {}
         self.pace = Pace(settings, seat)
         self.shelf = Shelf(name, settings, seat)
-        self._direct = settings.hops == "direct" and settings.stages > 1
         self._freed_at = 0.0  # last booking, or when room was made by force
 
     def adding(self, step: int) -> bool:
@@ -86,7 +84,7 @@ class Hops:
         return self._books[step].entries if step in self._books else ()
 
     @property
-    def _booked(self) -> dict[Index, tuple[Booking, str]]:
+    def _booked(self) -> dict[Index, Booking]:
         """What I have booked of the step that is computed."""
         view = self._seat.view
         return self._book_of(view.work).kept if view is not None else {}
@@ -116,34 +114,27 @@ class Hops:
 
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
-        blobs = [blob for job in self._queue.values() for blob in job.blobs]
-        blobs += self._close(self._books)
+        blobs = tuple(blob for job in self._queue.values() for blob in job.blobs)
         adding = self._running is not None and self._running.backward
         dirty = any(book.entries for book in self._books.values()) or adding
         read = self._disown()
         self._queue, self._books = {}, {}
-        self._handed.clear()
-        return drop(tuple(blobs)) + self.shelf.turn(everything, read), dirty
+        return drop(blobs) + self.shelf.turn(everything, read), dirty
 
     def turn(self, before: View, view: View) -> list[Command]:
         """With delayed updates: a step is committed, closed, or opened again. What is older than the view's step goes; the books
         of the two steps that are open stay, and what runs is still booked in its own."""
-        blobs = self._close([step for step in self._books if step < view.step])
         self._books = {step: book for step, book in self._books.items() if step >= view.step}
         running = self._running
         read = self._inputs(running) if running is not None else ()
         if running is not None and running.message.step < view.step:
             self._disown()
         goes_on = (before.work, before.since) == (view.work, view.since)
+        blobs: tuple[str, ...] = ()
         if not goes_on:
-            blobs += [blob for job in self._queue.values() for blob in job.blobs]
+            blobs = tuple(blob for job in self._queue.values() for blob in job.blobs)
             self._queue = {}
-            self._handed.clear()
-        return drop(tuple(blobs)) + self.shelf.turn(False, read, goes_on)
-
-    def _close(self, steps: Iterable[int]) -> list[str]:
-        """The blobs kept for these books."""
-        return [out for step in steps for _, out in self._books[step].kept.values() if out]
+        return drop(blobs) + self.shelf.turn(False, read, goes_on)
 
     def _disown(self) -> tuple[str, ...]:
         """Nobody wants any more what runs; the blobs that it reads."""
@@ -156,50 +147,40 @@ class Hops:
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    def on_hop(
-        self, peer: Peer, message: Forward | Backward, blobs: tuple[str, ...], fault: str, now: float
-    ) -> list[Command]:
+    def on_hop(self, request: Request, now: float) -> list[Command]:
         """Take it, answer it from the books, decline it for good, or ignore it."""
-        view, index, soon = self._seat.view, message.index, self._settings.beat_s * SOON
-        if view is None or message.epoch != view.epoch or message.step < view.step:
-            return drop(blobs)
-        backward, current, owned = (
-            isinstance(message, Backward),
-            message.step == view.work,
-            speaks_for(view, index, peer, message.view),
-        )
-        if backward and self._declined.has(peer, message.step, index, message.attempt):
-            return drop(blobs)
-        if isinstance(message, Backward) and current and (index in self._booked or self._here(index)):
-            # never declined while it is here; the owner of a view I have not seen yet gets no answer and asks again
-            return drop(blobs) + (self._again(peer, message) if owned else [])
-        if message.view > view.number:
-            return drop(blobs) + self._busy(peer, message, soon)
-        if not current or not owned or self._name not in self._seat.known.serving:
-            return drop(blobs)
-        if not self._seat.able:
-            return drop(blobs) + self._busy(peer, message, soon)
-        if message.stage != self._seat.stage:
-            return drop(blobs) + self._refuse(peer, message, f"stage {message.stage} is not served here")
-        came, kept = wanted(message, self._settings.stages, self._direct)
-        if fault or (len(blobs), len(needs(message))) != (came, kept):
-            reason = fault or f"{len(blobs)} blobs where {came} belong"
-            if not fault and len(blobs) == came:
-                reason = f"{len(needs(message))} holders named where {kept} belong"
-            return (
-                drop(blobs)
-                + self._refuse(peer, message, reason)
-                + complain(self._seat, peer, f"{_name(message)}: {reason}")
-            )
-        job = Job(message, peer, blobs, peer, message.attempt)
+        message, soon = request.message, self._settings.beat_s * SOON
+        facts = Facts(self._declined.has(request.peer, hop_of(message)), self._is_here(message.index))
+        verdict = judge(request, self._name, self._seat, self._settings, facts)
+        if isinstance(verdict, Take):
+            return self._take(request, soon, now)
+        commands = drop(request.blobs)
+        match verdict:
+            case AnswerFromBooks() if isinstance(message, Backward):
+                commands += self._again(request.peer, message)
+            case Postpone():
+                commands += self._busy(request.peer, message, soon)
+            case Refuse(reason, faulty):
+                commands += self._refuse(request.peer, message, reason)
+                commands += complain(self._seat, request.peer, f"{request.name}: {reason}") if faulty else []
+        return commands
+
+    def _take(self, request: Request, soon: float, now: float) -> list[Command]:
+        """Queue it, or answer Busy when there is no room. One that waits or runs already is answered under the newer attempt."""
+        peer, message = request.peer, request.message
+        job = Job(message, peer, request.blobs, peer, message.attempt)
         if job.key in self._queue or self._is_running(job):
             return self._replace(job) + self._await(now)
-        commands, room = ([], True) if backward else self._make_room(now)
+        commands, room = ([], True) if job.backward else self._make_room(now)
         complete = sum(self._complete(waiting) for waiting in self._queue.values())
         if not room or complete >= self._settings.queue_limit or len(self._queue) >= 2 * self._settings.queue_limit:
-            return commands + drop(blobs) + self._busy(peer, message, max(self.queue_s, soon))
+            return commands + drop(request.blobs) + self._busy(peer, message, max(self.queue_s, soon))
         self._queue[job.key] = job
         return commands + self._await(now)
+
+    def _is_here(self, index: Index) -> bool:
+        """Its backward is booked, runs or waits."""
+        return index in self._booked or self._here(index) is not None
 
     def _here(self, index: Index) -> Job | None:
         """The backward of that microbatch that runs or waits."""
@@ -242,11 +223,9 @@ class Hops:
 
     def on_cancel(self, peer: Peer, message: Recall | Cancel) -> list[Command]:
         """Both ask: is it booked? Cancelled is final, so whatever waits under that attempt or an older one is dropped."""
-        view, index = self._seat.view, message.index
-        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
+        index = message.index
+        if not self._answers(peer, message):
             return []
-        if not self._seat.able or message.stage != self._seat.stage:
-            return []  # no answer I could keep to; the owner asks again
         if self._runs((False, index)) or index in self._booked:
             return self._again(peer, message)
         self._declined.add(peer, message.step, index, message.attempt)
@@ -259,22 +238,26 @@ class Hops:
 
     def on_query(self, peer: Peer, message: Query) -> list[Command]:
         """Its owner wonders. Of what is not here nothing is said, and the owner takes it for lost."""
-        view, index = self._seat.view, message.index
-        if view is None or (message.epoch, message.step) != (view.epoch, view.work) or owner_of(view, index) != peer:
-            return []
-        if not self._seat.able or message.stage != self._seat.stage:
+        index = message.index
+        if not self._answers(peer, message):
             return []
         if message.backward and index in self._booked:
             return self._gradient(peer, message.step, index, message.attempt)
         key = not message.backward, index
         job = (self._running if self._runs(key) else None) or self._queue.get(key)
-        on_its_way = not message.backward and (peer, index) in self._handed
-        if on_its_way or (job is not None and job.reply == peer):
-            return [Send(peer, Pending(*hop_of(message), sent=job is None))]
+        if job is not None:
+            return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
         made = Key(message.step, index, message.stage + 1, False)
-        if message.backward or job is not None or made not in self.shelf:
+        if message.backward or made not in self.shelf:
             return []
         return [Send(peer, Output(*hop_of(message), self.shelf.size(made)))]
+
+    def _answers(self, peer: Peer, message: Recall | Cancel | Query) -> bool:
+        """Its owner asks, of the step that is computed, and I can keep to what I answer; else the owner asks again."""
+        view = self._seat.view
+        if view is None or (message.epoch, message.step) != (view.epoch, view.work):
+            return False
+        return owner_of(view, message.index) == peer and self._seat.able and message.stage == self._seat.stage
 
     def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
         view = self._seat.view
@@ -304,7 +287,7 @@ class Hops:
                 commands.append(Send(peer, Books(view.epoch, view.work, view.number, stage, indices)))
         return commands
 
-    # ------------------------------------------------------------------------------------------- with direct hops
+    # ---------------------------------------------------------------------------------------------- boundary tensors
 
     def on_tensor(
         self, peer: Peer, message: Boundary | Pull | Coming | Gone, blobs: tuple[BlobRef, ...], fault: str, now: float
@@ -330,7 +313,7 @@ class Hops:
     def _await(self, now: float) -> list[Command]:
         """Whatever the hops in the queue lack is wanted."""
         commands: list[Command] = []
-        for job in self._queue.values() if self._direct else ():
+        for job in self._queue.values():
             commands += self.shelf.want(needs(job.message), now)
         return commands + self._tell_missing()
 
@@ -377,11 +360,9 @@ class Hops:
     # ------------------------------------------------------------------------------------------------------ answers
 
     def _gradient(self, peer: Peer, step: int, index: Index, attempt: int) -> list[Command]:
-        booking, out = self._book_of(step).kept[index]
-        seat = self._seat
+        booking, seat = self._book_of(step).kept[index], self._seat
         made = Key(step, index, seat.stage - 1, True)
-        message = Gradient(seat.epoch, step, index, seat.stage, attempt, booking.loss, self.shelf.size(made))
-        return [Send(peer, message, (out,) if out else ())]
+        return [Send(peer, Gradient(seat.epoch, step, index, seat.stage, attempt, booking.loss, self.shelf.size(made)))]
 
     def _busy(self, peer: Peer, message: Forward | Backward, wait_s: float) -> list[Command]:
         backward = isinstance(message, Backward)
@@ -447,27 +428,21 @@ class Hops:
         book = self._book_of(step)
         assert index not in book.kept, f"microbatch {index} would be booked twice"
         booking = Booking(index, done.result.loss)
-        book.kept[index] = booking, "" if self._direct else job.out
+        book.kept[index] = booking
         book.entries += (booking,)
         self.pace.add(True, done.seconds)
         self._freed_at = now
-        commands = []
-        if self._direct and job.out:
-            commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes)
+        commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes) if job.out else []
         return commands + self._gradient(job.reply, step, index, job.attempt)
 
     def _put_out(self, job: Job, done: Done) -> list[Command]:
         self.pace.add(False, done.seconds)
         epoch, step, index, stage, _ = hop_of(job.message)
-        if self._direct:
-            commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)
-            return [*commands, Send(job.reply, Output(epoch, step, index, stage, job.attempt, done.result.nbytes))]
-        self._handed.add((job.reply, index))
-        return [Send(job.reply, Output(epoch, step, index, stage, job.attempt), (job.out,)), Drop((job.out,))]
+        commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)
+        return [*commands, Send(job.reply, Output(epoch, step, index, stage, job.attempt, done.result.nbytes))]
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""
-        self._handed = {(other, index) for other, index in self._handed if other != peer}
         self.shelf.on_unreachable(peer)
 
     def _id(self) -> str:
@@ -477,7 +452,3 @@ class Hops:
 def _void(view: View, job: Job) -> bool:
     """Whoever sent it has no say any more."""
     return not speaks_for(view, job.message.index, job.sender, job.message.view)
-
-
-def _name(message: Forward | Backward) -> str:
-    return f"{type(message).__name__} of microbatch {message.index} at stage {message.stage}"

@@ -40,11 +40,9 @@ def hop_of(message: Forward | Backward | Recall | Cancel | Query) -> tuple[int, 
     return message.epoch, message.step, message.index, message.stage, message.attempt
 
 
-def wanted(message: Forward | Backward, stages: int, direct: bool) -> tuple[int, int]:
-    """How many blobs come with that request, and how many inputs lie on the shelf or will."""
+def wanted(message: Forward | Backward, stages: int) -> tuple[int, int]:
+    """How many blobs come with that request, and how many inputs are in the activation store or will be."""
     backward, last = isinstance(message, Backward), stages - 1
-    if not direct:
-        return (2 if backward and last else 1), 0
     first, top = message.stage == 0, backward and message.stage == last
     return int(first or top), int(not first) + int(backward and not top)
 
@@ -63,7 +61,9 @@ class Declined:
         elif view.step != before.step:
             self._upto = {key: attempt for key, attempt in self._upto.items() if key[1] >= view.step}
 
-    def has(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:
+    def has(self, peer: Peer, hop: tuple[int, int, int, int, int]) -> bool:
+        """`hop` as `hop_of` gives it: this attempt, or a later one, was declined."""
+        _, step, index, _, attempt = hop
         return attempt <= self._upto.get((peer, step, index), -1)
 
     def add(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:

@@ -43,10 +43,11 @@ from shoal.core.messages import (
     Sum,
     View,
 )
-from shoal.core.replica_state import Seat, drop, member_of
+from shoal.core.replica_state import Change, Seat, change_of, drop, is_fenced, member_of
 from shoal.core.server.early import Early
 from shoal.core.server.hops import Hops
 from shoal.core.server.shards import Shards
+from shoal.core.server.verdict import Request
 from shoal.core.timers import soonest
 from shoal.core.transfer.catch_up import Listening
 
@@ -146,7 +147,7 @@ class Server:
 
     @property
     def kept_bytes(self) -> int:
-        """Boundary tensors kept for the step, with direct hops."""
+        """Boundary tensors kept for the step."""
         return self._hops.shelf.nbytes
 
     # -------------------------------------------------------------------------------------------------------- state
@@ -208,7 +209,7 @@ class Server:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
         commands = self._try_round(now) + self._listening.go_on()
         for held in self._early.ripe():
-            commands += self._hops.on_hop(held.peer, held.message, held.blobs, held.fault, now)
+            commands += self._hops.on_hop(held, now)
         return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
 
     def _check(self, now: float) -> list[Command]:
@@ -226,30 +227,35 @@ class Server:
         seat, before = self._seat, self._seat.view
         if before is not None and view.number < before.number:
             return []
+        change = change_of(self.name, seat, before, view)
         seat.view = view
-        me = member_of(view.members + view.joining, self.name)
-        late = seat.applying is not None and seat.step + 1 == view.step  # the commit before is being applied
-        goes_on = view.keeps(Holding(epoch=seat.epoch, stage=seat.stage, step=seat.step + late))
-        if seat.seated and ((view.epoch != seat.epoch and not goes_on) or (me is not None and me.stage != seat.stage)):
-            commands = self.unseat()
-            if view.started and member_of(view.members, self.name) == me:  # the others train: I must come in anew
-                seat.unfit = f"holds nothing that epoch {view.epoch} began with"
-                self._call_stale(now)
-        elif seat.seated and view.epoch != seat.epoch:
-            seat.epoch, self.changed = view.epoch, True
-            commands = self._forget(empty_sum=True)
-        elif before is None or (before.epoch, before.step) != (view.epoch, view.step):
-            commands = self._next_step(before, view)
-        elif member_of(before.members, self.name) and not member_of(view.members, self.name):
-            commands = self._forget(empty_sum=True)  # fenced: others compute again what I had booked
-        else:
-            commands = self._rounds.on_view(view)
-            if before.ahead and not view.ahead:
-                commands += self._rounds.end(f"step {view.step} is opened again")
-            if (before.work, before.since) != (view.work, view.since):
-                commands += self._hops.turn(before, view)
+        match change:
+            case Change.STATE_VOID:
+                commands = self.unseat()
+                me = member_of(view.members + view.joining, self.name)
+                if view.started and member_of(view.members, self.name) == me:  # the others train: I must come in anew
+                    seat.unfit = f"holds nothing that epoch {view.epoch} began with"
+                    self._call_stale(now)
+            case Change.EPOCH_KEEPS_STATE:
+                seat.epoch, self.changed = view.epoch, True
+                commands = self._forget(empty_sum=True)
+            case Change.STEP:
+                commands = self._next_step(before, view)
+            case Change.FENCED:
+                commands = self._forget(empty_sum=True)  # others compute again what I had booked
+            case Change.SAME_STEP:
+                assert before is not None
+                commands = self._same_step(before, view)
         commands += self._listening.on_view(view, now)
         return commands + self._hops.on_view(before, view, now) + self._check(now) + self._continue(now)
+
+    def _same_step(self, before: View, view: View) -> list[Command]:
+        commands = self._rounds.on_view(view)
+        if before.ahead and not view.ahead:
+            commands += self._rounds.end(f"step {view.step} is opened again")
+        if (before.work, before.since) != (view.work, view.since):
+            commands += self._hops.turn(before, view)
+        return commands
 
     def _next_step(self, before: View | None, view: View) -> list[Command]:
         """Do to the parameters what was committed, or say that I cannot."""
@@ -257,7 +263,7 @@ class Server:
         held = last is not None and self._rounds.holds(last)
         if not self.settings.staleness or before is None or before.epoch != view.epoch:
             commands = self._forget(everything=False)
-        elif member_of(before.members, self.name) and not member_of(view.members, self.name):
+        elif is_fenced(self.name, before, view):
             commands = self._forget(empty_sum=True)
         else:
             self.changed = self.changed or bool(self.books)
@@ -274,10 +280,11 @@ class Server:
     ) -> list[Command]:
         names = tuple(blob.id for blob in blobs)
         match message:
-            case Forward() | Backward() if self._early.keep(peer, message, names, fault):
-                return []
             case Forward() | Backward():
-                return self._hops.on_hop(peer, message, names, fault, now) + self._hops.start(self._rounds.cutting)
+                request = Request(peer, message, names, fault)
+                if self._early.keep(request):
+                    return []
+                return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
             case Sum() if message.heard:

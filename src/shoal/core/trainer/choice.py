@@ -1,9 +1,8 @@
 """Which replica gets a hop of a microbatch, when some already hold its input. For trainer.py.
 
-With direct hops a boundary tensor lies with the servers. The gradient goes back the way the activation came, so that every
+A boundary tensor lies with the servers. The gradient goes back the way the activation came, so that every
 boundary is crossed once in each direction; any other replica has to be sent the input again. Who makes a tensor is told, when
-asked to, who goes on with it: that peer is chosen, and charged, one hop ahead. Through the owner nobody holds anything, and
-the routes alone decide.
+asked to, who goes on with it: that peer is chosen, and charged, one hop ahead.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Choice:
     def peer(self, m: Microbatch, want: Want, active: Active, now: float, avoid: str | None = None) -> Peer:
         """Who serves that hop: whoever was chosen ahead, or has its input, or is due by the routes; '' while nobody is."""
         avoid = m.avoid if avoid is None else avoid
-        holders = m.x[want.stage] if m.direct and want.stage > 0 else ()
+        holders = m.x[want.stage] if want.stage > 0 else ()
         for peer in (m.next, *reversed(holders)):
             charge = 0.0 if peer == m.next else want.kind.size
             if peer and peer != avoid and self._routes.claim(peer, want.stage, now, charge):
@@ -58,5 +57,5 @@ class Choice:
 
     def after(self, m: Microbatch, want: Want, active: Active, now: float) -> Peer:
         """Who gets what that hop makes; '' if nobody needs it, or nobody is free yet."""
-        then = after(m, want) if m.direct else None
+        then = after(m, want)
         return "" if then is None else self.peer(m, then, active, now, avoid="")

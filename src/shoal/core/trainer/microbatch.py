@@ -1,8 +1,8 @@
 """Microbatches as their owner keeps them: what has to be done next for one, and where all of them are. For trainer.py.
 
-A microbatch is finished when every stage has booked its gradient at some server. Its owner keeps each stage's input and
-output gradient until the step is committed, or with direct hops knows the servers that keep them, so that a lost booking is
-redone alone: `plan` looks only at what is kept and what is booked, never at how it came to be so.
+A microbatch is finished when every stage has booked its gradient at some server. Until the step is committed its owner knows the
+servers that keep each stage's input and output gradient, so that a lost booking is redone alone: `plan` looks only at what is
+kept and what is booked, never at how it came to be so.
 
 `Owned` keeps the microbatches by place: waiting, in progress, parked
 at a stage without a free replica, finished. Sending, waiting and repeating are trainer.py's.
@@ -37,7 +37,7 @@ from shoal.core.trainer.routing import BACKWARD_SIZE, FORWARD_SIZE
 Request = Forward | Backward | Recall | Cancel
 Answer = Output | Gradient | Cancelled | Busy | Refused | Missing | Pending
 
-Where = tuple[str, ...]  # my blob, one; with direct hops the peers that hold the tensor, who made it first
+Where = tuple[str, ...]  # the peers that hold a tensor, who made it first; of the tokens: my blob
 
 FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
 NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
@@ -88,7 +88,7 @@ class Hop(msgspec.Struct, eq=False):
     sent: float
     first: int = 0  # not sent yet
     last: int = 0
-    to: Peer = ""  # with direct hops: gets what is made
+    to: Peer = ""  # gets what is made
     asked: bool = False  # whether its server has got it, and there is no answer yet
     held: bool = False  # it waits or runs there, as its server has said: waited for once more
     holds: int = 0  # how often its server has said so
@@ -119,7 +119,6 @@ class Microbatch(msgspec.Struct, eq=False):
     avoid: str = ""  # the peer that was slow or failed with this hop
     slow: int = 0  # deadlines missed by this hop
     fails: int = 0  # failures in a row
-    direct: bool = False  # boundary tensors stay with the servers
     next: Peer = ""  # who was chosen, and charged, for the hop that comes next
     lost: dict[Peer, int] = msgspec.field(
         default_factory=dict
@@ -132,6 +131,17 @@ class Microbatch(msgspec.Struct, eq=False):
         if len(self.late) > LATE_KEPT:
             del self.late[next(iter(self.late))]
         self.avoid, self.hop = self.hop.peer, None
+
+    def forward_of(self, peer: Peer, stage: Stage, attempt: int) -> tuple[Hop | None, bool]:
+        """The forward that this attempt answers, and whether it is the one in flight. One that was abandoned is forgotten with that."""
+        hop = self.hop
+        if hop is not None and hop.kind is Kind.FORWARD and hop.answered_by(peer, stage, attempt):
+            return hop, True
+        late = self.late.get(attempt)
+        if late is None or not late.answered_by(peer, stage, attempt):
+            return None, False
+        del self.late[attempt]
+        return late, False
 
     def progressed(self) -> None:
         self.hop, self.avoid, self.slow, self.fails = None, "", 0, 0
@@ -151,9 +161,7 @@ class Microbatch(msgspec.Struct, eq=False):
             form = Cancel if self.hop.kind is Kind.BACKWARD else Recall
         self.hop.last = self.attempt
         message = form(view.epoch, view.work, self.index, self.hop.stage, self.attempt, view.number)
-        if self.direct and form in (Forward, Backward):
-            return msgspec.structs.replace(message, **self._route(self.hop))
-        return message
+        return msgspec.structs.replace(message, **self._route(self.hop)) if form in (Forward, Backward) else message
 
     def _route(self, hop: Hop) -> dict[str, Peer | Where]:
         """Who holds what that hop needs, and who gets what it makes."""
@@ -165,20 +173,15 @@ class Microbatch(msgspec.Struct, eq=False):
         return route
 
     def blobs(self) -> tuple[str, ...]:
-        """All that the owner holds itself."""
-        return self.x[0] if self.direct else tuple(blob for where in self.x + self.g for blob in where)
+        """All that the owner holds itself: the tokens."""
+        return self.x[0]
 
     def inputs(self) -> tuple[str, ...]:
         """The blobs that the request in flight carries."""
         assert self.hop is not None
         stage, kind, last = self.hop.stage, self.hop.kind, len(self.x) - 1
-        if kind is Kind.FORWARD:
-            return self.x[stage] if not (self.direct and stage) else ()
-        if kind is not Kind.BACKWARD:
-            return ()
-        if self.direct:
-            return self.x[0] if stage in (0, last) else ()
-        return self.x[stage] if last == 0 else (*self.x[stage], *(self.x[0] if stage == last else self.g[stage]))
+        tokens = stage == 0 or (stage == last and kind is Kind.BACKWARD)
+        return self.x[0] if tokens and kind in (Kind.FORWARD, Kind.BACKWARD) else ()
 
     @property
     def withheld(self) -> Peer:
@@ -193,34 +196,32 @@ class Microbatch(msgspec.Struct, eq=False):
             return self.withheld
         return self.hop.peer if self.hop is not None and self.hop.kind is not Kind.FETCH else ""
 
-    def made(self, hop: Hop, gradient: bool, blob: str) -> None:
-        """What that hop has made is with me, or where it was made and to whom it went."""
-        where = tuple(peer for peer in (hop.peer, hop.to) if peer) if self.direct else (blob,)
+    def made(self, hop: Hop, gradient: bool) -> None:
+        """What that hop has made is where it was made, and with whom it was sent to."""
+        where = tuple(peer for peer in (hop.peer, hop.to) if peer)
         if gradient:
             self.g[hop.stage - 1] = where
         else:
             self.x[hop.stage + 1] = where
-        if self.direct and hop.stage > 0 and hop.peer not in self.x[hop.stage]:
+        if hop.stage > 0 and hop.peer not in self.x[hop.stage]:
             self.x[hop.stage] = (*self.x[hop.stage][: NAMED - 1], hop.peer)  # it has had to get it
 
     def gone(self, stage: Stage, gradient: bool) -> None:
         """None of those who should hold it can give it: it is made again from what is nearest, or recalled."""
         held = self.g if gradient else self.x
-        if self.direct:
-            for peer in held[stage]:
-                self.lost[peer] = self.lost.get(peer, 0) + 1
+        for peer in held[stage]:
+            self.lost[peer] = self.lost.get(peer, 0) + 1
         held[stage] = ()
 
     def keep_holders(self, members: dict[Peer, Stage]) -> None:
-        if self.direct:
-            self.x[1:] = [tuple(peer for peer in where if peer in members) for where in self.x[1:]]
-            self.g = [tuple(peer for peer in where if peer in members) for where in self.g]
+        self.x[1:] = [tuple(peer for peer in where if peer in members) for where in self.x[1:]]
+        self.g = [tuple(peer for peer in where if peer in members) for where in self.g]
 
 
-def new_microbatch(index: Index, booked: list[str], view: View, direct: bool = False) -> Microbatch:
+def new_microbatch(index: Index, booked: list[str], view: View) -> Microbatch:
     """Attempts start above every number a former owner can have used: ownership moves only with a newer view."""
     nowhere: list[Where] = [()] * len(booked)
-    return Microbatch(index, view.number << 20, nowhere, nowhere[:], booked, direct=direct)
+    return Microbatch(index, view.number << 20, nowhere, nowhere[:], booked)
 
 
 def plan(m: Microbatch) -> Want:

@@ -27,7 +27,7 @@ class Reports:
 
     def faulty(self, peer: Peer, what: str, fault: str, now: float) -> None:
         """Its answer cannot be used: banned here, and the leader hears of it every time."""
-        self._complain(Complaint(peer, f"{what}: {fault or 'no blob came with it'}"[:2000]))
+        self._complain(Complaint(peer, f"{what}: {fault}"[:2000]))
         self.failed(peer, f"faulty {what}", now)
 
     def missed(self, peer: Peer, now: float) -> None:

@@ -61,7 +61,6 @@ from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import Chance, Routes
 from shoal.core.trainer.takeover import Adoptions
 
-Came = tuple[str, str]  # the blob that an answer carries, and what is wrong with it
 _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
@@ -106,17 +105,12 @@ class Trainer:
         self._routes.on_view(members, now)
         self._out += [Note("route", text) for text in self._planned.on_view(members)]
         mine = {i: None for i, at in enumerate(view.owners) if members and members[at].peer == self.name}
-        first = False
         if _period(old) != _period(view):
             self._forget_all()
-            # Without a gap in the numbers this is the step's first view, and nobody owned anything of it before, unless the
-            # step had been begun and left.
-            again = old.epoch == view.epoch and old.begun
-            first = view.number == old.number + 1 and old is not _NOTHING and not again
         else:
             self._lose(mine, now)
         new = [i for i in mine if i not in self._owned.held and i not in self._adoptions]
-        if first:
+        if _begins(old, view):
             self._own({index: {} for index in new})
         elif new:
             self._adopt(new, now)
@@ -128,8 +122,7 @@ class Trainer:
     def on_message(
         self, peer: Peer, message: Message, blobs: tuple[BlobRef, ...], fault: str, now: float
     ) -> list[Command]:
-        """Answers of servers. What is stale, foreign or unasked changes nothing; blobs that are not kept go."""
-        kept = ""
+        """Answers of servers, none of which carries a tensor. What is stale, foreign or unasked changes nothing."""
         if (
             peer in self._stage_of
             and isinstance(message, (Answer, Books))
@@ -141,8 +134,8 @@ class Trainer:
                     self._adoptions.hear(peer, message)
                     self._own(self._adoptions.take())
             elif (m := self._owned.active.get(message.index)) is not None:
-                kept = self._answer(m, peer, message, (blobs[0].id if blobs else "", fault), now)
-        self._drop([blob.id for blob in blobs if blob.id != kept])
+                self._answer(m, peer, message, fault or ("a tensor in a receipt" if blobs else ""), now)
+        self._drop([blob.id for blob in blobs])
         return self._flush(now)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
@@ -238,7 +231,7 @@ class Trainer:
     def _own(self, booked_at: dict[Index, dict[Stage, Peer]]) -> None:
         for index, at in booked_at.items():
             booked = [at.get(stage, "") for stage in range(self._settings.stages)]
-            self._owned.wait(new_microbatch(index, booked, self._view, self._settings.hops == "direct"))
+            self._owned.wait(new_microbatch(index, booked, self._view))
 
     def _adopt(self, indices: list[Index], now: float) -> None:
         text = f"take over {len(indices)} microbatches of step {self._view.work}: everybody is asked for books"
@@ -312,61 +305,54 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------ answers
 
-    def _answer(self, m: Microbatch, peer: Peer, message: Answer, came: Came, now: float) -> str:
-        """The blob that is kept, if any."""
+    def _answer(self, m: Microbatch, peer: Peer, message: Answer, fault: str, now: float) -> None:
         hop = m.hop
         if isinstance(message, Output):
-            return self._output(m, peer, message, came, now)
-        if hop is None or not hop.answered_by(peer, message.stage, message.attempt):
-            return ""
-        if isinstance(message, Pending):
+            self._output(m, peer, message, fault, now)
+        elif hop is None or not hop.answered_by(peer, message.stage, message.attempt):
+            return
+        elif isinstance(message, Pending):
             if hop.asked:
-                self._held(m, hop, message.sent, now)
+                self._held(m, hop, now)
         elif isinstance(message, (Busy, Refused, Missing)):
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
             if isinstance(message, Gradient):
-                return self._gradient(m, hop, came, now)
-            self._cancelled(m, hop, now)
-        return ""
+                self._gradient(m, hop, fault, now)
+            else:
+                self._cancelled(m, hop, now)
 
-    def _held(self, m: Microbatch, hop: Hop, sent: bool, now: float) -> None:
-        """Its server has got it. While nothing is known of how long that stage takes, it is waited for as long again, several times;
-        once only when it was done and `sent`: that may be lost."""
+    def _held(self, m: Microbatch, hop: Hop, now: float) -> None:
+        """Its server has got it. While nothing is known of how long that stage takes, it is waited for as long again, several times."""
         hop.asked, hop.holds = False, hop.holds + 1
-        hop.held = sent or hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
+        hop.held = hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
         wait_s = self._routes.patience(hop.peer, hop.kind.size)
         self._timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
 
-    def _output(self, m: Microbatch, peer: Peer, message: Output, came: Came, now: float) -> str:
-        hop = m.hop
-        live = hop is not None and hop.kind is Kind.FORWARD and hop.answered_by(peer, message.stage, message.attempt)
-        asked = hop if live else m.late.get(message.attempt)
-        if asked is None or not asked.answered_by(peer, message.stage, message.attempt):
-            return ""
-        if not live:
-            del m.late[message.attempt]
-        blob, fault = came
-        if fault or bool(blob) == m.direct or asked.stage + 1 >= self._settings.stages:
+    def _output(self, m: Microbatch, peer: Peer, message: Output, fault: str, now: float) -> None:
+        asked, live = m.forward_of(peer, message.stage, message.attempt)
+        if asked is None:
+            return
+        if fault or asked.stage + 1 >= self._settings.stages:
             self._reports.faulty(peer, f"output of stage {asked.stage}", fault, now)
             if live:
                 m.hop, m.avoid = None, peer
                 self._retry(m, now)
-            return ""
+            return
         self._routes.answered(peer, now - asked.sent, asked.kind.size, now, asked.asked)
         if m.x[asked.stage + 1]:
-            return ""
-        m.made(asked, False, blob)
+            return
+        m.made(asked, gradient=False)
+        hop = m.hop
         if hop is not None and not live and hop.kind is Kind.FORWARD and hop.stage == asked.stage:
             m.abandon()  # the peer that was asked instead need not have been
         if m.hop is None or live:
             m.progressed()
             m.next = asked.to
             self._advance(m, now)
-        return blob
 
-    def _gradient(self, m: Microbatch, hop: Hop, came: Came, now: float) -> str:
-        stage, (blob, fault) = hop.stage, came
+    def _gradient(self, m: Microbatch, hop: Hop, fault: str, now: float) -> None:
+        stage = hop.stage
         if hop.kind is Kind.BACKWARD:
             self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked)
             m.lost.clear()  # whoever did not give what that took is not in the way of what comes next
@@ -375,15 +361,13 @@ class Trainer:
         m.next = hop.to
         if stage == 0 or m.g[stage - 1]:
             self._advance(m, now)
-            return ""
-        if fault or bool(blob) == m.direct:
+        elif fault:
             # It is booked all the same. Ask again, and complain each time: the leader removes it in the end.
             self._reports.faulty(hop.peer, f"gradient of stage {stage}", fault, now)
             self._timers.set(m.index, now + self._settings.hop_floor_s)
-            return ""
-        m.made(hop, True, blob)
-        self._advance(m, now)
-        return blob
+        else:
+            m.made(hop, gradient=True)
+            self._advance(m, now)
 
     def _cancelled(self, m: Microbatch, hop: Hop, now: float) -> None:
         """It is not booked there and will not be."""
@@ -461,3 +445,10 @@ class Trainer:
 def _period(view: View) -> tuple[int, int, int, bool]:
     """What a trainer keeps is good for that long."""
     return view.epoch, view.work, view.since, view.started
+
+
+def _begins(old: View, view: View) -> bool:
+    """Without a gap in the numbers this is the step's first view, and nobody owned anything of it before, unless the step had been
+    begun and left."""
+    again = old.epoch == view.epoch and old.begun
+    return _period(old) != _period(view) and view.number == old.number + 1 and old is not _NOTHING and not again

@@ -4,7 +4,7 @@ Resident (executor/resident.py): fp32 master values, two moments (fp32 or 8-bit)
 narrower, the activations of one microbatch through the whole stage, and the boundary tensors in hand. Swapping (swapping.py):
 the optimizer's state lives in the host's memory, and two of the stage's largest parts are on the device at a time.
 
-With direct hops a server keeps both ends of its boundaries until the step is committed
+A server keeps both ends of its boundaries until the step is committed
 (core/server/activation_store.py), in the host's memory as
 far as network.spill_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
 """
@@ -29,7 +29,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Shelf(msgspec.Struct, frozen=True):
-    """How much of a step's boundary tensors a server keeps with direct hops: network.keep_bytes and network.spill_bytes."""
+    """How much of a step's boundary tensors a server keeps: network.keep_bytes and network.spill_bytes."""
 
     keep_bytes: float = 2.0**32
     spill_bytes: float = 2.0**30  # of these in memory; 0: all

@@ -2,8 +2,8 @@
 
 The cost model in communication.py is the paper's; this is what decides. Each owner drives `inflight` microbatches; what comes next for
 one, what its request carries and which replica gets it is asked of core itself (microbatch.py, choice.py, routing.py), by the
-plan's routes where there are any, so the wiring that is predicted is the one that runs. Tensors go through the owner, or
-straight from server to server, and then a hop runs when its request and its tensor are both there. A replica computes one
+plan's routes where there are any, so the wiring that is predicted is the one that runs. Tensors go
+straight from server to server, and a hop runs when its request and its tensor are both there. A replica computes one
 hop at a time, backwards first; uplinks and downlinks pass one message after the other and links of several pairs are filled
 side by side, as in transport/emulated/shaped.py; who sends which chunk to whom when a stage's replicas average is core's too
 (layout.py); and agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses
@@ -61,7 +61,6 @@ class Seats(msgspec.Struct, frozen=True):
     routes: Routing = ()  # empty: stochastic wiring
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
-    direct: bool = False  # boundary tensors go straight from server to server; else through the microbatch's owner
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
     widths: tuple[int, ...] = ()  # of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
 
@@ -148,25 +147,15 @@ def _of(widths: tuple[int, ...], group: list[int]) -> tuple[int, ...]:
     return tuple(widths[device] for device in group) if widths else ()
 
 
-def hop_bytes(seats: Seats) -> tuple[list[float], list[float]]:
-    """What an owner sends and what it receives for one microbatch, by stage, over forward and backward."""
-    last, body, back, tokens = seats.stages - 1, seats.boundary_bytes, seats.back_bytes, seats.tokens_bytes
-    if seats.direct:
-        return [tokens * ((stage == 0 < last) + (stage in (0, last))) for stage in range(last + 1)], [0.0] * (last + 1)
-    sent, received = [], []
-    for stage in range(seats.stages):
-        x = tokens if stage == 0 else body
-        backward = tokens if last == 0 else x + (tokens if stage == last else back)
-        sent.append(backward + (x if stage < last else 0.0))
-        received.append((back if stage else 0.0) + (body if stage < last else 0.0))
-    return sent, received
+def request_bytes(seats: Seats) -> list[float]:
+    """Tokens that an owner sends for one microbatch, by stage, over forward and backward. What it receives are receipts."""
+    last = seats.stages - 1
+    return [seats.tokens_bytes * ((stage == 0 < last) + (stage in (0, last))) for stage in range(seats.stages)]
 
 
 def handed_bytes(seats: Seats) -> tuple[list[float], list[float]]:
     """What a replica sends to other replicas and receives from them for one microbatch that passes it, by stage."""
     last, body, back = seats.stages - 1, seats.boundary_bytes, seats.back_bytes
-    if not seats.direct:
-        return [0.0] * (last + 1), [0.0] * (last + 1)
     sent = [body * (stage < last) + back * (stage > 0) for stage in range(last + 1)]
     return sent, [body * (stage > 0) + back * (stage < last) for stage in range(last + 1)]
 
@@ -278,7 +267,7 @@ class _Play:
         self._owned = {device: Owned() for device in self._members}
         self._left, self._lacks = microbatches, [1] * microbatches
         for index in range(microbatches):
-            m = new_microbatch(index, [""] * self._seats.stages, _VIEW, self._seats.direct)
+            m = new_microbatch(index, [""] * self._seats.stages, _VIEW)
             m.x[0] = (TOKENS,)
             self._owned[self._members[index % len(self._members)]].wait(m)
         for device in self._members:
@@ -355,15 +344,14 @@ class _Play:
         self._at(now + seconds, lambda then: self._computed(owner, m, hop, then))
 
     def _computed(self, owner: int, m: Microbatch, hop: Hop, now: float) -> None:
-        """What was made goes to the owner, or straight to whoever goes on with it while a receipt goes to the owner."""
+        """What was made goes straight to whoever goes on with it, a receipt to the owner."""
         peer = int(hop.peer)
         self._computes.discard(peer)
         self._lacks[m.index] = 2 if hop.to else 1
         made = OUTPUT if hop.kind is Kind.FORWARD else GRADIENT if hop.stage > 0 else EMPTY
         if hop.to:
             self._send(peer, int(hop.to), (made,), now, lambda then: self._came(owner, m, then))
-        answer = () if self._seats.direct else (made,)
-        self._send(peer, owner, answer, now, lambda then: self._answered(owner, m, hop, made, then))
+        self._send(peer, owner, (), now, lambda then: self._answered(owner, m, hop, made, then))
         self._compute(peer, now)
 
     def _answered(self, owner: int, m: Microbatch, hop: Hop, made: str, now: float) -> None:
@@ -371,7 +359,7 @@ class _Play:
         if hop.kind is Kind.BACKWARD:
             m.booked[hop.stage] = hop.peer
         if made:
-            m.made(hop, hop.kind is Kind.BACKWARD, made)
+            m.made(hop, hop.kind is Kind.BACKWARD)
         m.progressed()
         m.next = hop.to
         self._advance(owner, m, now)
@@ -543,18 +531,17 @@ def _rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
 def _trips_s(seats: Seats, cluster: Cluster) -> float:
     """An owner drives `inflight` microbatches at once, each through all hops: on average devices and links."""
     members = seats.members
-    asked, answered = hop_bytes(seats)
     at = np.ix_(members, members)
     delay_s = float(np.mean(cluster.delay_s[at]))
     line_s = float(np.mean([1 / (cluster.devices[device].up_Bps or math.inf) for device in members]))
     pair_s = (
         float(np.mean(1 / cluster.bandwidth_Bps[at][~np.eye(len(members), dtype=bool)])) if len(members) > 1 else 0.0
     )
-    moved_s = (sum(asked) + sum(answered)) * (1 - 1 / len(members)) * max(line_s, pair_s)
+    moved_s = sum(request_bytes(seats)) * (1 - 1 / len(members)) * max(line_s, pair_s)
     delays_s = 2 * (2 * seats.stages - 1) * delay_s
-    if seats.direct:  # while a tensor is on its way, so are a receipt and the next request
-        handed_s = [nbytes * max(line_s, pair_s) for nbytes in (seats.boundary_bytes, seats.back_bytes)]
-        moved_s += (seats.stages - 1) * sum(max(seconds - delay_s, 0.0) for seconds in handed_s)
+    # While a tensor is on its way, so are a receipt and the next request.
+    handed_s = [nbytes * max(line_s, pair_s) for nbytes in (seats.boundary_bytes, seats.back_bytes)]
+    moved_s += (seats.stages - 1) * sum(max(seconds - delay_s, 0.0) for seconds in handed_s)
     compute_s = sum(
         float(np.mean([hop_s(seats, device) for device in seats.replicas(stage)])) for stage in range(seats.stages)
     )
@@ -606,7 +593,7 @@ def hop_s(seats: Seats, device: int) -> float:
 def _lines_s(seats: Seats, cluster: Cluster) -> float:
     """The busiest own line, if every owner and replica takes an even share."""
     members = seats.members
-    (asked, answered), (handed_on, handed) = hop_bytes(seats), handed_bytes(seats)
+    asked, (handed_on, handed) = request_bytes(seats), handed_bytes(seats)
     owned = seats.microbatches / len(members)
     worst = 0.0
     for device in members:
@@ -614,9 +601,8 @@ def _lines_s(seats: Seats, cluster: Cluster) -> float:
         served = seats.microbatches / len(seats.replicas(stage))
         foreign = 1 - 1 / len(members)
         sent = owned * (sum(asked) - asked[stage] / len(seats.replicas(stage)))
-        sent += served * (foreign * answered[stage] + handed_on[stage])
-        received = owned * (sum(answered) - answered[stage] / len(seats.replicas(stage)))
-        received += served * (foreign * asked[stage] + handed[stage])
+        sent += served * handed_on[stage]
+        received = served * (foreign * asked[stage] + handed[stage])
         machine = cluster.devices[device]
         worst = max(worst, sent / (machine.up_Bps or math.inf), received / (machine.down_Bps or math.inf))
     return worst

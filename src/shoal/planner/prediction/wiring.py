@@ -1,10 +1,9 @@
 """Planned wiring: which replica serves each microbatch of each owner, stage by stage. For strategy.py; core follows it.
 
 Paper: DT-FM (arXiv 2206.01288) matches the devices of neighbouring stages so that the hops between them take near links.
-Where hops go through the microbatch's owner the sides that are matched are owners and replicas: every replica gets as many
-microbatches as its compute and its lines can pass beside the others', and of all such assignments the one with the least time
-on links is taken, by scipy's solver for assignment problems. With direct hops tensors pass between replicas of neighbouring
-stages, as in the paper: stage by stage, microbatches are assigned anew beside what their neighbours have, until nothing gets shorter.
+First owners and replicas are matched: every replica gets as many microbatches as its compute and its lines can pass beside the
+others', and of all such assignments the one with the least time on links is taken, by scipy's solver for assignment problems. Then
+stage by stage, as in the paper, microbatches are assigned anew beside what their neighbours have, until nothing gets shorter.
 That spends less time on links and lets replicas wait for one another more, so both are priced by playing them.
 """
 
@@ -17,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 
 from shoal.planner.costs.communication import Floats
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.step import Routing, Seats, handed_bytes, hop_bytes, hop_s
+from shoal.planner.prediction.step import Routing, Seats, handed_bytes, hop_s, request_bytes
 
 SWEEPS = 4  # over the stages; what gets shorter does so in the first two
 EVENLY = 1e-3  # of a microbatch's seconds on links is what being a step early or late for an even turn counts
@@ -33,12 +32,14 @@ def planned(seats: Seats, cluster: Cluster) -> Routing:
 
 
 def matched(seats: Seats, cluster: Cluster, routes: Routing) -> Routing:
-    """`planned` routes of direct hops, with each microbatch's replicas near one another and not only near its owner. A replica serves as
+    """`planned` routes with each microbatch's replicas near one another and not only near its owner. A replica serves as
     often as before, but less evenly over time, so a caller plays both; of assignments that cost the same the most even is taken."""
     owners = seats.seated
     ways = [[routes[owner][stage] for owner in owners] for stage in range(seats.stages)]
     each = [len(turns) for turns in ways[0]]
-    if not seats.direct or any([len(turns) for turns in way] != each for way in ways):  # fewer microbatches than owners
+    if seats.stages == 1 or any(
+        [len(turns) for turns in way] != each for way in ways
+    ):  # fewer microbatches than owners
         return routes
     devices, groups = len(seats.stage_of), [seats.replicas(stage) for stage in range(seats.stages)]
     own_s, near_s = np.zeros((seats.stages, devices, devices)), np.zeros((devices, devices))
@@ -121,17 +122,17 @@ def spread(counts: list[int], phase: float = 0.0) -> list[int]:
 
 def pass_s(seats: Seats, cluster: Cluster, device: int) -> float:
     """Seconds between two microbatches at a replica: its compute, or what it is sent and sends on its own lines."""
-    (asked, answered), (handed_on, handed) = hop_bytes(seats), handed_bytes(seats)
+    asked, (handed_on, handed) = request_bytes(seats), handed_bytes(seats)
     stage, machine = seats.stage_of[device], cluster.devices[device]
     foreign = 1 - 1 / len(seats.seated)
     down_s = (asked[stage] * foreign + handed[stage]) / machine.down_Bps if machine.down_Bps else 0.0
-    up_s = (answered[stage] * foreign + handed_on[stage]) / machine.up_Bps if machine.up_Bps else 0.0
+    up_s = handed_on[stage] / machine.up_Bps if machine.up_Bps else 0.0
     return max(hop_s(seats, device), down_s, up_s)
 
 
 def link_s(seats: Seats, cluster: Cluster, owner: int, device: int, stage: int) -> float:
-    """Seconds that one microbatch of that owner spends on links for a stage served there, forward and backward. Roughly with
-    direct hops: what neighbours hand over is taken to come from where the owner is, and to go there."""
+    """Seconds that one microbatch of that owner spends on links for a stage served there, forward and backward. Roughly:
+    what neighbours hand over is taken to come from where the owner is, and to go there."""
     handed_on, handed = handed_bytes(seats)
     if owner == device:
         return 0.0
@@ -143,10 +144,10 @@ def asked_s(seats: Seats, cluster: Cluster, owner: int, device: int, stage: int)
     """Of that what passes between the owner and who serves."""
     if owner == device:
         return 0.0
-    asked, answered = hop_bytes(seats)
+    asked = request_bytes(seats)
     turns = 1 if stage == seats.stages - 1 else 2
     there_s = asked[stage] / _Bps(cluster, owner, device) + turns * cluster.delay_s[owner, device]
-    return float(there_s + answered[stage] / _Bps(cluster, device, owner) + turns * cluster.delay_s[device, owner])
+    return float(there_s + turns * cluster.delay_s[device, owner])
 
 
 def _handed_s(seats: Seats, cluster: Cluster, one: int, other: int) -> float:

@@ -57,7 +57,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         None  # of the model itself, with `counted_sequences` in a microbatch; else by formula from its shape
     )
     counted_sequences: int = 1
-    direct: bool = False  # network.hops: boundary tensors go straight from server to server
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
     moments: str = "float32"  # train.moments
     shelf: memory.Shelf = memory.Shelf()
@@ -69,8 +68,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     def kept_bytes(self, span: range, microbatches: float) -> float:
         """Of one that serves so many microbatches of a stage, at most; see memory.py."""
-        if not self.direct:
-            return 0.0
         there_bytes, inner, last = self.profile.boundary_bytes, span.start > 0, span.stop == self.shape.layers
         return self.shelf.kept_bytes(microbatches, inner, last, there_bytes, self.returned_bytes)
 
@@ -374,7 +371,6 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         averaging_codec_s=max(
             problem.averaging_codec_s(nbytes, stage_of.count(stage)) for stage, nbytes in enumerate(gradient_bytes)
         ),
-        direct=problem.direct and len(cut) > 1,
         staleness=problem.staleness,
     )
     return Option(cut, seats, swaps, rough_s(seats, problem.cluster))

@@ -1,6 +1,6 @@
 """The tensors that a peer holds under names, of which the oldest lie on disk when they are many. For task_runner.py.
 
-With direct hops both ends of a boundary keep its tensors until the step is committed, and the gradients a server made cannot be
+Both ends of a boundary keep its tensors until the step is committed, and the gradients a server made cannot be
 computed again: what is kept grows with the batch, not with what runs at once. Beyond `memory_bytes` the oldest are written to
 files that have no name, so that nothing is left behind whatever ends the process, and are mapped from there: whoever reads one
 sees the same bytes, and the system gives their memory to others when it is short. A disk that is full costs nothing but memory.

@@ -11,7 +11,7 @@ import torch
 
 from shoal import codec
 from shoal.config import Config
-from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, Gradient, Message, Output, Part, Sum
+from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, Message, Part, Sum
 from shoal.executor.base import boundary
 from shoal.numerics import compress
 from shoal.runtime.data import vocabulary
@@ -43,7 +43,6 @@ class Kinds:
         shape, dtype = boundary(config)
         name = str(dtype).removeprefix("torch.")
         self._stages = config.run.stages
-        self._direct = config.network.hops == "direct" and config.run.stages > 1
         self._vocabulary = vocabulary(config)
         network = config.network
         self._boundary = Kind("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
@@ -75,25 +74,14 @@ class Kinds:
             return (kind,) if most else "no stage is here to average"
         if isinstance(message, Chunk):
             return () if message.gone else (self._bytes,)
-        assert isinstance(message, Forward | Backward | Output | Gradient | Boundary)
+        assert isinstance(message, Forward | Backward | Boundary)
         stage, last = message.stage, self._stages - 1
-        if stage > last or (isinstance(message, Output) and stage == last):
+        if stage > last:
             return f"{type(message).__name__} of stage {stage} in a run of {self._stages} stages"
         if isinstance(message, Boundary):
             kind = self._gradient if message.gradient else self._boundary
             return (kind,) if stage != (last if message.gradient else 0) else f"stage {stage} has no such boundary"
-        if self._direct:
-            tokens = isinstance(message, Forward | Backward) and stage in (0, last)
-            return (self._tokens,) if tokens else ()
-        x = self._tokens if stage == 0 else self._boundary
-        match message:
-            case Forward():
-                return (x,)
-            case Output():
-                return (self._boundary,)
-            case Gradient():
-                return () if stage == 0 else (self._gradient,)
-        return (x,) if last == 0 else (x, self._tokens if stage == last else self._gradient)
+        return (self._tokens,) if stage in (0, last) else ()
 
     def _wrong(self, blob: Blob, kind: Kind) -> str:
         fault = _malformed(blob)
@@ -107,8 +95,6 @@ class Kinds:
             return f"shape {blob.shape}, not {kind.shape}"
         if not kind.shape and (len(blob.shape) != 1 or not 1 <= blob.shape[0] <= kind.most):
             return f"shape {blob.shape}, not one dimension of 1 to {kind.most}"
-        if blob.codec.startswith("topk/") and blob.codec != (wanted := f"topk/1/{codec.keeps(blob.shape[0])}"):
-            return f"codec {blob.codec}, not {wanted}, which keeps what this run keeps"
         if blob.codec != codec.RAW:
             code = coding.code_of(blob)
             fault = compress.fault(code)

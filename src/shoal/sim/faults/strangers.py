@@ -459,16 +459,10 @@ def _blobs(message: m.Message, settings: m.Settings, inside: bool) -> tuple[Blob
         return (BAD,)
     match message:
         case m.Forward() | m.Backward():
-            if settings.hops == "direct" and 0 < message.stage < settings.stages - 1:
+            if 0 < message.stage < settings.stages - 1:
                 return ()
             x: Blob = ("x", message.step, message.index, message.stage, FALSE)
             return (x,)
-        case m.Output() | m.Gradient() if settings.hops == "direct":
-            return ()
-        case m.Output():
-            return (("x", message.step, message.index, message.stage + 1, FALSE),)
-        case m.Gradient():
-            return (("g", message.step, message.index, message.stage - 1, FALSE),) if message.stage else ()
         case m.Boundary():
             return (("g" if message.gradient else "x", message.step, message.index, message.stage, FALSE),)
         case m.Part() | m.Sum():
