@@ -149,8 +149,7 @@ class World:
                         assert blob in node.blobs or blob.endswith("/x"), f"{blob} is dropped twice"
                         node.blobs.pop(blob, None)
                 case Do():
-                    names = () if isinstance(command.task, Fetch) else self.inputs(command.task)
-                    node.tasks.append((command.task, tuple(node.blobs[name] for name in names)))
+                    node.tasks.append((command.task, tuple(node.blobs[name] for name in command.task.reads)))
                 case Send(message=Complaint()):
                     pass
                 case Send():
@@ -158,11 +157,6 @@ class World:
                     if values and not isinstance(command.message, Boundary):
                         assert all(value[0] == "x" and value[4] == 0 for value in values), "an owner carries a tensor"
                     self.mail.append(Letter(peer, command.peer, command.message, values))
-
-    @staticmethod
-    def inputs(task: Task) -> tuple[str, ...]:
-        assert isinstance(task, RunForward | RunBackward)
-        return (task.x,) if isinstance(task, RunForward) else (task.x, task.grad)
 
     def hand_over(self, letter: Letter, fault: str = "") -> None:
         node = self.nodes.get(letter.to)
@@ -209,7 +203,7 @@ class World:
                 assert (grad[0], *grad[2:]) == wanted, f"{task} with {grad}"
                 assert grad[1] == x[1], "tensors of two epochs"
                 made = ("g", x[1], task.step, task.index, task.stage - 1) if task.out else None
-        owner = node.trainer if task.id.startswith("t") else node.hops
+        owner = node.trainer if task.asker == "trainer" else node.hops
         if fails and not isinstance(task, Fetch):
             commands = node.hops.on_failed(Failed(task.id, "no memory"))
         else:

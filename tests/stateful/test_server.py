@@ -121,7 +121,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 case Drop():
                     for blob in command.blobs:
                         assert blob in self.live, f"{blob} is dropped twice or was never there"
-                        assert not any(blob in inputs(task) for task in self.tasks), f"{blob} is dropped while in use"
+                        assert not any(blob in task.reads for task in self.tasks), f"{blob} is dropped while in use"
                         self.live.remove(blob)
                 case Do():
                     self.begin(command.task)
@@ -131,7 +131,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
                     self.answers.append((command.peer, command.message))
 
     def begin(self, task: Task) -> None:
-        assert all(blob in self.live for blob in inputs(task)), "a task reads a blob that is not held"
+        assert all(blob in self.live for blob in task.reads), "a task reads a blob that is not held"
         match task:
             case RunBackward():
                 peer, message = self.origin[task.grad]
@@ -464,7 +464,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
             case Apply() | Reset():
                 self.sum.clear()
                 result = Result(digest=f"p{self.server.step + 1}")
-        self.live.update(outputs(task))
+        self.live.update(task.makes)
         self.carry_out(self.server.on_done(Done(task.id, result, 0.5), self.now))
 
     def cut_is_current(self, task: Cut, number: int) -> bool:
@@ -508,31 +508,9 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.carry_out(self.server.unseat())
         while self.tasks:
             task = self.tasks.pop(0)
-            self.live.update(outputs(task))
+            self.live.update(task.makes)
             self.carry_out(self.server.on_done(Done(task.id, Result(), 0.1), self.now))
         assert not self.live, f"never dropped: {sorted(self.live)}"
-
-
-def inputs(task: Task) -> tuple[str, ...]:
-    match task:
-        case RunForward():
-            return (task.x,)
-        case RunBackward():
-            return task.x, task.grad
-        case Add():
-            return task.parts
-        case Gather():
-            return task.sums
-    return ()
-
-
-def outputs(task: Task) -> tuple[str, ...]:
-    match task:
-        case RunForward() | RunBackward() | Add():
-            return (task.out,)
-        case Cut():
-            return task.outs
-    return ()
 
 
 WALK = {  # move: how often it is made, in a walk that goes further into a run than hypothesis does

@@ -17,6 +17,7 @@ from shoal.core.messages import (
     AskBooks,
     AskChunk,
     Asked,
+    Asker,
     AskPublish,
     AskSave,
     AskStanding,
@@ -75,6 +76,7 @@ from shoal.core.messages import (
     Waits,
     WhoBooked,
     Wire,
+    asker_of,
 )
 from shoal.core.planned import seated
 from shoal.core.server.server import Server
@@ -319,7 +321,12 @@ class PeerMachine:
         return [Send(peer, self.override) for peer in found if peer != self.name and peer not in self.present]
 
     def _owner(self, task: str) -> Server | Trainer | Sync:
-        return {"t": self.trainer, "s": self.server, "y": self.sync}[task[0]]  # type: ignore[return-value]
+        parts: dict[Asker, Server | Trainer | Sync] = {
+            "trainer": self.trainer,
+            "server": self.server,
+            "transfer": self.sync,
+        }
+        return parts[asker_of(task)]
 
     # -------------------------------------------------------------------------------------------------- settling
 

@@ -167,8 +167,8 @@ class Rounds:
             return []
         read: set[str] = set()
         for task in current.tasks.values():
-            self._void[task.id] = _inputs(task), _outputs(task)
-            read.update(_inputs(task))
+            self._void[task.id] = task.reads, task.makes
+            read.update(task.reads)
         return drop(tuple(blob for blob in current.live if blob not in read))
 
     def turn(self, everything: bool = True) -> list[Command]:
@@ -308,7 +308,7 @@ class Rounds:
         task = current.tasks.pop(done.id, None) if current is not None else None
         if current is None or task is None:
             return []
-        current.live.update(dict.fromkeys(_outputs(task)))
+        current.live.update(dict.fromkeys(task.makes))
         match task:
             case Cut():
                 return self._on_cut(current, task)
@@ -486,26 +486,6 @@ def _missing(current: Current, name: Peer) -> list[tuple[Peer, int, bool]]:
             missing += [(peer, number, False) for peer in peers if peer != name and peer not in held]
     hears = piece.place.hears.items()
     return missing + [(peer, number, True) for number, peer in hears if peer != name and number not in piece.sums]
-
-
-def _inputs(task: Work) -> tuple[str, ...]:
-    match task:
-        case Cut():
-            return ()
-        case AddRow() | Add():
-            return task.parts
-        case Gather():
-            return task.sums
-
-
-def _outputs(task: Work) -> tuple[str, ...]:
-    match task:
-        case Cut() | AddRow():
-            return task.outs
-        case Add():
-            return (task.out,)
-        case Gather():
-            return ()
 
 
 def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
