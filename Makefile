@@ -5,12 +5,15 @@ PYTHON := $(shell command -v python3.11 || command -v python3)
 PY = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 STAMP := .venv/.installed
 
+# Two processes, each with a stretch of neighbouring files: what a file imports, compiles or computes once, only one of them pays.
+BOTH := -n 2 --dist worksteal
+
 # One compute thread per process: tests run two at a time, and a peer's own setting decides in a run.
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test check format lint imports types unit slow gpu bench protocol clean
+.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol results configuration docs clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -19,7 +22,11 @@ help:
 	@echo "make check   the same without setup and end-to-end tests, for every commit"
 	@echo "make slow    the tests marked slow;  make gpu: those that need CUDA"
 	@echo "make bench   every benchmark; each prints one JSON line"
+	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
+	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
+	@echo "make configuration   docs/configuration.md from the settings"
+	@echo "make docs    the documentation as a site, in build/site"
 
 setup: $(STAMP)
 
@@ -28,17 +35,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer; no python3 was found" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shoal needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}")'
 	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 demo: setup
 	.venv/bin/shoal run configs/quickstart.toml
 
 test: setup
-	@$(MAKE) --no-print-directory lint imports types unit
+	@$(MAKE) --no-print-directory lint imports types docs unit
 
-check: lint imports types
-	$(PY) -m pytest -q -n 2 -m 'not slow and not gpu' --ignore=tests/e2e
+check: lint imports types docs
+	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu' --ignore=tests/e2e
 
 lint:
 	$(PY) -m ruff format --check .
@@ -51,7 +58,7 @@ types:
 	$(PY) -m mypy
 
 unit:
-	$(PY) -m pytest -q -n 2 -m 'not slow and not gpu'
+	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu'
 
 slow: setup
 	$(PY) -m pytest -q -m 'slow and not gpu' --timeout 900
@@ -62,8 +69,22 @@ gpu:
 bench: setup
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "# $$script"; .venv/bin/python "$$script"; done
 
+structure:
+	@$(PY) tools/structure.py $(if $(AGAINST),--against $(AGAINST))
+
 protocol:
 	$(PY) docs/protocol.py
+
+results:
+	$(PY) docs/results.py
+
+configuration:
+	$(PY) docs/configuration.py
+
+# Strict: a broken link, a missing page and a module that is not there are errors.
+docs:
+	@$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || { echo "the tools of the docs are missing: make setup" >&2; exit 1; }
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 format:
 	$(PY) -m ruff format .

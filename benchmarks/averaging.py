@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from predict import CONFIG, LINES, SHAPE, WORK, link, machine, play
-from report import report
+from report import at_most, parse, report
 from shoal import trace
 from shoal.core.allreduce.layout import owned
 from shoal.core.messages import Cut, Do, Done, Gather
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", default="", help="cases whose names have these words")
     parser.add_argument("--played", action="store_true", help="nothing real: unlike lines in the planner's model")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.played:
         return play_unlike()
     told, worst = {}, 0.0
@@ -113,7 +113,14 @@ def main() -> None:
             f" played {played_s:6.2f} ({measured_s / played_s - 1:+.1%})",
             flush=True,
         )
-    report("averaging", worst, "largest difference of measured from played averaging time", 0.1, {"cases": told})
+    report(
+        "averaging",
+        100 * worst,
+        "% largest difference of measured from played averaging time",
+        at_most(10),
+        {"cases": told},
+        args.record,
+    )
 
 
 def seated(known: cluster.Cluster) -> step.Seats:

@@ -25,11 +25,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from report import report
+from report import at_most, parse, report
 from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train
 from shoal.executor.swap.swapping import Swapping
 from shoal.runtime.alone import Alone
-from shoal.runtime.checkpoint import Store
+from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.data import open_dataset
 from swapping import smallest
 
@@ -87,7 +87,7 @@ def main() -> None:
         "--device-s", type=float, default=0.0, help="of a step's passes; default: they are computed here"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    given = parser.parse_args()
+    given = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "a.txt"
         text.write_bytes(bytes(32 + (i * i) % 90 for i in range(100_000)))
@@ -121,7 +121,14 @@ def main() -> None:
         "device_bytes": plan.device_bytes,
         "groups": plan.count,
     }
-    report("optimizer beside", late_s / larger_s, "of the larger of compute and optimizer", MOST, setting)
+    report(
+        "optimizer beside",
+        late_s / larger_s,
+        "of the larger of compute and optimizer",
+        at_most(MOST),
+        setting,
+        given.record,
+    )
 
 
 def timed(alone: Timed, steps: int) -> list[tuple[float, float]]:

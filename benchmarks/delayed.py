@@ -28,7 +28,7 @@ from pathlib import Path
 
 import overhead
 from averaging import averagings
-from report import report
+from report import at_most, parse, report
 from shoal import trace
 
 LINE_Bps = 20e6 / 8
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="a.b=c")
     parser.add_argument("--ratios", default="0.5,1,2", help="of averaging to compute; default: 0.5,1,2")
     parser.add_argument("--steps", type=int, default=8, help="of each run")
-    asked = parser.parse_args()
+    asked = parse(parser)
     compute_s, _ = measure(256, 0, asked.steps, asked.settings)
     rows: dict[str, dict[str, float]] = {}
     for ratio in map(float, asked.ratios.split(",")):
@@ -92,7 +92,9 @@ def main() -> None:
         )
     told = rows.get("1", next(iter(rows.values())))
     setting = {"compute_s": round(compute_s, 3), "microbatches": MICROBATCHES, "peers": 4, "stages": 2, "ratios": rows}
-    report("delayed", told["of_the_larger"], "of the larger of compute and averaging", MOST, setting)
+    report(
+        "delayed", told["of_the_larger"], "of the larger of compute and averaging", at_most(MOST), setting, asked.record
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from report import report
+from report import Target, parse, report
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
@@ -512,7 +512,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=FLOODS)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--source", type=Path, default=ROOT, help="a checkout of Shoal")
-    asked = parser.parse_args()
+    asked = parse(parser)
     source = str(asked.source.resolve() / "src")
     os.environ["PYTHONPATH"] = source
     sys.path.insert(0, source)
@@ -526,7 +526,14 @@ def main() -> None:
                 found[name] = measure(run, name, asked.seconds)
     kept = [one["during"]["steps_per_s"] / (one["before"]["steps_per_s"] or 1.0) for one in found.values()]
     setting = {"floods": found, "source": asked.source.name, "seconds": asked.seconds, "settings": asked.settings}
-    report("flood", min(kept, default=0.0), "of the rate before", 1.0, setting)
+    report(
+        "flood",
+        min(kept, default=0.0),
+        "of the rate before, least of the floods",
+        Target(None, "higher"),
+        setting,
+        asked.record,
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ One local peer of configs/quickstart.toml is started as `shoal run --here 1` sta
 moments and gradient sum, and waits for five more that never come. Memory is the process's resident set, its own
 part and what it shares (libraries, token files). The bound is a Python process that has imported torch and the model's family and
 built the same stage with its optimizer: what remains above it is Shoal's own. Linux only.
-The last line is one JSON object; value and bound are MiB, so a ratio near 1 is wanted.
+The last line is one JSON object; its value is MiB; `torch_and_stage` in `setting` is the bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import report
+from report import Target, parse, report
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
@@ -124,14 +124,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", metavar="a.b=c")
     parser.add_argument("--seconds", type=float, default=10.0)
-    asked = parser.parse_args()
+    asked = parse(parser)
     words = [str(ROOT / "configs/quickstart.toml"), *asked.settings]
     least = bare(words)
     print("torch and the stage alone:", least, flush=True)
     found = idle_peer(words, asked.seconds)
     print("idle peer:", found, flush=True)
     setting = {"peer": found, "torch_and_stage": least, "settings": asked.settings}
-    report("idle", found["resident"], "MiB", least["resident"], setting)
+    report("idle", found["resident"], "MiB resident", Target(None, "lower"), setting, asked.record)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from overhead import ROOT, environment
-from report import report
+from report import at_most, parse, report
 from shoal import config as configuration
 from shoal.model import stages
 from shoal.runtime.data import open_dataset
@@ -32,7 +32,7 @@ CONFIG = ROOT / "configs" / "quickstart.toml"
 PEERS, BATCH = 4, 8  # sequences of one step of all peers together
 FIRST_BATCH = 4
 HELD_OUT, HELD_OUT_BATCHES = 1_000_000, 24  # a sample far beyond those that are trained on; batches of BATCH
-LOCAL = (  # found in docs/log.md
+LOCAL = (  # found in docs/log/ (local-steps-trained-checkpoint)
     *("run.stages=1", f"run.peers={PEERS}", f"train.microbatch={BATCH // PEERS}", "network.discovery=gossip"),
     *(
         "train.round_warmup=5",
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--kill-every", type=float, default=25.0, metavar="S")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("settings", nargs="*", help="of the run with local steps")
-    asked = parser.parse_args()
+    asked = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder)
         alone = ["train.schedule=constant", f"train.batch={FIRST_BATCH}", f"train.microbatch={FIRST_BATCH}"]
@@ -68,7 +68,14 @@ def main() -> None:
         raise SystemExit(f"nobody was killed, or the account does not balance: {counted}")
     setting = {**vars(asked), "losses": {name: round(value, 4) for name, value in losses.items()}, **counted}
     ratio = losses[f"H={asked.local}"] / losses["H=1"]
-    report("local_quality", ratio, "held-out loss with local steps over that without", 1.02, setting)
+    report(
+        "local steps, quality",
+        ratio,
+        "held-out loss with local steps over that without",
+        at_most(1.02),
+        setting,
+        asked.record,
+    )
 
 
 def trained(there: Path, verb: str, name: str, steps: int, words: list[str], *more: str) -> Path:

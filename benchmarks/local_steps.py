@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from overhead import environment
-from report import report
+from report import at_most, parse, report
 
 LOCAL_BATCH, MICROBATCH, SEQUENCE = 2, 1, 32
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2, help="of H local steps each")
     parser.add_argument("--local", type=int, default=20, help="H")
-    asked = parser.parse_args()
+    asked = parse(parser)
     tokens = asked.rounds * asked.local * asked.peers * LOCAL_BATCH * SEQUENCE
     every = sent(asked.peers, asked.rounds * asked.local, 1)
     seldom = sent(asked.peers, asked.rounds, asked.local)
@@ -68,7 +68,14 @@ def main() -> None:
     setting = {"peers": asked.peers, "rounds": asked.rounds, "tokens": tokens, "bytes_per_token": told}
     setting["all_kinds_ratio"] = round(sum(every.values()) / sum(seldom.values()), 2)
     bound = every["averaging"] / tokens / asked.local
-    report("local_steps", seldom["averaging"] / tokens, "averaged bytes per token", bound, setting)
+    report(
+        "local steps, bytes",
+        seldom["averaging"] / tokens,
+        "averaged bytes per token",
+        at_most(bound),
+        setting,
+        asked.record,
+    )
 
 
 def sent(peers: int, steps: int, local: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from report import report
+from report import at_most, parse, report
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.profile import Shape, Work
 from shoal.planner.strategy import plan, strategy
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="", help="only those whose names contain one of these words, by semicolons")
     parser.add_argument("--steps", type=int, default=8)
-    args = parser.parse_args()
+    args = parse(parser)
     words = [word.strip() for word in args.shapes.split(";")]
     worst, told = 0.0, {}
     for name, (stages, machines) in SHAPES.items():
@@ -141,7 +141,14 @@ def main() -> None:
             flush=True,
         )
     print(f"worst of {len(told)} shapes: {worst:.1%}")
-    report("predict", worst, "largest difference of measured from predicted step time", 0.1, {"shapes": told})
+    report(
+        "predict",
+        100 * worst,
+        "% largest difference of measured from predicted step time",
+        at_most(10),
+        {"shapes": told},
+        args.record,
+    )
 
 
 def one(machines: str, stages: int, steps: int, wiring: strategy.Wiring = "best") -> tuple[float, float, str]:

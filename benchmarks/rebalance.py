@@ -32,7 +32,7 @@ spare peer where it is wanted, at once and free; only where a death has taken a 
 
 --uneven X draws speeds between 1 and X, and compares ours with and without knowing them; the bound is then the sum of speeds over stages.
 
-The last line is one JSON object: ours where it is furthest behind (or least ahead of) the best of the others, its bound being that, or
+The last line is one JSON object: ours where it is furthest behind (or least ahead of) the best of the others, its target being that, or
 what only forced moves cost if all peers are alike.
 """
 
@@ -46,7 +46,7 @@ from random import Random
 
 import msgspec
 
-from report import report
+from report import at_least, parse, report
 from shoal.core.leader.rebalance import Fleet, Move, place, rebalance
 from shoal.core.messages import Member
 from shoal.sim.faults.preemption import Change, read
@@ -376,7 +376,7 @@ def main() -> None:
     parser.add_argument("--trace", default=str(TRACE), help="a record of who came and went")
     parser.add_argument("--no-fleet", action="store_true", help="without the 400 peers, which take minutes")
     parser.add_argument("--uneven", type=float, default=1.0, metavar="X", help="fastest over slowest peer")
-    asked = parser.parse_args()
+    asked = parse(parser)
     record = read(asked.trace)
     settings = [(f"spot, {stages} stages", stages, None) for stages in sorted(map(int, asked.stages.split(",")))]
     settings += [] if asked.no_fleet else [(f"{FLEET} peers, {FLEET_STAGES} stages", FLEET_STAGES, fleet)]
@@ -406,7 +406,7 @@ def main() -> None:
     least = min(found.values(), key=lambda one: one["ours"] / best_of_others(one))
     setting = {"seeds": asked.seeds, "step_s": STEP_S, "move_s": MOVE_S, "detect_s": DETECT_S, "uneven": asked.uneven}
     setting |= {"trace": Path(asked.trace).name, **found}
-    report("rebalance", least["ours"], "% of the optimum", best_of_others(least), setting)
+    report("rebalance", least["ours"], "% of the optimum", at_least(best_of_others(least)), setting, asked.record)
 
 
 def best_of_others(found: Mapping[str, float]) -> float:

@@ -13,13 +13,13 @@ so small a budget that ours proposes no more candidates than the other evaluates
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from typing import Any
 
 import numpy as np
 
-from report import report
+from report import at_most, parse, report
 from search import irregular, timed
 from shoal.planner.costs import communication
 from shoal.planner.search import anneal, dtfm, placements
@@ -68,7 +68,10 @@ def quick(model: communication.Model, evaluations: int, longer: int) -> dict[str
 
 def main() -> None:
     asked = {"evaluations": 5000, "cases": 40, "longer": 10, "clusters": 2}
-    for word in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("settings", nargs="*", metavar="NAME=N", help=", ".join(asked))
+    given = parse(parser)
+    for word in given.settings:
         name, _, value = word.partition("=")
         asked[name] = int(value)
     budget = asked["evaluations"]
@@ -97,9 +100,8 @@ def main() -> None:
         "median_at_equal_candidates": round(statistics.median(even), 4) if even else None,
     }
     if ratios:
-        report(
-            "planner.schedulers", statistics.median(ratios), "of the published algorithm's cost, median", 0.9, setting
-        )
+        median, unit = statistics.median(ratios), "of the published algorithm's cost, median"
+        report("schedulers", median, unit, at_most(0.9), setting, given.record)
     above, setting = [], {}
     for stages, size, evaluations, allowed_s in QUICK:
         for cluster in range(FIRST, FIRST + (asked["clusters"] if stages * size == 64 else 1)):
@@ -110,7 +112,8 @@ def main() -> None:
             above += told.get("above", [])
     if above:
         setting["mean"] = round(statistics.mean(above), 4)
-        report("planner.schedulers_quick", max(above), "above a longer search, 64 devices, worst", 0.02, setting)
+        unit = f"% above a search {asked['longer']} times as long"
+        report("schedulers, quick", 100 * max(above), unit, at_most(2), setting, given.record)
 
 
 if __name__ == "__main__":

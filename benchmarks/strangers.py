@@ -7,7 +7,7 @@ The attacker sends each message type with each field at each of its edges (sim/f
 message (sim/faults/strangers.py), to every peer in turn: as an outsider, who has a pass and is in no view, then as a joiner, who asked to
 take part and beats, then as a member, a whole peer that trains and signs and sends all of this besides. What is sent is bounded in
 number, rate and time, and goes to peers of 127.0.0.1 only. Told of each phase: steps/s by commits.jsonl, peers that died, memory of
-the largest peer. The last line is one JSON object: steps/s while attacked; the bound is what they were before. The exit code is 1 if a
+the largest peer. The last line is one JSON object: steps/s while attacked; `setting` has what they were before. The exit code is 1 if a
 process died, no step was committed in a phase, a peer grew by more than --growth, or (of a run of its own) it did not finish with a
 balanced account.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from report import report
+from report import Target, parse, report
 from shoal import build
 from shoal import config as configuration
 from shoal.build import operator
@@ -384,7 +384,7 @@ def main() -> int:
         "--kinds", type=kinds_of, default=(), metavar="A,B", help="only messages of these types, such as Pulse,Saved"
     )
     parser.add_argument("--steps", type=int, default=400, help="of a run of its own")
-    given = parser.parse_args()
+    given = parse(parser)
     if not 0 < given.seconds <= 120 or not 0 < given.rate <= 2000:
         raise SystemExit("--seconds: above 0, at most 120; --rate: above 0, at most 2000")
     if given.run:
@@ -404,7 +404,7 @@ def main() -> int:
         "phases": [{**msgspec.to_builtins(one), "rate": round(one.rate, 3)} for one in phases],
         "broken": len(wrong),
     }
-    report("strangers", min(during), "steps/s while attacked", phases[0].rate, setting)
+    report("strangers", min(during), "steps/s while attacked", Target(None, "higher"), setting, given.record)
     return 1 if wrong else 0
 
 

@@ -14,8 +14,8 @@ told. Reported:
     peak            of the allocator, allocated and reserved, against the limit
 
 A system that is not installed, or does not fit, says so in its line. Without a CUDA device there is nothing to measure; `--device cpu
---shapes tiny` runs the same code on the CPU, to test it. The last line is one JSON object: tokens/s of Shoal's first case, its
-bound that of a device that does nothing but those products.
+--shapes tiny` runs the same code on the CPU, to test it. The last line is one JSON object: tokens/s of Shoal's first case;
+`utilisation` of a case is its share of a device that does nothing but those products.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ os.environ.setdefault(
 import torch
 from torch import Tensor
 
-from report import report
+from report import Target, parse, report
 from shoal import units
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor import fit
@@ -139,8 +139,8 @@ def main() -> None:
         "torch": torch.__version__,
         "cases": told,
     }
-    bound = first["tokens_per_s"] / first["utilisation"]
-    report("swap_gpu", first["tokens_per_s"], f"tokens/s, {first['shape']} in {first['limit']}", bound, setting)
+    unit = f"tokens/s, {first['shape']} in {first['limit']}"
+    report("swapping on a GPU", first["tokens_per_s"], unit, Target(None, "higher"), setting, given.record)
 
 
 def arguments() -> argparse.Namespace:
@@ -154,7 +154,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--moments", choices=("float32", "8bit"), default="float32", help="of Shoal's optimizer")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)  # one case in this process, as JSON
-    return parser.parse_args()
+    return parse(parser)
 
 
 def apart(case: Case) -> Found:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 import hops
 import overhead
-from report import report
+from report import Target, at_most, parse, report
 from shoal import config as configuration
 from shoal.core.trainer import choice
 from shoal.planner.inputs.cluster import Cluster, Device
@@ -87,11 +87,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--geographies", type=int, default=0, metavar="N", help="so many seeds of each fleet")
-    asked = parser.parse_args()
+    asked = parse(parser)
     if asked.geographies:
         found = geographies(asked.geographies)
         told = {"ratios": found, "shorter": sum(x < 0.9995 for x in found), "longer": sum(x > 1.0005 for x in found)}
-        report("wiring, neighbours", middle(sorted(found)), "of the step with replicas near the owner", 1.0, told)
+        report(
+            "wiring, neighbours",
+            middle(sorted(found)),
+            "of the step with replicas near the owner",
+            at_most(1.0),
+            told,
+            asked.record,
+        )
         return
     usual, told = choice.in_progress, {}
     for spread in (1.0, SPREAD):
@@ -107,8 +114,9 @@ def main() -> None:
         "wiring",
         value,
         "microbatches/s, simulated",
-        hops.bound(config),
-        {"link": asked.link, "batch": asked.batch, "rates": told},
+        Target(None, "higher"),
+        {"link": asked.link, "batch": asked.batch, "bound": hops.bound(config), "rates": told},
+        asked.record,
     )
 
 

@@ -7,7 +7,6 @@ cli/join.py, and for tests that run whole peers.
 from __future__ import annotations
 
 import hashlib
-import posixpath
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,8 +24,11 @@ from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
 from shoal.executor.fit import free_bytes
 from shoal.model import stages
+from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
-from shoal.runtime.checkpoint import Store, refuse_foreign
+from shoal.runtime.checkpoints.catalog import Catalog, url_of
+from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.checkpoints.marker import refuse_foreign
 from shoal.runtime.data import Dataset, open_dataset
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
@@ -60,40 +62,37 @@ def run_directory(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-def checkpoint_url(config: Config) -> str:
-    return config.checkpoint.url or posixpath.join(str(run_directory(config)), "checkpoints")
-
-
 def data(config: Config) -> Dataset:
     return open_dataset(config, cache=Path(config.run.dir) / ".cache")
 
 
-def hands(config: Config, first_step: int = 0) -> Hands:
+def hands(config: Config, first_step: int = 0, run: str | None = None) -> Hands:
     """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
 
+    `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or has no room here, the data is not there, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return Hands(config, None, Store(checkpoint_url(config)))
-    return Hands(config, *_data_and_store(config, first_step))
+        return Hands(config, None, Store(url_of(config), run))
+    return Hands(config, *_data_and_store(config, first_step, run))
 
 
-def trainer_alone(config: Config, first_step: int = 0) -> Alone:
-    """The whole model on this machine. ValueErrors as for `hands`."""
-    return Alone(config, *_data_and_store(config, first_step), first_step)
+def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -> Alone:
+    """The whole model on this machine. `run` and ValueErrors as for `hands`."""
+    return Alone(config, *_data_and_store(config, first_step, run), first_step)
 
 
-def _data_and_store(config: Config, first_step: int) -> tuple[Dataset, Store]:
+def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[Dataset, Store]:
     """What a model is trained on and where it is saved, after all that can be refused before its weights are there."""
     stages.check(config)
     executor.check(config)
-    dataset, store = data(config), Store(checkpoint_url(config))
+    dataset, store = data(config), Store(url_of(config), run)
     if config.data.digest not in ("", dataset.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
         )
     if first_step:
-        refuse_foreign(store.open(first_step), config, dataset.digest)
+        refuse_foreign(store.catalog.open(first_step), config, dataset.digest)
     return dataset, store
 
 
@@ -155,7 +154,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
         node = Node(machine, hands, transport, directory, record, signing, gate)
-        node.meter.facts = _facts(config)
+        node.meter.facts = _facts()
         yield node
 
 
@@ -181,14 +180,14 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
 
 def _recorder(config: Config, header: trace.Header, role: Role, out: IO[bytes] | None) -> Recorder:
     """Its trace gives way to checkpoints that lie on the same disk."""
-    store = Store(checkpoint_url(config))
-    reserve = partial(store.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
+    catalog = Catalog(url_of(config))
+    reserve = partial(catalog.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
     return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
 
 
-def _facts(config: Config) -> str:
+def _facts() -> str:
     try:
-        return Path(config.device.probed).read_text(encoding="utf-8")
+        return Path(DEVICE_FILE).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):  # nobody has probed this machine: whoever asks is told nothing, and says so
         return ""
 

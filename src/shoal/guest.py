@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.config import Config, from_tree, overridden
+from shoal.config.model import THEIRS
 from shoal.units import size
 
 # From the invite, the same for every peer.
@@ -41,7 +42,7 @@ MACHINE = frozenset(
     network.host network.port network.delay_s network.bandwidth_Bps network.faults network.up_Bps network.down_Bps
     network.links network.spill_bytes network.pass_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.seat device.threads device.probed
+    device.emulated_backward_s device.emulated_values device.emulated_gradient device.seat device.threads
     """.split()
 )
 # Names in an invite that mean something on the guest's machine: looked up below --files DIR, or given on its own command line.
@@ -49,24 +50,17 @@ FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.within"}) | {*FILES, PLACE}
 
-# Tighter than config._BOUNDS: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
+# Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
 _BOUNDS = {"run.beat_s": (0.05, 3600.0), "run.hold_s": (0.0, 86400.0), "run.lost_wait_s": (0.0, 86400.0)}
 _BOUNDS |= {"checkpoint.keep": (1, 100)}  # they lie on the guest's disk where it publishes
+_SIZES = frozenset(THEIRS.values()) - {"tie_word_embeddings"}
 _EXTRA_MOST = 1 << 24  # a number in model.extra; the largest that a known family has is a vocabulary or a context
 _PARTS_MOST = 1 << 17  # blocks times experts: each is an object in memory, on the meta device too
-_OURS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-)
 _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
 
 
-def admitted(tree: dict[str, Any], overrides: Collection[str], files: Path | None = None) -> Config:
+def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:
     """The guest's configuration: what the invite tells, and what this machine decides itself. `files`: the directory that the run may
     read below. ValueError: the invite decides what is not its to decide, or wants files that it was not given."""
     own = {override.partition("=")[0].strip() for override in overrides}
@@ -84,7 +78,9 @@ def admitted(tree: dict[str, Any], overrides: Collection[str], files: Path | Non
         _put(tree, field, place)
         if field == "data.path" and files is not None:
             _put(tree, "data.within", str(files.resolve()))
-    if not reads:  # the names stay as they were told, for people: a text source without a path is refused by config.py
+    if (
+        not reads
+    ):  # the names stay as they were told, for people: a text source without a path is refused by config/data.py
         return config
     if source != "python" and not config.data.digest:
         raise ValueError(
@@ -94,14 +90,18 @@ def admitted(tree: dict[str, Any], overrides: Collection[str], files: Path | Non
     return from_tree(overridden(tree, overrides))
 
 
-def visiting(tree: Mapping[str, Any], overrides: Collection[str]) -> Config:
+def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """For somebody who asks the peers of a run and takes no part: names of files stay as they were told, and nobody looks them up."""
     for path in (override.partition("=")[0].strip() for override in overrides):
         if path not in ADAPTABLE and path.partition(".")[0] != "device":
             mine = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
             raise ValueError(f"{path} is the same for all peers of a run; a joining machine may set device.*, {mine}")
     _refuse_local(tree)
-    config = from_tree(overridden(_without_place(tree), overrides))
+    try:
+        config = from_tree(overridden(_without_place(tree), overrides))
+    except ValueError as error:
+        with_own = " with the settings given here" if overrides else ""
+        raise ValueError(f"this invite{with_own} makes no run: {error}") from None
     _refuse_out_of_bounds(config)
     return config
 
@@ -214,7 +214,7 @@ def _refuse_out_of_bounds(config: Config) -> None:
         if not low <= value <= high:
             raise ValueError(f"this invite sets {path} = {value:g}; a guest takes {low:g} to {high:g}")
     for name, value in config.model.extra.items():
-        if name in _OURS:
+        if name in _SIZES:
             raise ValueError(f"this invite sets model.extra.{name}, which has a field of its own in [model]")
         if isinstance(value, int | float) and not abs(value) <= _EXTRA_MOST:
             raise ValueError(f"this invite sets model.extra.{name} = {value:g}; a guest takes up to {_EXTRA_MOST:,}")

@@ -58,3 +58,11 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def exact_size(count: int) -> str:
+    """Bytes as `parse` reads them back, in the largest unit that says it exactly: '24 GiB', '1000 B'."""
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count and count % scale == 0:
+            return f"{count // scale} {unit}"
+    return f"{count} B"

@@ -13,6 +13,7 @@ import pytest
 from shoal import config
 from shoal.cli import main as program
 from shoal.cli.generate import checkpoint
+from shoal.config.describe import keys
 
 
 @pytest.fixture
@@ -120,6 +121,8 @@ def test_init_writes_a_config_named_after_its_file_and_never_overwrites(
     assert program.main(["init", str(path), "run.stages=2"]) == 0
     made = config.load(path)
     assert (made.run.name, made.run.stages) == ("mine", 2)
+    written = path.read_text()
+    assert all(f"\n# {key.description}\n{key.name} = " in written for key in keys().values())
     assert program.main(["init", str(path)]) == 2
     assert "exists" in capsys.readouterr().err
     assert config.load(path) == made

@@ -189,7 +189,11 @@ def test_a_model_without_repeated_blocks_is_refused(
     Path("bare").mkdir()
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 256}
     Path("bare/config.json").write_text(json.dumps(sizes | fields))
-    said = refused(capsys, "model=bare", f"device.executor={executor}", "device.memory_bytes=1 MB")
+    words = ["model=bare", f"device.executor={executor}", "device.memory_bytes=1 MB"]
+    assert "model.hidden_size = 16 has no effect" in refused(capsys, *words), "the directory has its own"
+    rest = [word for word in SMALL if not word.startswith("model.")]
+    assert main.main(["train", *rest, *words]) == main.USER_ERROR
+    said = capsys.readouterr().err
     assert said.startswith("shoal: ") and complaint in said
 
 

@@ -8,7 +8,7 @@ import pytest
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Share, View
 from shoal.launcher.watch import Resumed, Watch
-from shoal.runtime.records.report import Agreed, Listening, Progress
+from shoal.runtime.records.report import Agreed, Listening, Progress, Told
 from shoal.traffic import Kept, Traffic
 
 CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))
@@ -104,3 +104,38 @@ def test_names_of_other_machines_peers_are_shortened_for_people() -> None:
     watch = Watch(CONFIG, 0.0, Resumed())
     watch.tell("removed", f"{'abcdef' + 'g' * 26}.18c1f0.q7wzkdmabcde.16 silent for 4.2 s, and so is {'b' * 32}.9", 1.0)
     assert watch.happenings[-1].text == "abcdef silent for 4.2 s, and so is bbbbbb"
+
+
+def saving(number: int, step: int, saved: int) -> View:
+    """At `step`, whose checkpoint is due; the newest that is whole is of step `saved`."""
+    view = a_view(number, step, loss=2.0)
+    assert view.last is not None
+    return msgspec.structs.replace(view, saved=saved, last=msgspec.structs.replace(view.last, save=True))
+
+
+def test_what_could_not_be_saved_is_said_until_a_checkpoint_is_saved() -> None:
+    watch = a_watch(saving(1, 1, 0))
+    assert watch.unsaved() == "", "it may still be written"
+    watch.hear("p0", Told(0.0, "a", "unsaved", "NOT 1: b: full"), 2.0)
+    assert watch.unsaved() == "NOTHING SAVED YET: a checkpoint was due at step 1: NOT 1: p1: full"
+    assert watch.snapshot(3.0).unsaved == watch.unsaved()
+    watch.hear("p0", Agreed(4.0, saving(2, 2, 0)), 4.0)
+    assert watch.unsaved()
+    watch.hear("p0", Told(5.0, "a", "checkpoint", "step 2 saved at /x/step-2"), 5.0)
+    watch.hear("p0", Agreed(6.0, saving(3, 3, 2)), 6.0)
+    assert watch.unsaved() == ""
+    summary = watch.summary(7.0)
+    assert summary.saved == 2 and summary.unsaved.startswith(
+        "NOTHING SAVED SINCE STEP 2: a checkpoint was due at step 3"
+    )
+    watch.hear("p0", Agreed(8.0, msgspec.structs.replace(saving(4, 3, 3), last=None, finished=True)), 8.0)
+    assert watch.summary(9.0).unsaved == ""
+
+
+def test_a_guest_whose_leader_is_elsewhere_sees_that_nothing_is_saved() -> None:
+    watch = a_watch(saving(1, 1, 0), saving(2, 2, 0))
+    assert watch.unsaved().startswith("NOTHING SAVED YET: a checkpoint was due at step 2")
+
+
+def test_a_checkpoint_that_is_not_due_is_not_missed() -> None:
+    assert a_watch(*HISTORY).summary(1.0).unsaved == ""

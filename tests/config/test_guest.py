@@ -38,9 +38,11 @@ def test_what_each_machine_decides_is_not_taken_from_an_invite(path: str) -> Non
 
 
 def test_a_run_on_pythons_own_library_needs_no_files() -> None:
-    config = build.joined(told(run={"steps": 7}, data={"digest": DIGEST, "path": "~/secret"}), ["network.host=::1"])
+    config = build.joined(told(run={"steps": 7}, data={"digest": DIGEST}), ["network.host=::1"])
     assert (config.run.steps, config.network.host) == (7, "::1")
     assert (config.data.path, config.data.within) == ("", "")
+    with pytest.raises(ValueError, match=r"this invite makes no run: data\.path = '~/secret' has no effect"):
+        build.joined(told(data={"digest": DIGEST, "path": "~/secret"}), [])
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,14 @@ def test_the_ending_of_a_name_says_its_unit() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1000, "1000 B"), (1 << 28, "256 MiB"), (2**50, "1024 TiB"), (3 * 2**10, "3 KiB")]
+)
+def test_an_exact_size_reads_back(count: int, text: str) -> None:
+    assert units.exact_size(count) == text
+    assert units.parse(text, "_bytes") == count
+
+
 def test_durations_and_sizes_are_short_for_people() -> None:
     assert [units.duration(s) for s in (0.08, 4.2, 185, 3720)] == ["80 ms", "4.2 s", "3 min 05 s", "1 h 02 min"]
     assert [units.size(n) for n in (12, 2048, 3 << 20, 24 << 30)] == ["12 B", "2.0 KiB", "3.0 MiB", "24.0 GiB"]

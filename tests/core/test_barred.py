@@ -40,6 +40,6 @@ def test_a_leader_that_is_elected_later_bars_them_too() -> None:
     coordinator.lead(a_view("a", "b", "c"), 1, 0.0)
     coordinator.bar(("b", "nobody"))
     coordinator.lead(a_view("a", "b", "c"), 2, 1.0)  # forgets all
-    assert coordinator.guilty == {}
+    assert coordinator.facts.evidence.guilty == {}
     coordinator.bar(("b", "nobody"))
-    assert coordinator.guilty == {"b": "revoked by the run's authority"}
+    assert coordinator.facts.evidence.guilty == {"b": "revoked by the run's authority"}

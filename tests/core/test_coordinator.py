@@ -9,7 +9,8 @@ import pytest
 
 from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import OWNER_BEATS, Coordinator
+from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.messages import (
     Accept,
     AskSave,
@@ -74,7 +75,7 @@ class Leader:
             fresh = self.register.take()
             for view in fresh:
                 self.reasons += view.reason + "\n"
-                self.said += self.mind.on_view(view, self.now)
+                self.mind.on_view(view, self.now)
             if not fresh:
                 return
 
@@ -476,7 +477,7 @@ def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone
     for peer in "abcd":
         leader.pulse(peer)
     assert [leader.stage_of(peer) for peer in "abcd"] == [0, 1, 2, 0]
-    leader.mind.norms = (3.0, 5.0, 1.0)
+    leader.mind.facts.history.norms = (3.0, 5.0, 1.0)
     leader.wait(6.0, alive=("c", "d"))
     view = leader.view
     assert view.rebuilt == (Rebuilt(stage=1, below=0.75),) and (view.epoch, view.step, view.kept) == (1, 0, True)
@@ -555,7 +556,7 @@ def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> 
     assert f"{moved.peer} serves stage 1 from the middle of the step" in leader.reasons
     rest = [one.peer for one in leader.view.members if one.stage == 0]
     leader.pulse(moved.peer, (0, 1), stage=0)  # late, from before it moved
-    assert leader.mind._ledger(0).booked == 0
+    assert leader.mind.facts.ledger(0).booked == 0
     for peer, books in ((rest[0], (0, 2)), (rest[1], (1, 3)), (left, (0, 1)), (moved.peer, (2, 3))):
         leader.pulse(peer, books)
     assert {share.peer: share.indices for share in leader.rounds()[-1].groups[1]} == {left: (0, 1), moved.peer: (2, 3)}

@@ -9,8 +9,11 @@ import msgspec
 import pytest
 from tests.core.test_coordinator import Leader, places
 
-from shoal.core.leader.leader import FAILURES, JOINS, OWNER_BEATS, PAUSES, SAME, STALLED
+from shoal.core.leader.averaging import PAUSES
+from shoal.core.leader.facts import FAILURES, JOINS, SAME
 from shoal.core.leader.progress import LEAST_BEATS
+from shoal.core.leader.rules.checks import STALLED
+from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
     AskSave,
@@ -166,7 +169,7 @@ def test_accusations_against_the_leader_make_it_resign_and_not_evict() -> None:
     leader = a_run("bcd")
     for peer in "bc":
         complain(leader, peer, "a", times=2)
-    assert members(leader) == "abcd" and "complaints by b and c" in leader.mind.resigns
+    assert members(leader) == "abcd" and "complaints by b and c" in leader.mind.facts.evidence.resigns
 
 
 def test_whoever_dies_is_not_remembered_as_evicted_and_may_come_back_at_once() -> None:
@@ -295,7 +298,9 @@ def test_one_replicas_norm_does_not_reach_the_optimizer(norm_sq: float) -> None:
             assert leader.view.step == 0
             leader.wait(0.5, alive=tuple("bcde"))
         if liar == "a":
-            assert leader.mind.stale.keys() == {"a"} or Member("a", 0, back=True) in places(leader.view.joining)
+            assert leader.mind.facts.evidence.stale.keys() == {"a"} or Member("a", 0, back=True) in places(
+                leader.view.joining
+            )
         else:
             assert Member("c", 0, back=True) in places(leader.view.joining)
         assert "norm of the same sums differs" in leader.reasons and leader.view.evicted == ()
@@ -380,7 +385,7 @@ def test_a_round_goes_on_whatever_says_who_is_not_in_it_or_means_another() -> No
     fail(leader, "x", "c")
     for changes in ({"round": 1}, {"step": 1}, {"epoch": 1}):
         fail(leader, "b", "d", **changes)
-    assert leader.mind.round is not None and leader.mind.failures.total() == 0
+    assert leader.mind.facts.rounds.open is not None and leader.mind.facts.rounds.failures.total() == 0
     reduce(leader)
     assert leader.view.step == 1
 
@@ -415,7 +420,7 @@ def test_a_leader_that_lacks_parts_itself_resigns() -> None:
     whole_books(leader)
     leader.hear("a", Waits(0, 0, leader.rounds()[-1].round, parts=("c",)))
     leader.wait(2.0, alive=tuple("bcd"))
-    assert members(leader) == "abcd" and "does not judge in its own case" in leader.mind.resigns
+    assert members(leader) == "abcd" and "does not judge in its own case" in leader.mind.facts.evidence.resigns
 
 
 def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_leader_was_stopped() -> None:
@@ -531,7 +536,7 @@ def test_two_processes_of_one_key_are_admitted_during_a_restart_and_a_third_is_n
     assert {member.peer for member in leader.view.joining} == {"k.1", "k.2"}
     leader.wait(6.0, alive=("b", "c", "k.2"))
     leader.join("k.3")
-    assert {"k.2", "k.3"} <= leader.mind.present.keys() and "k.1" not in leader.mind.present
+    assert {"k.2", "k.3"} <= leader.mind.facts.present.keys() and "k.1" not in leader.mind.facts.present
 
 
 def test_an_invite_admits_as_many_peers_as_it_says_and_others_are_not_in_their_way() -> None:
@@ -558,12 +563,12 @@ def test_an_invite_that_admits_nobody_admits_nobody() -> None:
 
 def test_so_many_that_ask_are_remembered_and_no_more() -> None:
     leader = a_run()
-    leader.mind.admit_at = math.inf
+    leader.mind.facts.history.due["admit"] = math.inf
     for number in range(JOINS + 50):
         leader.hear(f"p{number}", Join())
-    assert len(leader.mind.joins) == JOINS
+    assert len(leader.mind.facts.requests.joins) == JOINS
     leader.hear("p0", Join(holds=Holding(0, 1, 0)))
-    assert leader.mind.joins["p0"].holds is not None, "who is there may ask again"
+    assert leader.mind.facts.requests.joins["p0"].holds is not None, "who is there may ask again"
 
 
 def evict(leader: Leader, peer: str, by: str) -> None:
@@ -575,7 +580,7 @@ def evict(leader: Leader, peer: str, by: str) -> None:
 def back_after(leader: Leader, peer: str, alive: tuple[str, ...]) -> float:
     """Seconds until it is let in, though it asks every beat."""
     began = leader.now
-    while peer not in leader.mind.present:
+    while peer not in leader.mind.facts.present:
         assert leader.now < began + 500.0
         leader.hear(peer, Join())
         leader.wait(0.5, alive=alive)
@@ -675,9 +680,9 @@ def test_a_leader_that_came_in_mid_step_evicts_instead_of_reassigning(led_before
     """It does not know who has had the microbatch, also where it led an earlier step."""
     leader = a_run("bcd")
     if led_before:
-        before = leader.mind.view
+        before = leader.mind.facts.known
         commit(leader)
-        leader.mind.view = before  # what it knew when it led last
+        leader.mind.facts.known = before  # what it knew when it led last
     late_leader(leader)
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 2, 3))
@@ -782,8 +787,12 @@ def saving() -> Leader:
 def test_only_whoever_was_asked_has_saved_its_stage(peer: str, answer: Saved | Published) -> None:
     leader = saving()
     leader.hear(peer, answer)
-    assert leader.mind.saving.records == {} and leader.mind.saving.unable == {} and leader.mind.saving.published == 0
-    assert not leader.mind.saving.idle
+    assert (
+        leader.mind.facts.saving.records == {}
+        and leader.mind.facts.saving.unable == {}
+        and leader.mind.facts.saving.published == 0
+    )
+    assert not leader.mind.facts.saving.idle
 
 
 def test_only_whoever_was_asked_has_published() -> None:
@@ -793,13 +802,13 @@ def test_only_whoever_was_asked_has_published() -> None:
     for peer, step in (("b", 1), ("c", 1), ("a", 2)):
         leader.hear(peer, Published(0, step, path="forged"))
     leader.hear("b", Published(0, 1, failed="forged"))
-    assert leader.mind.saving.published == 0 and leader.mind.saving.unpublished == {}
+    assert leader.mind.facts.saving.published == 0 and leader.mind.facts.saving.unpublished == {}
     leader.hear("a", Published(0, 1, path="there"))
-    assert leader.mind.saving.published == 1
+    assert leader.mind.facts.saving.published == 1
 
 
 def test_an_answer_that_comes_twice_is_one() -> None:
     leader = saving()
     for record in ("first", "second"):
         leader.hear("a", Saved(0, 1, 0, record=record))
-    assert leader.mind.saving.records == {0: "first"}
+    assert leader.mind.facts.saving.records == {0: "first"}

@@ -62,7 +62,9 @@ class Step:
 
     def reassign(self, moves: dict[int, str]) -> tuple[list[str], list[str]]:
         """Owners afterwards, and who is evicted instead."""
-        owners, _, verdicts = self.stalls.reassign(self.view, moves, "a")
+        decided = self.stalls.takeovers(self.view, moves, "a")
+        self.stalls.settle(decided)
+        owners, verdicts = decided.owners, decided.verdicts
         self.view = msgspec.structs.replace(self.view, number=self.view.number + 1, owners=owners)
         self.stalls.on_view(self.view)
         return [MEMBERS[at].peer for at in owners], [peer for peer, _ in verdicts]

@@ -114,3 +114,21 @@ def test_what_is_no_summary_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text('{"name": 3}')
     with pytest.raises(ValueError, match=r"summary\.json is not the summary of a run"):
         account.read(path)
+
+
+def test_the_account_of_a_resumed_run_says_which_figures_are_of_this_session() -> None:
+    text = account.text(a_summary(first_step=60, taken_over=40, sent=Traffic(control=2048)))
+    assert "80 steps, 20 of them in this session of 2 min 05 s, loss 5.500 -> 2.100, now 5,200 tokens/s" in text
+    assert "its first step after" in text and "since step 60: 2.0 KiB" in text
+    assert "40 steps that another run committed" in text
+    assert "session" not in account.text(a_summary()) and "since" not in account.text(a_summary())
+
+
+def test_what_was_not_saved_stands_beside_the_count() -> None:
+    text = account.text(
+        a_summary(checkpoint="", unsaved="NOTHING SAVED YET: a checkpoint was due at step 80: no space")
+    )
+    assert (
+        "Every sample counted once.\nNOTHING SAVED YET: a checkpoint was due at step 80: no space. What was trained"
+        in text
+    )

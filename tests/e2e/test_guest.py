@@ -59,9 +59,9 @@ def test_a_hostile_invite_is_refused_and_reads_nothing(start: Start, tmp_path: P
         (text(str(home / "secret.txt")), files, "leads out of"),
         ({"data": text("link.txt")["data"] | {"digest": "0" * 64}}, files, "a link that leads out of"),
         ({"data": {"tokenizer": str(home)}}, (), "to load a tokenizer"),
-        ({"model": SMALL | {"path": str(home)}}, (), "to read a model"),
+        ({"model": {"path": str(home)}}, (), "to read a model"),
         ({"checkpoint": {"url": f"file://{home}/ck"}}, (), "to write and delete checkpoints"),
-        ({"device": {"probed": str(home / "secret.txt")}}, (), "this invite sets device.probed"),
+        ({"data": {"within": str(home)}}, (), "this invite sets data.within"),
         ({"run": {"dir": str(home)}}, (), "this invite sets run.dir"),
         ({"run": {"name": "../secret"}}, (), "run.name"),
     ):

@@ -94,6 +94,14 @@ def test_the_learning_rate_rises_anew_in_every_round() -> None:
     assert a_round([whole], [list(range(6))], 0).equal(a_round([shared], [list(range(6))], 0))
 
 
+def test_the_moments_of_a_round_are_as_young_as_those_of_the_first() -> None:
+    first, later = a_replica(schedule="constant"), a_replica(schedule="constant")
+    later.zero(3)
+    for one in (first, later):
+        book(one, range(6))
+    assert torch.equal(first.brought(), later.brought())
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_what_a_fenced_replica_did_leaves_no_trace(count: int) -> None:
     fenced, fresh = a_replica(), a_replica()

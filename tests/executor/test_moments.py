@@ -15,10 +15,11 @@ from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor.base import Executor
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
-from shoal.runtime import checkpoint
+from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.state import Copy, join
 
-pytest.importorskip("torchao")
+# Found and not imported: that takes two seconds, which only those that compare with it pay
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 SMALL = {"float32": 700_000, "bfloat16": 500_000}  # too little for the whole model, so that its units take turns
 BATCH = [torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -94,9 +95,9 @@ def test_a_checkpoint_and_a_download_go_on_with_the_same_bits(tmp_path: Path) ->
         assert same(one, other)
     losses = [a_step(other, 2) for other in (one, saved, joined)]
     assert losses[0] == losses[1] == losses[2] and same(one, saved) and same(one, joined)
-    training = store.open(2)
+    training = store.catalog.open(2)
     with pytest.raises(ValueError, match=r"train\.moments = '8bit', this run has 'float32'; set it back"):
-        checkpoint.refuse_foreign(training, a_config(moments="float32"), "")
+        marker.refuse_foreign(training, a_config(moments="float32"), "")
     with pytest.raises(ValueError, match="foreign"):
         store.load(2, executor.create(a_config(moments="float32"), 0).state())
 

@@ -80,7 +80,7 @@ def test_maxout_keeps_the_largest_of_adjacent_features_and_what_passes_is_normal
 
 
 def a_checkpoint(config: configuration.Config, folder: Path) -> Path:
-    from shoal.runtime.checkpoint import about
+    from shoal.runtime.checkpoints.checkpoint import about
 
     folder.mkdir()
     for name, data in about(config, "", "").files.items():

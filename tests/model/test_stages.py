@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.config import Config, Data, Device, Model, Run
+from shoal.executor import fit
 from shoal.model import stages
 from shoal.model.cut import inputs, next_token_loss, targets
 
@@ -53,6 +54,35 @@ def the_whole(family: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]
         {name: value.detach() for name, value in named.items()},
         {name: value.grad for name, value in named.items()},
     )
+
+
+@pytest.mark.parametrize("boundary", ["none", "bottleneck-2x"])
+@pytest.mark.parametrize("cut", [(1, 5), (3, 1, 2), 4])
+def test_a_hollow_stage_has_the_parameters_of_the_built_one_at_any_cut(
+    cut: int | tuple[int, ...], boundary: str
+) -> None:
+    config = a_config(cut=cut, layers=6, boundary=boundary)
+    for stage in range(config.run.stages):
+        hollow, built = stages.hollow(config, stage), stages.build(config, stage)
+        shapes = {name: tuple(value.shape) for name, value in built.named_parameters()}
+        assert {name: tuple(value.shape) for name, value in hollow.named_parameters()} == shapes
+        assert all(value.is_meta for _, value in hollow.named_parameters()), "without values"
+
+
+def test_room_is_asked_for_the_blocks_that_a_stage_will_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six blocks in stages of 1 and 5 the second takes more than any of an even cut."""
+    monkeypatch.setattr(fit, "free_bytes", lambda: None)
+    uneven, even = (a_config(cut=layers, layers=6) for layers in ((1, 5), (3, 3)))
+
+    def values(config: Config, stage: int) -> int:
+        return sum(value.numel() for _, value in stages.build(config, stage).named_parameters())
+
+    needed = max(values(even, stage) for stage in range(2)) * fit.resident_bytes(even)
+    moments = 8 * max(values(even, stage) for stage in range(2))
+    tight = Device(memory_bytes=needed + moments)
+    fit.check(msgspec.structs.replace(even, device=tight))
+    with pytest.raises(ValueError, match=rf"stage 1 of 2: .* its {values(uneven, 1):,} parameters"):
+        fit.check(msgspec.structs.replace(uneven, device=tight))
 
 
 def test_stages_built_at_once_in_threads_of_one_process_have_the_weights_of_those_built_alone() -> None:
@@ -133,6 +163,21 @@ def test_the_random_start_follows_seed_and_family() -> None:
     assert float(parameters[name].std()) == pytest.approx(0.02, rel=0.1)  # the family's initializer_range
     assert torch.equal(parameters["model.norm.weight"], torch.ones(32))
     assert not the_whole("gemma2")[1]["model.norm.weight"].any()  # Gemma's norms are centred on 1 + weight
+
+
+def test_a_sequence_above_the_models_positions_is_refused(tmp_path: Path) -> None:
+    stages.hf_config(a_config()).save_pretrained(tmp_path)  # made for 12
+    run, model = Run(stages=1), Model(path=str(tmp_path))
+    stages.check(Config(run=run, model=model, data=Data(sequence=12)))
+    longer = Config(run=run, model=model, data=Data(sequence=13))
+    with pytest.raises(
+        ValueError, match=r"data\.sequence = 13 is above the 12 positions of .*; try data\.sequence=12, or"
+    ):
+        stages.check(longer)
+    extended = msgspec.structs.replace(model, extra={"max_position_embeddings": 13})
+    stages.check(msgspec.structs.replace(longer, model=extended))
+    with pytest.raises(ValueError, match=r"above the 8 positions of model\.family = 'llama'"):
+        stages.check(a_config(extra={"max_position_embeddings": 8}))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

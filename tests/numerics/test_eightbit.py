@@ -14,7 +14,8 @@ from shoal.numerics.eightbit import EightBit, book, decode, encode_
 from shoal.numerics.optimizer import AdamW
 from shoal.planner.inputs.profile import MOMENTS_BYTES
 
-pytest.importorskip("torchao")
+# Found and not imported: that takes two seconds, which only those that compare with it pay
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 VALUES = 256 * 40
 TRAIN = Train(learning_rate=0.01, weight_decay=0.1)

@@ -40,7 +40,7 @@ def call(*words: str) -> int:
 
 
 def test_the_plan_is_a_table_marked_as_predicted(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(str(CONFIGS / "machines.toml"), "--cluster", cluster) == 0
+    assert call(str(CONFIGS / "four-machines.toml"), "--cluster", cluster) == 0
     told = capsys.readouterr().out
     for word in ("predicted", "step ", "tokens ", "24.00 a day", "bottleneck", "next best", "run.stages="):
         assert word in told
@@ -90,7 +90,7 @@ def test_a_counted_microbatch_of_another_size_is_what_counting_it_says() -> None
 def test_a_plan_is_written_checked_and_found_wrong_for_another_model(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, out = str(CONFIGS / "machines.toml"), str(tmp_path / "plan.json")
+    config, out = str(CONFIGS / "four-machines.toml"), str(tmp_path / "plan.json")
     assert call(config, "--cluster", cluster, "--out", out, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["predicted"]["tokens_per_s"] > 0
@@ -197,7 +197,7 @@ def test_dtfms_own_problem_wants_a_link_for_every_pair(tmp_path: Path, capsys: p
 def test_machines_that_are_taken_away_show_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "spot.toml"
     file.write_text(CLUSTER + "losses_per_h = 0.5\n")
-    assert call(str(CONFIGS / "machines.toml"), "--cluster", str(file)) == 0
+    assert call(str(CONFIGS / "four-machines.toml"), "--cluster", str(file)) == 0
     assert "churn         2 losses an hour cost" in capsys.readouterr().out
 
 
@@ -224,7 +224,7 @@ def test_what_is_allowed_is_priced_printed_and_written_and_nothing_else_is_chose
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    words = [str(CONFIGS / "machines.toml"), "--cluster", cluster, "--stages", "2", "--out", str(out)]
+    words = [str(CONFIGS / "four-machines.toml"), "--cluster", cluster, "--stages", "2", "--out", str(out)]
     assert call(*words) == 0
     assert "none there, none back; averaging every step, none: as configured" in capsys.readouterr().out
     assert call(*words, 'plan.allow=["int8"]') == 0

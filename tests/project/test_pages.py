@@ -1,18 +1,37 @@
-"""The pages keep to their length, name files that exist, and the protocol's tables are those of the messages."""
+"""The pages keep to their length, name files that exist, and those made from the source are up to date."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shoal.config.describe import keys
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+TOP = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *TOP,
+    *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "design"),
+]  # design notes keep their day's names
+CELL = 200  # characters that a cell of a table may have
 _PATH = re.compile(r"`([A-Za-z0-9_./-]+/[A-Za-z0-9_./-]*|[a-z_]+\.(?:py|md|toml))`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
-_MADE = ("runs/", "step-N/", "texts/", "checkpoints/", "logs/", "optimizer/", "traces/")  # by a run, not by the project
+_MADE = (
+    ".venv/",
+    "runs/",
+    "step-N/",
+    "texts/",
+    "checkpoints/",
+    "logs/",
+    "optimizer/",
+    "traces/",
+)  # by a run, not by the project
 
 
 @pytest.mark.parametrize(("name", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 200)])
@@ -20,7 +39,7 @@ def test_a_page_that_everybody_reads_stays_short(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= limit
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     text = page.read_text()
     named = {path for path in _PATH.findall(text) if not path.startswith(_MADE)}
@@ -30,10 +49,56 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert sorted(missing) == []
 
 
-def test_the_tables_of_the_protocol_are_those_of_the_messages() -> None:
-    spec = importlib.util.spec_from_file_location("protocol", ROOT / "docs" / "protocol.py")
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "protocol.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_no_cell_of_a_table_is_an_essay(page: Path) -> None:
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell) > CELL] == []
+
+
+def test_operations_quotes_only_messages_that_the_code_prints() -> None:
+    """Three words of four of a quoted message are literal text of the code; names and numbers are not looked for."""
+    table = (DOCS / "operations.md").read_text().split("## What the events mean")[1].split("\n## ")[0]
+    known = list(_messages(ROOT / "src" / "shoal"))
+    quoted = [
+        quote for row in re.findall(r"^\| \w+ \| (.*?) \|", table, re.M) for quote in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(quoted) > 40
+    assert [quote for quote in quoted if _literal(quote, known) < 0.75] == []
+
+
+def _messages(source: Path) -> Iterator[re.Pattern[str]]:
+    """Every text in the code, formatted or not: its literal parts as groups, in their order."""
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            values = node.values if isinstance(node, ast.JoinedStr) else [node]
+            parts = [one.value for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            if sum(len(part.strip()) for part in parts) >= 5:
+                yield re.compile(".*?".join(f"({re.escape(part)})" for part in parts))
+
+
+def _literal(quote: str, known: list[re.Pattern[str]]) -> float:
+    spans = [match.span(group + 1) for one in known if (match := one.search(quote)) for group in range(one.groups)]
+    words = [word.span() for word in re.finditer(r"[A-Za-z]{2,}", quote)]
+    return sum(any(begin <= word[0] and word[1] <= end for begin, end in spans) for word in words) / len(words)
+
+
+@pytest.mark.parametrize("name", ["protocol", "configuration"])
+def test_a_page_that_is_made_from_the_source_is_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    assert made.PAGE.read_text() == made.page(), "messages.py has changed: run `make protocol`"
+    assert made.PAGE.read_text() == made.page(), f"its source has changed: run `make {name}`"
+
+
+def test_the_cells_of_the_configurations_tables_are_short() -> None:
+    lines = (ROOT / "docs" / "configuration.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| `")]
+    assert len(rows) == len(keys())
+    assert max(len(cell) for row in rows for cell in row.split(" | ")) < 200

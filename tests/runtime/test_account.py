@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from shoal.core.messages import Account, Committed, Member, Share, View
-from shoal.runtime.records.account import Books, restarted, surviving
+from shoal.runtime.records.account import Base, Books, Step, restarted, surviving
 
 STAGES, MICROBATCHES = 2, 4
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
@@ -248,3 +248,58 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_its_account()
     totals = books.totals()
     assert totals.balanced, totals.reason
     assert (totals.committed, totals.undone) == (3 * MICROBATCHES, 2 * MICROBATCHES)
+
+
+# ------------------------------------------------------------------------------------------------------ cut another way
+
+
+def test_a_run_resumed_on_more_or_fewer_stages_balances() -> None:
+    whole = ((Share("a", (0, 1)), Share("b", (3, 2))),)
+    one = Books(1, MICROBATCHES)
+    for step in (1, 2):
+        one.agree(a_view(step, whole), 0.0)
+    assert one.totals().balanced
+    two = Books(STAGES, MICROBATCHES, first_step=2, before=one.steps)
+    two.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
+    assert (two.totals().lost, two.totals().balanced) == (0, True), two.totals().reason
+    again = Books(1, MICROBATCHES, first_step=3, before=two.steps)
+    again.agree(a_view(4, whole, account=Account(issued=4, committed=4)), 2.0)
+    assert (again.totals().lost, again.totals().committed, again.totals().balanced) == (0, 16, True)
+
+
+def test_a_run_resumed_on_more_stages_balances_also_when_no_commit_says_how_many_there_were() -> None:
+    whole = ((Share("a", (0, 1)), Share("b", (3, 2))),)
+    old = tuple(msgspec.structs.replace(step, stages=0, microbatches=0) for step in _committed(1, whole, steps=2))
+    two = Books(STAGES, MICROBATCHES, first_step=2, before=old)
+    two.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
+    assert (two.totals().lost, two.totals().balanced) == (0, True), two.totals().reason
+
+
+def test_a_stage_without_a_group_is_lost_in_an_earlier_session_too() -> None:
+    before = _committed(2, GROUPS[:1], steps=1)
+    books = Books(1, MICROBATCHES, first_step=1, before=before)
+    assert books.totals().lost == MICROBATCHES
+
+
+def test_a_run_resumed_with_microbatches_of_another_size_balances() -> None:
+    books = Books(STAGES, 2, first_step=2, before=_committed(STAGES, GROUPS, steps=2))
+    halves = ((Share("a", (0,)), Share("b", (1,))), (Share("c", (0, 1)),))
+    books.agree(a_view(3, halves, account=Account(issued=2, committed=2)), 1.0)
+    totals = books.totals()
+    assert (totals.issued, totals.committed, totals.balanced) == (10, 10, True), totals.reason
+    assert restarted(books.steps, 1, 2).account.undone == 4 + 2
+
+
+def test_steps_that_another_run_committed_are_taken_as_its_checkpoint_says() -> None:
+    books = Books(STAGES, MICROBATCHES, first_step=2, base=Base(taken_over=2))
+    books.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
+    totals = books.totals()
+    assert (totals.taken_over, totals.lost, totals.committed, totals.balanced) == (2, 0, 12, True), totals.reason
+    assert restarted(books.steps, 3, MICROBATCHES, books.base).taken_over == 2, "in every session to come"
+
+
+def _committed(stages: int, groups: tuple[tuple[Share, ...], ...], steps: int) -> tuple[Step, ...]:
+    books = Books(stages, MICROBATCHES)
+    for step in range(1, steps + 1):
+        books.agree(a_view(step, groups), 0.0)
+    return books.steps

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shoal.config import Checkpoint, Config, Data, Model, Run, Train
 from shoal.executor import create
-from shoal.runtime import checkpoint
+from shoal.runtime.checkpoints import checkpoint, marker, storage
 
 TINY = Config(
     run=Run(name="tiny", stages=3, seed=5),
@@ -82,9 +82,9 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 def test_every_stage_reads_back_what_it_wrote(url: str) -> None:
     store = checkpoint.Store(url)
-    assert store.newest() == (None, ())
+    assert store.catalog.newest() == (None, ())
     a_checkpoint(store, 7)
-    training, refused = store.newest()
+    training, refused = store.catalog.newest()
     assert training is not None
     assert not refused
     assert (training.step, training.cursor, training.samples, training.seed) == (7, 28, 28, 5)
@@ -120,20 +120,20 @@ def test_nothing_is_visible_before_it_is_whole(url: str) -> None:
     store = checkpoint.Store(url)
     a_checkpoint(store, 5)
     records = [store.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
-    assert store.newest()[0].step == 5  # type: ignore[union-attr]
+    assert store.catalog.newest()[0].step == 5  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"step-7: torn"):
-        store.open(7)
+        store.catalog.open(7)
     store.publish(7, records, ABOUT)
-    assert store.newest()[0].step == 7  # type: ignore[union-attr]
+    assert store.catalog.newest()[0].step == 7  # type: ignore[union-attr]
 
 
 def test_publishing_twice_answers_the_same_and_replaces_nothing(url: str) -> None:
     store = checkpoint.Store(url)
     records = [store.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
     path = store.publish(7, records, ABOUT)
-    training = store.open(7)
+    training = store.catalog.open(7)
     assert store.publish(7, records, ABOUT) == path
-    assert store.open(7) == training
+    assert store.catalog.open(7) == training
 
 
 def test_the_same_step_written_anew_replaces_the_old_one(url: str) -> None:
@@ -150,7 +150,7 @@ def test_drafts_of_dead_peers_are_not_published(tmp_path: Path) -> None:
     (tmp_path / ".step-7.part" / "optimizer" / "x.0123.tmp").write_text("half a shard")
     path = store.publish(7, records, ABOUT)
     files = {str(p.relative_to(path)) for p in Path(path).rglob("*") if p.is_file()}
-    assert files == {*store.open(7).files, "training.json"}
+    assert files == {*store.catalog.open(7).files, "training.json"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-7"]
 
 
@@ -169,7 +169,7 @@ def test_records_that_are_not_one_of_each_stage_are_refused(url: str) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             store.publish(7, given, ABOUT)
-    assert store.newest()[0] is None
+    assert store.catalog.newest()[0] is None
 
 
 def damage(url: str, name: str, change: Any) -> None:
@@ -204,12 +204,12 @@ def test_a_broken_checkpoint_is_passed_over_and_refused_by_name(url: str, name: 
     a_checkpoint(store, 5)
     a_checkpoint(store, 7)
     damage(url, name, change)
-    training, refused = store.newest()
+    training, refused = store.catalog.newest()
     assert training is not None
     assert training.step == 5
     assert len(refused) == 1
     with pytest.raises(ValueError, match=f"step-7: {match}"):
-        store.open(7)
+        store.catalog.open(7)
     with pytest.raises(ValueError, match=f"step-7: {match}"):
         store.load(7, STATES[0])
 
@@ -238,10 +238,10 @@ def test_a_checkpoint_of_another_model_is_refused(url: str) -> None:
 def test_a_run_that_cannot_go_on_from_it_is_told_why(url: str) -> None:
     store = checkpoint.Store(url)
     a_checkpoint(store, 7)
-    training = store.open(7)
-    checkpoint.refuse_foreign(training, TINY, "d" * 64)
+    training = store.catalog.open(7)
+    marker.refuse_foreign(training, TINY, "d" * 64)
     longer = msgspec.structs.replace(TINY, run=Run(name="other", stages=2, seed=5, steps=900))
-    checkpoint.refuse_foreign(training, longer, "d" * 64)
+    marker.refuse_foreign(training, longer, "d" * 64)
     for change, match in (
         ({"train": Train(batch=8, microbatch=2)}, r"train\.batch = 4, this run has 8"),
         ({"run": Run(seed=6)}, r"run\.seed = 5"),
@@ -249,26 +249,78 @@ def test_a_run_that_cannot_go_on_from_it_is_told_why(url: str) -> None:
         ({"model": Model()}, r"model\.hidden_size = 16, this run has 128"),
     ):
         with pytest.raises(ValueError, match=match):
-            checkpoint.refuse_foreign(training, msgspec.structs.replace(TINY, **change), "d" * 64)  # type: ignore[arg-type]
+            marker.refuse_foreign(training, msgspec.structs.replace(TINY, **change), "d" * 64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"data \(SHA-256"):
-        checkpoint.refuse_foreign(training, TINY, "e" * 64)
+        marker.refuse_foreign(training, TINY, "e" * 64)
+    with pytest.raises(ValueError, match=r"model \(SHA-256"):
+        marker.refuse_foreign(msgspec.structs.replace(training, model="0" * 64), TINY, "d" * 64)
 
 
 def test_the_newest_are_kept_and_only_this_run_is_pruned(url: str) -> None:
-    store = checkpoint.Store(url)
-    other = msgspec.structs.replace(ABOUT, config=msgspec.structs.replace(TINY, run=Run(name="other")))
-    a_checkpoint(store, 1, other)
+    a_checkpoint(checkpoint.Store(url, "other"), 1)
+    store = checkpoint.Store(url, "tiny")
     for step in (2, 3, 10):
         a_checkpoint(store, step)
     store.write_shard(11, 0, 3, STATES[0])  # being written
     store.write_shard(4, 0, 3, STATES[0])  # never finished
-    assert store.prune(0, "tiny") == ()
-    assert store.prune(2, "tiny") == (store.path(2),)
-    assert [entry.step for entry in store.entries() if not entry.wrong] == [10, 3, 1]
+    assert store.prune(0) == ()
+    assert store.prune(2) == (store.path(2),)
+    assert [entry.step for entry in checkpoint.Catalog(url).entries() if not entry.wrong] == [10, 3, 1]
     fs, root = fsspec.core.url_to_fs(url)
     names = sorted(path.rsplit("/", 1)[1] for path in fs.ls(root, detail=False))
-    unfinished = ".step-11.part" if store._local else "step-11"
+    unfinished = ".step-11.tiny.part" if store.catalog.storage.local else "step-11"
     assert names == sorted(["step-1", "step-10", "step-3", unfinished])
+
+
+def test_another_runs_checkpoints_are_not_read_overwritten_or_deleted(url: str) -> None:
+    other, store = checkpoint.Store(url, "keyof-other"), checkpoint.Store(url, "keyof-mine")
+    a_checkpoint(other, 5)
+    records = [other.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    other.publish(7, records, ABOUT)
+    a_checkpoint(store, 6)
+    training, refused = store.catalog.newest()
+    assert training is not None and training.step == 6 and training.authority == "keyof-mine"
+    assert len(refused) == 1 and "step-7: of another run: run 'tiny' (key keyof-ot)" in refused[0]
+    with pytest.raises(ValueError, match="of another run"):
+        store.load(7, STATES[0])
+    with pytest.raises(ValueError, match=r"step-7 is there, of another run: .* not overwritten"):
+        store.write_shard(7, 0, 3, STATES[0])
+    with pytest.raises(ValueError, match=r"step-7 is there, of another run: .* not overwritten"):
+        store.publish(7, records, ABOUT)
+    a_checkpoint(store, 9)
+    assert store.prune(1) == (store.path(6),)
+    assert [entry.step for entry in other.catalog.entries() if not entry.wrong] == [7, 5]
+    assert same(other.load(5, STATES[1]), STATES[1])
+
+
+def test_two_runs_that_write_one_step_at_a_time_do_not_mix_their_shards(tmp_path: Path) -> None:
+    one, two = checkpoint.Store(str(tmp_path), "one"), checkpoint.Store(str(tmp_path), "two")
+    other = [{name: tensor + 1 for name, tensor in state.items()} for state in STATES]
+    first = [one.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    second = [two.write_shard(7, n, 3, s) for n, s in enumerate(other)]
+    two.write_shard(8, 0, 3, other[0])  # sweeps what it began before, and nothing of the other run's
+    one.publish(7, first, ABOUT)
+    assert same(one.load(7, STATES[1]), STATES[1])
+    with pytest.raises(ValueError, match="of another run"):
+        two.publish(7, second, ABOUT)
+
+
+def test_what_is_no_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"step-7 is there, foreign: no training.json: it is not overwritten"):
+        a_checkpoint(checkpoint.Store(str(tmp_path), "mine"), 7)
+
+
+def test_a_checkpoint_that_is_adopted_is_whole_and_says_whose_it_was(url: str) -> None:
+    other, store = checkpoint.Store(url, "other"), checkpoint.Store(url, "mine")
+    a_checkpoint(other, 7)
+    store.catalog.adopt(7, "new")
+    training = store.catalog.soundest()[0]
+    assert training is not None
+    assert (training.run, training.authority, training.adopted) == ("new", "mine", ("other",))
+    assert same(store.load(7, STATES[2]), STATES[2])
+    assert other.catalog.newest()[0] is None
 
 
 def test_what_was_given_up_does_not_take_space_from_the_next(url: str) -> None:
@@ -288,20 +340,20 @@ def test_no_space_leaves_the_older_ones_and_no_half_shard() -> None:
         Full.room = room
         with pytest.raises(OSError, match="No space left on device"):
             a_checkpoint(store, 7)
-        assert store.newest()[0].step == 5  # type: ignore[union-attr]
+        assert store.catalog.newest()[0].step == 5  # type: ignore[union-attr]
         assert same(store.load(5, STATES[2]), STATES[2])
     Full.room = 1000
     a_checkpoint(store, 7)
-    assert store.newest()[0].step == 7  # type: ignore[union-attr]
+    assert store.catalog.newest()[0].step == 7  # type: ignore[union-attr]
 
 
 def test_no_space_on_a_local_disk_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = checkpoint.Store(str(tmp_path))
     a_checkpoint(store, 5)
 
-    written = checkpoint._written
+    written = storage.written
 
-    def full(handle: Any, pieces: Any) -> checkpoint.File:
+    def full(handle: Any, pieces: Any) -> storage.File:
         """The parameters still fit, the optimizer's state does not."""
         if "optimizer" not in handle.name:
             return written(handle, pieces)
@@ -309,13 +361,13 @@ def test_no_space_on_a_local_disk_leaves_no_draft(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_written", full)
+        patch.setattr(storage, "written", full)
         with pytest.raises(OSError, match="No space left on device"):
             store.write_shard(7, 1, 3, STATES[1])
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and "step-5" not in p.parts]
-    assert store.newest()[0].step == 5  # type: ignore[union-attr]
+    assert store.catalog.newest()[0].step == 5  # type: ignore[union-attr]
     a_checkpoint(store, 7)
-    assert store.newest()[0].step == 7  # type: ignore[union-attr]
+    assert store.catalog.newest()[0].step == 7  # type: ignore[union-attr]
 
 
 def test_an_unknown_storage_is_refused() -> None:
@@ -324,7 +376,7 @@ def test_an_unknown_storage_is_refused() -> None:
 
 
 def files_of(store: checkpoint.Store, step: int) -> list[str]:
-    return sorted([*store.open(step).files, checkpoint.MARKER])
+    return sorted([*store.catalog.open(step).files, marker.MARKER])
 
 
 @pytest.mark.parametrize("number", range(len(STATES) * 2 + 5))
@@ -342,27 +394,32 @@ def test_one_flipped_bit_in_any_file_is_found_and_the_next_older_one_is_taken(ur
         for bit in (0, 5, 7):
             with fsspec.open(path, "wb") as file:
                 file.write(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
-            training, refused = store.soundest()
+            training, refused = store.catalog.soundest()
             assert training is not None and training.step == 5
             assert [entry.step for entry in refused] == [7] and refused[0].wrong.startswith(("damaged", "foreign"))
         with fsspec.open(path, "wb") as file:
             file.write(whole)
-    assert store.soundest()[0].step == 7  # type: ignore[union-attr]
+    assert store.catalog.soundest()[0].step == 7  # type: ignore[union-attr]
 
 
-def test_no_bit_of_the_marker_can_be_another_but_those_of_the_seals_own_name(tmp_path: Path) -> None:
-    store = checkpoint.Store(str(tmp_path))
+def test_no_bit_of_the_marker_can_be_another_but_those_of_the_seals_own_name() -> None:
+    """In memory: a file that is written and read seven hundred times takes long on a busy disk."""
+    files = fsspec.filesystem("memory")
+    store = checkpoint.Store("memory://sealed")
     a_checkpoint(store, 7)
-    marker = tmp_path / "step-7" / checkpoint.MARKER
-    whole = marker.read_bytes()
+    path = f"/sealed/step-7/{marker.MARKER}"
+    whole = files.cat_file(path)
     name = whole.index(b'"seal"')
     for at in range(len(whole)):
-        marker.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        [entry] = store.entries()
+        files.pipe_file(path, whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        [entry] = store.catalog.entries()
         assert entry.wrong or name <= at < name + 6, (at, whole[at - 20 : at + 20])
         if not entry.wrong:  # without a seal, as before there was one: all else is as it was
-            marker.write_bytes(whole)
-            assert msgspec.structs.replace(entry.training, seal="") == msgspec.structs.replace(store.open(7), seal="")
+            files.pipe_file(path, whole)
+            assert msgspec.structs.replace(entry.training, seal="") == msgspec.structs.replace(
+                store.catalog.open(7), seal=""
+            )
+    files.rm("/", recursive=True)
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing", "longer", "empty"])
@@ -377,8 +434,8 @@ def test_a_file_that_is_not_whole_is_named(tmp_path: Path, harm: str) -> None:
             path.unlink()
         else:
             path.write_bytes({"truncated": whole[: len(whole) // 2], "longer": whole + b"x", "empty": b""}[harm])
-        training, [entry] = store.soundest()
-        assert training is not None and training.step == 5 and (name in entry.wrong or name == checkpoint.MARKER)
+        training, [entry] = store.catalog.soundest()
+        assert training is not None and training.step == 5 and (name in entry.wrong or name == marker.MARKER)
         path.write_bytes(whole)
 
 
@@ -391,17 +448,17 @@ def test_a_damaged_checkpoint_is_set_aside_so_that_its_step_can_be_written_again
         whole = file.read()
     with fsspec.open(path, "wb") as file:
         file.write(whole[:-1] + bytes([whole[-1] ^ 1]))
-    store.set_aside(7)
-    assert [entry.step for entry in store.entries() if not entry.wrong] == [5]
+    store.catalog.set_aside(7)
+    assert [entry.step for entry in store.catalog.entries() if not entry.wrong] == [5]
     a_checkpoint(store, 7)
-    assert store.soundest()[0].step == 7  # type: ignore[union-attr]
+    assert store.catalog.soundest()[0].step == 7  # type: ignore[union-attr]
 
 
 def test_a_checkpoint_from_before_there_were_seals_is_read(tmp_path: Path) -> None:
     store = checkpoint.Store(str(tmp_path))
     a_checkpoint(store, 5)
-    marker = tmp_path / "step-5" / checkpoint.MARKER
-    told = json.loads(marker.read_text())
+    file = tmp_path / "step-5" / marker.MARKER
+    told = json.loads(file.read_text())
     del told["seal"]
-    marker.write_text(json.dumps(told))
-    assert store.soundest()[0].step == 5  # type: ignore[union-attr]
+    file.write_text(json.dumps(told))
+    assert store.catalog.soundest()[0].step == 5  # type: ignore[union-attr]

@@ -92,7 +92,7 @@ def brought(group: Group, made: list[Tensors], seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("piece_values", [0, 2100])
-@pytest.mark.parametrize("replicas", [16, 17, 20, 24])
+@pytest.mark.parametrize("replicas", [16, 17, 20, pytest.param(24, marks=pytest.mark.slow)])
 def test_a_round_is_the_sum_in_its_recorded_order_bit_for_bit(
     made: list[Tensors], replicas: int, piece_values: int
 ) -> None:
@@ -126,7 +126,13 @@ def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 @pytest.mark.parametrize(
-    ("replicas", "piece_values", "widths"), [(18, 0, ()), (24, 2100, ()), (5, 0, UNLIKE), (5, 2100, UNLIKE)]
+    ("replicas", "piece_values", "widths"),
+    [
+        (18, 0, ()),
+        pytest.param(24, 2100, (), marks=pytest.mark.slow),  # pieces are quick with five
+        (5, 0, UNLIKE),
+        (5, 2100, UNLIKE),
+    ],
 )
 def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
     made: list[Tensors], how: str, replicas: int, piece_values: int, widths: tuple[int, ...]

@@ -52,7 +52,7 @@ from shoal.executor import base
 from shoal.executor.swap import memory
 from shoal.numerics import optimizer
 from shoal.runtime import data
-from shoal.runtime.checkpoint import Store
+from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.node import Node, of_use
 from shoal.runtime.records.account import Books
 from shoal.runtime.records.record import Recorder

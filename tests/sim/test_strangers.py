@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal
 
 import msgspec
 import pytest
 
+from shoal.core import messages as m
 from shoal.sim import run
 from shoal.sim.faults import strangers
 from shoal.sim.scenario import HOSTILE, SCENARIOS, draw
@@ -42,7 +44,13 @@ def test_one_who_means_harm_does_none(name: str, seed: int) -> None:
     played(name, seed)
 
 
-@pytest.mark.parametrize("seed", (0, 2, 3, 4, 5, 6))
+@pytest.mark.parametrize("kind", strangers.CHARGES)
+def test_what_they_complain_of_is_what_a_message_can_say(kind: Literal["faulty", "unreachable", "stale"]) -> None:
+    complaint = m.Complaint("p1", "its tensors are not finite", kind)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(complaint), type=m.Complaint) == complaint
+
+
+@pytest.mark.parametrize("seed", (0, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5, 6))))
 def test_several_who_mean_harm_do_none(seed: int) -> None:
     played("strangers", seed)
 

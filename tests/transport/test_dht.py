@@ -237,7 +237,9 @@ def test_a_revoked_peers_record_is_passed_on_by_who_has_not_heard_and_believed_b
     run(story)
 
 
-def test_an_unreachable_bootstrap_peer_is_named_with_what_would_do() -> None:
+def test_an_unreachable_bootstrap_peer_is_named_with_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht, "JOIN_AGAIN_S", 0.01)  # nobody begins to listen there meanwhile
+
     async def story() -> None:
         address = f"/ip4/127.0.0.1/tcp/1/p2p/{written(Daemon(Identity.new()).peer_id)}"
         newcomer = Peer((address,))

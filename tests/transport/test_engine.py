@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,21 @@ def test_a_posted_call_that_fails_is_told_and_the_thread_goes_on(
         engine.post(lambda: fail(error))
         assert alive(engine)
     assert "a posted call failed" in caplog.text
+
+
+def test_an_engine_that_never_starts_leaves_no_descriptor_behind() -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        Engine("test").post(lambda: None)
+        gc.collect()
+    assert [str(one.message) for one in warned if one.category is ResourceWarning] == []
+
+
+def test_a_call_that_is_posted_before_the_thread_starts_is_made(engine: Engine) -> None:
+    called = threading.Event()
+    engine.post(called.set)
+    engine.start()
+    assert called.wait(60)
 
 
 def test_a_socket_that_the_system_has_closed_fails_its_own_link_only(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""`shoal config [FILE] [a.b=c ...]`: the whole effective tree, with comments, as TOML that `shoal run` reads back."""
+"""`shoal config [FILE] [a.b=c ...]`: the whole effective tree, each setting described, as TOML that `shoal run` reads back."""
 
 from __future__ import annotations
 

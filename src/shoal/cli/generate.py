@@ -52,8 +52,8 @@ def sample(path: Path, args: argparse.Namespace) -> str:
 
     from shoal.model import boundary
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:

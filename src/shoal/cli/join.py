@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from shoal.cli.run import Job, Run
-from shoal.launcher import rundir
+from shoal.launcher import checkpoints, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
 from shoal.transport.identity.passes import date
@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
         print(
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
+    checkpoints.refuse_others(config, invite.run)
     directory = rundir.place(config)
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory)

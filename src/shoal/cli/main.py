@@ -23,7 +23,7 @@ from shoal.shown import describe
 COMMANDS = {
     "run": "train: start local peers from a config and watch them",
     "train": "train the whole model on this machine alone, also one larger than its device",
-    "config": "print the whole effective configuration, with comments",
+    "config": "print the whole effective configuration, each setting described",
     "init": "write a config to copy from",
     "invite": "make a signed, expiring invite to a run; list and renew them",
     "revoke": "shut an invite or a peer out of a run",

@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     if args.pictures:
         _drawn(made, problem, Path(args.pictures))
     if args.json:
-        found: dict[str, Any] = msgspec.to_builtins(made) | {"what_if": msgspec.to_builtins(other)}
+        found: dict[str, object] = msgspec.to_builtins(made) | {"what_if": msgspec.to_builtins(other)}
         found["sensitivity"] = [{"change": what, "step_s": s, "stages": stages} for what, s, stages in around]
         print(json.dumps(found))
         return 0

@@ -16,6 +16,7 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.run:
         return asyncio.run(_links(args))
-    out = Path(args.out or "device.toml")
+    out = Path(args.out or measured.DEVICE_FILE)
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds}: must be above 0; try 10")
     device, notes = _machine(_probed(args.words), args, out.resolve().parent)
@@ -85,8 +86,12 @@ def _probed(words: list[str]) -> Config:
         short = ["model.layers=2"] if not tree.model.path else ["model.extra.num_hidden_layers=2"]
         return configuration.load(files[0], [*given, *fixed, *short])
     large = "device.kind=cuda" in given
-    sizes = (*LARGE, *LARGE_WORK) if large else (*SMALL, *SMALL_WORK)
-    return configuration.load(None, ["model.layers=2", "model.vocab_size=256", *sizes, *given, *fixed])
+    sizes, work = (LARGE, LARGE_WORK) if large else (SMALL, SMALL_WORK)
+    if any(word.startswith("model.path=") for word in given):
+        model: Sequence[str] = ["model.extra.num_hidden_layers=2"]
+    else:
+        model = ["model.layers=2", "model.vocab_size=256", *sizes]
+    return configuration.load(None, [*model, *work, *given, *fixed])
 
 
 def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[Device, list[str]]:

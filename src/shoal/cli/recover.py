@@ -19,7 +19,7 @@ from shoal import config as configuration
 from shoal.config import Config, microbatches
 from shoal.core.consensus.override import Refusal, decide
 from shoal.core.messages import AskStanding, Override, Peer, Standing
-from shoal.launcher import process, rundir
+from shoal.launcher import checkpoints, process, rundir
 from shoal.launcher.invites import Office
 from shoal.runtime.records.report import replace
 from shoal.shown import escaped
@@ -46,8 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from shoal.build import checkpoint_url, operator
-    from shoal.runtime.checkpoint import Store
+    from shoal.build import operator
 
     directory = Path(args.run)
     if not (directory / "config.toml").exists() or not (directory / "authority.key").exists():
@@ -57,8 +56,7 @@ def main(args: argparse.Namespace) -> int:
     config = configuration.load(directory / "config.toml")
     authority = Authority.load(directory / "authority.key")
     addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
-    newest, _ = Store(checkpoint_url(config)).newest()
-    saved = newest.step if newest is not None else 0
+    saved = checkpoints.saved_by(config, authority.run)
     labels = _labels(directory)
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
 

@@ -1,7 +1,8 @@
 """`shoal run`: train with local peers, each a process of its own, watch them, and account for every sample at the end.
 
 It starts peers, kills some when asked to (--kill-every), hears what they agree on, shows it and writes runs/NAME/ (rundir.py). It
-takes no part in the training. Exit code 0 only when all steps are committed and the account balances.
+takes no part in the training. Exit code 0 only when all steps are committed, the account balances and the newest checkpoint that was due
+is saved.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ from typing import IO
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli.main import describe
 from shoal.cli.plan import refuse_other_size, tensor_bytes
 from shoal.config import Config
 from shoal.core.names import invite_of
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Snapshot, Terminal
-from shoal.launcher import planned, rundir
+from shoal.launcher import checkpoints, planned, rundir
 from shoal.launcher.files import Files
 from shoal.launcher.invites import Office
 from shoal.launcher.launch import Child, Crew, News, Spec, Start
@@ -39,9 +39,9 @@ from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
 from shoal.runtime.records.account import Step
 from shoal.runtime.records.report import AnyLine, replace
-from shoal.shown import escaped_json, escaped_lines
+from shoal.shown import describe, escaped_json, escaped_lines
 from shoal.transport.emulated.faulty import FAULTS
-from shoal.transport.identity.invite import Authority
+from shoal.transport.identity.invite import Authority, read_invite
 
 SHOW_S = 0.25
 STATUS_S = 1.0
@@ -90,6 +90,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from the newest complete checkpoint of runs/NAME, or begin when there is none: the same command every time",
     )
+    parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -113,8 +114,9 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
     directory = rundir.place(config)
     with rundir.claimed(directory) as claim:
-        resumed = rundir.resume(config, directory) if args.resume else Resumed()
+        resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:
+            checkpoints.begin(config, directory, adopt=args.adopt)
             rundir.set_aside(directory)
         elif resumed.first_step >= config.run.steps and (over := _ended(config, directory)) is not None:
             print(account.text(over))
@@ -149,7 +151,7 @@ def _ended(config: Config, directory: Path) -> Summary | None:
     """The account of a run that has trained all its steps, if its launcher lived to write it."""
     path = directory / "summary.json"
     summary = account.read(path) if path.exists() else None
-    whole = summary is not None and summary.balanced and summary.steps == config.run.steps
+    whole = summary is not None and summary.balanced and summary.steps == config.run.steps and not summary.unsaved
     return summary if whole else None
 
 
@@ -182,6 +184,7 @@ class Run:
         self.watch = Watch(job.config, job.started_s, job.resumed)
         self.crew = Crew(job.directory, self._hear, self._ended)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
+        self.run_id = self.authority.run if self.authority is not None else read_invite(job.invite, 0.0).run
         self.office = Office(job.directory, self.authority) if self.authority is not None else None
         self.untended = ""  # why passes could not be looked after
         self.rng = Random(f"{job.config.run.seed}/kill")
@@ -268,7 +271,9 @@ class Run:
         finished = self.watch.finished
         if self.authority is None:
             print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
-            return 0 if finished else INTERRUPTED if self.interrupted else FAILED
+            if unsaved := self.watch.unsaved(ended=True):
+                print(f"{unsaved}. What was trained since is lost.")
+            return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         replace(self.directory / "summary.json", account.encode(summary))
         if summary.losses:
@@ -280,7 +285,8 @@ class Run:
         print(f"all of it is in {self.directory}")
         if self.interrupted:
             return INTERRUPTED
-        return 0 if summary.balanced and summary.steps == self.config.run.steps else FAILED
+        done = summary.balanced and summary.steps == self.config.run.steps
+        return 0 if done and not summary.unsaved else FAILED
 
     # ----------------------------------------------------------------------------------------------------- peers
 
@@ -356,6 +362,7 @@ class Run:
                 label=f"p{self._number}",
                 found=found,
                 first_step=self.job.resumed.first_step,
+                run=self.run_id,
             )
         )
 

@@ -27,7 +27,7 @@ from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.terminal import Terminal
-from shoal.launcher import rundir
+from shoal.launcher import checkpoints, rundir
 from shoal.launcher.watch import Resumed, Watch
 from shoal.runtime.records.report import Agreed, replace
 from shoal.shown import escaped_json
@@ -45,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "words", nargs="*", metavar="CONFIG | a.b=c", help="a TOML file, and settings that replace its own"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
+    parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -52,13 +53,19 @@ def main(args: argparse.Namespace) -> int:
     config = configured(args.words)
     directory = rundir.place(config)
     with rundir.claimed(directory):
-        resumed = rundir.resume(config, directory) if args.resume else Resumed()
+        resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
+        if not args.resume:
+            checkpoints.begin(config, directory, adopt=args.adopt)
         from shoal.build import trainer_alone  # imports torch
 
         print("reading the model and the data", flush=True)
-        alone = trainer_alone(config, resumed.first_step)  # before what an earlier run left is set aside: it may refuse
+        run = checkpoints.authority(directory) if args.resume else None
+        alone = trainer_alone(
+            config, resumed.first_step, run
+        )  # before what an earlier run left is set aside: it may refuse
         if not args.resume:
             rundir.set_aside(directory)
+        alone.belong_to(checkpoints.authority(directory))
         return Training(config, directory, Watch(config, started_s, resumed), alone).run()
 
 
@@ -164,6 +171,7 @@ class Training:
         begun_s = time.monotonic()
         self._show(terminal, "writing a checkpoint")
         self.watch.checkpoint = self.alone.save()
+        self.watch.saved = self.alone.done
         now = time.monotonic()
         self.watch.tell(
             "checkpoint", f"step {self.alone.done} saved at {self.watch.checkpoint} in {now - begun_s:.1f} s", now

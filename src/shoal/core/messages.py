@@ -886,7 +886,7 @@ class Drop(Command, frozen=True):
 class Note(Command, frozen=True):
     """A decision worth telling: `text` is the reason in words."""
 
-    kind: str  # joined | removed | recovered | commit | round | leader | checkpoint | route | refused | stall | finished | state
+    kind: str  # joined | removed | recovered | commit | round | leader | checkpoint | unsaved | route | refused | stall | finished | state
     text: str
 
 

@@ -281,7 +281,7 @@ class PeerMachine:
                 repaired = self.register.repair(peer, message.term, message.number)
                 behind = self.view is not None and message.number < self.view.number
                 commands += repaired or (self._newest(peer, message.number) if behind else [])
-            elif isinstance(message, Pulse) and peer not in self.coordinator.joins:
+            elif isinstance(message, Pulse) and not self.coordinator.asks_to_join(peer):
                 commands += self._bring_up_to_date(peer, message.number, now)
             return commands
         leader = self.register.leader
@@ -399,7 +399,7 @@ class PeerMachine:
         self.trainer.leader = self.server.leader = self.register.leader
         if self.register.leading:
             if self.led == self.register.term:
-                commands += self.coordinator.on_view(view, now)
+                self.coordinator.on_view(view, now)
             commands += _tell_change(before, view)
         if self.name not in self.present:
             if before is not None and self.leaving:

@@ -23,7 +23,8 @@ class Carried(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished or interrupted run. Samples are counted in microbatches; every number is of the whole run."""
+    """A finished or interrupted run. Samples are counted in microbatches. Every number is of the whole run, but for times, speed and bytes,
+    which are of the session that began at `first_step`."""
 
     name: str
     steps: int
@@ -38,6 +39,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
     )
     recovered: int = 0  # how often the run went back because a stage had lost every replica
+    taken_over: int = 0  # first steps, committed by another run whose checkpoint this one took over
+    first_step: int = 0  # where this session began
     killed: int  # peers ended by --kill-every
     joined: int  # peers that came while it ran
     tokens_per_s: float
@@ -51,6 +54,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ahead: int = 0  # steps of this session that were averaged and applied while the next one was computed
     reason: str = ""  # what does not balance, or why the run ended early
     early: str = ""  # why the run ended before its last step
+    saved: int = 0  # the step of the newest checkpoint
+    unsaved: str = ""  # what should have been saved and was not, and why
 
 
 def encode(summary: Summary) -> bytes:
@@ -73,6 +78,7 @@ def text(summary: Summary) -> str:
         ("redone", f"{summary.redone:,}"),
         ("lost", f"{summary.lost:,}"),
         ("counted twice", f"{summary.counted_twice:,}"),
+        *_taken_over(summary),
         *_undone(summary),
         *_late(summary),
         *_peers(summary),
@@ -90,6 +96,8 @@ def text(summary: Summary) -> str:
     lines = [_headline(summary), *(f"  {name:<{width}}  {value}" for name, value in rows), verdict]
     if summary.balanced and summary.reason:
         lines.append(summary.reason)
+    if summary.unsaved:
+        lines.append(f"{summary.unsaved}. What was trained since is lost.")
     return escaped_lines("\n".join(lines))
 
 
@@ -104,7 +112,7 @@ def _traffic(summary: Summary) -> list[tuple[str, str]]:
     """All together, then each peer."""
     if not summary.sent.total:
         return []
-    rows = [("sent", _bytes(summary.sent))]
+    rows = [("sent", f"{_session(summary)}{_bytes(summary.sent)}")]
     for label, carried in summary.traffic.items():
         rows += [
             (label, f"sent {_bytes(carried.sent)}"),
@@ -128,7 +136,23 @@ def _late(summary: Summary) -> list[tuple[str, str]]:
     if not summary.staleness:
         return []
     return [
-        ("staleness", f"{summary.staleness} step; {summary.ahead:,} steps were applied beside the next one's compute")
+        (
+            "staleness",
+            f"{summary.staleness} step; {_session(summary)}{summary.ahead:,} steps were applied beside the next one's compute",
+        )
+    ]
+
+
+def _session(summary: Summary) -> str:
+    """Before a figure that is not of the whole run."""
+    return f"since step {summary.first_step:,}: " if summary.first_step else ""
+
+
+def _taken_over(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.taken_over:
+        return []
+    return [
+        ("taken over", f"{summary.taken_over:,} steps that another run committed, by --adopt: as its checkpoint says")
     ]
 
 
@@ -145,11 +169,17 @@ def _undone(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _headline(summary: Summary) -> str:
-    words = f"{summary.name}: {summary.steps:,} steps in {units.duration(summary.seconds)}"
+    """Of a resumed run it says which figures are of the whole and which of the session that ends here."""
+    resumed = bool(summary.first_step)
+    words = f"{summary.name}: {summary.steps:,} steps"
+    if resumed:
+        words += f", {max(summary.steps - summary.first_step, 0):,} of them in this session of {units.duration(summary.seconds)}"
+    else:
+        words += f" in {units.duration(summary.seconds)}"
     if summary.losses and summary.final_loss is not None:
         words += f", loss {summary.losses[0]:.3f} -> {summary.final_loss:.3f}"
     if summary.tokens_per_s > 0:
-        words += f", {summary.tokens_per_s:,.0f} tokens/s"
+        words += f", {'now ' if resumed else ''}{summary.tokens_per_s:,.0f} tokens/s"
     if summary.first_step_s is not None:
-        words += f", first step after {units.duration(summary.first_step_s)}"
+        words += f", {'its ' if resumed else ''}first step after {units.duration(summary.first_step_s)}"
     return words

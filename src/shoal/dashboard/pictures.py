@@ -12,13 +12,19 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.step import Bar
 from shoal.planner.strategy.plan import Plan
+
+if TYPE_CHECKING:  # only who draws waits for matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Event = dict[str, object]  # of the Trace Event format
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#000000")
 RED = "#D55E00"
@@ -166,12 +172,12 @@ def convergence(curves: dict[str, Sequence[tuple[int, float]]], bound_s: float, 
 
 def perfetto(bars: Sequence[Bar], plan: Plan, cluster: Cluster) -> bytes:
     """The timeline in the Trace Event format: open it at ui.perfetto.dev. A process per stage, a thread per peer."""
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     place = {device.name: number for number, device in enumerate(cluster.devices)}
     for number, stage in enumerate(plan.stages):
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"stage {number}"}})
         for peer in stage.peers:
-            about = {"ph": "M", "name": "thread_name", "pid": number, "tid": place[peer], "args": {"name": peer}}
+            about: Event = {"ph": "M", "name": "thread_name", "pid": number, "tid": place[peer], "args": {"name": peer}}
             events.append(about)
     for bar in bars:
         what = f"{'forward' if bar.forward else 'backward'} {bar.microbatch}"
@@ -184,7 +190,7 @@ def perfetto(bars: Sequence[Bar], plan: Plan, cluster: Cluster) -> bytes:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
 
-def _event(name: str, process: int, thread: int, start_s: float, seconds: float) -> dict[str, Any]:
+def _event(name: str, process: int, thread: int, start_s: float, seconds: float) -> Event:
     return {
         "ph": "X",
         "name": name,
@@ -231,7 +237,7 @@ def _rate(value_Bps: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -240,7 +246,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def _saved(figure: Any, path: str | Path) -> list[Path]:
+def _saved(figure: Figure, path: str | Path) -> list[Path]:
     written = []
     for ending in ("png", "svg"):
         target = Path(path).with_suffix(f".{ending}")

@@ -28,6 +28,7 @@ _STYLES = {
     "commit": "dim",
     "removed": "red",
     "trouble": "red",
+    "unsaved": "bold red",
     "refused": "red",
     "stall": "yellow",
     "network": "yellow",
@@ -81,6 +82,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 0  # steps by which gradients are late
     peers: tuple[PeerLine, ...] = ()
     sent: Traffic = Traffic()  # by all peers, those that are gone too
+    unsaved: str = ""  # what could not be saved, since when and why
     happenings: tuple[Happening, ...] = ()  # oldest first; the last few dozen are enough
 
     @property
@@ -157,6 +159,8 @@ def headline(snapshot: Snapshot) -> str:
         words.append(f"{snapshot.redone:,} redone")
     if snapshot.recovered:
         words.append(f"{snapshot.undone:,} undone (went back {snapshot.recovered:,}x)")
+    if snapshot.unsaved:
+        words.append(snapshot.unsaved.partition(":")[0])
     words.append(units.duration(snapshot.elapsed_s))
     if snapshot.left_s is not None and snapshot.step < snapshot.steps:
         words.append(f"about {units.duration(snapshot.left_s)} to go")
@@ -177,6 +181,9 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         _bar(snapshot.step / max(1, snapshot.steps), width),
     ]
     room = height - 3  # headline, bar and one line kept free
+    if snapshot.unsaved:
+        parts.append(Text(escaped(snapshot.unsaved), style=_STYLES["unsaved"], no_wrap=True, overflow="ellipsis"))
+        room -= 1
     if snapshot.stages:
         stages = _stages(snapshot)
         parts.append(stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.config import Config
 from shoal.executor.base import Executor, check_device
 from shoal.executor.delayed import Delayed, Restorable
+from shoal.numerics.optimizer import Schedule
 
 
 def check(config: Config) -> None:
@@ -21,12 +22,12 @@ def create(config: Config, stage: int, *, source: str | None = None) -> Executor
     if config.train.local_steps > 1:
         from shoal.executor.local import LocalSteps
 
-        return LocalSteps(lambda alone: _plain(alone, stage, source), config)
+        return LocalSteps(lambda alone, schedule: _plain(alone, stage, source, schedule), config)
     plain = _plain(config, stage, source)
     return Delayed(plain) if config.train.staleness else plain
 
 
-def _plain(config: Config, stage: int, source: str | None) -> Restorable:
+def _plain(config: Config, stage: int, source: str | None, schedule: Schedule | None = None) -> Restorable:
     if config.device.executor == "emulated":  # imports are here: an emulated peer never loads transformers
         from shoal.executor.emulated import Emulated
 
@@ -39,10 +40,10 @@ def _plain(config: Config, stage: int, source: str | None) -> Restorable:
         from shoal.executor.resident import Resident
         from shoal.model import stages
 
-        return Resident(stages.build(config, stage, source=source, device=config.device.kind), config)
+        return Resident(stages.build(config, stage, source=source, device=config.device.kind), config, schedule)
     if config.device.executor == "swapping":
         from shoal.executor.swap.swapping import Swapping
         from shoal.model import stages
 
-        return Swapping(stages.build(config, stage, source=source), config)
+        return Swapping(stages.build(config, stage, source=source), config, schedule=schedule)
     raise ValueError(f"device.executor = {config.device.executor!r} is none of resident, swapping, emulated")

@@ -30,7 +30,11 @@ class Executor(Protocol):
     A microbatch may be cut into slices of `device.sequences` sequences, which run one after another: less is on the device."""
 
     length: int  # values in `sum`
-    sum: Tensor  # (length,) fp32: gradients of this step so far, parameters in order
+
+    @property
+    def sum(self) -> Tensor:
+        """(length,) fp32: gradients of this step so far, parameters in order."""
+        ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Boundary tensor for the next stage. `x`: tokens (B, L) int64 at stage 0, else a boundary tensor."""
@@ -52,10 +56,8 @@ class Executor(Protocol):
         """What this replica brings into a round, values `start` up to `stop` of (length,) fp32, in the CPU's memory: a copy."""
         ...
 
-    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
-        """One optimizer step from a stage's reduced gradient (length,) fp32; `norm` is the whole model's.
-
-        `age`: steps since the moments were empty, where those are not all `step` before this one."""
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+        """The optimizer step that follows `step` others, from a stage's reduced gradient (length,) fp32; `norm`: the whole model's."""
         ...
 
     def state(self) -> dict[str, Tensor]:

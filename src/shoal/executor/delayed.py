@@ -28,13 +28,16 @@ MODEL, PREVIOUS = "model/", "previous/"
 class Restorable(Executor, Protocol):
     """What a delayed executor stands on. With train.staleness its parameters, as `state` gives them, are not what it computes with."""
 
-    computing: Sequence[Tensor]  # the copies that compute, in the order of the parameters
+    @property
+    def computing(self) -> Sequence[Tensor]:
+        """The copies that compute, in the order of the parameters."""
+        ...
 
     def restore(self, brought: Tensor) -> None:
         """The sum is again what `brought` gave, (length,) fp32."""
         ...
 
-    def make(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def make(self, reduced: Tensor, norm: float, step: int) -> None:
         """`apply` to the parameters alone: what computes holds what it held, until `refresh`. It may go on beside hops."""
         ...
 
@@ -98,9 +101,9 @@ class Delayed:
             return self._inner.brought(start, stop)
         return self.sum[start:stop].to("cpu", copy=True)
 
-    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         self.begin(step)
-        self.finish(reduced, norm, step, age)
+        self.finish(reduced, norm, step)
 
     def begin(self, step: int) -> None:
         """Version `step` + 1 will be made of the newest, `step`, which stays for the hops of step + 1. The sum of `step` is emptied."""
@@ -116,11 +119,11 @@ class Delayed:
                 self._inner.restore(self._sums.pop(step + 1))
             self._inside = step + 1
 
-    def finish(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def finish(self, reduced: Tensor, norm: float, step: int) -> None:
         """Make it, on whichever thread. When it fails, the state is void."""
         assert self._making and step + 1 == self._version
         try:
-            self._inner.make(reduced, norm, step, age)
+            self._inner.make(reduced, norm, step)
         finally:
             self._making = False
 

@@ -56,7 +56,7 @@ class Emulated:
         """The sum is again what `brought` gave, (length,) fp32."""
         self.sum.copy_(brought)
 
-    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         if tuple(reduced.shape) != (self.length,):
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)}, not ({self.length},)")
         if not math.isfinite(norm):

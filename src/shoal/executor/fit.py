@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.config import ROUND_COPIES, Config
 from shoal.executor.swap.groups import Runner
 from shoal.model import stages
-from shoal.model.cut import Stage, spans
+from shoal.model.cut import Stage, cut
 from shoal.numerics.eightbit import nbytes, require
 from shoal.units import size
 
@@ -52,7 +52,7 @@ def check_stage(config: Config, stage: int) -> None:
 def _blocks(config: Config) -> tuple[range, ...]:
     from shoal.model.families import hf_config
 
-    return spans(hf_config(config).num_hidden_layers, config.run.stages)
+    return cut(config.run, hf_config(config).num_hidden_layers)
 
 
 def resident_bytes(config: Config) -> int:

@@ -49,14 +49,14 @@ End = tuple[Tensor, Tensor | None, Tensor | None]  # a stage's input, the gradie
 
 def cut(sequences: int, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> list[End]:
     """What one microbatch's way back starts from, in slices of so many sequences."""
-    xs = x.split(sequences)
-    grads = [None] * len(xs) if grad is None else grad.split(sequences)
-    parts = [None] * len(xs) if tokens is None else tokens.split(sequences)
-    if not len(xs) == len(grads) == len(parts):
+    xs = torch.split(x, sequences)
+    grads = [None] * len(xs) if grad is None else torch.split(grad, sequences)
+    targets = [None] * len(xs) if tokens is None else torch.split(tokens, sequences)
+    if not len(xs) == len(grads) == len(targets):
         raise ValueError(
             f"an input of {len(x)} sequences, with {'tokens' if grad is None else 'a gradient'} of another number"
         )
-    return [(part.detach(), *rest) for part, *rest in zip(xs, grads, parts, strict=True)]
+    return [(part.detach(), back, target) for part, back, target in zip(xs, grads, targets, strict=True)]
 
 
 def joined(slices: Sequence[tuple[Tensor | None, float | None]]) -> tuple[Tensor | None, float | None]:

@@ -20,21 +20,33 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.config import Config, local_batch, microbatches
+from shoal.config import Config, Train, local_batch, microbatches
 from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of
-from shoal.numerics.optimizer import nesterov_, norm_sq
+from shoal.numerics.optimizer import Pace, Schedule, learning_rate, nesterov_, norm_sq
 
 MODEL, MOMENTS, OUTER = "model/", "exp_avg", "momentum/"
 
 
-class LocalSteps:
-    """See base.Executor. `make` builds the executor of the local model, which computes and steps."""
+class Rounds:
+    """A Schedule of local steps: the rate goes on over all rounds, and rises anew where the moments are empty."""
 
-    def __init__(self, make: Callable[[Config], Executor], config: Config) -> None:
+    def __init__(self, train: Train, steps: int) -> None:
+        self._train, self._steps = train, steps
+        self.age = 0  # local steps of this round so far, which may be more than there are `step` numbers in it
+
+    def __call__(self, step: int) -> Pace:
+        return Pace(learning_rate(self._train, self._steps, step, self.age), self.age)
+
+
+class LocalSteps:
+    """See base.Executor. `make` builds the executor of the local model, which computes and steps, as the schedule says."""
+
+    def __init__(self, make: Callable[[Config, Schedule], Executor], config: Config) -> None:
         run, train = config.run, config.train
         alone = msgspec.structs.replace(train, batch=local_batch(config), local_batch=0, local_steps=1)
         run = msgspec.structs.replace(run, steps=run.steps * train.local_steps)
-        self._inner = make(msgspec.structs.replace(config, run=run, train=alone))
+        self._rounds = Rounds(alone, run.steps)
+        self._inner = make(msgspec.structs.replace(config, run=run, train=alone), self._rounds)
         self._train = train
         self._of_round, self._of_step = microbatches(train), microbatches(alone)
         self.length = self._inner.length
@@ -44,7 +56,7 @@ class LocalSteps:
         self._start = _flat(self._inner)  # parameters that the round began with
         self._momentum = torch.zeros(self.length)
         self._version = 0
-        self._booked = self._waiting = self._taken = 0  # microbatches; those not stepped yet; steps. All of this round
+        self._booked = self._waiting = 0  # microbatches of this round; those not stepped yet
 
     @property
     def sum(self) -> Tensor:
@@ -88,7 +100,7 @@ class LocalSteps:
         return {
             prefix + name: part.view(shape)
             for prefix, flat in ((MODEL, self._start), (OUTER, self._momentum))
-            for (name, shape), part in zip(self._shapes.items(), flat.split(self._sizes), strict=True)
+            for (name, shape), part in zip(self._shapes.items(), torch.split(flat, self._sizes), strict=True)
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -102,7 +114,7 @@ class LocalSteps:
         self._begin(self._version)
 
     def _step_alone(self) -> None:
-        """AdamW on the mean gradient of what waits, as step `taken` of the round; the schedule goes on over all rounds."""
+        """AdamW on the mean gradient of what waits, as the next step of the round; the schedule goes on over all rounds."""
         gradient = self._inner.brought()
         if self._waiting < self._of_step:
             gradient *= self._of_step / self._waiting
@@ -110,10 +122,10 @@ class LocalSteps:
         if not math.isfinite(whole_norm):
             raise NotFinite("the sum of a local step's gradients is not finite")
         expected = self._train.local_steps
-        step = self._version * expected + min(self._taken, expected - 1)
-        self._inner.apply(gradient, whole_norm, step, self._taken)
+        step = self._version * expected + min(self._rounds.age, expected - 1)
+        self._inner.apply(gradient, whole_norm, step)
         self._inner.zero()
-        self._waiting, self._taken = 0, self._taken + 1
+        self._waiting, self._rounds.age = 0, self._rounds.age + 1
 
     def _begin(self, version: int) -> None:
         """The local model as the round begins: the outer parameters, no moments, nothing booked."""
@@ -123,7 +135,7 @@ class LocalSteps:
                 value.zero_()
         self._inner.load_state(state | {name: value for name, value in self.state().items() if name in state})
         self._inner.zero()
-        self._version, self._booked, self._waiting, self._taken = version, 0, 0, 0
+        self._version, self._booked, self._waiting, self._rounds.age = version, 0, 0, 0
 
 
 def _flat(executor: Executor, start: int = 0, stop: int | None = None) -> Tensor:

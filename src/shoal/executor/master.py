@@ -13,17 +13,20 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.executor.base import copy_state_, digest_of
 from shoal.numerics.eightbit import EightBit
-from shoal.numerics.optimizer import AdamW, Optimizer, clip_factor, learning_rate
+from shoal.numerics.optimizer import AdamW, Optimizer, Schedule, clip_factor, scheduled
 
 
 class Master:
-    """Parameters by name, in the order of the flat gradient."""
+    """Parameters by name, in the order of the flat gradient. `schedule`: where it is not that of `config`."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], config: Config) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], config: Config, schedule: Schedule | None = None
+    ) -> None:
         self.parameters = tuple(parameters)
         self.length = sum(value.numel() for value in self.parameters)
         self._names = tuple(names)
-        self._train, self._steps = config.train, config.run.steps
+        self._clip = config.train.clip
+        self._schedule = schedule or scheduled(config.train, config.run.steps)
         named = dict(zip(self._names, self.parameters, strict=True))
         coded = config.train.moments == "8bit"
         self._optimizer: Optimizer = EightBit(named, config.train) if coded else AdamW(named, config.train)
@@ -33,13 +36,13 @@ class Master:
         parts = torch.split(flat, [value.numel() for value in self.parameters])
         return [part.view(value.shape) for part, value in zip(parts, self.parameters, strict=True)]
 
-    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
-        clipped = reduced.to(self.parameters[0].device) * clip_factor(norm, self._train.clip)
+        clipped = reduced.to(self.parameters[0].device) * clip_factor(norm, self._clip)
         for value, part in zip(self.parameters, self.views(clipped), strict=True):
             value.grad = part
-        self._optimizer.step_(learning_rate(self._train, self._steps, step, age), step if age is None else age)
+        self._optimizer.step_(*self._schedule(step))
         for value in self.parameters:
             value.grad = None  # it would keep `clipped` alive until the next step
 

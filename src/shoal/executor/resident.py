@@ -16,12 +16,13 @@ from shoal.executor.base import DTYPES, NotFinite
 from shoal.executor.inputs import check_ends, checked, cut, joined, outcome
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
+from shoal.numerics.optimizer import Schedule
 
 
 class Resident:
     """See base.Executor."""
 
-    def __init__(self, stage: Stage, config: Config) -> None:
+    def __init__(self, stage: Stage, config: Config, schedule: Schedule | None = None) -> None:
         self._stage = stage
         self._slice = config.device.sequences or config.train.microbatch
         self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's
@@ -33,14 +34,14 @@ class Resident:
             parameters = tuple(value.detach().clone() for value in self.computing)
             for value in self.computing:
                 value.data = value.data.to(self._dtype)
-        self._master = Master(names, parameters, config)
+        self._master = Master(names, parameters, config, schedule)
         self.length = self._master.length
         self.sum = torch.zeros(self.length, dtype=torch.float32, device=self._device)
         self._sums = self._master.views(self.sum)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            y = torch.cat([self._stage.forward(part) for part in self._input(x).split(self._slice)])
+            y = torch.cat([self._stage.forward(part) for part in torch.split(self._input(x), self._slice)])
         if not torch.isfinite(y).all():
             raise NotFinite("the stage's output is not finite")
         return y
@@ -82,13 +83,13 @@ class Resident:
         """The sum is again what `brought` gave, (length,) fp32."""
         self.sum.copy_(brought)
 
-    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
-        self.make(reduced, norm, step, age)
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+        self.make(reduced, norm, step)
         self.refresh()
 
-    def make(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def make(self, reduced: Tensor, norm: float, step: int) -> None:
         """`apply` to the parameters alone; see delayed.py."""
-        self._master.apply(reduced, norm, step, age)
+        self._master.apply(reduced, norm, step)
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()

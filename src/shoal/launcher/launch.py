@@ -36,6 +36,7 @@ class Spec(msgspec.Struct, frozen=True):
     label: str
     found: bool
     first_step: int = 0
+    run: str | None = None  # id of the key that founded it
 
 
 class Start(msgspec.Struct, frozen=True):

@@ -93,7 +93,7 @@ def _take_part(spec: Spec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
     from shoal.transport.identity.invite import read_invite
 
     config = configuration.from_tree(spec.config)
-    hands = build.hands(config, spec.first_step)
+    hands = build.hands(config, spec.first_step, spec.run)
     start = msgspec.json.decode(next(told, b"null"), type=Start | None)
     if start is None:
         return Ended(ok=False, reason="the launcher is gone")

@@ -20,21 +20,21 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import msgspec
 
 from shoal import trace
 from shoal.config import Config, microbatches
+from shoal.dashboard import account
+from shoal.launcher import checkpoints
 from shoal.launcher.process import Process, lives
 from shoal.launcher.watch import Resumed
+from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.records.account import Base, Step, restarted, surviving
 from shoal.runtime.records.report import replace
 from shoal.runtime.records.tape import segments
 from shoal.shown import escaped, escaped_json
-
-if TYPE_CHECKING:
-    from shoal.runtime.checkpoint import Store, Training
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -180,24 +180,24 @@ def set_aside(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
 
 
-def resume(config: Config, directory: Path) -> Resumed:
+def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
     """The newest complete checkpoint, and the commits of the steps that it holds; from the beginning when there is no checkpoint
     yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
-    from shoal.build import checkpoint_url
-    from shoal.runtime.checkpoint import Store
-
     directory.mkdir(parents=True, exist_ok=True)
-    store = Store(checkpoint_url(config))
-    training = _newest_sound(store)
-    first = training.step if training is not None else 0
     standing = surviving(_written(directory))
+    saved = max([_summary_saved(directory), *(step.saved for step in standing)])
+    training = checkpoints.newest(config, directory, adopt=adopt, saved=saved)
+    store = Catalog(url_of(config))
+    first = training.step if training is not None else 0
     kept = tuple(step for step in standing if step.commit.step < first)
     void = sum(step.commit.step >= first for step in standing)
     if training is None:
-        print(f"--resume: there is no complete checkpoint in {store.url} yet: training begins at step 0")
+        print(f"--resume: there is no checkpoint in {store.url} yet: training begins at step 0")
     if void:
         print(f"{void} steps that were committed after step {first} are undone and trained again")
     base = restarted(standing, first, microbatches(config.train), _began_with(directory))
+    if training is not None and training.adopted and not standing:
+        base = msgspec.structs.replace(base, taken_over=first)
     resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if training else "")
     if first >= config.run.steps:
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")
@@ -210,24 +210,10 @@ def resume(config: Config, directory: Path) -> Resumed:
     return resumed
 
 
-def _newest_sound(store: Store) -> Training | None:
-    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. ValueError: there are
-    checkpoints, and none is whole: to begin at step 0 is for the user to say."""
-    training, refused = store.soundest()
-    for entry in refused:
-        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
-    lost = [entry for entry in refused if not store.unfinished(entry)]
-    if training is None and lost:
-        raise ValueError(
-            f"--resume: there are {len(lost)} checkpoints in {store.url}, and none can be gone on from ({lost[0].path}: {lost[0].wrong}); "
-            "put a whole copy of one there, or give the command without --resume to begin at step 0: what is there is then kept beside it"
-        )
-    if training is not None and lost:
-        print(f"going on from step {training.step}: its checkpoint is the newest that is whole")
-    for entry in lost:
-        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
-            print(escaped(f"what is left of that of step {entry.step} is now {store.set_aside(entry.step)}"))
-    return training
+def _summary_saved(directory: Path) -> int:
+    """The step of the newest checkpoint at the end of the session before, if its launcher lived to write it."""
+    path = directory / "summary.json"
+    return account.read(path).saved if path.exists() else 0
 
 
 def _written(directory: Path) -> list[Step]:

@@ -50,6 +50,8 @@ class Watch:
         self.carried: dict[Peer, Progress] = {}  # the last that each peer told, those that are gone too
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self.checkpoint = resumed.checkpoint
+        self.saved = resumed.first_step  # the step of the newest checkpoint, as the members agree
+        self._unable = ""  # why a checkpoint could not be saved, until one is
         self.killed = 0
         self._serial = 0
         self.first_step_s: float | None = None  # from the command to the first step of this session
@@ -64,11 +66,18 @@ class Watch:
                 self.standing[label] = line
                 self.carried[line.peer] = line
             case Told():
-                if line.kind == "checkpoint" and " saved at " in line.text and not line.text.startswith("NOT"):
+                if line.kind == "checkpoint" and " saved at " in line.text:
                     self.checkpoint = escaped(line.text.partition(" saved at ")[2])
+                    self._unable = ""
+                elif line.kind == "unsaved":
+                    self._unable = line.text
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
                 step = self.books.agree(line.view, now)
+                if self.books.view is line.view:
+                    if line.view.saved > self.saved:
+                        self._unable = ""
+                    self.saved = line.view.saved
                 if step is not None and self.first_step_s is None:
                     self.first_step_s = now - self.started_s
                 return step
@@ -78,11 +87,15 @@ class Watch:
 
     def tell(self, kind: str, text: str, now: float, label: str = "") -> None:
         self._serial += 1
+        text = escaped(self._named(text))
+        self.happenings.append(Happening(self._serial, now - self.started_s, escaped(kind), text, label))
+
+    def _named(self, text: str) -> str:
+        """With peers' labels, or the beginnings of their names, instead of the whole."""
         for peer, known in self.labels.items():
             if peer in text:
                 text = text.replace(peer, known)
-        text = escaped(_NAME.sub(r"\1", text))
-        self.happenings.append(Happening(self._serial, now - self.started_s, escaped(kind), text, label))
+        return _NAME.sub(r"\1", text)
 
     def gone(self, label: str) -> None:
         self.standing.pop(label, None)
@@ -159,6 +172,17 @@ class Watch:
         tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
         return tokens / seconds if seconds > 0 else 0.0
 
+    def unsaved(self, ended: bool = False) -> str:
+        """What should have been saved in this session and was not, since when and why; '' when all was, or still may be. `ended`: nothing
+        will be saved any more."""
+        due = [step.commit.step + 1 for step in self.books.steps if step.commit.save]
+        missed = [step for step in due if step > max(self.saved, self.resumed.first_step)]
+        if not missed or (len(missed) < 2 and not self._unable and not ended):
+            return ""
+        since = f"NOTHING SAVED SINCE STEP {self.saved}" if self.saved else "NOTHING SAVED YET"
+        why = self._unable or "the checkpoint was not finished; see the log of the peer that led"
+        return escaped(f"{since}: a checkpoint was due at step {missed[-1]}: {self._named(why)}")
+
     def snapshot(self, now: float) -> Snapshot:
         view, account = self.books.view, self.books.account
         return Snapshot(
@@ -179,6 +203,7 @@ class Watch:
             staleness=self.config.train.staleness,
             peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
             sent=self._sent(),
+            unsaved=self.unsaved(),
             happenings=tuple(self.happenings),
         )
 
@@ -200,6 +225,8 @@ class Watch:
             counted_twice=totals.counted_twice,
             undone=totals.undone,
             recovered=totals.recovered,
+            taken_over=totals.taken_over,
+            first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,
             tokens_per_s=self.tokens_per_s(),
@@ -216,6 +243,8 @@ class Watch:
             ahead=len(self.books.ahead),
             reason="; ".join(reasons),
             early=early,
+            saved=self.saved,
+            unsaved=self.unsaved(ended=True),
         )
 
     def _sent(self) -> Traffic:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +28,9 @@ from shoal.config import Config
 from shoal.model.families import hf_config
 from shoal.model.stages import Parts, on_meta
 from shoal.planner.inputs.profile import COUNTED, Part, Profile
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.modeling_utils import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,7 +51,7 @@ def _count(config: Config, dtype: torch.dtype, larger: int) -> Profile:
     """In `dtype`; bytes are then `larger` times as many."""
     hf = hf_config(config)
     hf._attn_implementation = _attention()
-    model = on_meta(hf).to(dtype).eval()
+    model: PreTrainedModel = on_meta(hf).eval().to(dtype)
     fake = FakeTensorMode()
     _without_values(model, fake)
     parts = Parts(model)
@@ -91,9 +94,10 @@ def _counted(
             targets = torch.zeros_like(x).flatten()
             if not first:
                 x = torch.zeros((*shape, model.config.hidden_size), dtype=model.dtype).requires_grad_()
-            given: dict[str, Any] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+            given: dict[str, Tensor | bool] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
             own = {held.untyped_storage()._cdata for held in (x, *model.parameters())}
-            with FlopCounterMode(display=False) as flops, _Alive() as alive:
+            flops, alive = FlopCounterMode(display=False), _Alive()
+            with flops, alive:
                 with _kept(own) as kept:
                     if last:
                         logits = model(**given).logits
@@ -120,13 +124,13 @@ def _counted(
     )
 
 
-def _without_values(model: Any, fake: FakeTensorMode) -> None:
+def _without_values(model: nn.Module, fake: FakeTensorMode) -> None:
     """Fake tensors for what the model holds: the families' code looks at values unless it is told that there are none."""
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, value in held.items():
                 if value is not None:
-                    held[name] = fake.from_tensor(value)
+                    held[name] = fake.from_tensor(value)  # type: ignore[assignment]  # a parameter of a parameter
 
 
 def _attention() -> str:
@@ -137,7 +141,9 @@ def _attention() -> str:
     return "shoal_counted"
 
 
-def _fused(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any) -> tuple[Tensor, None]:
+def _fused(
+    module: object, query: Tensor, key: Tensor, value: Tensor, *rest: object, **given: object
+) -> tuple[Tensor, None]:
     """(B, H, L, D) each, as transformers calls it; (B, L, H, D). Masks change neither FLOPs nor bytes."""
     width = value.shape[-1]
     if width < query.shape[-1]:
@@ -181,11 +187,17 @@ class _Alive(TorchDispatchMode):
     """Bytes of all tensors made inside that are alive, and the most there ever were; gradients of parameters among them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
         self.now, self.most = 0, 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
@@ -194,7 +206,7 @@ class _Alive(TorchDispatchMode):
         self.most = max(self.most, self.now)
         return made
 
-    def _watch(self, storage: Any) -> None:
+    def _watch(self, storage: torch.UntypedStorage) -> None:
         number, nbytes = storage._cdata, storage.nbytes()
         self._known.add(number)
         self.now += nbytes

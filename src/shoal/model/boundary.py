@@ -15,12 +15,16 @@ refuses to load; `load` here gives the whole model.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.modeling_utils import PreTrainedModel
 
 MODEL_TYPE = "shoal_boundary_layers"
 ATTRIBUTE = "shoal_boundary"
@@ -42,8 +46,9 @@ class Narrow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
-        x = self.down(x) if self.down is not None else x.unflatten(-1, (-1, self.factor)).amax(-1)
-        return self.after(x)  # type: ignore[no-any-return]
+        x = self.down(x) if self.down is not None else torch.unflatten(x, -1, (-1, self.factor)).amax(-1)
+        y: Tensor = self.after(x)
+        return y
 
 
 class Layers(nn.Module):
@@ -59,7 +64,8 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.narrow is not None and self.widen is not None
-        return self.widen(self.narrow(x))  # type: ignore[no-any-return]
+        y: Tensor = self.widen(self.narrow(x))
+        return y
 
 
 def parse(boundary: str) -> tuple[str, int]:
@@ -68,7 +74,7 @@ def parse(boundary: str) -> tuple[str, int]:
     return kind, int(factor.removesuffix("x")) if factor else 1
 
 
-def attach(model: Any, boundary: str, halves: dict[int, Sequence[str]]) -> None:
+def attach(model: PreTrainedModel, boundary: str, halves: dict[int, Sequence[str]]) -> None:
     """Give a Hugging Face model on the meta device the layers before blocks `halves`, or those halves of them."""
     width = model.config.hidden_size
     with torch.device("meta"):
@@ -76,14 +82,18 @@ def attach(model: Any, boundary: str, halves: dict[int, Sequence[str]]) -> None:
     setattr(model, ATTRIBUTE, nn.ModuleDict(layers))
 
 
-def run_between(model: Any, blocks: Sequence[nn.Module]) -> None:
+def run_between(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
     """Let the whole model's blocks take their input through the layers that stand before them."""
     for block, layers in getattr(model, ATTRIBUTE).items():
         blocks[int(block)].register_forward_pre_hook(_through(layers), with_kwargs=True)
 
 
-def _through(layers: nn.Module) -> Any:
-    def hook(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+Args = tuple[object, ...]
+Given = dict[str, object]
+
+
+def _through(layers: nn.Module) -> Callable[[nn.Module, Args, Given], tuple[Args, Given]]:
+    def hook(block: nn.Module, args: Args, given: Given) -> tuple[Args, Given]:
         if args:
             return (layers(args[0]), *args[1:]), given
         return args, given | {"hidden_states": layers(given["hidden_states"])}
@@ -119,7 +129,7 @@ def inner(fields: dict[str, Any], where: str, boundary: str, blocks: Sequence[in
     return fields["model"] if layered else fields
 
 
-def load(directory: str | Path) -> Any:
+def load(directory: str | Path) -> PreTrainedModel:
     """The whole model of a checkpoint with boundary layers, a Hugging Face model that runs them between its blocks."""
     from shoal.model.weights import materialise
 
@@ -131,14 +141,17 @@ def load(directory: str | Path) -> Any:
         )
     import transformers
 
-    hf = transformers.AutoConfig.for_model(**fields["model"])
+    hf: PreTrainedConfig = transformers.AutoConfig.for_model(**fields["model"])
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(hf)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(hf)
     attach(model, fields["boundary"], dict.fromkeys(fields["before_blocks"], ("narrow", "widen")))
     materialise(model, seed=0, source=str(place))
-    plan = next(name for name in hf.base_model_pp_plan if isinstance(getattr(model.base_model, name), nn.ModuleList))
+    plan = next(
+        name for name in hf.base_model_pp_plan or () if isinstance(getattr(model.base_model, name), nn.ModuleList)
+    )
     run_between(model, list(getattr(model.base_model, plan)))
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _words(boundary: str, blocks: list[int]) -> str:

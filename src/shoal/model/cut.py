@@ -1,4 +1,4 @@
-"""What a stage is to everyone else, and which blocks it holds: `Stage`, `spans`, and the loss and seeds that all models share.
+"""What a stage is to everyone else, and which blocks it holds: `Stage`, `cut`, and the loss and seeds that all models share.
 
 For the executors, which run stages, and for stages.py and sequential.py, which build them.
 """
@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from shoal.config import Run
 
 
 class Stage(Protocol):
@@ -34,6 +36,12 @@ class Stage(Protocol):
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Mean loss of a microbatch, at the last stage. `x` is the stage's input, `tokens` (B, L+1) int64."""
         ...
+
+
+def cut(run: Run, blocks: int) -> tuple[range, ...]:
+    """Blocks of each stage of a run whose model has `blocks` of them. Everyone who asks for the cut of a run asks here: who builds a
+    stage, who asks whether it has room, who places boundary layers."""
+    return spans(blocks, run.stages, run.layers)
 
 
 def spans(blocks: int, stages: int, layers: tuple[int, ...] = ()) -> tuple[range, ...]:

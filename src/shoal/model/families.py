@@ -11,28 +11,23 @@ import difflib
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
+from shoal.config.model import THEIRS
 from shoal.model import boundary
-from shoal.model.cut import spans
+from shoal.model.cut import cut
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.modeling_utils import PreTrainedModel
 
 # transformers imports torchao where it is installed, which then tells of GPU libraries that do not load.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-NAMES = {  # our word: theirs
-    "hidden_size": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "tied_embeddings": "tie_word_embeddings",
-}
 
-
-def hf_config(config: Config) -> Any:
+def hf_config(config: Config) -> PreTrainedConfig:
     """The Hugging Face configuration of the whole model: from the seed's settings, or of `model.path` with `model.extra`."""
     fields, family = _read(config) if config.model.path else (_fields(config), config.model.family)
     where = config.model.path or f"model.family = {family!r}"
@@ -58,14 +53,16 @@ def hf_config(config: Config) -> Any:
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
         raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
     _refuse_dropout(made)
+    _refuse_long(config, made, where)
     return made
 
 
-def model_class(hf: Any) -> Any:
+def model_class(hf: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's causal language model. Imports its modeling module, which takes seconds: see stages.preload."""
     import transformers
 
-    return getattr(transformers, _class_name(hf.model_type))  # resolved lazily, to the one module that defines it
+    found: type[PreTrainedModel] = getattr(transformers, _class_name(hf.model_type))  # lazily: its own module alone
+    return found
 
 
 def _fields(config: Config) -> dict[str, Any]:
@@ -76,7 +73,7 @@ def _fields(config: Config) -> dict[str, Any]:
     ):
         if few < 1 or many % few:
             raise ValueError(f"model.{left} = {many} is not a multiple of model.{right} = {few}")
-    fields: dict[str, Any] = {theirs: getattr(ours, name) for name, theirs in NAMES.items()}
+    fields: dict[str, Any] = {theirs: getattr(ours, name) for name, theirs in THEIRS.items()}
     fields["head_dim"] = ours.hidden_size // ours.heads  # some families have a fixed default instead
     fields["max_position_embeddings"] = config.data.sequence
     # The families' special tokens are those of their own tokenizers, and a padding token would get no gradient.
@@ -103,7 +100,7 @@ def cuts(config: Config, layers: int) -> list[int]:
     """The blocks before which boundary layers stand: the first of every stage but the first."""
     if config.model.boundary == "none":
         return []
-    return [blocks.start for blocks in spans(layers, config.run.stages, config.run.layers)[1:]]
+    return [blocks.start for blocks in cut(config.run, layers)[1:]]
 
 
 def _families() -> dict[str, str]:
@@ -116,7 +113,7 @@ def _class_name(family: str) -> str:
     return _families()[family]
 
 
-def _config_class(family: str) -> Any:
+def _config_class(family: str) -> type[PreTrainedConfig]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     families = _families()
@@ -124,10 +121,21 @@ def _config_class(family: str) -> Any:
         near = difflib.get_close_matches(family, sorted(families), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model.family = {family!r} is no Hugging Face causal language model{hint}")
-    return CONFIG_MAPPING[family]
+    found: type[PreTrainedConfig] = CONFIG_MAPPING[family]
+    return found
 
 
-def _refuse_dropout(hf: Any) -> None:
+def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
+    """Beyond its positions a model has no table, or rotations that it was never trained on."""
+    positions = getattr(hf, "max_position_embeddings", None)
+    if isinstance(positions, int) and config.data.sequence > positions:
+        raise ValueError(
+            f"data.sequence = {config.data.sequence} is above the {positions} positions of {where}; try data.sequence={positions},"
+            f" or model.extra.max_position_embeddings={config.data.sequence} to train it on longer ones"
+        )
+
+
+def _refuse_dropout(hf: PreTrainedConfig) -> None:
     """A backward pass runs the stage a second time, maybe on another peer, and must find the same activations."""
     for name, value in hf.to_dict().items():
         drops = ("dropout" in name or name.endswith("_pdrop")) and not name.startswith("classifier")

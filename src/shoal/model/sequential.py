@@ -31,7 +31,8 @@ class SequentialStage:
         return self.model.named_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)  # type: ignore[no-any-return]
+        y: Tensor = self.model(x)
+        return y
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         return self._loss(self.forward(x), targets(tokens))

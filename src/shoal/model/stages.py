@@ -13,16 +13,20 @@ parameter, whose gradient no group of replicas holds alone: they are refused for
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config import Config
 from shoal.model import boundary
-from shoal.model.cut import next_token_loss, spans, targets
+from shoal.model.cut import cut, next_token_loss, targets
 from shoal.model.families import cuts, hf_config, model_class
 from shoal.model.weights import materialise
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.modeling_utils import PreTrainedModel
 
 # What a family may hand to every block beside the hidden states: functions of positions alone, the same in each stage.
 PLAIN = {
@@ -46,7 +50,7 @@ class Elsewhere(nn.Module):
         self.odd: list[str] = []  # what it was given beyond hidden states and positions
         object.__setattr__(self, "part", part)  # on the meta device, and not registered as a child
 
-    def forward(self, hidden_states: Tensor, *rest: Any, **given: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *rest: object, **given: object) -> Tensor:
         self.odd += [f"argument {place + 2}" for place, value in enumerate(rest) if isinstance(value, Tensor)]
         self.odd += [name for name, value in given.items() if value is not None and name not in PLAIN]
         return hidden_states
@@ -62,26 +66,29 @@ class Elsewhere(nn.Module):
 class HuggingFaceStage:
     """A cut.Stage: some blocks of a Hugging Face model, run by the model's own forward."""
 
-    def __init__(self, model: Any, *, first: bool, last: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, first: bool, last: bool) -> None:
         self.model = model
         self.first = first
         self.last = last
         self.vocabulary: int | None = model.config.vocab_size
-        layers = list(getattr(model, boundary.ATTRIBUTE, {}).values())
+        layers: list[boundary.Layers] = list(getattr(model, boundary.ATTRIBUTE, {}).values())
         self._widen = next((each.widen for each in layers if each.widen is not None), None)
         self._narrow = next((each.narrow for each in layers if each.narrow is not None), None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters()  # type: ignore[no-any-return]
+        return self.model.named_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         if self._widen is not None:
             x = self._widen(x)
         given = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         if self.last:
-            return self.model(**given).logits  # type: ignore[no-any-return]
-        y = self.model.base_model(**given).last_hidden_state
-        return y if self._narrow is None else self._narrow(y)  # type: ignore[no-any-return]
+            logits: Tensor = self.model(**given).logits
+            return logits
+        y: Tensor = self.model.base_model(**given).last_hidden_state
+        if self._narrow is not None:
+            y = self._narrow(y)
+        return y
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         return next_token_loss(self.forward(x), targets(tokens))
@@ -101,15 +108,8 @@ def check(config: Config) -> None:
 def build(config: Config, stage: int, *, source: str | None = None, device: str = "cpu") -> HuggingFaceStage:
     """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
     random from `run.seed` and then equal to that part of `whole`, whatever the cut."""
-    stages = config.run.stages
     model, parts = _hollow(config)
-    first, last = stage == 0, stage == stages - 1
-    mine = spans(len(parts.blocks), stages, config.run.layers)[stage]
-    parts.put_back(mine, first=first, last=last)
-    if config.model.boundary != "none":
-        halves = {mine.start: ("widen",), mine.stop: ("narrow",)}
-        wanted = cuts(config, len(parts.blocks))
-        boundary.attach(model, config.model.boundary, {block: halves[block] for block in wanted if block in halves})
+    first, last = _put_back(model, parts, config, stage)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
     return HuggingFaceStage(model.eval().to(device), first=first, last=last)
 
@@ -118,12 +118,23 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage:
     """`build` without values: parameters stay on the meta device. For who asks what a stage needs before there is one."""
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # what is outside the blocks: tables of positions
-    first, last = stage == 0, stage == config.run.stages - 1
-    parts.put_back(spans(len(parts.blocks), config.run.stages)[stage], first=first, last=last)
+    first, last = _put_back(model, parts, config, stage)
     return HuggingFaceStage(model.eval(), first=first, last=last)
 
 
-def whole(config: Config, source: str | None = None, device: str = "cpu") -> Any:
+def _put_back(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool, bool]:
+    """Put what belongs to that stage back into the model, with the stage's halves of boundary layers. Whether it is the first, the last."""
+    first, last = stage == 0, stage == config.run.stages - 1
+    mine = cut(config.run, len(parts.blocks))[stage]
+    parts.put_back(mine, first=first, last=last)
+    if config.model.boundary != "none":
+        halves = {mine.start: ("widen",), mine.stop: ("narrow",)}
+        wanted = cuts(config, len(parts.blocks))
+        boundary.attach(model, config.model.boundary, {block: halves[block] for block in wanted if block in halves})
+    return first, last
+
+
+def whole(config: Config, source: str | None = None, device: str = "cpu") -> PreTrainedModel:
     """The uncut Hugging Face model with the same weights: what stages are compared with, and what one machine trains."""
     model = on_meta(hf_config(config))
     if config.model.boundary != "none":
@@ -131,24 +142,25 @@ def whole(config: Config, source: str | None = None, device: str = "cpu") -> Any
         boundary.attach(model, config.model.boundary, dict.fromkeys(cuts(config, len(blocks)), ("narrow", "widen")))
         boundary.run_between(model, blocks)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    return model.eval().to(device)
+    placed: PreTrainedModel = model.eval().to(device)
+    return placed
 
 
 class Parts:
     """The parts of a model in the order of its pipeline plan, taken out of it one by one and put back."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.family = model.config.model_type
         self.model, self.base = model, model.base_model
-        plan = list(model.config.base_model_pp_plan)
+        plan = list(model.config.base_model_pp_plan or ())
         lists = [name for name in plan if isinstance(getattr(self.base, name, None), nn.ModuleList)]
         if self.base is model or len(lists) != 1 or lists[0] in (plan[0], plan[-1]):
             raise ValueError(f"model.family = {self.family!r}: its pipeline plan {plan} is not embedding, blocks, norm")
         place = plan.index(lists[0])
         self.held: nn.ModuleList = getattr(self.base, lists[0])
         self.blocks = list(self.held)
-        self.before = {name: getattr(self.base, name) for name in plan[:place]}
-        self.after = {name: getattr(self.base, name) for name in plan[place + 1 :]}
+        self.before: dict[str, nn.Module] = {name: getattr(self.base, name) for name in plan[:place]}
+        self.after: dict[str, nn.Module] = {name: getattr(self.base, name) for name in plan[place + 1 :]}
         self.head = {name: child for name, child in model.named_children() if child is not self.base}
 
     def take_out(self) -> None:
@@ -173,11 +185,11 @@ class Parts:
                 setattr(owner, name, part)
 
 
-def _hollow(config: Config) -> tuple[Any, Parts]:
+def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
     """The model with all its parts taken out, found to hand hidden states through unchanged."""
     hf = hf_config(config)
     _refuse_tied(config, hf)
-    spans(hf.num_hidden_layers, config.run.stages, config.run.layers)
+    cut(config.run, hf.num_hidden_layers)  # refuses what is no cut of it
     model = on_meta(hf)
     kept = sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if kept:
@@ -192,7 +204,7 @@ def _hollow(config: Config) -> tuple[Any, Parts]:
     return model, parts
 
 
-def on_meta(hf: Any) -> Any:
+def on_meta(hf: PreTrainedConfig) -> PreTrainedModel:
     described = model_class(hf)
     try:
         with torch.device("meta"):
@@ -204,7 +216,7 @@ def on_meta(hf: Any) -> Any:
         ) from error
 
 
-def _refuse_tied(config: Config, hf: Any) -> None:
+def _refuse_tied(config: Config, hf: PreTrainedConfig) -> None:
     if config.run.stages > 1 and getattr(hf, "tie_word_embeddings", False):
         setting = "model.extra.tie_word_embeddings" if config.model.path else "model.tied_embeddings"
         raise ValueError(
@@ -213,7 +225,7 @@ def _refuse_tied(config: Config, hf: Any) -> None:
         )
 
 
-def refuse_more_than_blocks(model: Any, parts: Parts, instead: str = "run.stages=1") -> None:
+def refuse_more_than_blocks(model: PreTrainedModel, parts: Parts, instead: str = "run.stages=1") -> None:
     """ValueError for a model, all parts taken out, that does more than hand hidden states on; `instead` is a way round."""
     x = torch.linspace(-1.0, 1.0, 4 * model.config.hidden_size).view(1, 4, -1)
     refused = f"model.family = {parts.family!r} cannot be cut into stages: between its blocks it does more than hand on"

@@ -8,7 +8,7 @@ unit, because the same one may lie in several places on the device: tied embeddi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -69,20 +69,23 @@ def _owned(modules: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parame
                 yield owner, attribute, parameter
 
 
+Place = tuple[nn.Module, str | int, nn.Module]  # a module, the name or index of one of its children, that child
+
+
 class HuggingFaceRow:
     """Units of a stage of a Hugging Face model."""
 
     def __init__(self, stage: HuggingFaceStage) -> None:
         self._model, self._first, self._last = stage.model, stage.first, stage.last
         parts = Parts(stage.model)
-        held: list[list[tuple[Any, str | int, nn.Module]]] = []
+        held: list[list[Place]] = []
         if stage.first:
             held.append([(parts.base, name, part) for name, part in parts.before.items()])
         held += [
             [(parts.held, index, part)] for index, part in enumerate(parts.blocks) if not isinstance(part, Elsewhere)
         ]
         if stage.last:
-            after = [(parts.base, name, part) for name, part in parts.after.items()]
+            after: list[Place] = [(parts.base, name, part) for name, part in parts.after.items()]
             held.append(after + [(parts.model, name, part) for name, part in parts.head.items()])
         self._held = [[(owner, place, part, Elsewhere(part)) for owner, place, part in unit] for unit in held]
         self._places = Places(stage, [[part for _, _, part in unit] for unit in held])
@@ -129,8 +132,9 @@ class SequentialRow:
         return _buffers_to(device, self._children)
 
 
-def _put(owner: Any, place: str | int, part: nn.Module) -> None:
+def _put(owner: nn.Module, place: str | int, part: nn.Module) -> None:
     if isinstance(place, int):
+        assert isinstance(owner, nn.ModuleList)
         owner[place] = part
     else:
         setattr(owner, place, part)

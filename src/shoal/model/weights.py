@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shoal.model.cut import seeded
 
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.modeling_utils import PreTrainedModel
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def materialise(model: Any, *, seed: int, source: str | None) -> None:
+def materialise(model: PreTrainedModel, *, seed: int, source: str | None) -> None:
     """Fill every parameter and buffer that is still in `model`, a Hugging Face model on the meta device."""
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -36,7 +39,7 @@ def materialise(model: Any, *, seed: int, source: str | None) -> None:
             raise ValueError(f"model.family = {model.config.model_type!r} does not compute its buffer {name}")
 
 
-def _initialise(module: nn.Module, owner: Any, name: str, seed: int, *, buffers_only: bool) -> None:
+def _initialise(module: nn.Module, owner: PreTrainedModel, name: str, seed: int, *, buffers_only: bool) -> None:
     """Children first, each by the innermost Hugging Face model around it: the order in which the family itself goes."""
     from transformers.modeling_utils import PreTrainedModel
 
@@ -49,13 +52,14 @@ def _initialise(module: nn.Module, owner: Any, name: str, seed: int, *, buffers_
             owner._init_weights(module)
 
 
-def load(model: Any, source: str) -> None:
+def load(model: PreTrainedModel, source: str) -> None:
     """Read this model's own parameters from a directory of safetensors shards; nothing else of them is read."""
     from safetensors import safe_open
 
     aliases = {"lm_head.weight": "model.embed_tokens.weight"}  # left out by models that tied them
     wanted: dict[str, list[tuple[str, Tensor]]] = {}
     shards = shard_of(source)
+    parameter: Tensor
     for name, parameter in model.named_parameters():
         stored = name if name in shards else aliases.get(name, name)
         if stored not in shards:

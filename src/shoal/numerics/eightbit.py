@@ -6,7 +6,7 @@ moment; parameters of fewer than 4,096 values, or that do not fall into whole bl
 
 What we changed: torchao's step is one function per parameter that it compiles, and a peer may have no compiler; run without one it
 does 8 million values a second on a core. Here a parameter goes in pieces that stay in the cache: decoded, stepped by torch's
-fused AdamW, encoded by a table over the upper bits of a value: 170 million (benchmarks/RESULTS.md). A value within 2^-12 of the
+fused AdamW, encoded by a table over the upper bits of a value: 170 million (docs/results.md). A value within 2^-12 of the
 middle between two codes may take the other one: one in a thousand does.
 """
 

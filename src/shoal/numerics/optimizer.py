@@ -7,8 +7,8 @@ a joiner's first step need the moments and nothing else. Clipping uses the norm 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +24,25 @@ def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -
 
     `age`: steps since the moments were empty, where those are fewer; over the first `round_warmup` of these the rate rises anew."""
     rising = 1.0 if age is None or age >= train.round_warmup else (age + 1) / train.round_warmup
-    return rising * _scheduled(train, steps, step)
+    return rising * _rate(train, steps, step)
 
 
-def _scheduled(train: Train, steps: int, step: int) -> float:
+class Pace(NamedTuple):
+    """Of one optimizer step."""
+
+    rate: float
+    age: int  # steps since the moments were empty
+
+
+Schedule = Callable[[int], Pace]  # by step
+
+
+def scheduled(train: Train, steps: int) -> Schedule:
+    """The schedule of `steps` steps whose moments were empty before step 0 and never since."""
+    return lambda step: Pace(learning_rate(train, steps, step), step)
+
+
+def _rate(train: Train, steps: int, step: int) -> float:
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
     after = min(1.0, (step - train.warmup) / max(1, steps - 1 - train.warmup))  # 0 at the peak, 1 at the last step
@@ -49,7 +64,7 @@ def clip_factor(norm: float, clip: float) -> float:
 
 def norm_sq(flat: Tensor) -> float:
     """Sum of squares in fp64 of a flat tensor."""
-    return math.fsum(float(piece.double().square_().sum()) for piece in flat.split(NORM_VALUES))
+    return math.fsum(float(piece.double().square_().sum()) for piece in torch.split(flat, NORM_VALUES))
 
 
 def nesterov_(values: Tensor, momentum: Tensor, gradient: Tensor, rate: float, keep: float) -> None:

@@ -23,8 +23,8 @@ from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
 from shoal.numerics.optimizer import norm_sq
-from shoal.runtime import checkpoint
-from shoal.runtime.checkpoint import Store
+from shoal.runtime.checkpoints import checkpoint
+from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.data import Dataset
 
 ME = "local"
@@ -78,9 +78,13 @@ class Alone:
             raise Broken(f"the checkpoint of step {self.done} failed: {error}") from error
         about = checkpoint.about(self._config, self._dataset.digest, self._dataset.describe)
         path = self._store.publish(self.done, [record], about)
-        self._store.prune(self._config.checkpoint.keep, self._config.run.name)
+        self._store.prune(self._config.checkpoint.keep)
         self.saved = self.done
         return path
+
+    def belong_to(self, run: str) -> None:
+        """Its checkpoints are that run's, by the id of its key."""
+        self._store.catalog.authority = run
 
     def due(self) -> bool:
         """Whether a checkpoint is to be written after the newest step."""
@@ -143,5 +147,6 @@ class Alone:
             started=True,
             finished=self.done >= self._config.run.steps,
             last=committed,
+            saved=self.saved or 0,
             account=Account(issued=trained, committed=trained),
         )

@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -28,7 +28,11 @@ import torch
 from shoal import guest
 from shoal.config import Config, Data, Train, microbatches
 
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 Tokens = npt.NDArray[np.int64]
+Stored = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Documents = Callable[[int], Iterator[bytes]]  # documents from that number on
 
 BYTES = 256  # vocabulary of the built-in tokenizer; id = byte
@@ -118,7 +122,7 @@ def vocabulary(config: Config) -> int:
 class Packed:
     """A corpus that is one array of tokens: windows of sequence + 1, overlapping by the one that is predicted."""
 
-    def __init__(self, tokens: npt.NDArray[Any], sequence: int, seed: int, digest: str, describe: str) -> None:
+    def __init__(self, tokens: Stored, sequence: int, seed: int, digest: str, describe: str) -> None:
         self._tokens = tokens
         self._sequence = sequence
         self._seed = seed
@@ -181,8 +185,8 @@ class Stream:
         self._seed = seed
         self._block_samples = max(64, BLOCK_TOKENS // sequence)
         self._starts = [(0, 0)]  # of each block known: its first document, and how many of that one's tokens to skip
-        self._blocks: dict[int, npt.NDArray[Any]] = {}
-        self._reader: Iterator[npt.NDArray[Any]] | None = None
+        self._blocks: dict[int, npt.NDArray[np.uint32]] = {}
+        self._reader: Iterator[npt.NDArray[np.uint32]] | None = None
         self._next = 0  # the block that the reader gives next
         self._count: int | None = None  # samples of an epoch, once the end was seen
         self.digest = hashlib.sha256(f"{name}\0{tokenizer.fingerprint}".encode()).hexdigest()
@@ -199,7 +203,7 @@ class Stream:
                 return block[start : start + self._sequence + 1].astype(np.int64)
             assert self._count is not None  # a short block is the last one: the next turn knows the epoch's length
 
-    def _block(self, number: int) -> npt.NDArray[Any]:
+    def _block(self, number: int) -> npt.NDArray[np.uint32]:
         """Block `number` of the epoch; at the stream's end, whatever the last read gave."""
         if number in self._blocks:
             return self._blocks[number]
@@ -222,7 +226,7 @@ class Stream:
                 self._blocks.pop(next(iter(self._blocks)))
         return block
 
-    def _read(self, number: int) -> Iterator[npt.NDArray[Any]]:
+    def _read(self, number: int) -> Iterator[npt.NDArray[np.uint32]]:
         """Blocks from `number` on; each begins with the last token of the one before."""
         wanted = self._block_samples * self._sequence
         document, skip = self._starts[number]
@@ -275,7 +279,7 @@ def _streamed(data: Data, tokenizer: Tokenizer, seed: int) -> Stream:
     return Stream(documents, tokenizer, data.sequence, seed, f"{name}:{subset}:{data.split}:{data.field}")
 
 
-def _field(row: dict[str, Any], field: str, where: str) -> bytes:
+def _field(row: object, field: str, where: str) -> bytes:
     if not isinstance(row, dict) or field not in row:
         names = ", ".join(map(repr, sorted(row))) if isinstance(row, dict) else f"a {type(row).__name__}"
         raise ValueError(f"{where}: no field {field!r}; it has {names or 'none'}; set data.field")
@@ -310,7 +314,7 @@ class Corpus(msgspec.Struct, frozen=True):
                         yield _field(_json(line, path, number), self.json_field, f"{path}:{number}")
 
 
-def _json(line: bytes, path: Path, number: int) -> Any:
+def _json(line: bytes, path: Path, number: int) -> object:
     try:
         return json.loads(line)
     except ValueError as error:
@@ -377,7 +381,7 @@ def _library() -> Corpus:
     return Corpus(f"library of Python {platform.python_version()}", root, _ordered(root, found))
 
 
-def _tokens(corpus: Corpus, tokenizer: Tokenizer, cache: Path | None) -> tuple[npt.NDArray[Any], str]:
+def _tokens(corpus: Corpus, tokenizer: Tokenizer, cache: Path | None) -> tuple[Stored, str]:
     """All tokens of the corpus and their digest, from the cache when it holds them."""
     dtype = np.dtype("<u1" if tokenizer.vocabulary <= 1 << 8 else "<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     if cache is None:
@@ -407,7 +411,9 @@ def _write_whole(path: Path, text: bytes) -> None:
     os.replace(file.name, path)
 
 
-def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], write: Callable[[bytes], Any]) -> str:
+def _write_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger], write: Callable[[bytes], object]
+) -> str:
     sha = hashlib.sha256()
     for text in corpus.documents():
         data = _separated(tokenizer, text).astype(dtype).tobytes()
@@ -475,7 +481,7 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._inner = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            self._inner: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ValueError(

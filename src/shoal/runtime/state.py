@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True):
 def raw(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, shared where it lies whole in the CPU's memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def header(state: State, note: Mapping[str, str]) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 import msgspec
 
@@ -52,7 +51,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         """`p7.2` is the third process of peer 7."""
         return self.lines[int(peer[1 : peer.index(".")]) % len(self.lines)]
 
-    def nbytes(self, blob: tuple[Any, ...], chunks: int) -> int:
+    def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
         """Of what sim/task_runner.py makes of a tensor, a state being cut into `chunks`. One that is no tensor at all
         takes a boundary's."""
         match blob:
@@ -66,7 +65,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
                 return int(self.boundary_values * bytes_per_value(self.travel.gradients, FP32))
         return int(self.boundary_values * bytes_per_value(self.travel.activations, FP32))
 
-    def codec_s(self, task: m.Task, stages: int, inputs: Sequence[tuple[Any, ...]] = ()) -> float:
+    def codec_s(self, task: m.Task, stages: int, inputs: Sequence[tuple[object, ...]] = ()) -> float:
         """Seconds that a peer of usual speed encodes and decodes for that task. `inputs`: what it adds or gathers."""
         travel, boundary = self.travel, self.boundary_values
         match task:
@@ -86,9 +85,12 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0
 
 
-def _values(blob: tuple[Any, ...]) -> int:
+def _values(blob: tuple[object, ...]) -> int:
     """Of a part or sum; 0 of what was found bad."""
-    return blob[3] - blob[2] if blob[0] == "part" else 0
+    match blob:
+        case ("part", _, int(low), int(high), *_):
+            return high - low
+    return 0
 
 
 class Downlinks:

@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if given.staleness:
-        scenarios = [msgspec.structs.replace(one, staleness=int(given.staleness)) for one in scenarios]
+        scenarios = tuple(msgspec.structs.replace(one, staleness=int(given.staleness)) for one in scenarios)
     many = len(scenarios) > 1
     plan = [(one, [seed for seed in seeds if not many or seed % one.one_of == 0]) for one in scenarios]
     try:

@@ -116,7 +116,7 @@ class Node:
     def stop(self) -> None:
         self.stopped = True
 
-    def resume(self, _: Any = None) -> None:
+    def resume(self, _: object = None) -> None:
         if not self.stopped or not self.lives:
             return
         self.stopped = self.away = False
@@ -143,7 +143,7 @@ class Node:
     def _later(self, seconds: float, action: Callable[[Any], None], argument: Any) -> None:
         """For the hands: a stopped process works no further, a dead one never."""
 
-        def act(_: Any) -> None:
+        def act(_: object) -> None:
             if self.stopped:
                 self._held.append((action, argument))
             elif self.lives:
@@ -280,7 +280,7 @@ class Node:
     def _find(self, command: m.Find) -> None:
         self.swarm.kernel.after(self.swarm.chance.uniform(0.05, 0.5), self._found)
 
-    def _found(self, _: Any) -> None:
+    def _found(self, _: object) -> None:
         names = [name for name in self.swarm.nodes if name != self.name]
         self.told(m.Found(peers=tuple(self.swarm.chance.sample(names, min(len(names), 8)))))
 
@@ -339,7 +339,7 @@ class Swarm:
         self._proposed: m.View | None = None
         self._messages = 0
         self._died_s: dict[m.Peer, float] = {}
-        self._healers: list[Callable[[Any], None]] = []
+        self._healers: list[Callable[[None], None]] = []
         self._began_s: float | None = None
         self._over_s: float | None = None
         self._progressed_s = 0.0
@@ -517,7 +517,7 @@ class Swarm:
         for at in self.network.arrivals(source, target, nbytes, self.kernel.now, rank):
             left_s = self.network.left(source, rank)
 
-            def reach(_: Any, left_s: float = left_s) -> None:
+            def reach(_: object, left_s: float = left_s) -> None:
                 if self._died_s.get(source, left_s) >= left_s:
                     through_s = self.network.through(source, target, nbytes, rank, self.kernel.now)
                     self.kernel.at(through_s, self._arrive, parcel)
@@ -586,7 +586,7 @@ class Swarm:
             for view in self._current()
         )
 
-    def until(self, seconds: float, over: Callable[[Any], None]) -> None:
+    def until(self, seconds: float, over: Callable[[None], None]) -> None:
         """End a fault after that time, or at healing if that is earlier."""
         self.kernel.after(seconds, over)
         self._healers.append(over)
@@ -619,7 +619,7 @@ class Swarm:
                 self.notes.append(f"{self.kernel.now:9.3f} ====== {planned.kind} for {planned.length_s:.1f} s")
             apply(self, planned, self.chance)
 
-    def _heal(self, _: Any) -> None:
+    def _heal(self, _: object) -> None:
         if self.healed_s is not None:
             return
         self.healed_s = self.kernel.now
@@ -635,7 +635,7 @@ class Swarm:
 
     # -------------------------------------------------------------------------------------------------- progress
 
-    def _look(self, _: Any) -> None:
+    def _look(self, _: object) -> None:
         """Is the run where it should be by now?"""
         scenario, now = self.case.scenario, self.kernel.now
         text = ""

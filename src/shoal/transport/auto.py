@@ -47,7 +47,7 @@ class Failed(msgspec.Struct, frozen=True):
     until: float  # time.monotonic()
 
 
-class AutoTransport(StreamTransport):
+class AutoTransport(StreamTransport[tls.Address | Way]):
     """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory. `tell` is
     called, from any thread, with what people should know."""
 

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -46,7 +47,7 @@ class Way(msgspec.Struct, frozen=True):
     open: bytes
 
 
-class Libp2pTransport(StreamTransport):
+class Libp2pTransport(StreamTransport[Way]):
     """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory."""
 
     def __init__(self, name: Peer, membership: Membership, daemon: Daemon, limits: Limits = Limits()) -> None:
@@ -92,7 +93,7 @@ class Libp2p:
             listen(self._listener())
         await self._register()
         for way in list(self._ways.values()):
-            control.post(lambda way=way: control.adopt(self.call(way)))  # type: ignore[misc]
+            control.post(partial(self._call_from, control, way))
 
     @property
     def _place(self) -> Path:
@@ -124,6 +125,9 @@ class Libp2p:
         opened = parsed((yield from _reply(stream)))
         return stream, key_id(public_key(opened.streamInfo.peer))
 
+    def _call_from(self, control: Engine, way: Way) -> None:
+        control.adopt(self.call(way))
+
     def call(self, way: Way) -> Link:
         """Have the daemons know each other; no stream yet."""
         link = Link(self.socket(way), lambda error: log.debug("a peer cannot be called: %s", error))
@@ -144,13 +148,13 @@ class Libp2p:
         ids: dict[bytes, list[bytes]] = {}
         for each in address[:MAX_WAYS]:
             try:
-                peer_id, way = parsed_address(each)
+                peer_id, route = parsed_address(each)
                 if key_id(public_key(peer_id)) != key:
                     raise ValueError(f"'{each}' leads to another peer")
             except ValueError as error:
                 self._warnings.warn("useless addresses", f"an address of {peer} is of no use: {error}")
                 continue
-            ids.setdefault(peer_id, []).extend([way] if way else [])
+            ids.setdefault(peer_id, []).extend([route] if route else [])
         for peer_id, ways in ids.items():  # at most one: the key is the id
             self._ways.pop(peer, None)
             self._ways[peer] = _way(peer_id, ways)

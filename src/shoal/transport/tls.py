@@ -31,7 +31,7 @@ UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what
 Address = tuple[str, int]
 
 
-class TlsTransport(StreamTransport):
+class TlsTransport(StreamTransport[Address]):
     def __init__(
         self,
         identity: Identity,

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from shoal.core.messages import Evicted, Peer, Settings
+import msgspec
+
+from shoal.core.messages import Evicted, Member, Peer, Settings
 from shoal.core.names import invite_of, key_of
 
 COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
@@ -25,6 +27,21 @@ DOUBLED = 8  # times that a pause doubles
 WORDS = 8  # complaints of one accuser that are kept
 
 Verdict = tuple[Peer, str]
+
+
+class Dispute(msgspec.Struct, frozen=True):
+    """Replicas of one stage hold different values, listed by value; `retry`: sums of a round, which is tried again before a replica
+    has to download its state."""
+
+    why: str
+    replicas: dict[str, list[Peer]]
+    retry: bool = False
+
+
+class Misfit(msgspec.Struct, frozen=True):
+    """A joiner that holds another state than its stage's members."""
+
+    member: Member
 
 
 class Conduct:

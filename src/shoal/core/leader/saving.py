@@ -104,7 +104,7 @@ class Saving:
     def _give_up(self, reasons: dict[Peer, str], what: str) -> list[Command]:
         step, self.step = self.step, None
         why = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items()) or "no replica left"
-        return [Note("checkpoint", f"NOT saved at step {step}: {what}: {why}; older checkpoints are kept")]
+        return [Note("unsaved", f"NOT saved at step {step}: {what}: {why}; older checkpoints are kept")]
 
     def _expected(self, peer: Peer, stage: int, message: Saved | Published) -> bool:
         """An answer of the one who was asked last, about this checkpoint."""

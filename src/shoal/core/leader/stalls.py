@@ -42,6 +42,17 @@ class Case(msgspec.Struct):
     blameless: bool = False  # its owner waits for others
 
 
+class Takeovers(msgspec.Struct, frozen=True):
+    """Owners after others took over what hangs, with the reasons; owners to evict instead; and what is to be remembered of it."""
+
+    owners: tuple[Index, ...]
+    reasons: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    struck: tuple[Peer, ...]  # owners from whom others took over
+    cases: tuple[Index, ...]
+    given: dict[Index, Peer]
+
+
 class Stalls:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -158,30 +169,35 @@ class Stalls:
     def _quiet_s(self) -> float:
         return max(QUIET_BEATS * self._settings.beat_s, FLOORS * self._settings.hop_floor_s)
 
-    def reassign(
-        self, view: View, moves: dict[Index, str], leader: Peer
-    ) -> tuple[tuple[Index, ...], list[str], list[Verdict]]:
-        """Owners after those moves, what was done in words, and owners to evict instead. A microbatch never comes back to who has had it in
-        this step: what runs for its former request would count again. A leader that came in the middle does not know who has."""
-        owners, words, verdicts = list(view.owners), [], []
+    def takeovers(self, view: View, moves: dict[Index, str], leader: Peer) -> Takeovers:
+        """Owners after those moves. A microbatch never comes back to a peer that has owned it in this step: what runs for its former
+        request would count again. A leader that came in the middle of the step does not know who has."""
+        owners, given = list(view.owners), {}
+        reasons: list[str] = []
+        verdicts: list[Verdict] = []
         at = {member.peer: number for number, member in enumerate(view.members)}
         turn = [view.members[number].peer for number in owners_of(view.members, len(view.members))]
-        struck: set[Peer] = set()
+        struck: list[Peer] = []
         for index, why in moves.items():
-            case = self._cases.pop(index)
+            case = self._cases[index]
             if case.owner not in struck and not case.blameless:
-                struck.add(case.owner)
-                self._strikes[case.owner] += 1
-            had = self._owned_by.setdefault(index, {case.owner})
+                struck.append(case.owner)
+            strikes = self._strikes[case.owner] + (case.owner in struck)
+            had = self._owned_by.get(index, {case.owner})
             able = [peer for peer in turn if peer not in had and peer != case.at]
-            worst = self._strikes[case.owner] >= STRIKES
-            if (worst or not able or not self._here_from_the_start) and case.owner != leader:
+            if (strikes >= STRIKES or not able or not self._here_from_the_start) and case.owner != leader:
                 verdicts.append((case.owner, why))
-                continue
-            if not able:
-                continue
-            heir = able[index % len(able)]
-            had.add(heir)
-            owners[index] = at[heir]
-            words.append(f"{heir} takes over microbatch {index}: {why}")
-        return tuple(owners), words, verdicts
+            elif able:
+                given[index] = able[index % len(able)]
+                owners[index] = at[given[index]]
+                reasons.append(f"{given[index]} takes over microbatch {index}: {why}")
+        return Takeovers(tuple(owners), tuple(reasons), tuple(verdicts), tuple(struck), tuple(moves), given)
+
+    def settle(self, takeovers: Takeovers) -> None:
+        """These are decided."""
+        self._strikes.update(takeovers.struck)
+        for index in takeovers.cases:
+            case = self._cases.pop(index)
+            had = self._owned_by.setdefault(index, {case.owner})
+            if index in takeovers.given:
+                had.add(takeovers.given[index])

@@ -157,7 +157,8 @@ class Trial:
         later = {name for unit in runner.row.units[stop:] for name in unit}
         halves = {name: torch.zeros(runner.shapes[name], dtype=runner.dtype) for name in group.names if name in later}
         end = End(self._inputs[start], *((None, self._tokens) if stage.last else (self._inputs[stop], None)))
-        with memory.Watch(runner.device) as watch:
+        watch = memory.Watch(runner.device)
+        with watch:
             runner.back(stage, group, end, halves)
         return watch.peak
 

@@ -201,6 +201,7 @@ class CudaStreams:
 
     def wait(self, stream: str, mark: object) -> None:
         if mark is not None:
+            assert isinstance(mark, torch.cuda.Event)
             self._streams[stream].wait_event(mark)
 
     def settle(self) -> None:

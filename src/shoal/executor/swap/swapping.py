@@ -27,6 +27,7 @@ from shoal.executor.swap import memory
 from shoal.executor.swap.groups import End, Group, Runner
 from shoal.executor.swap.link import Cargo, Link, Streams, pinned, runs
 from shoal.model.cut import Stage, inputs
+from shoal.numerics.optimizer import Schedule
 
 Inputs = list[Tensor]  # of each group, for one microbatch, on the host; the stage's own input first
 
@@ -35,7 +36,9 @@ class Swapping:
     """See base.Executor. Tensors are returned on the host. `sum` is to be read, not written, and is another tensor after
     each backward: a refused microbatch must leave it as it was, and may be found out when some groups have been added."""
 
-    def __init__(self, stage: Stage, config: Config, streams: Streams | None = None) -> None:
+    def __init__(
+        self, stage: Stage, config: Config, streams: Streams | None = None, schedule: Schedule | None = None
+    ) -> None:
         named = list(stage.named_parameters())
         self._runner = runner = Runner(stage, config)
         self._row, self._device = runner.row, runner.device
@@ -49,7 +52,7 @@ class Swapping:
         cargo = [self._host.cargo(runner.names(*span), runner.sizes.own(*span)) for span in spans]
         self._link = Link(self._host.computing, cargo, self._device, self.plan.slabs, streams)
         self._groups = [self._placed(index, *span) for index, span in enumerate(spans)]
-        self._master = Master(tuple(self._host.counts), self._host.parameters, config)
+        self._master = Master(tuple(self._host.counts), self._host.parameters, config, schedule)
         self.length = self._master.length
         self.sum, self._pending = (pinned(torch.zeros(self.length), self._device) for _ in range(2))
         self._empty = True  # nothing in `sum`
@@ -58,7 +61,7 @@ class Swapping:
     # ----------------------------------------------------------------------------------------------------- the contract
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(self.run_many(x.split(self._slice)))
+        return torch.cat(self.run_many(torch.split(x, self._slice)))
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         return joined(self.backward_many(*zip(*cut(self._slice, x, grad, tokens), strict=True)))
@@ -78,14 +81,14 @@ class Swapping:
         self.sum.copy_(brought)
         self._empty = False
 
-    def apply(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         self._link.settle()
-        self.make(reduced, norm, step, age)
+        self.make(reduced, norm, step)
         self._changed()
 
-    def make(self, reduced: Tensor, norm: float, step: int, age: int | None = None) -> None:
+    def make(self, reduced: Tensor, norm: float, step: int) -> None:
         """`apply` to the parameters alone; see delayed.py."""
-        self._master.apply(reduced, norm, step, age)
+        self._master.apply(reduced, norm, step)
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()

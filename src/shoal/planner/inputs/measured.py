@@ -10,6 +10,9 @@ import msgspec
 from shoal.planner.inputs.cluster import Device, device_of
 from shoal.shown import escaped
 
+DEVICE_FILE = (
+    "device.toml"  # `shoal probe` writes it; a peer that is started beside it answers `shoal probe --run` with its text
+)
 _FIELDS = ("memory_bytes", "host_memory_bytes", "host_Bps", "up_Bps", "down_Bps", "disk_Bps")
 
 

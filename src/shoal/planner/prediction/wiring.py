@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped, unused-ignore]
+from scipy.optimize import linear_sum_assignment
 
 from shoal.planner.costs.communication import Floats
 from shoal.planner.inputs.cluster import Cluster

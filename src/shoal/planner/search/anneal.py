@@ -7,7 +7,8 @@ of largest hop.
 
 A chain hardly ever changes what is coarse about a placement, which regions its blocks of stages are of, so that is chosen
 first: of many placements in blocks (blocks.py) and greedy.py's rules the best begin chains, and after a part of their way
-those with the best placements go on. Why not parallel tempering, or hotter and longer chains: docs/log.md.
+those with the best placements go on. Why not parallel tempering, or hotter and longer chains:
+docs/log/2026-11-22-placements-of-64-devices.md.
 
 What counts as an evaluation: as many matchings as pricing one placement takes from scratch, S (S - 1) / 2, which is what the
 published algorithm pays for each of its children. A swap changes at most four hops of the path, so that on eight stages

@@ -27,6 +27,9 @@ class Step(msgspec.Struct, frozen=True):
     heard_s: float
     account: Account = Account()  # of the whole run, by the members' count, as of this commit
     recovered: int = 0  # how often the whole run had gone back to a checkpoint
+    stages: int = 0  # of the session that committed it, which a later one may cut otherwise; 0: not written down then
+    microbatches: int = 0  # of this step; likewise
+    saved: int = 0  # the step of the newest checkpoint, as of this commit
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -35,6 +38,9 @@ class Base(msgspec.Struct, frozen=True):
 
     account: Account = Account()
     recovered: int = 0
+    taken_over: int = (
+        0  # first steps, which another run committed: they are in the checkpoint, and their commits are not here
+    )
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -48,6 +54,7 @@ class Totals(msgspec.Struct, frozen=True):
     counted_twice: int
     undone: int  # committed, then given up by going back to a checkpoint or by a restart; issued and committed again
     recovered: int  # times gone back
+    taken_over: int  # first steps, committed by another run whose checkpoint this one took over
     balanced: bool
     reason: str  # what does not balance, in words; '' when all does
 
@@ -73,6 +80,8 @@ class Books:
         self.changes = 0  # grows whenever `steps` is another
         self._begins: dict[int, int] = {}  # epoch -> the first step that it trained, as far as heard
         self._steps: dict[int, Step] = {step.commit.step: step for step in before}
+        sizes = {step.commit.step: step.microbatches or microbatches for step in before}
+        self._before = sum(sizes.get(number, microbatches) for number in range(first_step))  # of all earlier sessions
 
     def agree(self, view: View, now: float) -> Step | None:
         """Take note of an agreed view; its commit, when it was not known yet and stands."""
@@ -94,6 +103,9 @@ class Books:
             heard_s=now,
             account=self._whole(view.account),
             recovered=self.base.recovered + times_gone_back(view.epoch),
+            stages=self.stages,
+            microbatches=self.microbatches,
+            saved=view.saved,
         )
         self._steps[view.last.step] = step
         self.changes += 1
@@ -134,10 +146,9 @@ class Books:
         return self.base.recovered + (times_gone_back(self.view.epoch) if self.view is not None else 0)
 
     def _whole(self, account: Account) -> Account:
-        before = self.first_step * self.microbatches
         return Account(
-            issued=before + account.issued,
-            committed=before + account.committed,
+            issued=self._before + account.issued,
+            committed=self._before + account.committed,
             redone=self.base.account.redone + account.redone,
             counted_twice=self.base.account.counted_twice + account.counted_twice,
             killed=self.base.account.killed + account.killed,
@@ -153,11 +164,14 @@ class Books:
         reasons: list[str] = []
         for number in range(steps):
             step = self._steps.get(number)
+            if step is None and number < self.base.taken_over:
+                committed += self.microbatches
+                continue
             if step is None:
                 lost += self.microbatches
                 reasons.append(f"nobody reported how step {number} was committed")
                 continue
-            once, missing, doubled = self._count(step.commit)
+            once, missing, doubled = self._count(step)
             if missing or doubled:
                 reasons.append(f"step {number}: {missing} microbatches missing, {doubled} counted twice")
             committed, lost, twice = committed + once, lost + missing, twice + doubled
@@ -178,20 +192,25 @@ class Books:
             counted_twice=twice,
             undone=account.undone,
             recovered=self.recovered,
+            taken_over=self.base.taken_over,
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
         )
 
-    def _count(self, commit: Committed) -> tuple[int, int, int]:
-        """Microbatches of the step held once at every stage, missing at some stage, held twice at some stage."""
+    def _count(self, step: Step) -> tuple[int, int, int]:
+        """Microbatches of the step held once at every stage, missing at some stage, held twice at some stage: the stages and microbatches
+        of the session that committed it."""
+        commit, count = step.commit, step.microbatches or self.microbatches
+        earlier = commit.step < self.first_step
+        stages = step.stages or (len(commit.groups) if earlier else self.stages)
         missing: set[int] = set()
         doubled: set[int] = set()
-        groups = commit.groups + ((),) * (self.stages - len(commit.groups))
+        groups = commit.groups + ((),) * (stages - len(commit.groups))
         for group in groups:
             held = Counter(index for share in group for index in share.indices)
-            missing.update(index for index in range(self.microbatches) if index not in held)
-            doubled.update(index for index, times in held.items() if times > 1 or index >= self.microbatches)
-        once = sum(index not in missing and index not in doubled for index in range(self.microbatches))
+            missing.update(index for index in range(count) if index not in held)
+            doubled.update(index for index, times in held.items() if times > 1 or index >= count)
+        once = sum(index not in missing and index not in doubled for index in range(count))
         return once, len(missing), len(doubled)
 
 
@@ -206,11 +225,11 @@ def restarted(standing: tuple[Step, ...], first_step: int, microbatches: int, be
     `before`: what the session before began with. Asked again before anything more was committed, the answer is the same: a count
     is the larger of what its commits say and of what is known already."""
     found = base_of(standing)
-    void = sum(step.commit.step >= first_step for step in standing) * microbatches
+    void = sum(step.microbatches or microbatches for step in standing if step.commit.step >= first_step)
     account = msgspec.structs.replace(found.account, undone=found.account.undone + void)
     fields = account.__struct_fields__
     larger = {field: max(getattr(account, field), getattr(before.account, field)) for field in fields}
-    return Base(Account(**larger), max(found.recovered, before.recovered))
+    return Base(Account(**larger), max(found.recovered, before.recovered), min(before.taken_over, first_step))
 
 
 def surviving(steps: Iterable[Step]) -> tuple[Step, ...]:

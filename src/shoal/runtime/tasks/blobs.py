@@ -13,6 +13,7 @@ import mmap
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -57,7 +58,7 @@ class Blobs:
             self._count(nbytes, 0)
             over = [] if stays else self._over()
         for each in over:
-            self._later(lambda each=each: self._write(each))  # type: ignore[misc]
+            self._later(partial(self._write, each))
 
     def get(self, name: str) -> Held | None:
         """None: never put, or dropped."""

@@ -98,7 +98,7 @@ class Averaging:
     ) -> list[Held]:
         """`total` (n,) fp32, my row's sum of the chunk that I own there, added up from `parts`, of which one is mine: values
         bounds[0] to bounds[-1] of the gradient, cut at `bounds` into what those who add up the rows get, to be named `outs`."""
-        cut, slices = self._cut, list(total.split([high - low for low, high in pairwise(bounds)]))
+        cut, slices = self._cut, list(torch.split(total, [high - low for low, high in pairwise(bounds)]))
         if (
             compress.lossless(self._how)
             or cut is None

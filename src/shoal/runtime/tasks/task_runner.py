@@ -48,7 +48,7 @@ from shoal.executor import base, create
 from shoal.executor.base import Executor
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
-from shoal.runtime import checkpoint
+from shoal.runtime.checkpoints import checkpoint
 from shoal.runtime.data import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
@@ -434,7 +434,7 @@ class Hands:
             self._about = checkpoint.about(self._config, digest, note)
         path = store.publish(task.step, task.records, self._about)
         try:
-            store.prune(self._config.checkpoint.keep, self._config.run.name)
+            store.prune(self._config.checkpoint.keep)
         except OSError as error:  # the new one is there; the old ones are only in the way
             log.warning("older checkpoints could not be deleted: %s", error)
         return Result(record=path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -113,7 +113,7 @@ def cut(swarm: Swarm, planned: Planned, small: tuple[str, ...], rest: tuple[str,
     for node in nodes:
         node.away = True
 
-    def over(_: Any) -> None:
+    def over(_: object) -> None:
         swarm.network.join(pairs)
         for node in nodes:
             node.away = False
@@ -128,7 +128,7 @@ def slow(swarm: Swarm, planned: Planned, rng: Random) -> None:
         node.hands.slowness = usual * 10
         node.slow = True
 
-        def over(_: Any) -> None:
+        def over(_: object) -> None:
             node.hands.slowness = usual
             node.slow = False
 
@@ -145,7 +145,7 @@ def full_disk(swarm: Swarm, planned: Planned, rng: Random) -> None:
     storage = swarm.world.storage
     storage.full = True
 
-    def over(_: Any) -> None:
+    def over(_: object) -> None:
         storage.full = False
 
     swarm.until(planned.length_s, over)
@@ -157,7 +157,7 @@ def liar(swarm: Swarm, planned: Planned, rng: Random) -> None:
         node.away = True
         node.lies = rng.choice((0.05, 0.3, 1.0))
 
-        def over(_: Any) -> None:
+        def over(_: object) -> None:
             node.lies = 0.0
             node.away = False
 

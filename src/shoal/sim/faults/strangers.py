@@ -34,12 +34,7 @@ FUZZ_S, BURST = 0.5, 8  # every so often so many attacks with messages of one ty
 NAG_S = 0.25  # between two messages of those who do one thing again and again
 AGAIN_S = 5.0  # until a hostile process that has ended is started again
 FALSE = "0" * 16  # a digest of nothing
-CHARGES: tuple[Literal["faulty", "unreachable", "stale"], ...] = (
-    "faulty",
-    "unreachable",
-    "withholds",
-    "stale",
-)
+CHARGES: tuple[Literal["faulty", "unreachable", "stale"], ...] = ("faulty", "unreachable", "faulty", "stale")  # in turn
 ANSWERS = (
     m.Output, m.Gradient, m.Pending, m.Boundary, m.Cancelled, m.Busy, m.Refused, m.Missing, m.Gone, m.Coming, m.Books, m.Offer, m.Chunk,
 )  # fmt: skip
@@ -54,6 +49,7 @@ FUZZED = tuple(kind for kind in edges.KINDS if kind not in BY_DRIVER)
 
 NAGS = ("fuzz", "coup", "complain", "culprit", "saved")  # what needs no machine
 MASKS = ("mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing")
+PLACES: tuple[Place, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
 ACTS: dict[Place, tuple[str, ...]] = {
     "outsider": NAGS,
     "joiner": (*NAGS, "hollow", "frozen", "books", "digest", "withhold", "busy"),
@@ -81,7 +77,7 @@ def draw(count: tuple[int, int], only: tuple[str, ...], peers: int, rng: Random)
         return ()
     drawn: list[Hostile] = []
     some = {place: [act for act in acts if not only or f"{place}/{act}" in only] for place, acts in ACTS.items()}
-    places = [place for place in ("outsider", "joiner", "member", "member", "hole") if some[place]]
+    places = [place for place in PLACES if some[place]]
     stops = rng.random() < 0.4
     inside = list(range(1, peers))
     for number in range(rng.randint(*count)):

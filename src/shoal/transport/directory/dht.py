@@ -343,7 +343,7 @@ class Dht:
 def _validator(accept: Callable[[bytes, bytes, bytes, float], bool]) -> Any:
     """hivemind asks it about every record that is stored here or looked up."""
 
-    class Validator(hivemind("dht.crypto").RecordValidatorBase):  # type: ignore[misc]
+    class Validator(hivemind("dht.crypto").RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations
         def validate(self, record: Any) -> bool:
             return accept(record.key, record.subkey, record.value, record.expiration_time)
 

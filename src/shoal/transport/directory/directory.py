@@ -13,8 +13,8 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -149,7 +149,7 @@ class Gossip:
         self._renew()
         self._start(self._accept(listener))
 
-    def _start(self, work: Any) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[object, None, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)

@@ -66,7 +66,7 @@ class Faulty:
         self._inner, self._path, self._limits = inner, path, limits
         self._faults: tuple[Fault, ...] = ()
         self._seen: object = None  # of the file: what tells that it is another
-        self._lines: dict[Peer, tuple[Link, Line]] = {}
+        self._lines: dict[Peer, tuple[Link, Line[tuple[Message, tuple[Blob, ...]]]]] = {}
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 

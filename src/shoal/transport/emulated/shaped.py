@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -30,6 +30,8 @@ from shoal.transport.streams.inbox import Inbox
 from shoal.transport.wire import encode, size
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -57,12 +59,12 @@ class Reachable(Transport, Protocol):
     def learn(self, peer: Peer, address: Any) -> None: ...
 
 
-class _Passing:
+class _Passing(Generic[T]):
     """A message on the line. `lane`: 0 for control, 1 and up for bulk by rank. `leaves`: when its last byte is through."""
 
     __slots__ = ("item", "lane", "leaves", "nbytes", "peer", "seconds")
 
-    def __init__(self, item: Any, peer: Peer, nbytes: int, lane: int, seconds: float, leaves: float) -> None:
+    def __init__(self, item: T, peer: Peer, nbytes: int, lane: int, seconds: float, leaves: float) -> None:
         self.item = item
         self.peer = peer
         self.nbytes = nbytes
@@ -71,17 +73,17 @@ class _Passing:
         self.leaves = leaves
 
 
-class Line:
+class Line(Generic[T]):
     """What a peer sends, or one pair's way."""
 
     def __init__(self, bandwidth_Bps: float, delay_s: float = 0.0) -> None:
         self._bandwidth_Bps = bandwidth_Bps
         self._delay_s = delay_s
-        self._lanes: list[deque[_Passing]] = [deque() for _ in range(1 + RANKS)]  # control, then bulk by rank
+        self._lanes: list[deque[_Passing[T]]] = [deque() for _ in range(1 + RANKS)]  # control, then bulk by rank
         self._free = [float("-inf")] * (1 + RANKS)  # when the last message of each lane is through
 
     def push(
-        self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, since: float | None = None, rank: int = 0
+        self, item: T, peer: Peer, nbytes: int, bulk: bool, now: float, since: float | None = None, rank: int = 0
     ) -> None:
         """Its last byte is here `now`; its first was `since`, where that is known. `rank` is that of bulk."""
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
@@ -92,11 +94,11 @@ class Line:
         self._lanes[lane].append(_Passing(item, peer, nbytes, lane, seconds, leaves))
         self._delay(lane + 1, seconds, now)
 
-    def take(self, now: float) -> list[Any]:
+    def take(self, now: float) -> list[T]:
         """What has arrived by `now`: control first, then by rank, each in order."""
         return [passing.item for passing in self.passed(now)]
 
-    def passed(self, now: float) -> list[_Passing]:
+    def passed(self, now: float) -> list[_Passing[T]]:
         """The same, with when each was through."""
         return [
             lane.popleft()
@@ -142,17 +144,17 @@ class Line:
                 self._free[lower] += seconds
 
 
-class Downlink:
+class Downlink(Generic[T]):
     """What a peer receives. A message's bytes came in while it travelled, up to `now`; in what order, their senders have settled."""
 
     def __init__(self, bandwidth_Bps: float) -> None:
         self._bandwidth_Bps = bandwidth_Bps
         self._inflow = Inflow(), Inflow()  # control, which goes first and takes next to nothing, and bulk
-        self._passing: list[tuple[float, int, _Passing]] = []  # heap, by when they are through
+        self._passing: list[tuple[float, int, _Passing[T]]] = []  # heap, by when they are through
         self._last: dict[tuple[Peer, int], float] = {}
         self._serial = 0
 
-    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
+    def push(self, item: T, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
         """Its last byte is here `now`. Two that come at once share the line; alone and no faster than the line none is held."""
         seconds, lane = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0, 1 + rank if bulk else 0
         through = max(self._inflow[bulk].through(peer, seconds, now, rank), self._last.get((peer, lane), now))
@@ -160,7 +162,7 @@ class Downlink:
         self._serial += 1
         heappush(self._passing, (through, self._serial, _Passing(item, peer, nbytes, lane, seconds, through)))
 
-    def take(self, now: float) -> list[Any]:
+    def take(self, now: float) -> list[T]:
         """What has arrived by `now`."""
         items = []
         while self._passing and self._passing[0][0] <= now:
@@ -182,20 +184,22 @@ class Downlink:
         self._last = {key: at for key, at in self._last.items() if key[0] != peer}
 
 
-class Uplink:
+class Uplink(Generic[T]):
     """What a peer sends: its uplink, and behind it the links of pairs that have one of their own."""
 
     def __init__(self, link: Link) -> None:
         self.pairs = link.pairs
         self.hosts: dict[Peer, str] = {}  # as far as known; a peer that has called before it was heard of has none yet
-        self._first = Line(link.up_Bps, 0.0 if link.pairs else link.delay_s)
-        self._behind = {host: Line(pair.bandwidth_Bps, pair.delay_s) for host, pair in link.pairs.items()}
-        self._others = Line(0.0, link.delay_s)
+        self._first: Line[T] = Line(link.up_Bps, 0.0 if link.pairs else link.delay_s)
+        self._behind: dict[str, Line[T]] = {
+            host: Line(pair.bandwidth_Bps, pair.delay_s) for host, pair in link.pairs.items()
+        }
+        self._others: Line[T] = Line(0.0, link.delay_s)
 
-    def push(self, item: Any, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
+    def push(self, item: T, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
         self._first.push(item, peer, nbytes, bulk, now, rank=rank)
 
-    def take(self, now: float) -> list[Any]:
+    def take(self, now: float) -> list[T]:
         """What has arrived by `now`."""
         if not self.pairs:
             return self._first.take(now)
@@ -217,7 +221,7 @@ class Uplink:
             line.drop(peer, now)
 
     @property
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> list[Line[T]]:
         return [self._first, *self._behind.values(), self._others]
 
 
@@ -226,8 +230,8 @@ class Shaped:
         self.name = inner.name
         self._inner = inner
         self._limits = limits
-        self._up = Uplink(link)
-        self._down = Downlink(link.down_Bps)
+        self._up: Uplink[tuple[Peer, Message, tuple[Blob, ...]]] = Uplink(link)
+        self._down: Downlink[tuple[Incoming, int]] = Downlink(link.down_Bps)
         self._inbox = Inbox(on_room=lambda: self._room.set())
         self._room = asyncio.Event()
         self._news = asyncio.Event()

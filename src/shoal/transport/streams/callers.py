@@ -11,18 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from typing import Literal
 
 import msgspec
 
 from shoal.core.messages import Peer
 from shoal.transport.budget import Allowance, Budgets
+from shoal.transport.streams.box import Kind
 from shoal.transport.streams.engine import Link
-
-try:
-    import resource
-except ImportError:  # not on this system: it has no such limit either
-    resource = None  # type: ignore[assignment]
 
 UNKNOWN = 128  # connections whose other end has not yet said who it is
 MOST = 4096  # connections of those who have
@@ -36,7 +31,7 @@ FROM_ALL = Allowance(per_s=200.0, at_once=3000.0)
 
 class Caller(msgspec.Struct, frozen=True):
     peer: Peer
-    kind: Literal["control", "bulk"]
+    kind: Kind
     place: str
 
 
@@ -63,7 +58,7 @@ class Callers:
             self._unknown[link] = place
             return gone
 
-    def enters(self, link: Link, key: str, peer: Peer, kind: Literal["control", "bulk"]) -> list[Caller]:
+    def enters(self, link: Link, key: str, peer: Peer, kind: Kind) -> list[Caller]:
         """It has proven who it is. Returns those who have to go for it. ValueError: there is no room for it."""
         with self._lock:
             place = self._unknown.pop(link, "")
@@ -122,11 +117,11 @@ class Unfinished:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._of: dict[tuple[Peer, str], int] = {}
+        self._of: dict[tuple[Peer, Kind], int] = {}
         self.nbytes = 0
         self._lock = threading.Lock()
 
-    def add(self, peer: Peer, kind: str, nbytes: int) -> tuple[Peer, str] | None:
+    def add(self, peer: Peer, kind: Kind, nbytes: int) -> tuple[Peer, Kind] | None:
         """Returns whose connection has to go: the one that holds most, where all together hold too much."""
         with self._lock:
             self.nbytes += nbytes
@@ -135,7 +130,7 @@ class Unfinished:
                 return None
             return max(self._of, key=lambda one: (self._of[one], one))
 
-    def over(self, peer: Peer, kind: str, nbytes: int | None = None) -> None:
+    def over(self, peer: Peer, kind: Kind, nbytes: int | None = None) -> None:
         """So many of them belong to a message that is whole now; all of them: its connection has ended."""
         with self._lock:
             held = self._of.pop((peer, kind), 0)
@@ -156,7 +151,9 @@ def _first_of_most(places: dict[Link, str]) -> Link:
 
 
 def _most() -> int:
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # not on this system: it has no such limit either
         return MOST
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft < 0 else max(64, min(MOST, int(soft * DESCRIPTORS_PART)))

@@ -42,13 +42,17 @@ class Want(enum.Enum):
 Steps = Generator["Want | Engine", None, None]  # yielding an engine: go on there
 
 
+def _no_steps() -> Steps:
+    yield from ()
+
+
 class Link:
     """One connection (or listening socket) and its steps. `failed` is called once, unless the link is closed before."""
 
     def __init__(self, sock: socket.socket, failed: Callable[[Exception], None]) -> None:
         self.sock = sock
         self.failed = failed
-        self.steps: Steps = iter(())  # type: ignore[assignment]
+        self.steps = _no_steps()
         self.engine: Engine | None = None
         self.deadline: float | None = None  # time.monotonic() by which it must have cleared this
         self.resume_at: float | None = None  # time.monotonic() at which to look again, whatever it waits for
@@ -61,21 +65,26 @@ class Engine:
         """`yields`: this thread steps back when there are fewer cores than work."""
         self._yields = yields
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._selector = selectors.DefaultSelector()
+        # From `start` to the end: an engine that never starts has no descriptor that nobody would close
+        self._selector: selectors.BaseSelector
+        self._bell: socket.socket | None = None
+        self._button: socket.socket
         self._links: set[Link] = set()
         self._ready: deque[Link] = deque()
         self._queued: set[Link] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._handed: deque[Link] = deque()  # from another engine, not yet adopted
         self._stopping = self._over = False
-        self._bell, self._button = socket.socketpair()
-        self._bell.setblocking(False)
-        self._button.setblocking(False)
-        self._rung = False
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._rung = True  # `start` rings for all calls that were posted before it
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._button = socket.socketpair()
+        self._bell.setblocking(False)
+        self._button.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._button.send(b"!")
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------- from other threads
@@ -171,11 +180,13 @@ class Engine:
         self._take_over()
         for link in list(self._links):
             self.drop(link)
-        self._selector.close()
-        self._bell.close()
-        self._button.close()
+        if self._bell is not None:
+            self._selector.close()
+            self._bell.close()
+            self._button.close()
 
     def _answer(self) -> None:
+        assert self._bell is not None
         try:
             self._bell.recv(64)
         except BlockingIOError:
@@ -301,7 +312,7 @@ class Channel:
         at = turn = 0
         while at < view.nbytes:
             try:
-                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment]
+                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment]  # a number, as it is given a buffer
             except ssl.SSLWantReadError:
                 yield from self._fill()
                 continue

@@ -22,7 +22,8 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from shoal.core.messages import RANKS, Message, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits, Lost
@@ -85,27 +86,30 @@ class Stream(Protocol):
 Opening = Generator["Want | Engine", None, "tuple[Stream, str]"]  # the stream, and the key id its other end has proven
 
 
-class Carrier(Protocol):
+Way = TypeVar("Way")
+
+
+class Carrier(Protocol[Way]):
     """What is beneath. A way to a peer is in the carrier's own terms: what `learn` was told of it."""
 
     async def start(self) -> tuple[socket.socket, ...]:
         """Listening sockets. ValueError when that cannot be."""
 
-    def way(self, peer: Peer) -> Any | None:
+    def way(self, peer: Peer) -> Way | None:
         """The one to be gone next."""
 
-    def socket(self, way: Any) -> socket.socket:
+    def socket(self, way: Way) -> socket.socket:
         """For `dial`, which connects it."""
 
-    def dial(self, link: Link, way: Any) -> Opening: ...
+    def dial(self, link: Link, way: Way) -> Opening: ...
 
     def answer(self, link: Link) -> Opening:
         """The link's socket was just accepted."""
 
-    def reached(self, peer: Peer, way: Any) -> None:
+    def reached(self, peer: Peer, way: Way) -> None:
         """By that way; in an engine's thread, as the next."""
 
-    def failed(self, peer: Peer, way: Any, reason: str) -> bool:
+    def failed(self, peer: Peer, way: Way, reason: str) -> bool:
         """There is no getting through that way. True: `way` tells another that should be gone at once."""
 
     def forget(self, peer: Peer) -> None: ...
@@ -130,10 +134,10 @@ class Pace:
         return max(self._messages.debt_s(now), self._bytes.debt_s(now), self._large.debt_s(now))
 
 
-class StreamTransport:
+class StreamTransport(Generic[Way]):
     """`name` is that of the carrier's identity."""
 
-    def __init__(self, name: Peer, membership: Membership, carrier: Carrier, limits: Limits) -> None:
+    def __init__(self, name: Peer, membership: Membership, carrier: Carrier[Way], limits: Limits) -> None:
         self.name = name
         self._membership = membership
         self._carrier = carrier
@@ -208,8 +212,8 @@ class StreamTransport:
             box = self._boxes.pop((peer, kind), None)
             if box is not None:
                 box.empty()
-                self._sender(kind).post(lambda box=box: self._unlink(box))  # type: ignore[misc]
-            self._reader(kind).post(lambda kind=kind: self._hang_up(peer, kind))  # type: ignore[misc]
+                self._sender(kind).post(partial(self._unlink, box))
+            self._reader(kind).post(partial(self._hang_up, peer, kind))
 
     async def close(self) -> None:
         """Last words get a second to leave."""
@@ -247,14 +251,14 @@ class StreamTransport:
         except OSError as error:  # no descriptor is left: as if the peer did not answer
             box.empty()
             self._warnings.warn("no file descriptors", f"{self.name} cannot call {box.peer}: {error}")
-            return self._tell(lambda error=error: self._lose(box.peer, error, always=True))  # type: ignore[misc]
+            return self._tell(partial(self._lose, box.peer, error, always=True))
         link = Link(sock, lambda error: self._broken(box, link, way, error))
         link.steps = self._dial(link, box, way)
         link.deadline = time.monotonic() + CONNECT_S
         box.link = link
         self._sender(box.kind).adopt(link)
 
-    def _dial(self, link: Link, box: Box, way: Any) -> Steps:
+    def _dial(self, link: Link, box: Box, way: Way) -> Steps:
         stream, key = yield from self._carrier.dial(link, way)
         if key != key_id_of(box.peer):
             raise Refusal(f"another peer answers at its address (key {key})")
@@ -284,7 +288,7 @@ class StreamTransport:
             box.sent(frame, nbytes)
             yield Want.AGAIN
 
-    def _broken(self, box: Box, link: Link, way: Any, error: Exception) -> None:
+    def _broken(self, box: Box, link: Link, way: Way, error: Exception) -> None:
         established = link.deadline is None
         if box.link is link:
             box.link = None
@@ -324,7 +328,7 @@ class StreamTransport:
                 continue
             sock.setblocking(False)
             link = Link(sock, lambda error: None)
-            link.failed = lambda error, link=link, place=place: self._stranger_failed(link, place, error)  # type: ignore[misc]
+            link.failed = partial(self._stranger_failed, link, place)
             link.steps = self._answer(link)
             link.deadline = time.monotonic() + CONNECT_S
             gone = self._callers.knocks(link, place)
@@ -368,7 +372,7 @@ class StreamTransport:
             raise Refusal(f"key {key}: {refusal}") from None
         link.failed = lambda error: self._hung_up(hello.name, hello.kind, link, error)
         for caller in gone:
-            self._reader(caller.kind).post(lambda caller=caller: self._hang_up(caller.peer, caller.kind))  # type: ignore[misc]
+            self._reader(caller.kind).post(partial(self._hang_up, caller.peer, caller.kind))
         yield from _say(stream, encode_hello(self.name, hello.name, hello.kind, self._membership))
         link.deadline = None
         yield self._reader(hello.kind)
@@ -420,7 +424,7 @@ class StreamTransport:
                 self._inbox.put(Incoming(peer, *one.message(), one.nbytes), one.nbytes)
                 pace.spend(time.monotonic(), 0 if bulk else one.nbytes)
 
-    def _give_up(self, peer: Peer, kind: Any) -> None:
+    def _give_up(self, peer: Peer, kind: Kind) -> None:
         """Too much of what has come is unfinished: the connection that holds most of it ends."""
 
         def end() -> None:
@@ -449,7 +453,7 @@ class StreamTransport:
         if isinstance(error, Malformed):
             self._warnings.warn("malformed messages", f"{peer} is dropped: it sent {error}")
             for each in _KINDS:
-                self._reader(each).post(lambda each=each: self._hang_up(peer, each))  # type: ignore[misc]
+                self._reader(each).post(partial(self._hang_up, peer, each))
         self._tell(lambda: self._lose(peer, error, always=isinstance(error, Malformed)))
 
     def _hang_up(self, peer: Peer, kind: Kind) -> None:
@@ -462,7 +466,7 @@ class StreamTransport:
     def _resume(self) -> None:
         """There is room again in the inbox."""
         for kind in _KINDS:
-            self._reader(kind).post(lambda kind=kind: self._wake_readers(kind))  # type: ignore[misc]
+            self._reader(kind).post(partial(self._wake_readers, kind))
 
     def _wake_readers(self, kind: Kind) -> None:
         for (_, other), link in list(self._incoming.items()):

@@ -1,0 +1,44 @@
+"""The one typed tree of a run's configuration, shared by TOML files, `a.b=c` arguments and Python.
+
+A module per section, named after its owner, holds the section's settings, their bounds and descriptions, and the checks that
+concern it; tree.py composes them, reading.py reads and refuses, printing.py prints, describe.py knows every setting, derived.py what
+follows from several. Why they do not stand in their owners' packages: docs/design/2026-11-22-settings.md.
+"""
+
+from shoal.config.checkpoint import Checkpoint
+from shoal.config.data import Data
+from shoal.config.derived import ROUND_COPIES, local_batch, narrow_shelf, settings, slices
+from shoal.config.device import Device
+from shoal.config.model import Model
+from shoal.config.network import Network
+from shoal.config.plan import Plan
+from shoal.config.printing import quoted, text
+from shoal.config.reading import from_tree, load, overridden, validate
+from shoal.config.run import Run
+from shoal.config.train import Train, microbatches
+from shoal.config.tree import Config, to_tree
+
+__all__ = [
+    "ROUND_COPIES",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Device",
+    "Model",
+    "Network",
+    "Plan",
+    "Run",
+    "Train",
+    "from_tree",
+    "load",
+    "local_batch",
+    "microbatches",
+    "narrow_shelf",
+    "overridden",
+    "quoted",
+    "settings",
+    "slices",
+    "text",
+    "to_tree",
+    "validate",
+]

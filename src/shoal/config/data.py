@@ -1,0 +1,46 @@
+"""[data]: where samples come from. runtime/data.py reads it, and finds out whether the text is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shoal.config.section import Section, without_effect
+
+_PATH_OF = {"text": "file, directory or glob", "jsonl": "file, directory or glob", "huggingface": "data set"}
+
+
+class Data(Section, frozen=True):
+    """Where samples come from. Sample i is the same whatever the number of peers."""
+
+    source: Annotated[
+        Literal["python", "text", "jsonl", "huggingface"],
+        Meta(description="Samples are read from this kind of source; python is the text of Python's own library."),
+    ] = "python"
+    path: Annotated[
+        str,
+        Meta(description="This names the file, directory or glob of text and jsonl, or the data set of huggingface."),
+    ] = ""
+    field: Annotated[str, Meta(description="The text stands in this field of a JSON line or column of a data set.")] = (
+        "text"
+    )
+    split: Annotated[str, Meta(description="This split of a Hugging Face data set is read.")] = "train"
+    tokenizer: Annotated[
+        str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
+    ] = "bytes"
+    sequence: Annotated[int, Meta(ge=1, le=2**20, description="A sample has this many tokens.")] = 128
+    within: Annotated[
+        str, Meta(description="Files are read only below this directory; `shoal join --files` sets it.")
+    ] = ""
+    digest: Annotated[
+        str, Meta(description='The data must have this SHA-256, or may be anything for ""; an invite sets it.')
+    ] = ""
+
+
+def problems(data: Data) -> Iterator[str]:
+    if data.source != "python" and not data.path:
+        yield f"data.path is empty, but data.source = {data.source!r} reads it; name a {_PATH_OF[data.source]}"
+    ignored = {"python": ["path", "field", "split"], "text": ["field", "split"], "jsonl": ["split"], "huggingface": []}
+    yield from without_effect(data, "data", ignored[data.source], f"data.source = {data.source!r} does not read it")

@@ -1,0 +1,71 @@
+"""What follows from several sections: the machines' Settings, sizes of batches, and whether the activation store is wide enough."""
+
+from __future__ import annotations
+
+import math
+
+from shoal.config import device, train
+from shoal.config.train import microbatches
+from shoal.config.tree import Config
+from shoal.core.messages import Settings
+
+# Of a piece's fp32 values, while a round runs: my own copy; the others' parts of my chunk, or the sums; parts of the next piece that
+# came early. My sums of this and the last piece are 1/n each, with parts and sums of n - 1 others: 3 together. In rows
+# (core/allreduce/layout.py) the last piece's are a row's chunk of it: 3.2 at most.
+ROUND_COPIES = 3
+
+
+def local_batch(config: Config) -> int:
+    """Sequences per local step of one peer."""
+    return train.local_sequences(config.train, config.run)
+
+
+def slices(config: Config) -> int:
+    """Parts of a microbatch that are on the device one after another."""
+    return device.slices(config.device, config.train)
+
+
+def narrow_shelf(config: Config, tensor_bytes: float, stages: int, inflight: int) -> str:
+    """What is wrong with network.keep_bytes for boundary tensors of that size, in words; '' when it is wide enough.
+
+    Below 2 * stages * inflight tensors servers answer Busy while they wait for one another, and a run is slow and right
+    without saying why (docs/design/2026-11-21-direct-hops.md). A step that keeps fewer needs no more."""
+    wanted = min(2 * stages * inflight, 3 * microbatches(config.train))
+    if stages == 1 or config.network.keep_bytes >= wanted * tensor_bytes:
+        return ""
+    return (
+        f"network.keep_bytes = {config.network.keep_bytes} holds {int(config.network.keep_bytes / tensor_bytes)} boundary"
+        f" tensors of {math.ceil(tensor_bytes)} bytes; with {stages} stages and {inflight} microbatches in flight fewer than"
+        f" {wanted} make the run slow; try network.keep_bytes={math.ceil(wanted * tensor_bytes)}"
+    )
+
+
+def settings(config: Config, first_step: int = 0) -> Settings:
+    """What the machines need to know."""
+    run, train = config.run, config.train
+    return Settings(
+        stages=run.stages,
+        microbatches=microbatches(train),
+        steps=run.steps,
+        first_step=first_step,
+        peers=run.peers,
+        inflight=run.inflight,
+        queue_limit=run.queue_limit,
+        save_every=config.checkpoint.every,
+        save_last=config.checkpoint.last,
+        beat_s=run.beat_s,
+        silence_s=run.silence_s,
+        hop_floor_s=run.hop_floor_s,
+        hold_s=run.hold_s,
+        lost=run.lost,
+        lost_wait_s=run.lost_wait_s,
+        staleness=config.train.staleness,
+        keep_bytes=config.network.keep_bytes,
+        stage_seconds=run.stage_seconds,
+        piece_values=min(run.round_bytes // ROUND_COPIES, config.network.blob_bytes) // 4,
+        home=run.stages == 1 and not run.routes,
+        seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
+        seats=tuple(run.seats.values()),
+        routes=run.routes,
+        widths=run.widths,
+    )

@@ -1,0 +1,95 @@
+"""[device]: what this peer computes on. The executors and executor/fit.py follow it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shoal.config.run import Run
+from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, without_effect
+from shoal.config.train import Train
+
+_EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
+_REAL = ("memory_bytes", "host_bytes", "sequences")
+
+
+class Device(Section, frozen=True):
+    """What this peer computes on."""
+
+    kind: Annotated[
+        Literal["cpu", "cuda", "mps"], Meta(description="The stage is computed on this kind of device.")
+    ] = "cpu"
+    executor: Annotated[
+        Literal["resident", "swapping", "emulated"],
+        Meta(
+            description="The stage stays on the device, or its layers take turns there (swapping),"
+            " or only its time passes (emulated)."
+        ),
+    ] = "resident"
+    memory_bytes: Annotated[
+        int, Meta(ge=0, le=MOST_BYTES, description="The stage takes at most this much device memory; 0 sets no limit.")
+    ] = 0
+    host_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MOST_BYTES,
+            description="The stage takes at most this much host memory; 0 is what is free when the stage is built.",
+        ),
+    ] = 0
+    sequences: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="This many sequences of a microbatch are on the device at once; 0 is all of them.",
+        ),
+    ] = 0
+    emulated_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S, description="The emulated executor takes this long for a microbatch's forward pass."),
+    ] = 0.2
+    emulated_backward_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S, description="The emulated executor takes this long for its backward pass; 0 is double."),
+    ] = 0.0
+    emulated_values: Annotated[
+        int, Meta(ge=1, le=2**40, description="An emulated boundary tensor has this many float32 values.")
+    ] = 2_097_152
+    emulated_gradient: Annotated[
+        int, Meta(ge=1, le=2**40, description="An emulated stage averages this many float32 values.")
+    ] = 256
+    seat: Annotated[
+        str,
+        Meta(description='This peer takes this seat of run.seats; with "" the leader places it where it is needed.'),
+    ] = ""
+    threads: Annotated[
+        int, Meta(ge=0, le=1024, description="A peer computes with this many CPU threads; 0 leaves it to PyTorch.")
+    ] = 1
+
+
+def slices(device: Device, train: Train) -> int:
+    """Parts of a microbatch that are on the device one after another."""
+    return train.microbatch // (device.sequences or train.microbatch)
+
+
+def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
+    if device.sequences and train.microbatch % device.sequences:
+        near = nearest_divisor(train.microbatch, device.sequences)
+        yield f"device.sequences = {device.sequences} does not divide train.microbatch = {train.microbatch}; try {near}"
+    if device.seat and device.seat not in run.seats:
+        names = list(run.seats)
+        near_names = difflib.get_close_matches(device.seat, names, n=1) or names[:6]
+        advice = " or ".join(near_names) if near_names else "device.seat="
+        yield f"device.seat = {device.seat!r} is no machine of run.seats; try {advice}"
+    if device.executor == "emulated":
+        if train.local_steps > 1:
+            yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"
+        why = "device.executor = 'emulated' computes nothing"
+        yield from without_effect(device, "device", _REAL, why)
+    else:
+        why = f"device.executor = {device.executor!r} computes a real model"
+        yield from without_effect(device, "device", _EMULATED, why)

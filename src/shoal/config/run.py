@@ -1,0 +1,153 @@
+"""[run]: the run as a whole, and how patient its peers are with one another. core and build.py follow it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shoal.config.section import DAY_S, MOST_BYTES, Section, without_effect
+
+Seat = Annotated[int, Meta(ge=0, le=4095)]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Run(Section, frozen=True):
+    """The run as a whole, and how patient its peers are with one another."""
+
+    name: Annotated[str, Meta(description="The run is shown under this name, and it names the run's directory.")] = (
+        "quickstart"
+    )
+    dir: Annotated[str, Meta(description="The run's files are written to this directory, below run.name.")] = "runs"
+    seed: Annotated[
+        int, Meta(ge=0, le=2**63 - 1, description="First weights and the order of samples are drawn from this number.")
+    ] = 0
+    peers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="`shoal run` starts this many local peers, and training starts when this many have joined.",
+        ),
+    ] = 6
+    stages: Annotated[int, Meta(ge=1, le=4096, description="The model is cut into this many pipeline stages.")] = 3
+    layers: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=4096)], ...],
+        Meta(description="Each stage holds this many blocks, such as [2, 3, 1]; [] cuts as evenly as can be."),
+    ] = ()
+    steps: Annotated[int, Meta(ge=1, le=10**12, description="The run ends after this many optimizer steps.")] = 200
+    inflight: Annotated[
+        int, Meta(ge=1, le=4096, description="A peer drives this many microbatches through the pipeline at once.")
+    ] = 4
+    queue_limit: Annotated[
+        int,
+        Meta(ge=1, le=4096, description="A peer that has this many tasks waiting answers further requests with Busy."),
+    ] = 16
+    beat_s: Annotated[float, Meta(gt=0, le=3600, description="The heartbeats of a peer are this far apart.")] = 0.5
+    silence_s: Annotated[
+        float, Meta(gt=0, le=DAY_S, description="A peer that is silent for this long is removed from the run.")
+    ] = 4.0
+    hop_floor_s: Annotated[
+        float, Meta(gt=0, le=DAY_S, description="No request to another peer counts as slow before this time.")
+    ] = 2.0
+    hold_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=30 * DAY_S,
+            description="The run waits at most this long for a peer that restores a checkpoint, or that lacks sums as it joins.",
+        ),
+    ] = 30.0
+    lost: Annotated[
+        Literal["checkpoint", "neighbours", "wait"],
+        Meta(
+            description="A stage without a replica is restored from the newest checkpoint or blended from its neighbours,"
+            " or the run waits."
+        ),
+    ] = "checkpoint"
+    lost_wait_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=30 * DAY_S,
+            description="The run waits this long for a lost replica to return before it does what run.lost says.",
+        ),
+    ] = 5.0
+    trace_bytes: Annotated[
+        int,
+        Meta(ge=0, le=MOST_BYTES, description="Each peer's trace takes at most this much disk; 0 writes no trace."),
+    ] = 1 << 28
+    round_bytes: Annotated[
+        int,
+        Meta(
+            ge=2**10,
+            le=MOST_BYTES,
+            description="Averaging takes at most this much memory at a peer besides its result; more is averaged in pieces.",
+        ),
+    ] = 1 << 30
+    stage_seconds: Annotated[
+        tuple[Annotated[float, Meta(gt=0, le=DAY_S)], ...],
+        Meta(description="A plan expects each stage to take this many seconds per microbatch; --plan sets it."),
+    ] = ()
+    seats: Annotated[
+        dict[str, Seat],
+        Meta(description="A plan gives each of these machines the stage with this number; --plan sets it."),
+    ] = {}
+    widths: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=10**12)], ...],
+        Meta(
+            description="A stage's replicas share out averaging by the line rate of each seat in kB/s, or evenly for [];"
+            " --plan sets it."
+        ),
+    ] = ()
+    routes: Annotated[
+        tuple[tuple[tuple[Seat, ...], ...], ...],
+        Meta(description="For each seat and stage, these seats serve the seat's microbatches in turn; --plan sets it."),
+    ] = ()
+
+
+def problems(run: Run) -> Iterator[str]:
+    if not _NAME.fullmatch(run.name):
+        yield f"run.name = {run.name!r} cannot name a directory; try letters, digits, '-', '_' and '.'"
+    if run.peers < run.stages:
+        yield f"run.peers = {run.peers} cannot serve run.stages = {run.stages}; try {run.stages} peers or more"
+    if run.stage_seconds and len(run.stage_seconds) != run.stages:
+        yield (
+            f"run.stage_seconds = {list(run.stage_seconds)} must be one number for each of run.stages = {run.stages}; "
+            "try run.stage_seconds=[]"
+        )
+    if run.layers and len(run.layers) != run.stages:
+        yield (
+            f"run.layers = {list(run.layers)} must be one number for each of run.stages = {run.stages}; "
+            "try run.layers=[]"
+        )
+    if run.silence_s < 3 * run.beat_s:
+        yield f"run.silence_s = {run.silence_s} is under three beats of run.beat_s = {run.beat_s}; try {8 * run.beat_s}"
+    if run.lost == "wait":
+        yield from without_effect(run, "run", ["lost_wait_s"], "with run.lost = 'wait' the run waits without end")
+    yield from _plan_problems(run)
+
+
+def _plan_problems(run: Run) -> Iterator[str]:
+    names, stages = list(run.seats), tuple(run.seats.values())
+    if not run.seats:
+        if run.routes:
+            yield "run.routes without run.seats; try run.routes=[]"
+        if run.widths:
+            yield "run.widths without run.seats; try run.widths=[]"
+        return
+    if run.widths and len(run.widths) != len(names):
+        yield f"run.widths = {list(run.widths)} must be one number for each of {len(names)} run.seats; try run.widths=[]"
+    if set(stages) != set(range(run.stages)):
+        yield f"run.seats = {dict(run.seats)} must serve all stages from 0 to {run.stages - 1} and no other"
+    for number, by_stage in enumerate(run.routes):
+        complete = len(by_stage) == run.stages and all(by_stage) and len(run.routes) == len(names)
+        if not complete or any(
+            seat >= len(names) or stages[seat] != stage for stage, seats in enumerate(by_stage) for seat in seats
+        ):
+            yield (
+                f"run.routes[{number}] = {[list(seats) for seats in by_stage]} must name seats 0 to {len(names) - 1} of each of"
+                f" run.stages = {run.stages} stages, one list for each, and there is one entry for each seat"
+            )

@@ -1,0 +1,49 @@
+"""The whole tree, composed of its sections, and all their checks. What a section holds stands in the section's own module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from shoal.config import checkpoint, data, device, model, network, run, train
+from shoal.config.checkpoint import Checkpoint
+from shoal.config.data import Data
+from shoal.config.device import Device
+from shoal.config.model import Model
+from shoal.config.network import Network
+from shoal.config.plan import Plan
+from shoal.config.run import Run
+from shoal.config.section import Section
+from shoal.config.train import Train
+
+
+class Config(Section, frozen=True):
+    """The whole tree."""
+
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    network: Network = Network()
+    device: Device = Device()
+    checkpoint: Checkpoint = Checkpoint()
+    plan: Plan = Plan()
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Which settings do not fit together, in words. Bounds of single settings are checked before (reading.py)."""
+    yield from model.problems(config.model, config.run, config.data, config.device)
+    yield from run.problems(config.run)
+    yield from data.problems(config.data)
+    yield from train.problems(config.train, config.run, config.plan)
+    yield from device.problems(config.device, config.run, config.train)
+    yield from network.problems(config.network, config.model, config.train, config.data, config.device)
+    yield from checkpoint.problems(config.checkpoint)
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The whole tree as plain dictionaries; `reading.from_tree` gives the same configuration back."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    return tree

@@ -1,0 +1,471 @@
+"""What the leader knows: what peers have reported since it leads, and what it remembers of its own decisions.
+
+Facts change with messages, with agreed views and with what the Leader notes; the rules (rules.py) only read them. Nothing here has to
+survive the leader: what must not be forgotten is in the View, and a new leader learns the rest from the members' heartbeats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shoal.core.allreduce.layout import fenced
+from shoal.core.leader.averaging import DISAGREEMENTS, StepRounds
+from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Pauses, Verdict
+from shoal.core.leader.ledger import Ledger
+from shoal.core.leader.progress import Progress
+from shoal.core.leader.rebalance import Move
+from shoal.core.leader.saving import Saving
+from shoal.core.leader.stalls import Stalls, Takeovers
+from shoal.core.messages import (
+    Booker,
+    Command,
+    Complaint,
+    Index,
+    Join,
+    Leave,
+    Member,
+    Note,
+    Peer,
+    Pulse,
+    Reduced,
+    RoundFailed,
+    Settings,
+    View,
+    Waits,
+    Wire,
+)
+from shoal.core.replica_state import NOBODY, Known, owner_of
+
+FAILURES = 8  # rounds of one step that a peer may give up
+JOINS = 256  # requests to join that are kept; whoever repeats its request later is heard then
+MOVES_KEPT = 256  # decided moves: older ones restrict no peer any more
+NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
+SAME = 5  # rounds of one step that a peer may give up because of one other peer
+
+Finding = Dispute | Misfit | Takeovers  # of a check (rules/order.py)
+
+
+class Requests:
+    """Peers that ask to join or to leave, in the order in which they asked."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.joins: dict[Peer, Join] = {}
+        self.leaves: dict[Peer, str] = {}
+        self.pauses = Pauses(settings)
+        self.joined_in: dict[Peer, int] = {}  # joiners: the view that made them so; what they reported before is void
+
+
+class Evidence:
+    """What is held against whom, and who is to be removed or to download its state again, with the reason."""
+
+    def __init__(self, name: Peer, settings: Settings) -> None:
+        self.conduct = Conduct()
+        self.progress = Progress(name, settings)
+        self.stalls = Stalls(settings)
+        self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
+        self.takeovers: Takeovers | None = None  # who it is to be
+        self.guilty: dict[Peer, str] = {}  # to be evicted
+        self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
+        self.stale: dict[Peer, str] = {}  # members that must download their state again
+        self.resigns = ""  # why this peer should not lead
+
+
+class History:
+    """Times and decisions that the leader remembers."""
+
+    def __init__(self) -> None:
+        self.step_at: float | None = None  # when this step began, as far as this leader saw it
+        self.step_s = math.inf  # what the step before took
+        self.complete_at: float | None = None  # since when this step's books are complete
+        self.held_since: dict[str, float] = {}  # by rule: since when what it waits for has been so
+        self.due: dict[str, float] = {}  # by rule: not to be asked earlier
+        self.waited_s: dict[Peer, float] = {}  # joiners: how long steps have waited for them
+        self.moves: tuple[Move, ...] = ()  # decided before
+        self.norms: tuple[float, ...] = ()  # squared, of each stage's last gradient
+
+    def on_step(self, before: View | None, now: float) -> None:
+        """A step begins after the one of `before`."""
+        if before is not None and before.started and self.step_at is not None:
+            self.step_s = now - self.step_at
+        self.step_at, self.complete_at = None, None
+
+    def since(self, rule: Callable[..., Any]) -> float:
+        """Since when what that rule waits for has been so."""
+        return self.held_since[rule.__name__]
+
+    def remember(self, moves: tuple[Move, ...], norms: tuple[float, ...]) -> None:
+        """Moves that were decided; norms of a commit."""
+        self.moves = (*self.moves, *moves)[-MOVES_KEPT:]
+        self.norms = norms or self.norms
+
+    def rest_s(self, share: float, now: float) -> float:
+        """Seconds until this step's books are complete, if they fill as they have so far; as long as the last step when they are empty.
+        `share`: the part of them that is booked."""
+        if self.step_at is None:
+            return 0.0
+        passed_s = now - self.step_at
+        if share:
+            return passed_s * (1.0 - share) / share
+        return max(passed_s, self.step_s) if self.step_s < math.inf else passed_s
+
+
+class Facts:
+    """Call `on_view` with every agreed view and `on_message` with every message to the leader."""
+
+    def __init__(self, name: Peer, settings: Settings) -> None:
+        self.name, self.settings = name, settings
+        self.known: Known = NOBODY  # the agreed view, and who is in it
+        self.heard: dict[Peer, float] = {}
+        self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
+        self.pulses: dict[Peer, Pulse] = {}
+        self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
+        self.requests = Requests(settings)
+        self.evidence = Evidence(name, settings)
+        self.rounds = StepRounds()
+        self.history = History()
+        self.saving = Saving(name, settings)
+        self.changed = True  # something happened that the rules look at
+        self.scan = True  # this decision is the one that each beat has, and looks at silence and replicas, too
+
+    # ---------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def view(self) -> View | None:
+        return self.known.view
+
+    @property
+    def serving(self) -> dict[Peer, int]:
+        """Members -> stage."""
+        return self.known.serving
+
+    @property
+    def present(self) -> dict[Peer, int]:
+        """Members and joiners -> stage."""
+        return self.known.present
+
+    def ledger(self, step: int) -> Ledger:
+        """The books of that step; empty ones if nothing of it is known."""
+        ledger = self.ledgers.get(step)
+        return ledger if ledger is not None else Ledger(self.settings.stages, self.settings.microbatches)
+
+    def share(self, view: View) -> float:
+        """How much of what is computed now is booked."""
+        return self.ledger(view.work).booked / (self.settings.stages * self.settings.microbatches)
+
+    @property
+    def booked(self) -> int:
+        """Bookings of all steps that are open."""
+        return sum(ledger.booked for ledger in self.ledgers.values())
+
+    def alive(self, peer: Peer) -> bool:
+        """It has sent a heartbeat since this peer leads, and its connections have not broken since. Otherwise it sends one within a
+        beat or is removed."""
+        return peer == self.name or (peer in self.pulses and peer not in self.doubted)
+
+    def confirmed(self, joiner: Peer) -> bool:
+        """That joiner has reported that it holds the view which made it one: before, it accepts nothing that is meant for it."""
+        pulse = self.pulses.get(joiner)
+        return pulse is not None and pulse.number >= self.requests.joined_in.get(joiner, 0)
+
+    def holds(self, member: Member, view: View) -> bool:
+        """It reports the state of its stage at the step that is trained. `misfit` says whether it is another one than the members'."""
+        pulse = self.pulses.get(member.peer)
+        return (
+            pulse is not None
+            and pulse.ready
+            and pulse.number >= self.requests.joined_in.get(member.peer, 0)
+            and (pulse.step, pulse.epoch, pulse.stage) == (view.step, view.epoch, member.stage)
+        )
+
+    def misfit(self, member: Member, view: View) -> bool:
+        """A joiner that holds another state of its stage than the stage's members."""
+        if member.peer in self.serving or not self.holds(member, view):
+            return False
+        others = {
+            other.digest
+            for peer, other in self.pulses.items()
+            if self.serving.get(peer) == member.stage and (other.step, other.epoch) == (view.step, view.epoch)
+        } - {""}
+        return bool(others) and self.pulses[member.peer].digest not in others
+
+    def ready(self, member: Member, view: View) -> bool:
+        """It holds the state of its stage at the step that is trained."""
+        return self.holds(member, view) and not self.misfit(member, view)
+
+    def near(self, member: Member, view: View) -> bool:
+        """That joiner holds its stage and applies what was committed meanwhile: worth waiting for, unlike a download."""
+        pulse = self.pulses.get(member.peer)
+        return (
+            pulse is not None
+            and bool(pulse.digest)
+            and self.confirmed(member.peer)
+            and (pulse.epoch, pulse.stage) == (view.epoch, member.stage)
+            and view.step - pulse.step <= NEAR
+        )
+
+    # ------------------------------------------------------------------------------------------------ agreed views
+
+    def lead(self, view: View, now: float) -> None:
+        """This peer now leads, with `view` agreed."""
+        self.on_view(view, now)
+        self.heard = {member.peer: now for member in view.members + view.joining}
+
+    def on_view(self, view: View, now: float) -> None:
+        """A view is agreed (this leader proposed it, or it is the one it begins with)."""
+        before = self.view
+        joining = {member.peer: member.stage for member in view.joining}
+        serving = {member.peer: member.stage for member in view.members}
+        self.known = Known(view, serving, serving | joining)
+        self.changed = True
+        for peer in self.present:
+            self.heard.setdefault(peer, now)
+            self.requests.joins.pop(peer, None)
+        fresh_step = before is None or (before.step, before.epoch) != (view.step, view.epoch)
+        evidence = self.evidence
+        evidence.progress.on_view(before, view, now)
+        self.requests.pauses.on_view(view.evicted, now)
+        evidence.conduct.keep(self.present)
+        if fresh_step:
+            self._on_step(before, view, now)
+        if self.history.step_at is None and view.started:
+            self.history.step_at = now
+        if before is None or _work(before) != _work(view):
+            evidence.stalls.on_step(now, first=before is None)
+        evidence.stalls.on_view(view)
+        evidence.reassigning, evidence.takeovers = {}, None
+        opened_again = before is not None and before.ahead and not view.ahead
+        current = self.rounds.open
+        if fresh_step or opened_again or (current is not None and fenced(current.message, view) is not None):
+            self.rounds.close()
+        self._forget_absent(view)
+        self._on_joiners(before, view)
+        if fresh_step:
+            for peer in [peer for peer in self.pulses if peer in self.present]:
+                self._take_books(peer, self.pulses[peer])
+        self.saving.on_view(view)
+
+    def _on_step(self, before: View | None, view: View, now: float) -> None:
+        self.rounds.on_step()
+        self.evidence.conduct.step()
+        self.history.on_step(before, now)
+        same = before is not None and before.epoch == view.epoch
+        self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
+        if view.last is not None and view.last.save:
+            self.saving.begin(view)
+
+    def _forget_absent(self, view: View) -> None:
+        """Nothing is kept of peers that are not in the view, and no books of those that are no members."""
+        for ledger in self.ledgers.values():
+            for peer in [peer for peer in ledger.books if peer not in self.serving]:
+                ledger.forget(peer)
+        evidence, requests = self.evidence, self.requests
+        tables: Iterable[dict[Peer, object]] = (  # type: ignore[assignment]
+            self.pulses,
+            self.heard,
+            self.doubted,
+            requests.leaves,
+            evidence.guilty,
+            evidence.unfit,
+            self.history.waited_s,
+        )
+        for table in tables:
+            for peer in [peer for peer in table if peer not in self.present]:
+                del table[peer]
+        for peer in [peer for peer in evidence.stale if peer not in self.serving]:
+            del evidence.stale[peer]
+
+    def _on_joiners(self, before: View | None, view: View) -> None:
+        known = self.requests.joined_in
+        self.requests.joined_in = {
+            member.peer: known.get(member.peer, view.number)
+            if before is not None and member in before.joining
+            else view.number
+            for member in view.joining
+        }
+
+    # ---------------------------------------------------------------------------------------------------- messages
+
+    def doubt(self, peer: Peer, now: float) -> None:
+        """The network says that peer cannot be reached."""
+        if peer in self.heard:
+            self.doubted.setdefault(peer, now)
+
+    def bar(self, peers: tuple[Peer, ...]) -> None:
+        """The run's authority has revoked these."""
+        for peer in peers:
+            self.requests.joins.pop(peer, None)
+            if peer in self.present and peer not in self.evidence.guilty:
+                self.evidence.guilty[peer] = "revoked by the run's authority"
+                self.changed = True
+
+    def forgive(self, gap_s: float, now: float) -> None:
+        """This process was stopped for `gap_s`: no peer's silence in that time counts."""
+        self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
+        self.doubted.clear()
+        self.evidence.progress.forgive(gap_s, now)
+        self.evidence.stalls.forgive(now)
+        self.rounds.forgive(gap_s, now)
+
+    def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
+        present = peer in self.present
+        if present:
+            self.heard[peer] = now
+            self.doubted.pop(peer, None)
+        if not isinstance(message, Pulse):
+            self.changed = True
+        match message:
+            case Join():
+                if not present and (peer in self.requests.joins or len(self.requests.joins) < JOINS):
+                    self.requests.joins[peer] = message
+            case _ if not present:
+                pass
+            case Pulse():
+                self._on_pulse(peer, message, now)
+            case Leave():
+                self.requests.leaves.setdefault(peer, message.reason)
+            case Complaint():
+                self._on_complaint(peer, message)
+            case Reduced():
+                self._on_reduced(peer, message, now)
+            case RoundFailed():
+                return self._on_round_failed(peer, message, now)
+            case Waits():
+                current = self.rounds.reporting(peer, message)
+                if current is not None:
+                    current.watch.on_waits(peer, message, now)
+            case Booker():
+                self._on_booker(peer, message)
+                self.evidence.stalls.on_answer(peer, message, now)
+            case _:
+                return self.saving.on_message(peer, message, now)
+        return []
+
+    def _on_pulse(self, peer: Peer, pulse: Pulse, now: float) -> None:
+        view = self.view
+        assert view is not None
+        self.changed |= peer not in self.serving or not view.started or view.finished
+        self.pulses[peer] = pulse
+        self.evidence.progress.on_pulse(peer, pulse, view, now)
+        self._take_books(peer, pulse)
+
+    def _take_books(self, peer: Peer, pulse: Pulse) -> None:
+        view = self.view
+        assert view is not None
+        if pulse.epoch != view.epoch or self.serving.get(peer) != pulse.stage:
+            return
+        for step, books in ((pulse.work, pulse.books), (pulse.work - 1, pulse.closed)):
+            if books and view.step <= step <= view.step + view.begun:
+                ledger = self.ledgers.setdefault(step, self.ledger(step))
+                wrong = ledger.report(peer, books)
+                if wrong:
+                    self.convict((peer, wrong))
+                self.changed |= ledger.booked >= self.settings.stages * self.settings.microbatches
+
+    def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
+        """`unreachable`: a link may be to blame, so a stage's last replica stays."""
+        about, reason = complaint.about, complaint.reason
+        if complaint.kind == "stale":
+            if about == peer:
+                self.evidence.stale[peer] = reason
+            return
+        stage = self.serving.get(about)
+        if stage is None or peer not in self.serving:
+            return
+        if complaint.kind == "unreachable" and sum(other == stage for other in self.serving.values()) < 2:
+            return
+        self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
+
+    def _on_reduced(self, peer: Peer, reduced: Reduced, now: float) -> None:
+        current = self.rounds.reporting(peer, reduced)
+        if current is None:
+            return
+        if not (math.isfinite(reduced.norm_sq) and reduced.norm_sq >= 0.0):
+            self.evidence.guilty[peer] = f"reports a gradient with the squared norm {reduced.norm_sq}"
+        else:
+            current.reduced.setdefault(peer, reduced)
+            current.watch.on_reduced(now)
+
+    def _on_round_failed(self, peer: Peer, failed: RoundFailed, now: float) -> list[Command]:
+        current = self.rounds.reporting(peer, failed)
+        if current is None:
+            return []
+        groups = current.message.groups
+        group = next((group for group in groups if any(share.peer == peer for share in group)), ())
+        self.rounds.retry(self.settings, now)
+        failures, conduct, culprit = self.rounds.failures, self.evidence.conduct, failed.culprit
+        failures[peer] += 1
+        failures[peer, culprit] += 1
+        if any(share.peer == culprit for share in group):
+            self.convict(conduct.accuse(peer, culprit, failed.reason, len(group) - 1))
+            if failures[peer, culprit] >= SAME and culprit not in self.evidence.guilty:
+                self.convict(conduct.alone(peer, culprit, f"{peer}: {failed.reason}"))
+        elif failures[peer] >= FAILURES:
+            self.convict((peer, f"has given up {failures[peer]} rounds of a step, the last: {failed.reason}"))
+        return [Note("round", f"round given up: {peer} says {failed.reason}")]
+
+    def _on_booker(self, peer: Peer, answer: Booker) -> None:
+        """An owner says which of two members has booked its microbatch."""
+        view, asked = self.view, self.rounds.asked_owner
+        if view is None or asked is None or (answer.epoch, answer.step) != (view.epoch, view.step):
+            return
+        twice = asked[0]
+        owner = owner_of(view, twice.index)
+        asked_for = (answer.index, answer.stage, peer) == (twice.index, twice.stage, owner)
+        if asked_for and answer.peer in (twice.one, twice.two):
+            liar = twice.two if answer.peer == twice.one else twice.one
+            self.convict((liar, f"booked microbatch {twice.index}, whose owner has its gradient from {answer.peer}"))
+
+    # ---------------------------------------------------------------------------------------------------- verdicts
+
+    def convict(self, verdict: Verdict | None) -> None:
+        """A leader cannot evict itself: it lets another lead, which judges anew."""
+        if verdict is None:
+            return
+        peer, why = verdict
+        if peer == self.name:
+            self.evidence.resigns = why
+        elif peer in self.present:
+            self.evidence.guilty[peer] = why
+            self.changed = True
+
+    def note(self, finding: Finding, now: float) -> None:
+        """What a check has found."""
+        match finding:
+            case Misfit():
+                self._on_misfit(finding.member)
+            case Takeovers():
+                self.evidence.stalls.settle(finding)
+                self.evidence.reassigning, self.evidence.takeovers = {}, finding
+                for verdict in finding.verdicts:
+                    self.convict(verdict)
+            case Dispute(retry=False):
+                self._on_differing(finding)
+            case Dispute():
+                self.rounds.disagreements += 1
+                if self.rounds.disagreements >= DISAGREEMENTS:
+                    self._on_differing(finding)
+                self.rounds.retry(self.settings, now)
+
+    def _on_differing(self, dispute: Dispute) -> None:
+        """Those not taken to be right download their state again, and go if they had to too often."""
+        evidence = self.evidence
+        right = evidence.conduct.right(dispute.replicas, self.name)
+        for peers in dispute.replicas.values():
+            for peer in peers if peers is not right else ():
+                if not any(peer in known for known in (evidence.stale, evidence.unfit, evidence.guilty)):
+                    (evidence.stale if peer in self.serving else evidence.unfit)[peer] = dispute.why
+                    self.convict(evidence.conduct.differs(peer, dispute.why))
+
+    def _on_misfit(self, member: Member) -> None:
+        evidence, peer = self.evidence, member.peer
+        if peer not in evidence.unfit and peer not in evidence.guilty:
+            why = f"came with another state of stage {member.stage} than its replicas have"
+            evidence.unfit[peer] = why
+            self.convict(evidence.conduct.differs(peer, why))
+
+
+def _work(view: View) -> tuple[int, int, int, bool]:
+    """What is computed under that view."""
+    return view.work, view.epoch, view.since, view.started

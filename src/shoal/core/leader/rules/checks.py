@@ -1,0 +1,49 @@
+"""What the leader looks at once a beat, and says to people: replicas that differ, stages without a peer, steps that take long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from shoal.core.leader.evictions import Dispute
+from shoal.core.leader.facts import Facts
+from shoal.core.messages import Peer, Settings, View
+from shoal.core.replica_state import TEXT
+
+STALLED = 20.0  # beats, or twice the usual step, without a commit: everybody is told why
+
+
+def different_states(view: View, facts: Facts) -> Iterable[Dispute]:
+    """Replicas of a stage report different parameters at the same step."""
+    held: dict[int, dict[str, list[Peer]]] = {}
+    for member in view.members:
+        pulse = facts.pulses.get(member.peer)
+        if pulse is not None and pulse.digest and (pulse.step, pulse.epoch) == (view.step, view.epoch):
+            held.setdefault(member.stage, {}).setdefault(pulse.digest, []).append(member.peer)
+    for stage, digests in held.items():
+        if len(digests) > 1:
+            yield Dispute(f"its parameters differ from its stage {stage}'s others", digests)
+
+
+def unserved(view: View, settings: Settings) -> str:
+    """Which stage nobody serves or is about to, in words; '' if there is none. A run that has never begun waits for peers anyway."""
+    taken = {member.stage for member in view.members + view.joining}
+    empty = sorted(set(range(settings.stages)) - taken)
+    return f"stage {empty[0]} has nobody to serve it: the run waits for peers" if view.epoch and empty else ""
+
+
+def why_stalled(view: View, facts: Facts, settings: Settings, now: float) -> str:
+    """What the step waits for, in words, when none has been committed for long."""
+    step_s = facts.history.step_s
+    long_s = max(STALLED * settings.beat_s, 2 * step_s if step_s < math.inf else 0.0)
+    since = facts.history.step_at if facts.history.step_at is not None else now
+    if not view.started or view.finished or view.step >= settings.steps or now - since < long_s:
+        return ""
+    current = facts.rounds.open
+    if current is not None:
+        late = [one.peer for group in current.message.groups for one in group if one.peer not in current.reduced]
+        others = " and others" if len(late) > 4 else ""
+        what = f"its round {facts.rounds.count} waits for {', '.join(late[:4])}{others}"
+    else:
+        what = "; ".join(facts.ledger(view.step).faults(view.members)[:3]) or "everything is booked"
+    return f"step {view.step} is not committed for {now - since:.0f} s: {what}"[:TEXT]

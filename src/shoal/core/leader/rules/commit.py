@@ -1,0 +1,145 @@
+"""The commit of a step, and the end of the run.
+
+A step is committed by the view that lists its round's groups, digests and norm, once every participant of the round has reported and
+the replicas of every stage agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from shoal.core.leader.averaging import ROUNDS_PER_TERM, OpenRound
+from shoal.core.leader.evictions import Dispute
+from shoal.core.leader.facts import Facts
+from shoal.core.leader.ledger import counted_twice
+from shoal.core.leader.membership import arrived, counting, inherit, moving, owners_of
+from shoal.core.leader.rebalance import rebalance
+from shoal.core.leader.rules.moves import before_the_next_step
+from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.messages import Committed, Member, Peer, Settings, View
+from shoal.core.planned import complete
+
+NORMS = 1e-6  # by which the norms of equal gradients may differ: sums of the same values on unlike machines
+
+
+def disputes(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Dispute]:
+    """Replicas of one stage report different sums, or different norms of the same sums: the first stage where they do."""
+    current = facts.rounds.open
+    if current is None or not current.complete:
+        return ()
+    for stage, group in enumerate(current.message.groups):
+        peers = [share.peer for share in group]
+        by_digest: dict[str, list[Peer]] = {}
+        for peer in peers:
+            by_digest.setdefault(current.reduced[peer].digest, []).append(peer)
+        if len(by_digest) > 1:
+            return (Dispute(f"its sums differ from its stage {stage}'s others", by_digest, retry=True),)
+        by_norm = by_norm_of(current, peers)
+        if len(by_norm) > 1:
+            return (Dispute(f"its norm of the same sums differs from its stage {stage}'s others", by_norm, retry=True),)
+    return ()
+
+
+def by_norm_of(current: OpenRound, peers: list[Peer]) -> dict[str, list[Peer]]:
+    """Replicas by the norm that they report of their equal gradients: alike where rounding explains the difference."""
+    replicas: dict[str, list[Peer]] = {}
+    for peer in peers:
+        norm = current.reduced[peer].norm_sq
+        same = (other for other in replicas if abs(float(other) - norm) <= NORMS * max(abs(norm), abs(float(other))))
+        replicas.setdefault(next(same, repr(norm)), []).append(peer)
+    return replicas
+
+
+def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """Every replica of every stage holds the same reduced gradient: the step is committed, the next one begins."""
+    current = facts.rounds.open
+    if current is None or not current.complete:
+        return None
+    groups = current.message.groups
+    norms = tuple(current.reduced[group[0].peer].norm_sq for group in groups)
+    last = Committed(
+        step=view.step,
+        round=current.message.round,
+        norm=math.sqrt(sum(norms)),
+        loss=facts.ledger(view.step).loss(),
+        digests=tuple(current.reduced[group[0].peer].digest for group in groups),
+        groups=groups,
+        save=_saves(view.step + 1, settings),
+        listeners=tuple(peer for group in current.message.listeners for peer in group),
+    )
+    proposal = _next(view, last, facts, settings, now)
+    return msgspec.structs.replace(proposal, norms=norms)
+
+
+def _saves(step: int, settings: Settings) -> bool:
+    """A checkpoint of that version of the parameters is to be written."""
+    if step >= settings.steps and settings.save_last:
+        return True
+    return settings.save_every > 0 and step % settings.save_every == 0
+
+
+def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: float) -> Proposal:
+    """The view that begins the step after `last`: leavers go, joiners that took part become members. In the middle of the next step,
+    with delayed updates, nobody leaves, and no peer enters that was removed from it."""
+    over, goes_on = view.step + 1 >= settings.steps, view.ahead
+    leaves = facts.requests.leaves
+    new = _took_part(view, last)
+    staying = view.members + arrived(new, view.number + 1)
+    leavers = {member.peer for member in view.members if member.peer in leaves and not goes_on}
+    members = tuple(member for member in staying if member.peer not in leavers)
+    if {member.stage for member in members} != {member.stage for member in staying}:
+        members, leavers = staying, set()  # a stage is never emptied by a leave
+    joining = tuple(member for member in view.joining if member not in new and member.peer not in leaves)
+    reasons = [
+        f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
+    ]
+    reasons += [f"{member.peer} serves stage {member.stage}" for member in new]
+    reasons += [f"{peer} leaves: {leaves[peer]}" for peer in sorted(leavers)]
+    quiet = over or goes_on or complete(settings, members)  # while everybody is as planned, the plan balances
+    moves = () if quiet else rebalance(before_the_next_step(members, joining, view, facts, settings, now))
+    members, joining = moving(members, joining, moves)
+    reasons += [move.reason for move in moves]
+    owners: tuple[int, ...] = ()
+    if goes_on:
+        owners = inherit(view, members, ())
+    elif not over:
+        owners = owners_of(members, settings.microbatches)
+    account = counting(view.account, new, issued=0 if over or goes_on else settings.microbatches)
+    after = successor(
+        view,
+        reasons,
+        step=view.step + 1,
+        members=members,
+        joining=joining,
+        owners=owners,
+        ahead=False,
+        begun=False,
+        finished=over and not last.save,
+        last=last,
+        account=msgspec.structs.replace(
+            account,
+            committed=account.committed + settings.microbatches,
+            counted_twice=account.counted_twice + counted_twice(last.groups),
+        ),
+        fenced=view.fenced if goes_on else (),
+        kept=False,
+        rebuilt=(),
+    )
+    return Proposal(after, moves)
+
+
+def _took_part(view: View, last: Committed) -> tuple[Member, ...]:
+    """Joiners that hold the step's state and averaged it with the others."""
+    averaged = {share.peer for group in last.groups for share in group}
+    void = {(member.peer, member.stage) for member in view.fenced} if view.ahead else set()
+    return tuple(one for one in view.joining if one.peer in averaged and (one.peer, one.stage) not in void)
+
+
+def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """After the last step the run is over once its checkpoint is published or cannot be."""
+    if view.finished or view.step < settings.steps or not facts.saving.idle:
+        return None
+    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], finished=True))

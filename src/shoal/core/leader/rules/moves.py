@@ -1,0 +1,77 @@
+"""Rebalancing: what is known of the fleet when a rule decides who moves, and moves before a first step.
+
+The algorithm is rebalance.py's. The rules that remove members (removal.py) and that commit a step (commit.py) ask it, too.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.core.leader.facts import Facts
+from shoal.core.leader.rebalance import Fleet, measure, rebalance
+from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.leader.rules.recovery import lost_stages
+from shoal.core.messages import Member, Peer, Settings, View
+from shoal.core.planned import NOWHERE
+
+
+def measured(
+    members: tuple[Member, ...], facts: Facts, settings: Settings
+) -> tuple[tuple[float, ...], dict[Peer, float]]:
+    """Seconds per microbatch at each stage and the peers' relative speeds: from the members' rates, else as planned."""
+    rates: dict[Peer, float] = {}
+    for member in members:
+        pulse = facts.pulses.get(member.peer)
+        if pulse is not None and pulse.stage == member.stage:
+            rates[member.peer] = pulse.rate
+    return measure(members, rates, settings.stages, settings.stage_seconds)
+
+
+def fleet(
+    members: tuple[Member, ...], loading: tuple[Member, ...], facts: Facts, settings: Settings, now: float
+) -> Fleet:
+    """These members and joiners; how long the run lasts, and how much of the step is booked, is the caller's to add."""
+    seconds, speeds = measured(members, facts, settings)
+    return Fleet(
+        members=members,
+        stages=settings.stages,
+        seconds=seconds,
+        speeds=speeds,
+        loading=loading,
+        recent=facts.history.moves,
+        now=now,
+    )
+
+
+def left_s(step: int, facts: Facts, settings: Settings) -> float:
+    """Seconds until the run's end, from that step on, as long as steps take what the last one took."""
+    return (settings.steps - step) * facts.history.step_s
+
+
+def restage(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """Before a first step, a stage without anybody gets a peer of the stage that can best spare one."""
+    everyone = view.members + view.joining
+    if view.started or len(everyone) < max(settings.stages, 0 if view.epoch else settings.peers):
+        return None
+    if {member.stage for member in everyone} == set(range(settings.stages)) or lost_stages(view, settings.stages):
+        return None
+    moves = rebalance(fleet(everyone, (), facts, settings, now))
+    if not moves:
+        return None
+    to = {move.peer: move.stage for move in moves}
+
+    def moved(members: tuple[Member, ...]) -> tuple[Member, ...]:
+        return tuple(
+            msgspec.structs.replace(one, stage=to[one.peer], seat=NOWHERE) if one.peer in to else one for one in members
+        )
+
+    reasons = [move.reason for move in moves]
+    return Proposal(successor(view, reasons, members=moved(view.members), joining=moved(view.joining)), moves)
+
+
+def before_the_next_step(
+    members: tuple[Member, ...], joining: tuple[Member, ...], view: View, facts: Facts, settings: Settings, now: float
+) -> Fleet:
+    """What is known of these at the end of the view's step."""
+    known = fleet(members, joining, facts, settings, now)
+    return msgspec.structs.replace(known, left_s=left_s(view.step + 1, facts, settings))

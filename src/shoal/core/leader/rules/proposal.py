@@ -1,0 +1,29 @@
+"""What a rule proposes: the view that is to follow the agreed one, with the reason in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from shoal.core.leader.rebalance import Move
+from shoal.core.messages import View
+from shoal.core.replica_state import TEXT
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """`moves` and `norms` are what the leader remembers of its decision (facts.py, History)."""
+
+    view: View
+    moves: tuple[Move, ...] = ()
+    norms: tuple[float, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        return self.view.reason
+
+
+def successor(view: View, reasons: Iterable[str], **changes: Any) -> View:
+    """The view that follows `view`, with these changes and for these reasons. Every next view is made here."""
+    return msgspec.structs.replace(view, number=view.number + 1, reason="; ".join(reasons)[:TEXT], **changes)

@@ -1,0 +1,165 @@
+"""What the run does when a stage has no member left: with whose state it goes on, and from which step.
+
+Three ways, each under a new epoch, so that everything of the one before is void: with a replica that was only cut off and comes back with
+the state; from the newest checkpoint; or with a state made of its two neighbours'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.core.leader.facts import Facts
+from shoal.core.leader.membership import counting, owners_of
+from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.messages import Holding, Member, Rebuilt, Settings, View
+from shoal.core.planned import holder
+
+
+def empty_stages(view: View, stages: int) -> list[int]:
+    """Stages that no member serves."""
+    return sorted(set(range(stages)) - {member.stage for member in view.members})
+
+
+def lost_stages(view: View, stages: int) -> list[int]:
+    """Stages whose state nobody holds. Before an epoch's first step those are not counted that are made anew: from the checkpoint,
+    or from their neighbours. A peer that is moved to a lost stage has nothing to hold."""
+    if view.started:
+        return empty_stages(view, stages)
+    made = {one.stage for one in view.rebuilt}
+    return [stage for stage in empty_stages(view, stages) if view.kept and stage not in made]
+
+
+def take_back(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """A peer comes back with the state of a stage that lost its last member: all go on from this step.
+
+    The books of the step are void: a peer that was removed in the middle of it may have missed anything."""
+    if not view.started or not facts.requests.joins:
+        return None
+    empty = empty_stages(view, settings.stages)
+    wanted = {Holding(epoch=view.epoch, stage=stage, step=view.step): stage for stage in empty}
+    taken = {member.seat for member in view.members + view.joining}
+    back: tuple[Member, ...] = ()
+    for peer, asked in facts.requests.joins.items():
+        if asked.holds in wanted:
+            seat = holder(settings, asked.seat, wanted[asked.holds], taken)
+            back, taken = (*back, Member(peer, wanted[asked.holds], seat=seat)), taken | {seat}
+    if not back:
+        return None
+    words = ", ".join(f"{member.peer} comes back with the state of stage {member.stage}" for member in back)
+    members = view.members + back
+    account = counting(view.account, back, issued=-settings.microbatches if view.begun else 0)
+    after = successor(
+        view,
+        [f"{words}: step {view.step} begins again"],
+        members=members,
+        owners=owners_of(members, settings.microbatches),
+        epoch=view.epoch + 1,
+        kept=True,
+        rebuilt=(),
+        ahead=False,
+        begun=False,
+        since=view.number + 1,
+        last=None,
+        fenced=(),
+        account=msgspec.structs.replace(account, redone=account.redone + facts.booked),
+    )
+    return Proposal(after)
+
+
+def stage_lost(view: View, facts: Facts, settings: Settings, now: float) -> bool:
+    """A stage has lost every copy of its state, and the run is not over."""
+    over = view.step >= settings.steps and facts.saving.idle
+    return not over and bool(lost_stages(view, settings.stages))
+
+
+def recover(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """All go back to the newest checkpoint, or make the lost state from its neighbours. Not at once: a replica that was only cut off
+    may come back with it."""
+    if settings.lost == "wait" or now - facts.history.since(recover) < settings.lost_wait_s:
+        return None
+    lost = lost_stages(view, settings.stages)
+    why_not = ""
+    if settings.lost == "neighbours":
+        rebuilt, why_not = from_neighbours(lost, settings.stages, facts.history.norms)
+        if rebuilt and view.started:
+            return Proposal(_rebuilt(view, rebuilt, facts, settings))
+    return Proposal(_gone_back(view, lost[0], why_not, facts, settings))
+
+
+def _gone_back(view: View, stage: int, why_not: str, facts: Facts, settings: Settings) -> View:
+    """All go back to the newest checkpoint. `why_not`: what else was wanted, and what was in its way."""
+    saved = max(view.saved, facts.saving.published)
+    undone = (view.step - saved) * settings.microbatches
+    account = view.account
+    reason = (
+        f"stage {stage} lost its last replica: back from step {view.step} to the state of step {saved}, "
+        f"{view.step - saved} steps are trained again{why_not}"
+    )
+    return successor(
+        view,
+        [reason],
+        step=saved,
+        owners=(),
+        started=False,
+        fenced=(),
+        epoch=view.epoch + 1,
+        ahead=False,
+        begun=False,
+        since=view.number + 1,
+        last=None,
+        account=msgspec.structs.replace(
+            account,
+            issued=account.committed - undone,
+            committed=account.committed - undone,
+            undone=account.undone + undone,
+        ),
+        saved=saved,
+        kept=False,
+        rebuilt=(),
+    )
+
+
+def from_neighbours(lost: Sequence[int], stages: int, norms: tuple[float, ...]) -> tuple[tuple[Rebuilt, ...], str]:
+    """How the lost stages would be made from the two beside each, weighted by the squared norms of their last gradients
+    (CheckFree, arXiv 2506.15461); or why that is impossible. `norms`: by stage, () when none are known."""
+    for stage in lost:
+        if stage in (0, stages - 1):
+            return (), f"; stage {stage} has no two neighbours to be made from"
+        if {stage - 1, stage + 1} & set(lost):
+            return (), f"; a neighbour of stage {stage} is lost too"
+    norms = norms if len(norms) == stages else (1.0,) * stages
+    both = [norms[stage - 1] + norms[stage + 1] for stage in lost]
+    return tuple(
+        Rebuilt(stage=stage, below=norms[stage - 1] / whole if whole > 0 else 0.5)
+        for stage, whole in zip(lost, both, strict=True)
+    ), ""
+
+
+def _rebuilt(view: View, rebuilt: tuple[Rebuilt, ...], facts: Facts, settings: Settings) -> View:
+    """All go on from this step, with states made of their neighbours'."""
+    words = ", ".join(
+        f"stage {one.stage} lost its last replica and is made from its neighbours ({one.below:.0%} of the one below)"
+        for one in rebuilt
+    )
+    account = view.account
+    return successor(
+        view,
+        [f"{words}: nothing is undone, the loss will show it; step {view.step} begins again"],
+        owners=(),
+        started=False,
+        fenced=(),
+        epoch=view.epoch + 1,
+        kept=True,
+        rebuilt=rebuilt,
+        ahead=False,
+        begun=False,
+        since=view.number + 1,
+        last=None,
+        account=msgspec.structs.replace(
+            account,
+            issued=account.issued - settings.microbatches * (1 + view.begun),  # issued again when the step begins again
+            redone=account.redone + facts.booked,
+        ),
+    )

@@ -1,0 +1,54 @@
+"""The start of a first step, of the run or of an epoch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.core.leader.facts import Facts
+from shoal.core.leader.membership import arrived, counting, names, owners_of
+from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.messages import Member, Settings, View
+
+
+def every_stage_ready(view: View, facts: Facts, settings: Settings, now: float) -> bool:
+    """The first step has not begun, and every stage has a peer that holds its state."""
+    if view.started or (not view.epoch and len(facts.present) < settings.peers):
+        return False
+    return len({member.stage for member in _ready(view, facts)}) >= settings.stages
+
+
+def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """Begin the first step when enough peers hold their stage and no stage is empty."""
+    ready = _ready(view, facts)
+    if (
+        view.epoch
+    ):  # back at a checkpoint: with whoever is left, but nobody waits for ever for the slowest, not even for me
+        there = sum(member in ready for member in view.members)
+        waited = now - facts.history.since(start) >= settings.hold_s
+        enough = there == len(view.members) or (waited and 2 * there > len(view.members))
+    else:
+        enough = len(ready) >= settings.peers and facts.name in names(ready)
+    if not enough:
+        return None
+    rest = tuple(
+        msgspec.structs.replace(member, back=member.back or member in view.members)
+        for member in view.members + view.joining
+        if member not in ready
+    )
+    new = tuple(member for member in view.joining if member in ready) if view.epoch else ()  # since the first start
+    reason = f"{len(ready)} peers hold all {settings.stages} stages: step {view.step} begins"
+    view = successor(
+        view,
+        [reason],
+        members=arrived(ready, view.number + 1),
+        joining=rest,
+        owners=owners_of(ready, settings.microbatches),
+        started=True,
+        fenced=(),
+        account=counting(view.account, new, issued=settings.microbatches),
+    )
+    return Proposal(view)
+
+
+def _ready(view: View, facts: Facts) -> tuple[Member, ...]:
+    return tuple(member for member in view.members + view.joining if facts.ready(member, view))

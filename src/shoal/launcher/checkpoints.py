@@ -1,0 +1,172 @@
+"""Which checkpoint a run begins with: the newest whole one of its own, or none at all; another run's only when that is asked for.
+
+For `shoal run` and `shoal train` with and without --resume, `shoal join` and `shoal recover`, before anything starts.
+Checkpoints belong to the run whose authority's key they carry (docs/design/2026-11-22-checkpoints-belong-to-a-run.md). What
+cannot be decided without losing something is a ValueError that names every checkpoint concerned and says what would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.runtime.checkpoints import marker
+from shoal.runtime.checkpoints.catalog import Catalog, Entry, url_of, whose
+from shoal.runtime.checkpoints.marker import Training
+from shoal.shown import escaped
+from shoal.transport.identity.invite import Authority
+
+KEY = "authority.key"
+ADOPT = "take over what another run has saved at checkpoint.url: with --resume it becomes this run's, else it is kept under other names"
+
+
+def authority(directory: Path) -> str:
+    """The id of the key that the run in `directory` is named by; the first time a key is made."""
+    return Authority.load(directory / KEY).run
+
+
+def begin(config: Config, directory: Path, *, adopt: bool) -> None:
+    """A run begins anew, in a directory that is set aside: nothing that lies where it will save may be another run's, nor an earlier
+    session's. `adopt`: what lies there is renamed and kept."""
+    catalog = Catalog(url_of(config))
+    if catalog.within(directory):
+        return  # it is set aside with the directory
+    found = [entry for entry in catalog.entries() if not catalog.unfinished(entry)]
+    if not found:
+        return
+    if not adopt:
+        mine = authority(directory) if (directory / KEY).exists() else None
+        earlier = all(entry.training is not None and entry.training.authority == mine for entry in found)
+        raise ValueError(
+            f"checkpoint.url = {catalog.url} holds {listed(found)}. Nothing there was changed. "
+            + ("That is this run: add --resume to go on from them" if earlier else "Give another checkpoint.url")
+            + "; or --adopt to begin anew, with what is there kept under other names"
+        )
+    if not catalog.storage.local:
+        raise ValueError(
+            f"--adopt: {catalog.url} holds {listed(found)}, and this kind of storage cannot rename them; give another checkpoint.url"
+        )
+    for entry in found:
+        print(escaped(f"--adopt: {entry.path} is now {catalog.set_aside(entry.step, 'before')}"))
+
+
+def refuse_others(config: Config, run: str) -> None:
+    """For a guest in `run`: where it was told to write, no other run's checkpoints lie."""
+    catalog = Catalog(url_of(config), run)
+    others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
+    if others and config.checkpoint.url:  # else they are set aside with the directory
+        raise ValueError(
+            f"checkpoint.url = {catalog.url} holds {listed(others)}, not of the run of this invite; give another"
+        )
+
+
+def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0) -> Training | None:
+    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. `saved`: the step of
+    the newest, as far as the run's commits tell."""
+    run = authority(directory)
+    catalog = Catalog(url_of(config), run)
+    others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
+    if others and not adopt:
+        raise ValueError(
+            f"--resume: checkpoint.url = {catalog.url} holds {listed(others)}, and this is run {config.run.name!r} (key {run[:8]}, in "
+            f"{directory}). Nothing there was changed. Give that run's own run.name and run.dir, or another checkpoint.url; or add "
+            "--adopt, and they become this run's"
+        )
+    if others:
+        _take_over(catalog, config, others)
+    training, refused = catalog.soundest()
+    _refuse_unusable(catalog, training, refused)
+    if training is None and saved:
+        raise ValueError(
+            f"--resume: a checkpoint of step {saved} was saved, and none is at {catalog.url}. Put it back, or set "
+            "checkpoint.url to where it is; or give the command without --resume to begin at step 0"
+        )
+    if training is not None:
+        marker.refuse_foreign(training, config)
+    for entry in refused:
+        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
+        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
+            print(escaped(f"what is left of it is now {catalog.set_aside(entry.step)}"))
+    if training is not None and (training.step < saved or any(not catalog.unfinished(entry) for entry in refused)):
+        print(f"GOING BACK to step {training.step}: its checkpoint is the newest that is whole")
+    return training
+
+
+def saved_by(config: Config, run: str) -> int:
+    """The step of that run's newest whole checkpoint, 0 when it has saved none. For an operator who sends survivors back to it."""
+    catalog = Catalog(url_of(config), run)
+    training, refused = catalog.soundest()
+    lost = [entry for entry in refused if not catalog.unfinished(entry)]
+    for entry in lost:
+        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
+    if training is None and lost:
+        raise ValueError(
+            f"{catalog.url} holds no checkpoint of this run (key {run[:8]}) that is whole: {wrongs(lost)}; "
+            "put a whole copy of one there, or set checkpoint.url in the run's config.toml to where they are"
+        )
+    return training.step if training is not None else 0
+
+
+def listed(entries: Sequence[Entry]) -> str:
+    """Checkpoints by whose they are: `checkpoints of another run: steps 40, 50 and 60 of run 'a' (key ...)`."""
+    by_run: dict[str, list[int]] = {}
+    for entry in entries:
+        by_run.setdefault(whose(entry.training), []).append(entry.step)
+    words = [f"step{'s' if len(steps) > 1 else ''} {_joined(sorted(steps))} of {run}" for run, steps in by_run.items()]
+    return f"another run's checkpoints ({'; '.join(words)})"
+
+
+def wrongs(entries: Sequence[Entry]) -> str:
+    """Each checkpoint, and what is wrong with it."""
+    return "; ".join(f"{entry.path}: {entry.wrong}" for entry in entries)
+
+
+def _refuse_unusable(catalog: Catalog, training: Training | None, refused: Sequence[Entry]) -> None:
+    """Where progress would be lost without a word from the user, or overwritten later."""
+    lost = [entry for entry in refused if not catalog.unfinished(entry)]
+    if training is None and lost:
+        raise ValueError(
+            f"--resume: {catalog.url} holds {len(lost)} checkpoint{'s' if len(lost) > 1 else ''}, and none can be gone on "
+            f"from: {wrongs(lost)}. Put a whole copy of one there, or use the version of Shoal that wrote them; or give the "
+            "command without --resume to begin at step 0: what is there is then kept beside it"
+        )
+    unread = [entry for entry in lost if entry.wrong.startswith("foreign")]
+    if training is not None and unread:
+        raise ValueError(
+            f"--resume: {catalog.url} holds what this version cannot read, newer than the checkpoint of step {training.step}, which "
+            f"is whole: {wrongs(unread)}. Use the version of Shoal that wrote it, or move it away to go on from step {training.step}"
+        )
+
+
+def _take_over(catalog: Catalog, config: Config, others: Sequence[Entry]) -> None:
+    """What lies there becomes this run's: where it has a whole checkpoint of its own, the others' are renamed; else those of
+    the run that saved last get this run's key, after every byte of the newest was looked at."""
+    assert catalog.authority is not None
+    if any(not entry.wrong for entry in catalog.entries()):
+        aside = list(others)
+    else:
+        last = others[0].training
+        assert last is not None
+        theirs = Catalog(catalog.url, last.authority)
+        training, refused = theirs.soundest()
+        if training is None:
+            raise ValueError(f"--adopt: none of {listed(others)} is whole: {wrongs(refused)}")
+        marker.refuse_foreign(training, config)
+        mine = [entry for entry in others if entry.training is not None and entry.training.authority == last.authority]
+        damaged = {entry.step for entry in refused}
+        taken = [entry for entry in mine if entry.step not in damaged and not theirs.inspect(entry.step).wrong]
+        aside = [entry for entry in others if entry not in taken]
+        for entry in taken:
+            catalog.adopt(entry.step, config.run.name)
+        steps = _joined(sorted(entry.step for entry in taken))
+        print(escaped(f"--adopt: the checkpoints of steps {steps} of {whose(last)} are now this run's"))
+    for entry in aside:
+        if not catalog.storage.local:
+            raise ValueError(f"--adopt: {entry.path} ({whose(entry.training)}) cannot be renamed there; move it away")
+        print(escaped(f"--adopt: {entry.path} is now {catalog.set_aside(entry.step, 'before')}"))
+
+
+def _joined(steps: Sequence[int]) -> str:
+    words = [str(step) for step in steps]
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])

@@ -1,0 +1,1 @@
+"""Checkpoints: which there are and what is wrong with each, written stage by stage, read by any cut."""

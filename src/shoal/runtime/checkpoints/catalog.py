@@ -1,0 +1,180 @@
+"""Which checkpoints lie in a directory and what is wrong with each: read without torch, by whoever starts, resumes or recovers a run.
+
+checkpoint.py writes them and reads their tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+
+import msgspec
+
+from shoal.config import Config
+from shoal.runtime.checkpoints import marker
+from shoal.runtime.checkpoints.marker import MARKER, Training
+from shoal.runtime.checkpoints.storage import Storage
+
+STEP = re.compile(r"^step-(\d{1,15})$")
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A checkpoint found in the directory; `wrong` says why it cannot be used, '' for a complete one."""
+
+    step: int
+    path: str
+    wrong: str = ""
+    training: Training | None = None
+
+
+class Catalog:
+    """Checkpoints at a local path or any fsspec URL. `authority`: whose can be used, by the id of the run's key; None for anybody's.
+    ValueError when that kind of storage is not at hand."""
+
+    def __init__(self, url: str, authority: str | None = None) -> None:
+        self.authority = authority
+        self.storage = Storage(url)
+        self.url = url
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of `step` is, once published."""
+        return self.storage.path(folder(step))
+
+    def entries(self) -> list[Entry]:
+        """All that look like checkpoints here, newest first."""
+        steps = {int(found[1]) for name in self.storage.names() if (found := STEP.match(name))}
+        return [self.inspect(step) for step in sorted(steps, reverse=True)]
+
+    def newest(self) -> tuple[Training | None, tuple[str, ...]]:
+        """The newest complete checkpoint, and what is wrong with any newer one."""
+        refused: list[str] = []
+        for entry in self.entries():
+            if not entry.wrong:
+                return entry.training, tuple(refused)
+            refused.append(f"{entry.path}: {entry.wrong}")
+        return None, tuple(refused)
+
+    def soundest(self) -> tuple[Training | None, tuple[Entry, ...]]:
+        """The newest checkpoint of which every byte is what was written, and the newer ones, with what is wrong with each. Reads all of
+        them: as long as it takes to load one."""
+        refused: list[Entry] = []
+        for entry in self.entries():
+            wrong = entry.wrong or self.damage(entry)
+            if not wrong:
+                return entry.training, tuple(refused)
+            refused.append(msgspec.structs.replace(entry, wrong=wrong))
+        return None, tuple(refused)
+
+    def open(self, step: int) -> Training:
+        """The checkpoint of `step`. ValueError says what is wrong with it."""
+        entry = self.inspect(step)
+        if entry.training is None or entry.wrong:
+            raise ValueError(f"{entry.path}: {entry.wrong}")
+        return entry.training
+
+    def inspect(self, step: int) -> Entry:
+        """What training.json and the sizes of the files say; their content is not read."""
+        place, path = folder(step), self.path(step)
+        if self.storage.size(f"{place}/{MARKER}") is None:
+            if self.storage.size(f"{place}/config.json") is not None:
+                return Entry(step, path, f"foreign: no {MARKER}")
+            return Entry(step, path, f"torn: no {MARKER}; it was never finished")
+        with self.storage.open(f"{place}/{MARKER}") as handle:
+            text = handle.read()
+        try:
+            training = marker.decoded(text)
+        except marker.Unreadable as error:
+            return Entry(step, path, str(error))
+        if training.step != step:
+            return Entry(step, path, f"foreign: {MARKER} is of step {training.step}")
+        if self.authority is not None and training.authority != self.authority:
+            return Entry(step, path, f"of another run: {whose(training)}", training)
+        for name, file in sorted(training.files.items()):
+            size = self.storage.size(f"{place}/{name}") if _inside(name) else None
+            if size != file.bytes:
+                wrong = f"{name} is missing" if size is None else f"{name} has {size} bytes, not {file.bytes}"
+                return Entry(step, path, f"damaged: {wrong}", training)
+        if not marker.intact(text):
+            return Entry(step, path, f"damaged: {MARKER} is not what was written")
+        return Entry(step, path, "", training)
+
+    def damage(self, entry: Entry) -> str:
+        """What is wrong with the content of its files; '' when nothing is."""
+        assert entry.training is not None
+        for name, file in sorted(entry.training.files.items()):
+            try:
+                found = self.storage.hash(f"{folder(entry.step)}/{name}")
+            except OSError as error:  # a disk that fails, or somebody deletes it just now
+                return f"damaged: {name} cannot be read: {error.strerror or error}"
+            if found != file.sha256:
+                return f"damaged: {name} has SHA-256 {found[:16]}, not {file.sha256[:16]}"
+        return ""
+
+    def newest_bytes(self, beside: Path) -> int:
+        """Size of the newest checkpoint, if it lies on the same disk as `beside`, else 0: about what the next one will take."""
+        root = self.storage.root
+        if not self.storage.local:
+            return 0
+        try:
+            if os.stat(root).st_dev != os.stat(beside).st_dev:
+                return 0
+            found = self.storage.names()
+            step = max((int(match[1]) for name in found if (match := STEP.match(name))), default=None)
+            place = Path(root, f"step-{step}")
+            return sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) if step is not None else 0
+        except OSError:  # there is none yet, or it is deleted just now
+            return 0
+
+    def within(self, directory: Path) -> bool:
+        """Do they lie in that directory?"""
+        return self.storage.local and Path(self.storage.root).resolve().is_relative_to(directory.resolve())
+
+    def adopt(self, step: int, name: str) -> None:
+        """Another run's checkpoint becomes this one's, called `name`."""
+        assert self.authority is not None
+        with self.storage.open(f"{folder(step)}/{MARKER}") as handle:
+            training = marker.decoded(handle.read())
+        adopted = (*training.adopted, training.authority)
+        training = msgspec.structs.replace(training, run=name, authority=self.authority, adopted=adopted)
+        self.storage.write(f"{folder(step)}/{MARKER}", [memoryview(marker.encoded(training))])
+
+    def unfinished(self, entry: Entry) -> bool:
+        """Is this what a storage that cannot rename holds of a checkpoint while it is written?"""
+        return not self.storage.local and entry.wrong.startswith("torn")
+
+    def set_aside(self, step: int, ending: str = "damaged") -> str:
+        """Take a checkpoint out of the way of the one that will be written in its place. Returns where it is now."""
+        if not self.storage.local:  # it cannot be renamed; without this file it does not count
+            self.storage.delete(f"{folder(step)}/{MARKER}")
+            return f"{self.path(step)}, without its {MARKER}"
+        number, aside = 1, f"{folder(step)}.{ending}"
+        while self.storage.exists(aside):
+            number += 1
+            aside = f"{folder(step)}.{ending}.{number}"
+        self.storage.rename(folder(step), aside)
+        return self.storage.path(aside)
+
+
+def url_of(config: Config) -> str:
+    """Where a run of that configuration keeps its checkpoints."""
+    return config.checkpoint.url or posixpath.join(config.run.dir, config.run.name, "checkpoints")
+
+
+def whose(training: Training | None) -> str:
+    """The run that a checkpoint belongs to, in words."""
+    if training is None:
+        return "nobody known"
+    key = f"key {training.authority[:8]}" if training.authority else "from before checkpoints carried their run's key"
+    return f"run {training.run!r} ({key})"
+
+
+def folder(step: int) -> str:
+    """Of a published checkpoint."""
+    return f"step-{step}"
+
+
+def _inside(name: str) -> bool:
+    """Whether a file's name stays in its checkpoint: training.json may come from anyone."""
+    return not posixpath.isabs(name) and ".." not in name.split("/")

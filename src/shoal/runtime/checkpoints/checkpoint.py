@@ -1,0 +1,301 @@
+"""Checkpoints of a whole run: written stage by stage by different peers, made visible at once, read by any cut.
+
+`URL/step-N/` is a Hugging Face model directory (config, safetensors shards with their index, tokenizer) with, beside it,
+the optimizer's state (`optimizer/`) and `training.json` (marker.py): step, cursor, schedule, seed, configuration, size and SHA-256 of
+every file. A checkpoint without `training.json` does not count. Locally all is written in a hidden directory that is
+renamed at the end; on other storage, which cannot rename, `training.json` is simply written last. When to save, who
+writes and who publishes is core's matter; an error is its caller's to report, and leaves older checkpoints as they are.
+Which checkpoints there are, and what is wrong with them: catalog.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.config import Config
+from shoal.runtime import state as states
+from shoal.runtime.checkpoints import marker
+from shoal.runtime.checkpoints.catalog import STEP, Catalog, folder
+from shoal.runtime.checkpoints.marker import FORMAT, MARKER, Training
+from shoal.runtime.checkpoints.storage import File
+from shoal.runtime.state import State
+
+INDEX = "model.safetensors.index.json"
+MODEL = "model/"  # prefix of parameters in a stage's state; all else is the optimizer's
+KEY_LENGTH = 8  # letters of the run's key in the name of what is not a checkpoint yet, or no more: 40 bits
+HIDDEN = re.compile(r"^\.step-(\d{1,15})\.([0-9a-z]*\.)?(part|gone)$")
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer tells of the shard that it wrote."""
+
+    step: int
+    stage: int
+    stages: int
+    model: File
+    optimizer: File
+    tensors: tuple[str, ...]  # names in the model's file
+    values_bytes: int  # of those tensors
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a checkpoint says of its run beside the tensors. `files`: the model's configuration, the tokenizer."""
+
+    config: Config
+    data: str
+    data_note: str
+    files: dict[str, bytes]
+
+
+class Store:
+    """Checkpoints at a local path or any fsspec URL, of the run with that key's id: another run's are never read, overwritten or deleted.
+    None: nobody's in particular, and all are alike. ValueError when that kind of storage is not at hand."""
+
+    def __init__(self, url: str, authority: str | None = None) -> None:
+        self.catalog = Catalog(url, authority)
+        self.url = url
+        self._storage = self.catalog.storage
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of `step` is, once published."""
+        return self.catalog.path(step)
+
+    def write_shard(self, step: int, stage: int, stages: int, state: State) -> str:
+        """Write a stage's parameters and optimizer state. Returns the record that `publish` wants, as JSON.
+
+        One checkpoint is written at a time: what was begun for older steps is given up, and would only take space.
+        OSError (no space, no access): this shard's files are removed again. ValueError: what lies there is not this run's."""
+        self._refuse_taken(step)
+        self._sweep(before=step)
+        draft = self._unfinished(step)
+        if not self._storage.local:
+            self._storage.delete(f"{draft}/{MARKER}")  # what was there under this step is being replaced
+        model = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+        optimizer = {name: tensor for name, tensor in state.items() if not name.startswith(MODEL)}
+        note = {"format": "pt", "step": str(step), "stage": str(stage)}
+        names = _shard_names(stage, stages)
+        files = []
+        try:
+            for name, tensors in zip(names, (model, optimizer), strict=True):
+                files.append(self._storage.write(f"{draft}/{name}", states.stream(tensors, note)))
+        except BaseException:
+            for name in names:
+                self._storage.delete(f"{draft}/{name}")
+            raise
+        size = sum(tensor.numel() * tensor.element_size() for tensor in model.values())
+        record = Record(step, stage, stages, files[0], files[1], tuple(model), size)
+        return msgspec.json.encode(record).decode()
+
+    def publish(self, step: int, records: Iterable[str], about: About) -> str:
+        """Make the checkpoint of `step` whole and visible, and return its path. Asked again, it answers the same.
+
+        ValueError: the records are not one of each stage, or a shard is not here. OSError: as the storage has it."""
+        shards = _checked(step, records)
+        files = {name: file for shard in shards for name, file in _files_of(shard).items()}
+        self._refuse_taken(step)
+        ours = self.catalog.inspect(step)
+        if ours.training is not None and not ours.wrong and files.items() <= ours.training.files.items():
+            return self.path(step)
+        draft = self._unfinished(step)
+        for name, file in files.items():
+            if self._storage.size(f"{draft}/{name}") != file.bytes:
+                raise ValueError(f"{name} of step {step} is not at {self.url}, which must be one place for all peers")
+        for name, content in {**about.files, INDEX: _index(shards)}.items():
+            files[name] = self._storage.write(f"{draft}/{name}", [memoryview(content)])
+        training = marker.encoded(_training(step, shards, about, files, self.catalog.authority or ""))
+        self._storage.write(f"{draft}/{MARKER}", [memoryview(training)])
+        if self._storage.local:
+            self._reveal(step, {*files, MARKER})
+        return self.path(step)
+
+    def prune(self, keep: int) -> tuple[str, ...]:
+        """Delete this run's checkpoints but the newest `keep` (0: none), and what was left unfinished before them."""
+        whole = [entry for entry in self.catalog.entries() if not entry.wrong]
+        old = [entry.step for entry in whole[keep:]] if keep > 0 else []
+        for step in old:
+            self._remove(step)
+        if whole:
+            self._sweep(before=whole[0].step)
+        return tuple(self.path(step) for step in old)
+
+    def load(self, step: int, like: State) -> dict[str, torch.Tensor]:
+        """The tensors that `like` has, in its order, from whichever shards hold them: any cut reads any other's.
+
+        ValueError: files were damaged, or it is a checkpoint of another model."""
+        training = self.catalog.open(step)
+        found: dict[str, torch.Tensor] = {}
+        for name, file in sorted(training.files.items()):
+            if name.endswith(".safetensors"):
+                found |= self._load_file(step, name, file, like)
+        for name, tensor in like.items():
+            here = found.get(name)
+            if here is None or here.shape != tensor.shape or here.dtype != tensor.dtype:
+                what = "does not hold it" if here is None else f"has {_shaped(here)}"
+                raise ValueError(f"{self.path(step)}: foreign: the model has {name}, {_shaped(tensor)}; this {what}")
+        return {name: found[name] for name in like}
+
+    def _load_file(self, step: int, name: str, file: File, like: State) -> dict[str, torch.Tensor]:
+        prefix = "" if name.startswith("optimizer/") else MODEL
+        sha = hashlib.sha256()
+        with self._storage.open(f"{folder(step)}/{name}") as handle:
+
+            def read(count: int) -> bytes:
+                data: bytes = handle.read(count)
+                sha.update(data)
+                return data
+
+            if not _holds(handle, prefix, like):
+                return {}
+            try:
+                tensors, _ = states.unpack(read, lambda short: prefix + short in like)
+            except ValueError as error:
+                raise ValueError(f"{self.path(step)}: damaged: {name}: {error}") from error
+        if sha.hexdigest() != file.sha256:
+            raise ValueError(
+                f"{self.path(step)}: damaged: {name} has SHA-256 {sha.hexdigest()[:16]}, not {file.sha256[:16]}"
+            )
+        return {prefix + short: tensor for short, tensor in tensors.items()}
+
+    def _refuse_taken(self, step: int) -> None:
+        """ValueError: something else lies where the checkpoint of `step` belongs."""
+        entry = self.catalog.inspect(step)
+        unmarked = not self._storage.local and entry.training is None and MARKER in entry.wrong and "no " in entry.wrong
+        if entry.wrong.startswith(("of another run", "foreign")) and not unmarked:
+            raise ValueError(
+                f"{entry.path} is there, {entry.wrong}: it is not overwritten; give another checkpoint.url"
+            )
+
+    def _unfinished(self, step: int) -> str:
+        return self._hidden(step, "part") if self._storage.local else folder(step)
+
+    def _hidden(self, step: int, ending: str) -> str:
+        """What is written, or deleted, under a name that no other run's peers touch."""
+        key = f"{self.catalog.authority[:KEY_LENGTH]}." if self.catalog.authority else ""
+        return f".step-{step}.{key}{ending}"
+
+    def _reveal(self, step: int, names: set[str]) -> None:
+        draft = self._unfinished(step)
+        self._storage.keep_only(draft, names)  # without drafts of peers that died while writing
+        if self._storage.exists(folder(step)):
+            self._hide(step)
+        self._storage.rename(draft, folder(step))
+        self._storage.sync()
+        self._storage.delete_folder(self._hidden(step, "gone"))
+
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint so that at no moment half of it looks whole."""
+        if self._storage.local:
+            self._hide(step)
+            self._storage.delete_folder(self._hidden(step, "gone"))
+        else:
+            self._storage.delete(f"{folder(step)}/{MARKER}")
+            self._storage.delete_folder(folder(step))
+
+    def _hide(self, step: int) -> None:
+        gone = self._hidden(step, "gone")
+        self._storage.delete_folder(gone)  # left by a peer that died while deleting
+        self._storage.rename(folder(step), gone)
+
+    def _sweep(self, before: int) -> None:
+        """Delete what was begun for older steps and never finished."""
+        for name in self._storage.names():
+            hidden, step = HIDDEN.match(name), STEP.match(name)
+            if (
+                self._storage.local
+                and hidden
+                and int(hidden[1]) < before
+                and name == self._hidden(int(hidden[1]), hidden[3])
+            ):
+                self._storage.delete_folder(name)  # a late writer may be in it
+            elif step and int(step[1]) < before and self.catalog.unfinished(self.catalog.inspect(int(step[1]))):
+                self._storage.delete_folder(name)  # another peer sweeps too
+
+
+def about(config: Config, data: str, data_note: str) -> About:
+    """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
+    from shoal.model import boundary
+    from shoal.model.families import cuts, hf_config
+    from shoal.runtime.data import open_tokenizer
+
+    if config.device.executor == "emulated":
+        return About(config, data, data_note, {"config.json": json.dumps({"model_type": "emulated"}).encode()})
+    hf = hf_config(config)
+    told = hf.to_json_string(use_diff=False)
+    blocks = cuts(config, hf.num_hidden_layers)
+    described = {"config.json": boundary.described(told, config.model.boundary, blocks) if blocks else told.encode()}
+    return About(config, data, data_note, described | open_tokenizer(config.data.tokenizer).files())
+
+
+def _holds(handle: Any, prefix: str, like: State) -> bool:
+    """Whether the header names any tensor of `like`; one that cannot be read is for `unpack` to refuse."""
+    size = int.from_bytes(handle.read(8), "little")
+    try:
+        places = states.parse(handle.read(min(size, states.MAX_HEADER_BYTES)))[0]
+    except ValueError:
+        return True
+    finally:
+        handle.seek(0)
+    return any(prefix + short in like for short in places)
+
+
+def _shard_names(stage: int, stages: int) -> tuple[str, str]:
+    number = f"{stage + 1:05}-of-{stages:05}"
+    return f"model-{number}.safetensors", f"optimizer/stage-{number}.safetensors"
+
+
+def _files_of(shard: Record) -> dict[str, File]:
+    return dict(zip(_shard_names(shard.stage, shard.stages), (shard.model, shard.optimizer), strict=True))
+
+
+def _checked(step: int, records: Iterable[str]) -> list[Record]:
+    """The records, which came from other peers, one of each stage in order."""
+    try:
+        shards = [msgspec.json.decode(record, type=Record) for record in records]
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a record of step {step} cannot be read: {error}") from error
+    shards.sort(key=lambda shard: shard.stage)
+    wanted = [(step, stage, len(shards)) for stage in range(len(shards))]
+    found = [(shard.step, shard.stage, shard.stages) for shard in shards]
+    if not shards or found != wanted:
+        raise ValueError(f"records of (step, stage, stages) {found} are not one of each stage of step {step}")
+    return shards
+
+
+def _index(shards: list[Record]) -> bytes:
+    names: dict[str, str] = {}
+    for shard in shards:
+        for name in shard.tensors:
+            names.setdefault(name, _shard_names(shard.stage, shard.stages)[0])
+    size = sum(shard.values_bytes for shard in shards)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}, indent=2).encode()
+
+
+def _training(step: int, shards: list[Record], about: About, files: dict[str, File], authority: str) -> Training:
+    config, train = about.config, about.config.train
+    return Training(
+        format=FORMAT,
+        run=config.run.name,
+        step=step,
+        cursor=step * train.batch * train.local_steps,
+        samples=step * train.batch * train.local_steps,
+        seed=config.run.seed,
+        stages=len(shards),
+        schedule=marker.schedule(train, step, config.run.steps),
+        data=about.data,
+        data_note=about.data_note,
+        config=config,
+        files=dict(sorted(files.items())),
+        authority=authority,
+        model=marker.model_digest(config),
+    )
+
+
+def _shaped(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

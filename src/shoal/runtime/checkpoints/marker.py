@@ -1,0 +1,129 @@
+"""training.json, the file that makes a directory a checkpoint: what it says, how it is sealed, whether this run can go on from it.
+
+For catalog.py and checkpoint.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import msgspec
+
+from shoal.config import Config, Model, Train
+from shoal.runtime.checkpoints.storage import File
+
+FORMAT = 1
+MARKER = "training.json"
+SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"')
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """Where the learning rate's schedule stands: `step` of `steps`."""
+
+    kind: str
+    step: int
+    steps: int
+    warmup: int
+    peak: float
+    final_ratio: float
+
+
+class Training(msgspec.Struct, frozen=True):
+    """training.json."""
+
+    format: int
+    run: str
+    step: int  # steps done: parameters are those with which step `step` is trained
+    cursor: int  # number of the next sample
+    samples: int  # trained on so far, each once
+    seed: int
+    stages: int
+    schedule: Schedule
+    data: str  # digest of the samples
+    data_note: str
+    config: Config
+    files: dict[str, File]
+    authority: str = ""  # id of the key that founded the run; before November 2026 none was written
+    model: str = ""  # digest of what the model is; likewise
+    adopted: tuple[str, ...] = ()  # keys of the runs whose it was before, by `--adopt`
+    seal: str = "0" * 64  # SHA-256 of this file, with zeros here; before November 2026 there was none
+
+
+class Unreadable(ValueError):
+    """Why a training.json is none of this version's: 'damaged: ...' or 'foreign: ...'."""
+
+
+def encoded(training: Training) -> bytes:
+    """The file's content, sealed."""
+    return _sealed(msgspec.json.format(msgspec.json.encode(training), indent=2))
+
+
+def decoded(text: bytes) -> Training:
+    """Unreadable says why it cannot be used. Whether it is as it was written, `intact` says."""
+    try:
+        found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        number = msgspec.json.decode(found.get("format", msgspec.Raw(b"null")))
+        if number != FORMAT:
+            raise Unreadable(f"foreign: {MARKER} has format {number!r}, this version reads {FORMAT}")
+        return msgspec.json.decode(msgspec.json.encode(found), type=Training)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Unreadable(f"damaged: {MARKER} cannot be read: {error}") from error
+
+
+def intact(text: bytes) -> bool:
+    """Is every byte what was written? True of files from before there were seals."""
+    return b'"seal"' not in text or (len(SEAL.findall(text)) == 1 and _sealed(text) == text)
+
+
+def schedule(train: Train, step: int, steps: int) -> Schedule:
+    local = train.local_steps
+    return Schedule(train.schedule, step * local, steps * local, train.warmup, train.learning_rate, train.final_ratio)
+
+
+def model_digest(config: Config) -> str:
+    """Of what the model is: its settings, the seed, and for a pretrained one the configuration in its directory, wherever that lies now."""
+    plain = msgspec.to_builtins(Model())
+    settings = {name: value for name, value in msgspec.to_builtins(config.model).items() if value != plain[name]}
+    settings.pop("path", None)  # settings at their defaults are left out, so that a new one changes no digest
+    sha = hashlib.sha256(msgspec.json.encode([sorted(settings.items()), config.run.seed]))
+    if config.model.path:
+        sha.update((Path(config.model.path) / "config.json").read_bytes())
+    return sha.hexdigest()
+
+
+def refuse_foreign(training: Training, config: Config, data: str = "") -> None:
+    """ValueError when a run of this configuration and data cannot go on from that checkpoint. `data`: digest of the samples; '' where
+    nobody has opened them."""
+    theirs = training.config
+    pairs: list[tuple[str, object, object]] = [
+        (f"model.{name}", getattr(theirs.model, name), getattr(config.model, name))
+        for name in config.model.__struct_fields__
+    ]
+    pairs += [
+        *([("run.stages", theirs.run.stages, config.run.stages)] if config.model.boundary != "none" else []),
+        ("train.batch", theirs.train.batch, config.train.batch),  # the cursor is counted in it
+        ("train.moments", theirs.train.moments, config.train.moments),
+        ("train.local_steps", theirs.train.local_steps, config.train.local_steps),
+        ("data.sequence", theirs.data.sequence, config.data.sequence),
+        ("run.seed", theirs.run.seed, config.run.seed),
+        *([("data (SHA-256 of the samples)", training.data[:16], data[:16])] if data else []),
+        *(
+            [("model (SHA-256 of its description)", training.model[:16], model_digest(config)[:16])]
+            if data and training.model
+            else []
+        ),
+    ]
+    for name, there, here in pairs:
+        if there != here:
+            raise ValueError(
+                f"the checkpoint of step {training.step} of run {training.run!r} has {name} = {there!r}, this run has "
+                f"{here!r}; set it back, or start from its weights alone with model.path"
+            )
+
+
+def _sealed(text: bytes) -> bytes:
+    """With the SHA-256 of the whole in its place, computed with zeros there."""
+    zeros = SEAL.sub(b'"seal": "' + b"0" * 64 + b'"', text)
+    return SEAL.sub(b'"seal": "' + hashlib.sha256(zeros).hexdigest().encode() + b'"', zeros)

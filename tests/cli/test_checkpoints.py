@@ -1,0 +1,157 @@
+"""Which checkpoint a run begins with: its own, every byte of which is whole; another run's only with --adopt; never step 0 in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.test_train import SMALL, summary, text, trained
+
+from shoal.cli import main
+from shoal.launcher import checkpoints
+from shoal.runtime.checkpoints.catalog import Catalog
+
+__all__ = ["text"]  # a fixture
+
+CK = "checkpoint.url=CK"
+
+
+def steps() -> list[int]:
+    return sorted(int(path.name[5:]) for path in Path("CK").glob("step-*") if path.name[5:].isdigit())
+
+
+def content() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(Path("CK").rglob("*")) if path.is_file()}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said when that is refused; what lies in CK is untouched."""
+    before = content()
+    assert trained(*words) == main.USER_ERROR
+    assert content() == before
+    return capsys.readouterr().err
+
+
+def test_another_runs_directory_is_refused_at_the_start_and_nothing_there_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert trained(CK) == 0
+    key = checkpoints.authority(Path("runs/one"))
+    said = refusal(capsys, CK, "run.name=two", "run.steps=2")
+    assert f"checkpoint.url = CK holds another run's checkpoints (steps 2 and 4 of run 'one' (key {key[:8]}))" in said
+    assert "Give another checkpoint.url; or --adopt to begin anew" in said
+    assert not Path("runs/two/commits.jsonl").exists()
+    said = refusal(capsys, CK, "run.name=two", "--resume")
+    assert "steps 2 and 4 of run 'one'" in said and "this is run 'two'" in said and "--adopt" in said
+    said = refusal(capsys, CK)  # the same name, without --resume: another run
+    assert "That is this run: add --resume to go on from them" in said
+    assert Path("runs/one/summary.json").exists(), "it was not set aside"
+    assert trained(CK, "run.steps=6", "--resume") == 0
+    assert (summary()["steps"], summary()["balanced"]) == (6, True)
+
+
+def test_what_another_run_saved_becomes_this_runs_only_by_adopt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK) == 0
+    assert trained(CK, "run.name=two", "run.steps=6", "--resume", "--adopt") == 0
+    assert "the checkpoints of steps 2 and 4 of run 'one'" in capsys.readouterr().out
+    two = checkpoints.authority(Path("runs/two"))
+    assert [(entry.step, entry.wrong) for entry in Catalog("CK", two).entries()] == [(6, ""), (4, ""), (2, "")]
+    assert "steps 2, 4 and 6 of run 'two'" in refusal(capsys, CK, "--resume"), "the first run does not take them back"
+
+
+def test_beginning_anew_with_adopt_keeps_what_was_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK) == 0
+    kept = (Path("CK/step-4/training.json")).read_bytes()
+    assert trained(CK, "run.name=two", "run.steps=2", "--adopt") == 0
+    assert steps() == [2]
+    assert Path("CK/step-4.before/training.json").read_bytes() == kept
+    assert "step-4.before" in capsys.readouterr().out
+
+
+def test_an_adopted_checkpoint_of_another_model_is_refused_and_keeps_its_owner(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert trained(CK) == 0
+    said = refusal(capsys, CK, "run.name=two", "--resume", "--adopt", "model.layers=2")
+    assert "has model.layers = 3, this run has 2" in said
+
+
+def test_checkpoints_from_before_there_were_keys_are_nobodys_until_adopted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK) == 0
+    for path in Path("CK").glob("step-*/training.json"):
+        found = json.loads(path.read_text())
+        for name in ("authority", "model", "adopted", "seal"):
+            del found[name]
+        path.write_text(json.dumps(found))
+    assert "from before checkpoints carried their run's key" in refusal(capsys, CK, "run.steps=6", "--resume")
+    assert trained(CK, "run.steps=6", "--resume", "--adopt") == 0
+    assert (summary()["steps"], summary()["balanced"]) == (6, True)
+
+
+def test_an_operator_is_given_the_newest_whole_checkpoint_of_that_run_only() -> None:
+    assert trained(CK) == 0
+    from shoal.cli.train import configured
+
+    config, run = configured([*SMALL, CK]), checkpoints.authority(Path("runs/one"))
+    assert checkpoints.saved_by(config, run) == 4
+    damage("step-4")
+    assert checkpoints.saved_by(config, run) == 2
+    damage("step-2")
+    with pytest.raises(ValueError, match=r"of this run .* that is whole: .*/CK/step-4: damaged.*/CK/step-2: damaged"):
+        checkpoints.saved_by(config, run)
+    with pytest.raises(ValueError, match=r"CK/step-4: of another run: run 'one'"):
+        checkpoints.saved_by(config, "z" * 32)
+
+
+def test_resume_names_each_checkpoint_and_what_is_wrong_where_none_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK) == 0
+    damage("step-4")
+    newer_format("step-2")
+    said = refusal(capsys, CK, "run.steps=6", "--resume")
+    assert "CK holds 2 checkpoints, and none can be gone on from: " in said
+    assert "/CK/step-4: damaged: model-00001-of-00001.safetensors has SHA-256" in said
+    assert "/CK/step-2: foreign: training.json has format 99, this version reads 1" in said
+    assert "give the command without --resume to begin at step 0" in said
+
+
+def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_said_to_be_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert trained(CK) == 0
+    damage("step-4")
+    assert trained(CK, "run.steps=6", "--resume") == 0
+    said = capsys.readouterr().out
+    assert "/CK/step-4: damaged: model-00001-of-00001.safetensors has SHA-256" in said and "step-4.damaged" in said
+    assert "GOING BACK to step 2: its checkpoint is the newest that is whole" in said
+    assert "2 steps that were committed after step 2 are undone and trained again" in said
+    assert (summary()["steps"], summary()["undone"], summary()["balanced"]) == (6, 8, True)
+
+
+def test_what_a_newer_version_wrote_is_never_passed_over_and_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK) == 0
+    newer_format("step-4")
+    said = refusal(capsys, CK, "run.steps=6", "--resume")
+    assert "newer than the checkpoint of step 2" in said and "/CK/step-4: foreign: training.json has format 99" in said
+
+
+def test_resume_begins_at_step_0_only_where_nothing_was_ever_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(CK, "--resume") == 0
+    assert "--resume: there is no checkpoint in CK yet: training begins at step 0" in capsys.readouterr().out
+    Path("CK").rename("moved")
+    said = refusal(capsys, CK, "run.steps=6", "--resume")
+    assert "a checkpoint of step 2 was saved, and none is at CK" in said
+    Path("moved").rename("CK")
+    assert trained(CK, "run.steps=6", "--resume") == 0
+
+
+def newer_format(name: str) -> None:
+    path = Path("CK", name, "training.json")
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+
+
+def damage(name: str) -> None:
+    """One bit of its weights."""
+    path = next(Path("CK", name).glob("model-*.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
