@@ -10,9 +10,9 @@ from tests.core.test_server import SETTINGS as SERVED
 from shoal.core.messages import (
     Add,
     Apply,
-    AskBooks,
     Booking,
     Books,
+    BooksRequest,
     Busy,
     Committed,
     Cut,
@@ -281,11 +281,11 @@ def test_the_books_of_the_step_under_way_outlive_the_one_that_is_opened_again() 
     play.view(a_view(3, begun=True, since=3))
     play.done(running, loss=1.0)  # it is in the sum of step 1, so it is in its books
     assert [booking.index for booking in play.server.books] == [0, 1] and not play.tasks()
-    play.hear(OTHER, AskBooks(0, 0, 3))
+    play.hear(OTHER, BooksRequest(0, 0, 3))
     assert play.sends(Books)[0][1].indices == (0, 1)
     play.view(ahead(4, since=4))
     assert [booking.index for booking in play.server.books] == [0]
-    play.hear(OTHER, AskBooks(0, 1, 4))
+    play.hear(OTHER, BooksRequest(0, 1, 4))
     assert play.sends(Books)[0][1] == Books(0, 1, 4, 1, (0,)), "of the step that was asked for, or nobody hears it"
     play.backward(0, 5 << 20, step=1, view=4)
     assert not play.tasks() and [message.attempt for _, message, _ in play.sends(Gradient)] == [5 << 20]
@@ -297,7 +297,7 @@ def test_books_are_not_told_while_a_former_owners_backward_runs() -> None:
     running = play.task(RunBackward)
     play.view(a_view(3, begun=True, since=3))
     play.view(ahead(4, since=4))
-    play.hear(OTHER, AskBooks(0, 1, 4))
+    play.hear(OTHER, BooksRequest(0, 1, 4))
     assert not play.sends(Books)
     play.done(running, loss=1.0)
     assert play.sends(Books)[0][1].indices == (0,)
@@ -325,7 +325,7 @@ def test_an_owner_that_goes_on_with_a_step_asks_what_of_it_is_booked() -> None:
 
     def asked(view: View) -> tuple[set[int], list[int]]:
         commands = trainer.on_view(view, 0.0)
-        books = {c.message.step for c in commands if hasattr(c, "message") and isinstance(c.message, AskBooks)}
+        books = {c.message.step for c in commands if hasattr(c, "message") and isinstance(c.message, BooksRequest)}
         return books, [c.task.step for c in commands if hasattr(c, "task") and isinstance(c.task, Fetch)]
 
     trainer.on_view(a_view(1, started=False), 0.0)

@@ -10,13 +10,11 @@ import pytest
 from shoal.core.messages import (
     Add,
     Apply,
-    AskBooks,
-    AskPublish,
-    AskSave,
     Backward,
     BlobRef,
     Booking,
     Books,
+    BooksRequest,
     Boundary,
     Busy,
     Cancel,
@@ -40,6 +38,7 @@ from shoal.core.messages import (
     Part,
     Pending,
     Published,
+    PublishRequest,
     Query,
     Rebuilt,
     Recall,
@@ -55,6 +54,7 @@ from shoal.core.messages import (
     RunPublish,
     RunSave,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     Share,
@@ -515,7 +515,7 @@ def test_books_wait_for_the_view_and_for_what_a_former_owner_runs() -> None:
     play.book(0)
     play.backward(1, 1)
     running = play.task(RunBackward)
-    play.hear(OWNER, AskBooks(0, 0, 2))
+    play.hear(OWNER, BooksRequest(0, 0, 2))
     assert play.commands == []
     play.view(without(OTHER))
     assert play.sends(Books) == []
@@ -536,7 +536,7 @@ def test_an_owner_that_left_and_came_back_in_one_step_is_another_one(skipped: bo
     back = tuple(msgspec.structs.replace(one, since=3) if one.peer == OTHER else one for one in MEMBERS)
     play.view(a_view(3, back))
     assert not skipped or play.dropped() == list(waiting)
-    play.hear(OTHER, AskBooks(0, 0, 3))
+    play.hear(OTHER, BooksRequest(0, 0, 3))
     assert play.sends(Books) == []  # it is running what OTHER asked for before and knows nothing of
     late = play.backward(3, 2)
     assert play.dropped() == list(late) and play.sends(Busy) == []
@@ -551,7 +551,7 @@ def test_books_do_not_wait_for_what_the_present_owner_runs() -> None:
     play = Play()
     play.backward(0, 1)
     play.view(without(OTHER))
-    play.hear(OWNER, AskBooks(0, 0, 2))
+    play.hear(OWNER, BooksRequest(0, 0, 2))
 
     assert play.sends(Books) == [(OWNER, Books(0, 0, 2, 1, ()), ())]
 
@@ -1202,16 +1202,16 @@ def saving() -> Play:
 def test_a_shard_is_written_once_and_answered_as_often_as_asked() -> None:
     play = saving()
     apply = play.task(Apply)
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
     assert play.commands == []  # that version is being made
     play.done(apply)
     task = play.task(RunSave)
     assert (task.stage, task.step) == (1, 1)
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
     assert play.commands == []
     play.done(task, record="{}")
     assert play.sends(Saved) == [(OWNER, Saved(0, 1, 1, "{}"), ())]
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
 
     assert play.sends(Saved) == [(OWNER, Saved(0, 1, 1, "{}"), ())] and play.tasks() == []
 
@@ -1219,28 +1219,28 @@ def test_a_shard_is_written_once_and_answered_as_often_as_asked() -> None:
 def test_a_shard_that_fails_is_tried_again_when_asked_again() -> None:
     play = saving()
     play.done(play.task(Apply))
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
     play.fail(play.task(RunSave), "disk is full")
     assert [m.failed for _, m, _ in play.sends(Saved)] == ["disk is full"]
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
 
     assert play.task(RunSave).step == 1
 
 
 def test_without_a_copy_the_leader_is_told_to_ask_another() -> None:
     play = Play()
-    play.hear(OWNER, AskSave(0, 0))
+    play.hear(OWNER, SaveRequest(0, 0))
 
     assert "no copy" in play.sends(Saved)[0][1].failed
 
 
 def test_publishing_is_done_once_and_answered_as_often_as_asked() -> None:
     play = Play()
-    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    play.hear(OWNER, PublishRequest(0, 1, ("{}", "{}")))
     task = play.task(RunPublish)
-    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    play.hear(OWNER, PublishRequest(0, 1, ("{}", "{}")))
     assert play.commands == []
     play.done(task, record="runs/x")
-    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    play.hear(OWNER, PublishRequest(0, 1, ("{}", "{}")))
 
     assert play.sends(Published) == [(OWNER, Published(0, 1, "runs/x"), ())] and play.tasks() == []

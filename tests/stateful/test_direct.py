@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
+    BooksRequest,
     Boundary,
     Cancel,
     Command,
@@ -47,7 +47,7 @@ from shoal.core.server.hops import Hops
 from shoal.core.server.verdict import Request
 from shoal.core.trainer.trainer import Trainer
 
-TO_SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Boundary, Pull, Gone)
+TO_SERVER = (Forward, Backward, Recall, Cancel, BooksRequest, Boundary, Pull, Gone)
 Value = tuple[str, int, int, int, int]  # x or g, epoch, step, index, stage
 NBYTES = 100
 
@@ -174,7 +174,7 @@ class World:
                 commands = node.hops.on_tensor(letter.source, message, blobs, fault, self.now)
             case Recall() | Cancel():
                 commands = node.hops.on_cancel(letter.source, message)
-            case AskBooks():
+            case BooksRequest():
                 commands = node.hops.on_ask_books(letter.source, message)
             case _:
                 commands = node.trainer.on_message(letter.source, message, blobs, fault, self.now)

@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shoal.core.messages import (
     Add,
     Apply,
-    AskBooks,
     Backward,
     BlobRef,
     Books,
+    BooksRequest,
     Boundary,
     Busy,
     Cancel,
@@ -330,12 +330,12 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 self.plans[index] = Plan("adopting")
         if first:
             self.show_all()
-        self.send("a", AskBooks(0, self.view.step, self.view.number), arrives)
+        self.send("a", BooksRequest(0, self.view.step, self.view.number), arrives)
 
     @rule()
     def the_books_are_asked_for_again(self) -> None:
         if any(plan.state == "adopting" for plan in self.plans):
-            self.deliver("a", AskBooks(0, self.view.step, self.view.number))
+            self.deliver("a", BooksRequest(0, self.view.step, self.view.number))
 
     # ---------------------------------------------------------------------------------------------- views and rounds
 

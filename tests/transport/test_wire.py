@@ -12,7 +12,6 @@ from msgspec import inspect as types
 
 from shoal.core.messages import (
     RANKS,
-    AskPublish,
     Backward,
     Booking,
     Books,
@@ -28,6 +27,7 @@ from shoal.core.messages import (
     Ping,
     Proof,
     Propose,
+    PublishRequest,
     Pulse,
     Round,
     Share,
@@ -141,8 +141,8 @@ def test_only_bulk_messages_carry_blobs() -> None:
 
 
 def test_a_message_too_large_for_others_is_not_encoded() -> None:
-    with pytest.raises(ValueError, match="AskPublish takes"):
-        whole(AskPublish(0, 1, ("x" * (1 << 20),) * 5))
+    with pytest.raises(ValueError, match="PublishRequest takes"):
+        whole(PublishRequest(0, 1, ("x" * (1 << 20),) * 5))
 
 
 def test_a_head_is_message_and_blobs_only() -> None:
@@ -233,7 +233,7 @@ HONEST = {
         0, 1, 1, 1, tuple((Share(name, tuple(range(at, 100_000, 1000))),) for at, name in enumerate(NAMES)), (NAMES,)
     ),
     "Offer": Offer(0, 1, 0, Manifest(("f" * 64,) * 14_000, (1 << 22,) * 14_000)),
-    "AskPublish": AskPublish(0, 1, ("x" * 70_000,) * 50),
+    "PublishRequest": PublishRequest(0, 1, ("x" * 70_000,) * 50),
 }
 
 
@@ -277,7 +277,7 @@ def test_the_largest_that_honest_peers_send_fits_its_kind(kind: type) -> None:
     message = largest(kind)
     data = whole(message)
     assert decode(data, LIMITS)[0] == message
-    if kind.__name__ not in ("Propose", "Standing", "Override", "Round", "Saved", "AskPublish"):
+    if kind.__name__ not in ("Propose", "Standing", "Override", "Round", "Saved", "PublishRequest"):
         assert len(data) <= wire.most_bytes(kind.__name__, bulk=False) < 4 << 20
         assert wire.most_bytes(kind.__name__, bulk=False) <= max(4 * len(data), wire.ORDINARY_BYTES), (
             "more than it needs"

@@ -220,7 +220,7 @@ class Accept(Wire, frozen=True):
     by: Signed | None = None
 
 
-class AskVote(Wire, frozen=True):
+class VoteRequest(Wire, frozen=True):
     term: Term
     last_term: Term
     last_number: Count
@@ -228,7 +228,7 @@ class AskVote(Wire, frozen=True):
 
 
 class Vote(Wire, frozen=True):
-    """Answer to AskVote. Signed when it is granted and no trial."""
+    """Answer to VoteRequest. Signed when it is granted and no trial."""
 
     term: Term
     granted: bool
@@ -285,7 +285,7 @@ class Complaint(Wire, frozen=True):
     kind: Literal["faulty", "unreachable", "stale"] = "faulty"
 
 
-class AskStanding(Wire, frozen=True):
+class StandingRequest(Wire, frozen=True):
     """Operator to any peer: how do you stand? Answer: Standing."""
 
 
@@ -314,7 +314,7 @@ class Dismissed(Wire, frozen=True):
     number: Count
 
 
-class AskPasses(Wire, frozen=True):
+class PassesRequest(Wire, frozen=True):
     """Any peer to any other: I hold this version of the authority's list of passes. Answer: Passes. Drivers settle it (runtime/passes.py);
     no machine hears of it."""
 
@@ -515,7 +515,7 @@ class Refused(Wire, frozen=True):
     reason: Text
 
 
-class AskBooks(Wire, frozen=True):
+class BooksRequest(Wire, frozen=True):
     """New owner to server: which microbatches have you booked? Answered once the view is `view` or newer and nothing
     that a former owner sent is running."""
 
@@ -635,7 +635,7 @@ class RoundFailed(Wire, frozen=True):
 # ------------------------------------------------------------------------------------------------- state, checkpoints
 
 
-class AskState(Wire, frozen=True):
+class StateRequest(Wire, frozen=True):
     """Joiner to replica: offer me the state of your stage, of version `since` or newer: what is committed from there on I hear."""
 
     epoch: Count
@@ -659,7 +659,7 @@ class Offer(Wire, frozen=True):
     manifest: Manifest
 
 
-class AskChunk(Wire, frozen=True):
+class ChunkRequest(Wire, frozen=True):
     epoch: Count
     step: Count
     stage: Stage
@@ -686,14 +686,14 @@ class Saved(Wire, frozen=True):
     failed: Text = ""
 
 
-class AskSave(Wire, frozen=True):
+class SaveRequest(Wire, frozen=True):
     """Leader to replica: write your stage's shard of the checkpoint of version `step` (you keep a copy until told)."""
 
     epoch: Count
     step: Count
 
 
-class AskPublish(Wire, frozen=True):
+class PublishRequest(Wire, frozen=True):
     """Leader to one peer: every shard is there; make the checkpoint whole and visible."""
 
     epoch: Count
@@ -746,14 +746,14 @@ class Measured(Wire, frozen=True):
 
 
 Message = (
-    Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Dismissed
-    | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
+    Lead | Propose | Accept | VoteRequest | Vote | Pulse | Join | Redirect | Leave | Complaint | Dismissed
+    | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
     | Query | Pending
     | Boundary | Pull | Coming | Gone | Missing
     | Round | Part | Sum | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
-    | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
-    | AskStanding | Standing | Override
-    | AskPasses | Passes
+    | StateRequest | Offer | ChunkRequest | Chunk | Saved | SaveRequest | PublishRequest | Published
+    | StandingRequest | Standing | Override
+    | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
 )  # fmt: skip
 

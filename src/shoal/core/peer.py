@@ -14,22 +14,17 @@ from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Coordinator
 from shoal.core.messages import (
     Accept,
-    AskBooks,
-    AskChunk,
     Asked,
     Asker,
-    AskPublish,
-    AskSave,
-    AskStanding,
-    AskState,
-    AskVote,
     Backward,
     Barred,
     BlobRef,
     Booker,
+    BooksRequest,
     Boundary,
     Cancel,
     Chunk,
+    ChunkRequest,
     Coming,
     Command,
     Complaint,
@@ -55,6 +50,7 @@ from shoal.core.messages import (
     Peer,
     Propose,
     Published,
+    PublishRequest,
     Pull,
     Pulse,
     Query,
@@ -66,13 +62,17 @@ from shoal.core.messages import (
     Round,
     RoundFailed,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     Standing,
+    StandingRequest,
+    StateRequest,
     Sum,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
     Waits,
     WhoBooked,
     Wire,
@@ -87,11 +87,11 @@ from shoal.core.transfer.transfer import Sync
 if TYPE_CHECKING:
     from random import Random
 
-SERVER = (Forward, Backward, Query, Recall, Cancel, AskBooks, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
-FROM_LEADER = (Round, AskSave, AskPublish)
+SERVER = (Forward, Backward, Query, Recall, Cancel, BooksRequest, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
+FROM_LEADER = (Round, SaveRequest, PublishRequest)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
-AGREEING = (Lead, Propose, Accept, AskVote, Vote)
-SYNC = (AskState, Offer, AskChunk, Chunk)
+AGREEING = (Lead, Propose, Accept, VoteRequest, Vote)
+SYNC = (StateRequest, Offer, ChunkRequest, Chunk)
 FIND_BEATS = 4  # between look-ups of the directory while no view names me
 SAY_AGAIN_BEATS = 60  # between two times that it is said why nothing is committed
 TOLD_A_BEAT = 8  # peers of no view that are given the newest one
@@ -223,7 +223,7 @@ class PeerMachine:
             return self._to_leader(peer, message, now)
         if isinstance(message, Dismissed):
             return self._on_dismissed(peer)
-        if isinstance(message, AskStanding):
+        if isinstance(message, StandingRequest):
             return self._stand(peer, now)
         if isinstance(message, Override):
             return self._on_override(message, now)
@@ -256,7 +256,7 @@ class PeerMachine:
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self._tell_stall(message.stalled, now)
             return commands
-        if isinstance(message, AskVote) and view is not None and not self._belongs(peer):
+        if isinstance(message, VoteRequest) and view is not None and not self._belongs(peer):
             return self._bring_up_to_date(peer, message.last_number, now)
         return commands
 
@@ -492,7 +492,7 @@ class PeerMachine:
             return []
         self.pulse_at = now + FIND_BEATS * self.settings.beat_s
         peers = dict.fromkeys([member.peer for member in self.view.members] + list(self.known))
-        ask = AskVote(term=self.register.term, last_term=0, last_number=self.view.number, trial=True)
+        ask = VoteRequest(term=self.register.term, last_term=0, last_number=self.view.number, trial=True)
         return [Find(), *(Send(peer, ask) for peer in peers if peer != self.name)]
 
     def _state(self) -> Pulse:

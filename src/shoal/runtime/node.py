@@ -17,8 +17,6 @@ from shoal import trace
 from shoal.core.messages import (
     Accept,
     Asked,
-    AskStanding,
-    AskVote,
     Barred,
     BlobRef,
     Command,
@@ -40,10 +38,12 @@ from shoal.core.messages import (
     Received,
     Redirect,
     Send,
+    StandingRequest,
     Tick,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.measure import Meter
@@ -60,7 +60,15 @@ from shoal.transport.directory.directory import Directory
 REPORT_S = 0.5
 LOOK_UP_S = 0.5  # between two look-ups, however often they are asked for
 ANNOUNCE_S = 20.0  # well within the time for which a directory keeps a record
-FROM_OUTSIDE = (Join, AskVote, AskStanding, Override, Redirect, Accept, Vote)  # all small but Override, which is signed
+FROM_OUTSIDE = (
+    Join,
+    VoteRequest,
+    StandingRequest,
+    Override,
+    Redirect,
+    Accept,
+    Vote,
+)  # all small but Override, which is signed
 
 
 class Node:

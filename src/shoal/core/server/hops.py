@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import msgspec
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
     Booking,
     Books,
+    BooksRequest,
     Boundary,
     Busy,
     Cancel,
@@ -70,7 +70,7 @@ class Hops:
             int, Book
         ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
         self._declined = Declined(settings, seat)
-        self._asks: dict[Peer, AskBooks] = {}
+        self._asks: dict[Peer, BooksRequest] = {}
         self.pace = Pace(settings, seat)
         self.shelf = Shelf(name, settings, seat)
         self._freed_at = 0.0  # last booking, or when room was made by force
@@ -259,7 +259,7 @@ class Hops:
             return False
         return owner_of(view, message.index) == peer and self._seat.able and message.stage == self._seat.stage
 
-    def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
+    def on_ask_books(self, peer: Peer, message: BooksRequest) -> list[Command]:
         view = self._seat.view
         if view is None or message.epoch != view.epoch or message.step < view.step:
             return []

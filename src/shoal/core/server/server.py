@@ -12,12 +12,10 @@ from itertools import count
 from shoal.core.allreduce.rounds import Rounds
 from shoal.core.messages import (
     Apply,
-    AskBooks,
-    AskPublish,
-    AskSave,
     Backward,
     BlobRef,
     Booking,
+    BooksRequest,
     Boundary,
     Cancel,
     Coming,
@@ -32,12 +30,14 @@ from shoal.core.messages import (
     Note,
     Part,
     Peer,
+    PublishRequest,
     Pull,
     Query,
     Recall,
     Resend,
     Reset,
     Round,
+    SaveRequest,
     Settings,
     Share,
     Sum,
@@ -295,11 +295,11 @@ class Server:
                 commands = self._hops.on_cancel(peer, message)
             case Query():
                 commands = self._hops.on_query(peer, message)
-            case AskBooks():
+            case BooksRequest():
                 commands = self._hops.on_ask_books(peer, message)
             case Round():
                 commands = self._on_round(peer, message, now)
-            case AskSave() | AskPublish():
+            case SaveRequest() | PublishRequest():
                 commands = self._on_ask_shard(peer, message)
             case _:
                 commands = []
@@ -375,11 +375,11 @@ class Server:
             self.changed = True  # the leader may not know my books as they are
         return commands
 
-    def _on_ask_shard(self, peer: Peer, message: AskSave | AskPublish) -> list[Command]:
+    def _on_ask_shard(self, peer: Peer, message: SaveRequest | PublishRequest) -> list[Command]:
         seat = self._seat
         if seat.view is None or peer != self.leader or message.epoch != seat.view.epoch:
             return []
-        if isinstance(message, AskPublish):
+        if isinstance(message, PublishRequest):
             return self._shards.publish(peer, message)
         step = seat.step if seat.seated and not seat.unfit else message.step  # of a lost version nothing will come
         return self._shards.save(peer, message) + self._shards.go_on(seat.stage, step)

@@ -355,7 +355,7 @@ class Mask:
         return message, values
 
     def _hollow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if isinstance(message, m.AskState | m.AskChunk):
+        if isinstance(message, m.StateRequest | m.ChunkRequest):
             return None
         if isinstance(message, m.Pulse) and not message.ready:
             view = self.strangers._view()
@@ -429,7 +429,7 @@ def coups(facts: edges.Facts) -> Iterator[m.Message]:
         yield m.Vote(term, granted=False)
         yield m.Vote(term, granted=True, by=m.Signed(facts.name))
         yield m.Accept(term, 0)
-        yield m.AskVote(term, far, far)
+        yield m.VoteRequest(term, far, far)
         yield m.Lead(term, view.number, facts.term)
         yield m.Lead(term, view.number, facts.term, votes=proof.signed)
         after = replace(view, number=view.number + 1, reason="because I say so")

@@ -36,9 +36,9 @@ MOMENTS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "tellings": ((m.Gather,), (m.Sum,)),
     "applying": ((m.Apply,), ()),
     "saving": ((m.RunSave, m.RunPublish), (m.Saved, m.Published)),
-    "downloading": ((m.CheckChunk, m.Import), (m.AskChunk,)),
+    "downloading": ((m.CheckChunk, m.Import), (m.ChunkRequest,)),
     "uploading": ((m.Export, m.ReadChunk), (m.Offer, m.Chunk)),
-    "leading": ((), (m.Propose, m.Round, m.AskSave, m.AskPublish)),
+    "leading": ((), (m.Propose, m.Round, m.SaveRequest, m.PublishRequest)),
     "training": ((m.Fetch,), (m.Forward, m.Backward)),
 }
 
