@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.core.messages import Backward, Boundary, Chunk, Forward, Gradient, Message, Output, Part, Sum
+from shoal.core.messages import Backward, Boundary, Chunk, Forward, GatherChunk, Gradient, Message, Output, ReduceChunk
 
 Size = tuple[str, int]  # of a blob: its dtype and the bytes that travel
 TOKENS = "int64"
@@ -84,7 +84,7 @@ def _count(into: dict[str, int], message: Message, blobs: Sequence[Size], nbytes
 
 def _kind(message: Message, place: int, dtype: str) -> str:
     match message:
-        case Part() | Sum():
+        case ReduceChunk() | GatherChunk():
             return "averaging"
         case Chunk():
             return "state"

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from tests.contract.transports import NETS, introduce, lost, run, started, take
 
-from shoal.core.messages import Cancelled, Chunk, Gradient, Lead, Output, Part
+from shoal.core.messages import Cancelled, Chunk, Gradient, Lead, Output, ReduceChunk
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
@@ -139,17 +139,17 @@ def test_bulk_of_a_higher_rank_overtakes_and_ranks_keep_their_order(net: Any, mo
             for index in range(16):
                 a.send(b.name, Chunk(0, 1, 0, index), rest)
             for index in range(4):
-                a.send(b.name, Part(0, 1, 0, index), (Blob("float32", (1,), b"abcd"),))
+                a.send(b.name, ReduceChunk(0, 1, 0, index), (Blob("float32", (1,), b"abcd"),))
             for index in range(4):
                 a.send(b.name, Output(0, 1, index, 0, 0), (Blob("float32", (1,), b"abcd"),))
                 a.send(b.name, Gradient(0, 1, index, 1, 0), (Blob("float32", (1,), b"abcd"),))
             messages = [item.message for item in [await take(b) for _ in range(28)] if isinstance(item, Incoming)]
             kinds = [type(message).__name__ for message in messages]
-            for kind in (Chunk, Part, Output, Gradient):
+            for kind in (Chunk, ReduceChunk, Output, Gradient):
                 mine = [message for message in messages if isinstance(message, kind)]
                 numbers = [getattr(m, "chunk", getattr(m, "index", 0)) for m in mine]
                 assert numbers == sorted(numbers), kind
-            last = len(kinds) - 1 - kinds[::-1].index("Part")
+            last = len(kinds) - 1 - kinds[::-1].index("ReduceChunk")
             assert kinds[last:].count("Chunk") >= 4, "what is small and of a higher rank came after the bulk"
             assert max(kinds.index("Gradient"), kinds.index("Output")) < last
 

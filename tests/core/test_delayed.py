@@ -18,17 +18,17 @@ from shoal.core.messages import (
     Cut,
     Fetch,
     Gather,
+    GatherChunk,
     Gradient,
     Leave,
     Member,
-    Part,
+    ReduceChunk,
     Reduced,
     Reset,
     Round,
     RunBackward,
     RunForward,
     Share,
-    Sum,
     View,
 )
 from shoal.core.trainer.trainer import Trainer
@@ -244,14 +244,14 @@ def test_a_part_of_the_next_round_that_overtakes_its_view_is_kept_for_it() -> No
     play = a_replica()
     play.hear(OWNER, Round(0, 0, 5, 2, GROUPS))
     play.done(play.task(Cut))
-    play.hear("mate", Part(0, 0, 5, 0), 1)
+    play.hear("mate", ReduceChunk(0, 0, 5, 0), 1)
     play.done(play.task(Add))
-    play.hear("mate", Sum(0, 0, 5, 1), 1)
+    play.hear("mate", GatherChunk(0, 0, 5, 1), 1)
     play.done(play.task(Gather), digest="sum", norm_sq=1.0)
     play.backward(0, 3 << 20, step=1, view=2)
     play.done(play.task(RunBackward), loss=1.0)
-    (early,) = play.hear("mate", Part(0, 1, 6, 0), 1)  # the mate has seen the commit
-    (later,) = play.hear("mate", Part(0, 2, 7, 0), 1)
+    (early,) = play.hear("mate", ReduceChunk(0, 1, 6, 0), 1)  # the mate has seen the commit
+    (later,) = play.hear("mate", ReduceChunk(0, 2, 7, 0), 1)
     assert play.dropped() == [later]  # nobody can be two steps ahead
     play.view(a_view(3, step=1, last=a_commit(), since=2))
     play.done(play.task(Apply), digest="d1")

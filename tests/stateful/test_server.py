@@ -37,15 +37,16 @@ from shoal.core.messages import (
     Failed,
     Forward,
     Gather,
+    GatherChunk,
     Gone,
     Gradient,
     Member,
     Message,
     Missing,
     Output,
-    Part,
     Pull,
     Recall,
+    ReduceChunk,
     Reduced,
     Refused,
     Resend,
@@ -57,7 +58,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Share,
-    Sum,
     Task,
     View,
 )
@@ -174,13 +174,13 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 assert blobs == ()
             case Pull():
                 self.pulls.append(message)
-            case Boundary() | Part() | Sum():
+            case Boundary() | ReduceChunk() | GatherChunk():
                 assert len(blobs) == 1
             case Reduced():
                 self.reduced = message
 
     def deliver(self, peer: str, message: Message, fault: str = "") -> None:
-        count = int(isinstance(message, Backward | Boundary | Part | Sum))  # of a Backward the tokens
+        count = int(isinstance(message, Backward | Boundary | ReduceChunk | GatherChunk))  # of a Backward the tokens
         blobs = tuple(f"in/{self.blob + i}" for i in range(count))
         self.blob += count
         self.live.update(blobs)
@@ -393,9 +393,9 @@ class ServerAmongOwners(RuleBasedStateMachine):
         step = self.rounds[number].step
         match kind:
             case "part":
-                message: Message = Part(0, step, number, 0)
+                message: Message = ReduceChunk(0, step, number, 0)
             case "sum":
-                message = Sum(0, step, number, 1)
+                message = GatherChunk(0, step, number, 1)
             case _:
                 message = Resend(0, step, number, int(kind == "ask part"), kind == "ask sum")
         self.deliver(MATE, message, "values are not finite" if fault and older else "")

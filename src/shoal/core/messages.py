@@ -547,9 +547,9 @@ class Round(Wire, frozen=True):
     listeners: tuple[tuple[Peer, ...], ...] = ()
 
 
-class Part(Wire, frozen=True):
-    """Replica to chunk owner: blob 0 is my sum's values of that chunk, or my row's. Chunks are numbered through all pieces of the
-    gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py)."""
+class ReduceChunk(Wire, frozen=True):
+    """Reduce-scatter, replica to chunk owner: blob 0 is that chunk of my gradient sum, or of my row's. Chunks are numbered through all
+    pieces of the gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py)."""
 
     epoch: Count
     step: Count
@@ -557,8 +557,8 @@ class Part(Wire, frozen=True):
     chunk: Index
 
 
-class Sum(Wire, frozen=True):
-    """Chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order within a row,
+class GatherChunk(Wire, frozen=True):
+    """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order within a row,
     then the rows in theirs. `heard`: to a listener. `first`: it goes before parts that wait, of slices that come later."""
 
     epoch: Count
@@ -570,7 +570,7 @@ class Sum(Wire, frozen=True):
 
 
 class Resend(Wire, frozen=True):
-    """Replica to replica: I still miss your part (as a chunk's owner) or your sum (`sum` true) of that chunk."""
+    """Replica to replica: I still miss your ReduceChunk (as a chunk's owner) or your GatherChunk (`sum` true) of that chunk."""
 
     epoch: Count
     step: Count
@@ -750,7 +750,7 @@ Message = (
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
     | Query | Pending
     | Boundary | Pull | Coming | Gone | Missing
-    | Round | Part | Sum | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
+    | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
     | StateRequest | Offer | ChunkRequest | Chunk | Saved | SaveRequest | PublishRequest | Published
     | StandingRequest | Standing | Override
     | PassesRequest | Passes
@@ -761,8 +761,8 @@ BULK = (
     Forward,
     Backward,
     Boundary,
-    Part,
-    Sum,
+    ReduceChunk,
+    GatherChunk,
     Chunk,
     Ping,
     Pong,
@@ -782,9 +782,9 @@ def rank(message: Message) -> int:
             return 0 if message.gradient else 1
         case Forward():
             return 1
-        case Sum():
+        case GatherChunk():
             return 2 if message.first else 3
-        case Part():
+        case ReduceChunk():
             return 3
     return 4
 

@@ -38,6 +38,7 @@ from shoal.core.messages import (
     Finish,
     Forward,
     Found,
+    GatherChunk,
     Gone,
     Join,
     Lead,
@@ -46,7 +47,6 @@ from shoal.core.messages import (
     Note,
     Offer,
     Override,
-    Part,
     Peer,
     Propose,
     Published,
@@ -57,6 +57,7 @@ from shoal.core.messages import (
     Recall,
     Received,
     Redirect,
+    ReduceChunk,
     Reduced,
     Resend,
     Round,
@@ -68,7 +69,6 @@ from shoal.core.messages import (
     Standing,
     StandingRequest,
     StateRequest,
-    Sum,
     Unreachable,
     View,
     Vote,
@@ -87,7 +87,21 @@ from shoal.core.transfer.transfer import Sync
 if TYPE_CHECKING:
     from random import Random
 
-SERVER = (Forward, Backward, Query, Recall, Cancel, BooksRequest, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
+SERVER = (
+    Forward,
+    Backward,
+    Query,
+    Recall,
+    Cancel,
+    BooksRequest,
+    Boundary,
+    Pull,
+    Coming,
+    Gone,
+    ReduceChunk,
+    GatherChunk,
+    Resend,
+)
 FROM_LEADER = (Round, SaveRequest, PublishRequest)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
 AGREEING = (Lead, Propose, Accept, VoteRequest, Vote)

@@ -1,7 +1,7 @@
 """One replica's part in a round: cut its sum, exchange parts and sums, hold the group's reduced gradient.
 
 For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides
-who takes part, who adds which chunk, brought by whom, and who tells whom. Here: Part, Sum and Resend, the order of the tasks, what an
+who takes part, who adds which chunk, brought by whom, and who tells whom. Here: ReduceChunk, GatherChunk and Resend, the order of the tasks, what an
 abort leaves behind. At most one round is held; a newer number replaces it. A task that is under way when its round ends goes
 on, and its blobs go with it.
 
@@ -31,8 +31,9 @@ from shoal.core.messages import (
     Done,
     Failed,
     Gather,
-    Part,
+    GatherChunk,
     Peer,
+    ReduceChunk,
     Reduced,
     Resend,
     Round,
@@ -40,7 +41,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Share,
-    Sum,
     View,
     Waits,
 )
@@ -83,7 +83,7 @@ class Current(msgspec.Struct):
     asks: int = 0  # for what is missing, so far
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
-    )  # Part or (True) Sum, and not asked for since
+    )  # ReduceChunk or (True) GatherChunk; not requested again since
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     reduced: Reduced | None = None
@@ -200,7 +200,7 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------------- messages
 
     def on_message(
-        self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
+        self, peer: Peer, message: ReduceChunk | GatherChunk | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
         view = self._seat.view
         if view is None or message.epoch != view.epoch or not self._serves(peer):
@@ -250,7 +250,7 @@ class Rounds:
 
     def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
         message, place = early.message, current.piece.place
-        if isinstance(message, Part):
+        if isinstance(message, ReduceChunk):
             held = current.piece.parts.get(message.chunk, {})
             adding = message.chunk in current.piece.adding.values()
             wanted = peer in place.adds.get(message.chunk, ()) and peer not in held and not adding
@@ -266,7 +266,7 @@ class Rounds:
         blob = early.blobs[0]
         current.came = now
         current.live[blob] = None
-        if isinstance(message, Part):
+        if isinstance(message, ReduceChunk):
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return self._go_on(current)
         commands = self._tell(current, message.chunk, blob)
@@ -391,7 +391,7 @@ class Rounds:
         peers = current.piece.place.tells[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        heard = Sum(current.message.epoch, current.message.step, current.message.round, number, heard=True)
+        heard = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, heard=True)
         return sends + [Send(peer, heard, (blob,)) for peer in current.listeners]
 
     def _go_on(self, current: Current) -> list[Command]:
@@ -459,12 +459,12 @@ class Rounds:
             Send(self._seat.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
         ]
 
-    def _part(self, current: Current, chunk: int) -> Part:
-        return Part(current.message.epoch, current.message.step, current.message.round, chunk)
+    def _part(self, current: Current, chunk: int) -> ReduceChunk:
+        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk)
 
-    def _sum(self, current: Current, chunk: int) -> Sum:
+    def _sum(self, current: Current, chunk: int) -> GatherChunk:
         of = current.message
-        return Sum(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
+        return GatherChunk(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)

@@ -24,23 +24,23 @@ from shoal.core.messages import (
     Done,
     Failed,
     Forward,
+    GatherChunk,
     Gone,
     Holding,
     Message,
     Note,
-    Part,
     Peer,
     PublishRequest,
     Pull,
     Query,
     Recall,
+    ReduceChunk,
     Resend,
     Reset,
     Round,
     SaveRequest,
     Settings,
     Share,
-    Sum,
     View,
 )
 from shoal.core.replica_state import Change, Seat, change_of, drop, is_fenced, member_of
@@ -287,9 +287,9 @@ class Server:
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
-            case Sum() if message.heard:
+            case GatherChunk() if message.heard:
                 return self._listening.take(peer, message, names, fault) + self._continue(now)
-            case Part() | Sum() | Resend():
+            case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
                 commands = self._hops.on_cancel(peer, message)

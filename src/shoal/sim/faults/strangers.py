@@ -346,7 +346,7 @@ class Mask:
         return sent
 
     def _mute(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return None if isinstance(message, m.Part | m.Sum) else (message, values)
+        return None if isinstance(message, m.ReduceChunk | m.GatherChunk) else (message, values)
 
     def _freeze(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         if isinstance(message, m.Pulse):
@@ -384,7 +384,7 @@ class Mask:
 
     def _overflow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """Finite, and so large that whatever is made of it is not."""
-        if isinstance(message, m.Part):
+        if isinstance(message, m.ReduceChunk):
             return message, tuple((*value[:4], (*value[4], HUGE)) for value in values if value is not BAD)
         if isinstance(message, m.Boundary | m.Output | m.Gradient | m.Forward | m.Backward):
             return message, tuple((*value[:4], HUGE[0]) for value in values if value is not BAD)
@@ -465,6 +465,6 @@ def _blobs(message: m.Message, settings: m.Settings, inside: bool) -> tuple[Blob
             return (x,)
         case m.Boundary():
             return (("g" if message.gradient else "x", message.step, message.index, message.stage, FALSE),)
-        case m.Part() | m.Sum():
+        case m.ReduceChunk() | m.GatherChunk():
             return (("part", 0, 0, 1, (HUGE,)),)
     return (("state", None, 0),)
