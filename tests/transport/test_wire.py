@@ -15,6 +15,7 @@ from shoal.core.messages import (
     Backward,
     Booking,
     Books,
+    Boundary,
     Chunk,
     Entry,
     Lead,
@@ -22,7 +23,6 @@ from shoal.core.messages import (
     Member,
     Message,
     Offer,
-    Output,
     Override,
     Ping,
     Proof,
@@ -168,11 +168,11 @@ def in_pieces(frame: Frame, sizes: list[int], bulk: bool = True, limits: Limits 
 @given(st.lists(st.integers(1, 300), max_size=30), st.lists(st.binary(max_size=400), max_size=4))
 def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[bytes]) -> None:
     blobs = tuple(Blob("uint8", (len(each),), each) for each in data)
-    frame = encode(Output(0, 1, 2, 0, 0), blobs, LIMITS)
+    frame = encode(Boundary(0, 1, 2, 1, False), blobs, LIMITS)
     arrived = in_pieces(frame, sizes)
     assert arrived.whole and arrived.nbytes == frame.nbytes
     message, found = arrived.message()
-    assert message == Output(0, 1, 2, 0, 0)
+    assert message == Boundary(0, 1, 2, 1, False)
     assert [bytes(blob.data) for blob in found] == data
 
 
@@ -182,11 +182,11 @@ def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
     for rank, nbytes in ((RANKS, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
         with pytest.raises(Malformed, match=f"rank {rank} and {nbytes} bytes"):
             wire.fragment(wire.fragment_head(rank, nbytes))
-    arrived = in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
+    arrived = in_pieces(encode(Boundary(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
     with pytest.raises(Malformed, match="after the end of its message"):
         arrived.room(1)
     with pytest.raises(Malformed, match="with blobs among control"):
-        in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
+        in_pieces(encode(Boundary(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
 
 
 def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_there() -> None:

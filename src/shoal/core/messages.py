@@ -558,8 +558,8 @@ class ReduceChunk(Wire, frozen=True):
 
 
 class GatherChunk(Wire, frozen=True):
-    """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order within a row,
-    then the rows in theirs. `heard`: to a listener. `first`: it goes before parts that wait, of slices that come later."""
+    """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order
+    within a row, then the rows in theirs. `heard`: to a listener. `first`: it goes before parts that wait, of slices that come later."""
 
     epoch: Count
     step: Count

@@ -1,16 +1,16 @@
-"""One replica's part in a round: cut its sum, exchange parts and sums, hold the group's reduced gradient.
+"""One replica's part in a round: cut its sum, exchange chunks, hold the group's reduced gradient.
 
-For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides
-who takes part, who adds which chunk, brought by whom, and who tells whom. Here: ReduceChunk, GatherChunk and Resend, the order of the tasks, what an
-abort leaves behind. At most one round is held; a newer number replaces it. A task that is under way when its round ends goes
-on, and its blobs go with it.
+For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides who takes
+part, who adds which chunk, and who sends it to whom. Here: ReduceChunk, GatherChunk and Resend, the order of the tasks, and what a
+round that ends early leaves behind. At most one round is held; a newer number replaces it. A task that is running when its round
+ends goes on, and its blobs go with it.
 
-In a group of one row what everybody brings is added once, and told to all. Of several rows the owner of a row's chunk adds what its row
-brings, cuts that and brings it to those who add up the rows; what they tell it, it tells its row.
+In a group of one row the owner of a chunk adds what all replicas send, and sends the sum to all. Of several rows the owner of a row's
+chunk adds what its row sends, cuts that sum and sends it to those who add up the rows; the sum that it receives it sends to its row.
 
-A large gradient goes piece by piece: the next one is cut when this one is gathered. Nobody is further than one piece ahead of me,
-since every sum of a piece needs my part, which I send when I have all sums of the piece before. So what another may still ask
-for is, of the piece before, a sum that I tell; and what comes too early is a part of the next piece.
+A large gradient goes piece by piece: a replica cuts the next one when it has gathered this one. No replica is further than one piece
+ahead of another, since every sum of a piece needs a ReduceChunk of each, sent when the piece before was gathered. So what a replica
+may still ask for is a sum of the piece before, and a chunk that is early belongs to the next piece.
 """
 
 from __future__ import annotations
