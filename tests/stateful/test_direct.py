@@ -42,7 +42,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.replica_state import Seat
-from shoal.core.server.activation_store import Shelf
+from shoal.core.server.activation_store import ActivationStore
 from shoal.core.server.hops import Hops
 from shoal.core.server.verdict import Request
 from shoal.core.trainer.trainer import Trainer
@@ -221,9 +221,9 @@ class World:
         for peer, node in list(self.nodes.items()):
             if node.trainer.deadline is not None and node.trainer.deadline <= self.now:
                 self.carry_out(peer, node.trainer.tick(self.now))
-            if node.hops.shelf.deadline is not None and node.hops.shelf.deadline <= self.now:
+            if node.hops.store.deadline is not None and node.hops.store.deadline <= self.now:
                 self.carry_out(peer, node.hops.tick(self.now))
-                assert node.hops.shelf.deadline is None or node.hops.shelf.deadline > self.now
+                assert node.hops.store.deadline is None or node.hops.store.deadline > self.now
             self.go_on(peer)
 
     # ------------------------------------------------------------------------------------------------- what happens
@@ -309,15 +309,15 @@ class World:
         booked = self.booked()
         assert len(booked) == len(set(booked)), f"booked twice: {sorted(booked)}"
         for peer, node in self.nodes.items():
-            held = [node.blobs[node.hops.shelf.blob(key)] for key in node.hops.shelf._held]
+            held = [node.blobs[node.hops.store.blob(key)] for key in node.hops.store._held]
             keys = [
-                ("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.shelf._held
+                ("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.store._held
             ]
             assert [(value[0], *value[2:]) for value in held] == keys, f"{peer} keeps a tensor under another's name"
-            made = sum(key.gradient and key.stage != node.seat.stage for key in node.hops.shelf._held)
-            assert node.hops.shelf.nbytes == NBYTES * len(held)
+            made = sum(key.gradient and key.stage != node.seat.stage for key in node.hops.store._held)
+            assert node.hops.store.nbytes == NBYTES * len(held)
             most = self.settings.keep_bytes + NBYTES * (4 * self.settings.queue_limit + self.settings.microbatches + 4)
-            assert node.hops.shelf.nbytes - NBYTES * made <= most, f"{peer} keeps {node.hops.shelf.nbytes} bytes"
+            assert node.hops.store.nbytes - NBYTES * made <= most, f"{peer} keeps {node.hops.store.nbytes} bytes"
 
     def complete(self) -> bool:
         return len(self.booked()) == self.settings.stages * self.settings.microbatches
@@ -337,7 +337,7 @@ class World:
             deadlines = [
                 at
                 for node in self.nodes.values()
-                for at in (node.trainer.deadline, node.hops.shelf.deadline)
+                for at in (node.trainer.deadline, node.hops.store.deadline)
                 if at is not None
             ]
             if not self.mail and deadlines:
@@ -379,14 +379,14 @@ Patch = pytest.MonkeyPatch
 
 def takes_a_tensor_of_an_older_step(patch: Patch) -> None:
     """Whatever step a boundary tensor is of, it is taken for this one's."""
-    on_boundary = Shelf.on_boundary
+    on_boundary = ActivationStore.on_boundary
 
-    def trusting(self: Shelf, peer: str, message: Any, *rest: Any) -> Any:
+    def trusting(self: ActivationStore, peer: str, message: Any, *rest: Any) -> Any:
         if self._seat.view is not None:
             message = msgspec.structs.replace(message, step=self._seat.view.step)
         return on_boundary(self, peer, message, *rest)
 
-    patch.setattr(Shelf, "on_boundary", trusting)
+    patch.setattr(ActivationStore, "on_boundary", trusting)
 
 
 def drops_what_it_made_before_the_commit(patch: Patch) -> None:
@@ -395,7 +395,7 @@ def drops_what_it_made_before_the_commit(patch: Patch) -> None:
 
     def careless(self: Hops, job: Any, key: Any, nbytes: int) -> Any:
         sent = keep(self, job, key, nbytes)
-        return [*sent, *self.shelf.make_room((), (), False), Drop((self.shelf._remove(key),))]
+        return [*sent, *self.store.make_room((), (), False), Drop((self.store._remove(key),))]
 
     patch.setattr(Hops, "_keep", careless)
 

@@ -133,7 +133,7 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.shelf.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
+        return soonest(self._hops.store.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
 
     @property
     def since(self) -> int:
@@ -148,7 +148,7 @@ class Server:
     @property
     def kept_bytes(self) -> int:
         """Boundary tensors kept for the step."""
-        return self._hops.shelf.nbytes
+        return self._hops.store.nbytes
 
     # -------------------------------------------------------------------------------------------------------- state
 
