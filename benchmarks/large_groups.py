@@ -71,7 +71,7 @@ def played(replicas: int, megabytes: float, steps: int) -> Told:
                 doing[peer, command.task.id] = command.task.step
             elif isinstance(command, m.Do) and isinstance(command.task, m.Cut):
                 begun.setdefault(command.task.step, now)
-            elif isinstance(command, m.Send) and isinstance(command.message, m.Part | m.Sum):
+            elif isinstance(command, m.Send) and isinstance(command.message, m.ReduceChunk | m.GatherChunk):
                 met[peer].add(command.peer)
                 met[command.peer].add(peer)
                 hands = swarm.nodes[peer].hands

@@ -23,9 +23,10 @@ from shoal.core.messages import (
     Drop,
     Failed,
     Gather,
+    GatherChunk,
     Member,
-    Part,
     Peer,
+    ReduceChunk,
     Reduced,
     Resend,
     Result,
@@ -34,7 +35,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Share,
-    Sum,
     View,
     Waits,
 )
@@ -137,11 +137,11 @@ class Group:
         self.listeners = listeners
         self.lost: Callable[[Peer, Peer, Any], bool] = lambda *_: False
         self.now = 0.0
-        self.sent: list[tuple[Peer, Peer, Part | Sum | Resend]] = []
+        self.sent: list[tuple[Peer, Peer, ReduceChunk | GatherChunk | Resend]] = []
         self.reduced: dict[Peer, Reduced] = {}
         self.failures: dict[Peer, RoundFailed] = {}
         self.waits: list[tuple[Peer, Waits]] = []
-        self.heard: list[tuple[Peer, Peer, Sum]] = []  # from, to
+        self.heard: list[tuple[Peer, Peer, GatherChunk]] = []  # from, to
         self.tasks: Counter[type] = Counter()
         self._lines: dict[tuple[Peer, Peer], deque[tuple[Any, tuple[Any, ...]]]] = {}
         self._doing: dict[Peer, deque[Any]] = {name: deque() for name in names}
@@ -196,12 +196,12 @@ class Group:
             self.reduced[name] = message
         elif isinstance(message, RoundFailed):
             self.failures[name] = message
-        elif isinstance(message, Sum) and message.heard:
+        elif isinstance(message, GatherChunk) and message.heard:
             self.heard.append((name, command.peer, message))
         elif isinstance(message, Waits):
             self.waits.append((name, message))
         else:
-            assert isinstance(message, Part | Sum | Resend)
+            assert isinstance(message, ReduceChunk | GatherChunk | Resend)
             self.sent.append((name, command.peer, message))
             if not self.lost(name, command.peer, message):
                 self._lines.setdefault((name, command.peer), deque()).append((message, values))

@@ -13,7 +13,6 @@ from shoal.core.leader.leader import Coordinator
 from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.messages import (
     Accept,
-    AskSave,
     Booking,
     Command,
     Complaint,
@@ -30,6 +29,7 @@ from shoal.core.messages import (
     Round,
     RoundFailed,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     Signed,
@@ -592,7 +592,7 @@ def test_a_checkpoint_goes_to_the_next_replica_when_one_cannot_write_and_is_give
     leader.wait(0.5, alive=("b", "c"))
     leader.hear("a", Saved(0, 1, 0, failed="no space left"))
     leader.wait(2.5, alive=("b", "c"))
-    assert ("c", AskSave(0, 1)) in leader.sent(AskSave)
+    assert ("c", SaveRequest(0, 1)) in leader.sent(SaveRequest)
     leader.hear("c", Saved(0, 1, 0, failed="no space left"))
     leader.wait(1.0, alive=("b", "c"))
     assert "NOT saved at step 1" in leader.notes() and "no space left" in leader.notes()

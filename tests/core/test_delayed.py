@@ -10,25 +10,25 @@ from tests.core.test_server import SETTINGS as SERVED
 from shoal.core.messages import (
     Add,
     Apply,
-    AskBooks,
     Booking,
     Books,
+    BooksRequest,
     Busy,
     Committed,
     Cut,
     Fetch,
     Gather,
+    GatherChunk,
     Gradient,
     Leave,
     Member,
-    Part,
+    ReduceChunk,
     Reduced,
     Reset,
     Round,
     RunBackward,
     RunForward,
     Share,
-    Sum,
     View,
 )
 from shoal.core.trainer.trainer import Trainer
@@ -244,14 +244,14 @@ def test_a_part_of_the_next_round_that_overtakes_its_view_is_kept_for_it() -> No
     play = a_replica()
     play.hear(OWNER, Round(0, 0, 5, 2, GROUPS))
     play.done(play.task(Cut))
-    play.hear("mate", Part(0, 0, 5, 0), 1)
+    play.hear("mate", ReduceChunk(0, 0, 5, 0), 1)
     play.done(play.task(Add))
-    play.hear("mate", Sum(0, 0, 5, 1), 1)
+    play.hear("mate", GatherChunk(0, 0, 5, 1), 1)
     play.done(play.task(Gather), digest="sum", norm_sq=1.0)
     play.backward(0, 3 << 20, step=1, view=2)
     play.done(play.task(RunBackward), loss=1.0)
-    (early,) = play.hear("mate", Part(0, 1, 6, 0), 1)  # the mate has seen the commit
-    (later,) = play.hear("mate", Part(0, 2, 7, 0), 1)
+    (early,) = play.hear("mate", ReduceChunk(0, 1, 6, 0), 1)  # the mate has seen the commit
+    (later,) = play.hear("mate", ReduceChunk(0, 2, 7, 0), 1)
     assert play.dropped() == [later]  # nobody can be two steps ahead
     play.view(a_view(3, step=1, last=a_commit(), since=2))
     play.done(play.task(Apply), digest="d1")
@@ -281,11 +281,11 @@ def test_the_books_of_the_step_under_way_outlive_the_one_that_is_opened_again() 
     play.view(a_view(3, begun=True, since=3))
     play.done(running, loss=1.0)  # it is in the sum of step 1, so it is in its books
     assert [booking.index for booking in play.server.books] == [0, 1] and not play.tasks()
-    play.hear(OTHER, AskBooks(0, 0, 3))
+    play.hear(OTHER, BooksRequest(0, 0, 3))
     assert play.sends(Books)[0][1].indices == (0, 1)
     play.view(ahead(4, since=4))
     assert [booking.index for booking in play.server.books] == [0]
-    play.hear(OTHER, AskBooks(0, 1, 4))
+    play.hear(OTHER, BooksRequest(0, 1, 4))
     assert play.sends(Books)[0][1] == Books(0, 1, 4, 1, (0,)), "of the step that was asked for, or nobody hears it"
     play.backward(0, 5 << 20, step=1, view=4)
     assert not play.tasks() and [message.attempt for _, message, _ in play.sends(Gradient)] == [5 << 20]
@@ -297,7 +297,7 @@ def test_books_are_not_told_while_a_former_owners_backward_runs() -> None:
     running = play.task(RunBackward)
     play.view(a_view(3, begun=True, since=3))
     play.view(ahead(4, since=4))
-    play.hear(OTHER, AskBooks(0, 1, 4))
+    play.hear(OTHER, BooksRequest(0, 1, 4))
     assert not play.sends(Books)
     play.done(running, loss=1.0)
     assert play.sends(Books)[0][1].indices == (0,)
@@ -325,7 +325,7 @@ def test_an_owner_that_goes_on_with_a_step_asks_what_of_it_is_booked() -> None:
 
     def asked(view: View) -> tuple[set[int], list[int]]:
         commands = trainer.on_view(view, 0.0)
-        books = {c.message.step for c in commands if hasattr(c, "message") and isinstance(c.message, AskBooks)}
+        books = {c.message.step for c in commands if hasattr(c, "message") and isinstance(c.message, BooksRequest)}
         return books, [c.task.step for c in commands if hasattr(c, "task") and isinstance(c.task, Fetch)]
 
     trainer.on_view(a_view(1, started=False), 0.0)

@@ -16,7 +16,6 @@ from shoal.core.leader.rules.checks import STALLED
 from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
-    AskSave,
     Booker,
     Complaint,
     Evicted,
@@ -27,6 +26,7 @@ from shoal.core.messages import (
     Reduced,
     RoundFailed,
     Saved,
+    SaveRequest,
     Settings,
     Waits,
     WhoBooked,
@@ -766,7 +766,7 @@ def saving() -> Leader:
     leader = a_run("bcd", save_every=1)
     commit(leader)
     leader.wait(0.5, alive=tuple("bcd"))
-    assert {peer for peer, _ in leader.sent(AskSave)} == {"a", "b"}
+    assert {peer for peer, _ in leader.sent(SaveRequest)} == {"a", "b"}
     return leader
 
 

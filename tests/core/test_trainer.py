@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
     Booker,
     Books,
+    BooksRequest,
     Busy,
     Cancel,
     Cancelled,
@@ -471,7 +471,7 @@ def a_heir(number: int = 3) -> Rig:
 
 def test_an_heir_asks_everybody_and_goes_on_from_what_is_booked() -> None:
     rig = a_heir()
-    asked = [c.peer for c in rig.out if isinstance(c, Send) and c.message == AskBooks(0, 0, 3)]
+    asked = [c.peer for c in rig.out if isinstance(c, Send) and c.message == BooksRequest(0, 0, 3)]
     assert asked == [ME, "a0", "a1", "b1"]
     for peer in (ME, "a0", "b1"):
         assert rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ())) == []
@@ -585,7 +585,9 @@ def test_the_leader_is_told_how_many_servers_did_not_answer() -> None:
 def test_an_heir_that_lacks_somebodys_books_says_whose() -> None:
     rig = Rig(view=a_view(owner="a0"))
     rig.keep(rig.trainer.on_view(a_view(number=3), 0.0))
-    asked = [command.peer for command in rig.out if isinstance(command, Send) and isinstance(command.message, AskBooks)]
+    asked = [
+        command.peer for command in rig.out if isinstance(command, Send) and isinstance(command.message, BooksRequest)
+    ]
     for peer in asked:
         (told,) = asks(rig)
         assert (told.peer, told.at) == ("", peer)

@@ -132,11 +132,11 @@ def average(group: list[Hands], step: int, round_: int) -> list[m.Result]:
     for c, owner in enumerate(group):
         for r, held in enumerate(group):
             if held is not owner:
-                give(held, owner, m.Part(0, step, round_, c), f"part{r}.{c}")
+                give(held, owner, m.ReduceChunk(0, step, round_, c), f"part{r}.{c}")
         done(owner, m.Add("s/a", tuple(f"part{r}.{c}" for r in range(len(group))), f"sum{c}"))
         for held in group:
             if held is not owner:
-                give(owner, held, m.Sum(0, step, round_, c), f"sum{c}")
+                give(owner, held, m.GatherChunk(0, step, round_, c), f"sum{c}")
     sums = tuple(f"sum{c}" for c in range(len(group)))
     return [done(held, m.Gather("s/g", step, round_, sums)) for held in group]
 
@@ -410,8 +410,8 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
         (INPUT, (HIDDEN,)),
         (GRADIENT, (HIDDEN,)),
         (GRADIENT, (torch.full((2, 8, 16), 1e15),)),  # the largest that nothing overflows from
-        (m.Part(0, 0, 0, 1), (torch.zeros(length),)),
-        (m.Sum(0, 0, 0, 1), (torch.zeros(1),)),
+        (m.ReduceChunk(0, 0, 0, 1), (torch.zeros(length),)),
+        (m.GatherChunk(0, 0, 0, 1), (torch.zeros(1),)),
         (m.Chunk(0, 0, 1, 0), (torch.zeros(5, dtype=torch.uint8),)),
         (m.Chunk(0, 0, 1, 0, gone=True), ()),
         (m.Leave(), ()),
@@ -446,11 +446,11 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
         (backward(2), (HIDDEN,), "tokens: type float32"),
         (m.Output(0, 0, 0, 1, 1), (HIDDEN,), "1 blobs with a Output, which has none"),
         (m.Gradient(0, 0, 0, 0, 1), (HIDDEN,), "1 blobs with a Gradient, which has none"),
-        (m.Part(0, 0, 0, 0), (torch.zeros(10**5),), "not one dimension of 1 to"),
-        (m.Part(0, 0, 0, 0), (torch.zeros(0),), "not one dimension of 1 to"),
-        (m.Part(0, 0, 0, 0), (torch.zeros(2, 2),), "not one dimension of 1 to"),
-        (m.Sum(0, 0, 0, 0), (torch.tensor([1.0, float("nan")]),), "not finite"),
-        (m.Sum(0, 0, 0, 0), (TOKENS[0],), "type int64, not float32"),
+        (m.ReduceChunk(0, 0, 0, 0), (torch.zeros(10**5),), "not one dimension of 1 to"),
+        (m.ReduceChunk(0, 0, 0, 0), (torch.zeros(0),), "not one dimension of 1 to"),
+        (m.ReduceChunk(0, 0, 0, 0), (torch.zeros(2, 2),), "not one dimension of 1 to"),
+        (m.GatherChunk(0, 0, 0, 0), (torch.tensor([1.0, float("nan")]),), "not finite"),
+        (m.GatherChunk(0, 0, 0, 0), (TOKENS[0],), "type int64, not float32"),
         (m.Chunk(0, 0, 0, 0), (), "0 blobs"),
         (m.Chunk(0, 0, 0, 0), (HIDDEN,), "type float32, not uint8"),
         (m.Chunk(0, 0, 0, 0, gone=True), (HIDDEN,), "1 blobs with a Chunk, not 0"),
@@ -594,7 +594,7 @@ def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Mak
         assert words in held.check(INPUT, (blob,))
     assert "a boundary gradient: codec raw, not bf16" in held.check(GRADIENT, (raw,))
     part = kinds.blob_of(torch.zeros(4))
-    assert "a chunk of the gradient: codec raw, not int8" in held.check(m.Part(0, 0, 0, 0), (part,))
+    assert "a chunk of the gradient: codec raw, not int8" in held.check(m.ReduceChunk(0, 0, 0, 0), (part,))
 
 
 # --------------------------------------------------------------------------------------------- state and checkpoints

@@ -39,7 +39,7 @@ class Tensors:
 
     def put(self, name: str, value: Any) -> None:
         blob = msgspec.structs.replace(value, data=bytearray(value.data))
-        assert self.hands.check(m.Part(0, STEP, 7, 0), (blob,)) == ""
+        assert self.hands.check(m.ReduceChunk(0, STEP, 7, 0), (blob,)) == ""
         self.hands.put(name, blob)
 
     def drop(self, name: str) -> None:

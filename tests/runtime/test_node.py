@@ -27,22 +27,22 @@ from shoal.core.messages import (
     Event,
     Finish,
     Gather,
+    GatherChunk,
     Lead,
     Member,
     Message,
     Override,
-    Part,
     Peer,
     Proof,
     Pulse,
     Received,
+    ReduceChunk,
     Reduced,
     Result,
     RunBackward,
     Send,
     Signed,
     Standing,
-    Sum,
     Task,
     Tick,
     View,
@@ -328,7 +328,7 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
                     activations += activation
                 case Boundary():
                     gradients += gradient
-                case Part(chunk=chunk) | Sum(chunk=chunk):
+                case ReduceChunk(chunk=chunk) | GatherChunk(chunk=chunk):
                     averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
         sent, came = node.tally.totals()
         received += came
@@ -338,8 +338,8 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
         assert [item.step for item in carried] == sorted(item.step for item in carried)
         assert (carried[-1].sent, carried[-1].received) == (sent, came)
         assert carried[-1].kept == node.kept_most
-        assert node.kept_most.memory >= max(node.kept_most.shelf, activation)
-        assert node.kept_most.shelf > 0
+        assert node.kept_most.memory >= max(node.kept_most.activations, activation)
+        assert node.kept_most.activations > 0
         assert node.kept == Kept()
     totals = [node.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0
@@ -554,7 +554,7 @@ def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
     before = node.machine.last_now
     for message, blobs in (
         (standing, ()),
-        (Sum(0, 0, 1, 0), (floats(100),)),
+        (GatherChunk(0, 0, 1, 0), (floats(100),)),
         (Pulse(1, 1, 1, True, rate=float("nan")), (floats(1),)),
     ):
         node._on_message(Incoming(peer=STRANGER, message=message, blobs=blobs))

@@ -82,8 +82,8 @@ def met(group: str, *others: str) -> set[str]:
     shares = tuple(m.Share(peer, ()) for peer in group)
     watch.sent("leader", "a", m.Round(epoch=0, step=0, round=7, view=5, groups=(shares,)))
     for to in others:
-        watch.sent("a", to, m.Part(epoch=0, step=0, round=7, chunk=1))
-        watch.sent("a", to, m.Sum(epoch=0, step=0, round=7, chunk=1))
+        watch.sent("a", to, m.ReduceChunk(epoch=0, step=0, round=7, chunk=1))
+        watch.sent("a", to, m.GatherChunk(epoch=0, step=0, round=7, chunk=1))
     return found(watch)
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
     Books,
+    BooksRequest,
     Busy,
     Cancel,
     Cancelled,
@@ -42,7 +42,7 @@ from shoal.core.messages import (
 )
 from shoal.core.trainer.trainer import Trainer
 
-REQUESTS = (Forward, Backward, Recall, Cancel, AskBooks)
+REQUESTS = (Forward, Backward, Recall, Cancel, BooksRequest)
 QUEUE = 3
 
 
@@ -58,7 +58,7 @@ class Server:
     running: tuple[str, Forward | Backward] | None = None
     booked: list[int] = field(default_factory=list)
     void: dict[tuple[int, int, int], int] = field(default_factory=dict)  # attempts up to this one will not be booked
-    asked: list[tuple[str, AskBooks]] = field(default_factory=list)
+    asked: list[tuple[str, BooksRequest]] = field(default_factory=list)
     out: list[tuple[str, Message]] = field(default_factory=list)  # to, message; receipts carry no tensor
 
     def owner(self, index: int) -> str:
@@ -89,7 +89,7 @@ class Server:
     def receive(self, owner: str, message: Message, refuse: bool = False) -> None:
         if (message.epoch, message.step) < (self.view.epoch, self.view.step):  # type: ignore[union-attr]
             return
-        if isinstance(message, AskBooks):
+        if isinstance(message, BooksRequest):
             if (message.epoch, message.step) == (self.view.epoch, self.view.step):
                 self.asked.append((owner, message))
                 self.show_books()
@@ -234,7 +234,7 @@ class Swarm(RuleBasedStateMachine):
         message = send.message
         assert set(send.blobs) <= node.blobs, "sends what it does not hold"
         assert send.peer in [member.peer for member in node.view.members]
-        if not isinstance(message, AskBooks):
+        if not isinstance(message, BooksRequest):
             attempt = (peer, message.epoch, message.step, message.index, message.attempt)  # type: ignore[union-attr]
             assert attempt not in self.sent, "an attempt number is sent twice"
             self.sent.add(attempt)

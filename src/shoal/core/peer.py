@@ -14,21 +14,17 @@ from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Coordinator
 from shoal.core.messages import (
     Accept,
-    AskBooks,
-    AskChunk,
     Asked,
-    AskPublish,
-    AskSave,
-    AskStanding,
-    AskState,
-    AskVote,
+    Asker,
     Backward,
     Barred,
     BlobRef,
     Booker,
+    BooksRequest,
     Boundary,
     Cancel,
     Chunk,
+    ChunkRequest,
     Coming,
     Command,
     Complaint,
@@ -42,6 +38,7 @@ from shoal.core.messages import (
     Finish,
     Forward,
     Found,
+    GatherChunk,
     Gone,
     Join,
     Lead,
@@ -50,31 +47,36 @@ from shoal.core.messages import (
     Note,
     Offer,
     Override,
-    Part,
     Peer,
     Propose,
     Published,
+    PublishRequest,
     Pull,
     Pulse,
     Query,
     Recall,
     Received,
     Redirect,
+    ReduceChunk,
     Reduced,
     Resend,
     Round,
     RoundFailed,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     Standing,
-    Sum,
+    StandingRequest,
+    StateRequest,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
     Waits,
     WhoBooked,
     Wire,
+    asker_of,
 )
 from shoal.core.planned import seated
 from shoal.core.server.server import Server
@@ -85,11 +87,25 @@ from shoal.core.transfer.transfer import Sync
 if TYPE_CHECKING:
     from random import Random
 
-SERVER = (Forward, Backward, Query, Recall, Cancel, AskBooks, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
-FROM_LEADER = (Round, AskSave, AskPublish)
+SERVER = (
+    Forward,
+    Backward,
+    Query,
+    Recall,
+    Cancel,
+    BooksRequest,
+    Boundary,
+    Pull,
+    Coming,
+    Gone,
+    ReduceChunk,
+    GatherChunk,
+    Resend,
+)
+FROM_LEADER = (Round, SaveRequest, PublishRequest)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
-AGREEING = (Lead, Propose, Accept, AskVote, Vote)
-SYNC = (AskState, Offer, AskChunk, Chunk)
+AGREEING = (Lead, Propose, Accept, VoteRequest, Vote)
+SYNC = (StateRequest, Offer, ChunkRequest, Chunk)
 FIND_BEATS = 4  # between look-ups of the directory while no view names me
 SAY_AGAIN_BEATS = 60  # between two times that it is said why nothing is committed
 TOLD_A_BEAT = 8  # peers of no view that are given the newest one
@@ -221,7 +237,7 @@ class PeerMachine:
             return self._to_leader(peer, message, now)
         if isinstance(message, Dismissed):
             return self._on_dismissed(peer)
-        if isinstance(message, AskStanding):
+        if isinstance(message, StandingRequest):
             return self._stand(peer, now)
         if isinstance(message, Override):
             return self._on_override(message, now)
@@ -254,7 +270,7 @@ class PeerMachine:
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self._tell_stall(message.stalled, now)
             return commands
-        if isinstance(message, AskVote) and view is not None and not self._belongs(peer):
+        if isinstance(message, VoteRequest) and view is not None and not self._belongs(peer):
             return self._bring_up_to_date(peer, message.last_number, now)
         return commands
 
@@ -319,7 +335,12 @@ class PeerMachine:
         return [Send(peer, self.override) for peer in found if peer != self.name and peer not in self.present]
 
     def _owner(self, task: str) -> Server | Trainer | Sync:
-        return {"t": self.trainer, "s": self.server, "y": self.sync}[task[0]]  # type: ignore[return-value]
+        parts: dict[Asker, Server | Trainer | Sync] = {
+            "trainer": self.trainer,
+            "server": self.server,
+            "transfer": self.sync,
+        }
+        return parts[asker_of(task)]
 
     # -------------------------------------------------------------------------------------------------- settling
 
@@ -485,7 +506,7 @@ class PeerMachine:
             return []
         self.pulse_at = now + FIND_BEATS * self.settings.beat_s
         peers = dict.fromkeys([member.peer for member in self.view.members] + list(self.known))
-        ask = AskVote(term=self.register.term, last_term=0, last_number=self.view.number, trial=True)
+        ask = VoteRequest(term=self.register.term, last_term=0, last_number=self.view.number, trial=True)
         return [Find(), *(Send(peer, ask) for peer in peers if peer != self.name)]
 
     def _state(self) -> Pulse:

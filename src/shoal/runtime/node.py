@@ -17,8 +17,6 @@ from shoal import trace
 from shoal.core.messages import (
     Accept,
     Asked,
-    AskStanding,
-    AskVote,
     Barred,
     BlobRef,
     Command,
@@ -40,10 +38,12 @@ from shoal.core.messages import (
     Received,
     Redirect,
     Send,
+    StandingRequest,
     Tick,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.measure import Meter
@@ -60,7 +60,15 @@ from shoal.transport.directory.directory import Directory
 REPORT_S = 0.5
 LOOK_UP_S = 0.5  # between two look-ups, however often they are asked for
 ANNOUNCE_S = 20.0  # well within the time for which a directory keeps a record
-FROM_OUTSIDE = (Join, AskVote, AskStanding, Override, Redirect, Accept, Vote)  # all small but Override, which is signed
+FROM_OUTSIDE = (
+    Join,
+    VoteRequest,
+    StandingRequest,
+    Override,
+    Redirect,
+    Accept,
+    Vote,
+)  # all small but Override, which is signed
 
 
 class Node:
@@ -85,7 +93,7 @@ class Node:
         self._news = asyncio.Event()  # something to announce at once
         self.tally = Tally()
         self.finish: Finish | None = None
-        self._shelf_most = 0  # bytes that the machine has kept for a step at most
+        self._activations_most = 0  # bytes that the machine has kept for a step at most
         self._view: View | None = None
         self._serial = 0
         self._armed: float | None = None  # the deadline that _ticks sleeps until
@@ -129,7 +137,7 @@ class Node:
         now = time.monotonic()
         commands = self.machine.handle(event, now)
         self.record.event(now, event, commands)
-        self._shelf_most = max(self._shelf_most, self.machine.server.kept_bytes)
+        self._activations_most = max(self._activations_most, self.machine.server.kept_bytes)
         if self.machine.view is not self._view and self.machine.view is not None:
             if self._view is None or self.machine.view.step != self._view.step:
                 self._tell_traffic(now)
@@ -281,7 +289,7 @@ class Node:
 
     @property
     def kept_most(self) -> Kept:
-        return self.hands.kept_most(self._shelf_most)
+        return self.hands.kept_most(self._activations_most)
 
     def _progress(self) -> Progress:
         sent, received = self.tally.totals()

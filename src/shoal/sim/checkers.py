@@ -78,20 +78,20 @@ class Watch:
         elif type(message) is m.Round:
             self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
             self.newest_round = max(self.newest_round, message.round)
-        elif type(message) is m.Part or (type(message) is m.Sum and not message.heard):
+        elif type(message) is m.ReduceChunk or (type(message) is m.GatherChunk and not message.heard):
             self._meets(peer, to, message)
         elif type(message) is m.Lead or (type(message) is m.Propose and message.proof is None):
             other = self._leaders.setdefault(message.term, peer)
             if other != peer:
                 self.report(peer, "leader", f"leads term {message.term} beside {other}")
 
-    def group_of(self, peer: m.Peer, message: m.Part | m.Sum) -> tuple[m.Peer, ...]:
+    def group_of(self, peer: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> tuple[m.Peer, ...]:
         """With whom that peer averages in that round, itself too."""
         groups = self._rounds.get((message.epoch, message.step, message.round), ())
         found = ([share.peer for share in group] for group in groups)
         return next((tuple(names) for names in found if peer in names), ())
 
-    def _meets(self, peer: m.Peer, to: m.Peer, message: m.Part | m.Sum) -> None:
+    def _meets(self, peer: m.Peer, to: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> None:
         """Gradients go to those of the own group, and in a large one to few of them."""
         key = message.epoch, message.step, message.round, peer
         met = self._met.setdefault(key, set())

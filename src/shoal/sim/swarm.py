@@ -497,7 +497,7 @@ class Swarm:
             return
         nbytes = 0
         if values:
-            part = isinstance(message, m.Part | m.Sum)
+            part = isinstance(message, m.ReduceChunk | m.GatherChunk)
             nbytes = case.scenario.values if part else case.scenario.boundary_bytes * len(values)
         if values and case.wire is not None:
             self._on_the_line(parcel, case.wire)

@@ -31,8 +31,6 @@ SECONDS: dict[type, float] = {
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
-BESIDE = (m.Fetch, m.ReadChunk, m.CheckChunk, m.RunSave, m.RunPublish)  # not in the line of computing tasks
-ROUNDS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
 
 
@@ -110,22 +108,22 @@ class Hands:
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
         kind = type(task)
-        inputs = [self._find(name, kind.__name__) for name in _inputs(task)]
+        inputs = [self._find(name, kind.__name__) for name in task.reads]
         if kind is m.RunForward or kind is m.RunBackward:
             seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
         else:
             seconds = SECONDS[kind] * self.slowness
             if isinstance(task, m.Cut):
                 self._share = (task.bounds[-1] - task.bounds[0]) / max(1, self.world.length(self.stage))
-            if kind in ROUNDS:
+            if task.purpose == "round":
                 seconds *= self.rounds * (1.0 if kind is m.Apply else self._share)
-            elif kind is not m.Fetch:
+            elif task.purpose == "state":
                 seconds *= self.states
             seconds = min(seconds, LONGEST_S)
         if self.world.wire is not None:
             seconds += self.world.wire.codec_s(task, self.world.stages, inputs) * self.slowness
         now = self._now()
-        if kind in BESIDE:
+        if task.lane in ("read", "write"):  # beside the line of computing tasks
             wait = seconds
         else:
             self._free_s = max(self._free_s, now) + seconds
@@ -376,18 +374,6 @@ def _added(parts: Sequence[Blob]) -> Blob:
     if any(part[:4] != parts[0][:4] or part[0] != "part" for part in parts):
         raise ValueError(f"parts of different chunks: {[part[:4] for part in parts]}")
     return (*parts[0][:4], tuple(one for part in parts for one in part[4]))
-
-
-def _inputs(task: m.Task) -> tuple[str, ...]:
-    if isinstance(task, m.RunForward):
-        return (task.x,)
-    if isinstance(task, m.RunBackward):
-        return (task.x, task.grad) if task.grad else (task.x,)
-    if isinstance(task, m.Add | m.AddRow):
-        return task.parts
-    if isinstance(task, m.Gather):
-        return task.sums
-    return (task.blob,) if isinstance(task, m.CheckChunk) else ()
 
 
 _WORK: dict[type, Callable[[Hands, Any, Sequence[Blob]], m.Result]] = {

@@ -8,13 +8,13 @@ written. For leader.py.
 from __future__ import annotations
 
 from shoal.core.messages import (
-    AskPublish,
-    AskSave,
     Command,
     Note,
     Peer,
     Published,
+    PublishRequest,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     View,
@@ -82,7 +82,7 @@ class Saving:
             able = [m.peer for m in view.members if m.stage == stage and m.peer not in self.unable.get(stage, {})]
             if not able:
                 return self._give_up(self.unable.get(stage, {}), f"stage {stage}")
-            commands += self._ask(stage, able[0], AskSave(epoch=self.epoch, step=self.step), now)
+            commands += self._ask(stage, able[0], SaveRequest(epoch=self.epoch, step=self.step), now)
         if len(self.records) == self.settings.stages:
             able = [m.peer for m in view.members if m.peer not in self.unpublished]
             if not able:
@@ -90,7 +90,7 @@ class Saving:
             publisher = self.name if self.name in able else able[0]
             records = tuple(self.records[stage] for stage in range(self.settings.stages))
             commands += self._ask(
-                PUBLISHER, publisher, AskPublish(epoch=self.epoch, step=self.step, records=records), now
+                PUBLISHER, publisher, PublishRequest(epoch=self.epoch, step=self.step, records=records), now
             )
         return commands
 
