@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from tests.core.test_coordinator import SETTINGS, Leader
+from tests.core.test_leader import SETTINGS, LeaderRig
 from tests.core.test_server import ME, MEMBERS, OTHER, OWNER, Play, a_view
 from tests.core.test_server import SETTINGS as SERVED
 
@@ -36,20 +36,20 @@ from shoal.core.trainer.trainer import Trainer
 LATE = msgspec.structs.replace(SETTINGS, staleness=1, steps=6)
 
 
-def a_leader() -> Leader:
+def a_leader() -> LeaderRig:
     """One whose first step is computed, and closed."""
-    leader = Leader(LATE)
+    leader = LeaderRig(LATE)
     leader.start()
     leader.fill_books()
     return leader
 
 
-def closed(leader: Leader, peer: str, books: tuple[int, ...], before: tuple[int, ...]) -> None:
+def closed(leader: LeaderRig, peer: str, books: tuple[int, ...], before: tuple[int, ...]) -> None:
     """That peer's pulse from the middle of the next step."""
     leader.pulse(peer, books, closed=tuple(Booking(i, 2.0) for i in before))
 
 
-def go_on(leader: Leader) -> None:
+def go_on(leader: LeaderRig) -> None:
     """The next step is computed while the one before is averaged."""
     closed(leader, "a", (0, 2), (0, 2))
     closed(leader, "c", (1, 3), (1, 3))
@@ -69,7 +69,7 @@ def test_whole_books_open_the_next_step_and_then_they_are_averaged() -> None:
 
 
 def test_without_delay_nothing_is_opened_before_the_commit() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     assert leader.rounds() and not leader.view.ahead and leader.view.account.issued == 4
@@ -99,7 +99,7 @@ def test_the_next_step_but_one_waits_for_the_commit() -> None:
     assert (leader.view.step, leader.view.work) == (1, 2)  # both at once: its books were whole
 
 
-def a_death() -> Leader:
+def a_death() -> LeaderRig:
     """c dies with two bookings of the averaged step and one of the next."""
     leader = a_leader()
     closed(leader, "c", (1,), (1, 3))
@@ -133,7 +133,7 @@ def test_what_the_dead_brought_into_both_steps_is_redone_and_the_others_keep_the
 
 
 def test_whoever_brings_nothing_into_the_average_may_die_without_opening_the_step_again() -> None:
-    leader = Leader(LATE)
+    leader = LeaderRig(LATE)
     leader.start()
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 1, 2, 3))
@@ -147,7 +147,7 @@ def test_whoever_brings_nothing_into_the_average_may_die_without_opening_the_ste
 
 
 def test_the_step_is_committed_first_where_somebody_wants_to_leave() -> None:
-    leader = Leader(LATE)
+    leader = LeaderRig(LATE)
     leader.start()
     leader.hear("c", Leave(reason="drained"))
     leader.fill_books()
@@ -164,7 +164,7 @@ def test_nobody_leaves_in_the_middle_of_a_step() -> None:
 
 
 def test_after_the_last_step_there_is_none_to_open() -> None:
-    leader = Leader(msgspec.structs.replace(LATE, steps=1))
+    leader = LeaderRig(msgspec.structs.replace(LATE, steps=1))
     leader.start()
     leader.fill_books()
     assert not leader.view.ahead and leader.rounds()
@@ -172,7 +172,7 @@ def test_after_the_last_step_there_is_none_to_open() -> None:
 
 def test_a_new_leader_learns_both_steps_books_from_the_pulses() -> None:
     leader = a_leader()
-    leader.mind.lead(leader.view, 2, leader.now)
+    leader.machine.lead(leader.view, 2, leader.now)
     asked = len(leader.rounds())
     closed(leader, "a", (0,), (0, 2))
     closed(leader, "c", (), (1, 3))

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.leader import Leader
 from shoal.core.leader.membership import owners_of
 from shoal.core.messages import Accept, Done, Fetch, Forward, Join, Member, Note, Result, Send, Settings, Signed, View
 from shoal.core.planned import Planned, complete, seated
@@ -171,7 +171,7 @@ class Leading:
     def __init__(self) -> None:
         settings = msgspec.structs.replace(SETTINGS, peers=4, seat=1)
         self.register = Register("a", settings, random.Random(1))
-        self.mind = Coordinator("a", settings)
+        self.mind = Leader("a", settings)
         self.register.found(View(number=1, step=0, members=(Member("a", 0, seat=1),)), 0.0)
         self.register.take()
         assert self.register.agreed is not None

@@ -20,7 +20,7 @@ from shoal.core.messages import Command, Dismissed, Note, Peer, Round, Send, Set
 SEND_AGAIN_BEATS = 4  # a round, to those that have not reported
 
 
-class Coordinator:
+class Leader:
     """Call `lead` when this peer becomes leader, `on_view` with every view that is agreed then, `decide` after every event."""
 
     def __init__(self, name: Peer, settings: Settings) -> None:
