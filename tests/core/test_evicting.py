@@ -654,6 +654,24 @@ def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it
     assert leader.view.step == 1
 
 
+def test_a_leader_stopped_between_finding_that_a_microbatch_hangs_and_reassigning_it_asks_again() -> None:
+    """What its owner answered meanwhile is still to be read."""
+    leader = hanging()
+    found = leader.machine.facts.evidence
+    while not found.reassigning:
+        leader.now += 0.5
+        assert leader.now < QUIET_S + 20.0
+        for peer in "abcd":
+            if not found.reassigning:
+                leader.pulse(peer)
+    leader.now += 60.0
+    leader.machine.forgive(60.0, leader.now)
+    leader.decide()
+    assert owner(leader) == "b" and members(leader) == "abcd"
+    leader.wait(QUIET_S + 8.0, alive=tuple("bcd"))
+    assert owner(leader) != "b" and members(leader) == "abcd"
+
+
 def test_a_slow_step_that_gets_on_keeps_its_owners() -> None:
     leader = a_run("bcd", microbatches=16)
     owners = leader.view.owners

@@ -307,6 +307,7 @@ class Facts:
         self.doubted.clear()
         self.evidence.progress.forgive(gap_s, now)
         self.evidence.stalls.forgive(now)
+        self.evidence.reassigning = {}  # what owners answered meanwhile is still to be read
         self.rounds.forgive(gap_s, now)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
