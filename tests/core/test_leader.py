@@ -23,6 +23,7 @@ from shoal.core.messages import (
     Leave,
     Member,
     Note,
+    Propose,
     Published,
     Pulse,
     Rebuilt,
@@ -413,6 +414,17 @@ def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> Non
     leader.pulse("a")
     leader.pulse("c")
     assert leader.view.started and leader.view.account.committed == 4 and leader.view.account.issued == 8
+
+
+def test_a_view_that_goes_back_names_the_checkpoint_it_goes_back_to() -> None:
+    """Also one that was published when no view could say so any more: a later leader must not go back further."""
+    leader = without_stage_1()
+    leader.machine.facts.saving.published = 1
+    while not leader.view.epoch:
+        leader.wait(0.5, alive=("c",))
+    back = next(one.entry.view for _, one in leader.sent(Propose) if one.entry.view.epoch == 1)
+    assert "back from step 1 to the state of step 1" in back.reason
+    assert (back.step, back.saved) == (1, 1)
 
 
 def without_stage_1(**changes: object) -> LeaderRig:
