@@ -19,7 +19,7 @@ help:
 	@echo "make check   the same without setup and end-to-end tests, for every commit"
 	@echo "make slow    the tests marked slow;  make gpu: those that need CUDA"
 	@echo "make bench   every benchmark; each prints one JSON line"
-	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
+	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md and docs/view.md from the code"
 
 setup: $(STAMP)
 
@@ -64,6 +64,7 @@ bench: setup
 
 protocol:
 	$(PY) docs/protocol.py
+	$(PY) docs/view.py
 
 format:
 	$(PY) -m ruff format .

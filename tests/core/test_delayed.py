@@ -22,6 +22,7 @@ from shoal.core.messages import (
     Leave,
     Member,
     Part,
+    Phase,
     Reduced,
     Reset,
     Round,
@@ -185,7 +186,7 @@ def test_a_new_leader_learns_both_steps_books_from_the_pulses() -> None:
 
 
 def ahead(number: int = 2, **changes: object) -> View:
-    return a_view(number, **{"ahead": True, "begun": True, "since": number, **changes})
+    return a_view(number, **{"phase": Phase.OVERLAPPING, "since": number, **changes})
 
 
 def a_replica() -> Play:
@@ -263,7 +264,7 @@ def test_a_part_of_the_next_round_that_overtakes_its_view_is_kept_for_it() -> No
 
 def test_what_is_opened_again_takes_nothing_that_was_sent_before() -> None:
     play = a_replica()
-    again = a_view(3, begun=True, since=3)
+    again = a_view(3, phase=Phase.REOPENED, since=3)
     play.view(again)
     play.backward(2, 1)  # of the first time, and late
     assert not play.tasks() and not play.sends(Busy)
@@ -278,7 +279,7 @@ def test_the_books_of_the_step_under_way_outlive_the_one_that_is_opened_again() 
     play.backward(0, 3 << 20, step=1, view=2)
     running = play.task(RunBackward)
     play.backward(2, 3 << 20, step=1, view=2)  # waits
-    play.view(a_view(3, begun=True, since=3))
+    play.view(a_view(3, phase=Phase.REOPENED, since=3))
     play.done(running, loss=1.0)  # it is in the sum of step 1, so it is in its books
     assert [booking.index for booking in play.server.books] == [0, 1] and not play.tasks()
     play.hear(OTHER, AskBooks(0, 0, 3))
@@ -295,7 +296,7 @@ def test_books_are_not_told_while_a_former_owners_backward_runs() -> None:
     play = a_replica()
     play.backward(0, 3 << 20, step=1, view=2)
     running = play.task(RunBackward)
-    play.view(a_view(3, begun=True, since=3))
+    play.view(a_view(3, phase=Phase.REOPENED, since=3))
     play.view(ahead(4, since=4))
     play.hear(OTHER, AskBooks(0, 1, 4))
     assert not play.sends(Books)
@@ -328,10 +329,10 @@ def test_an_owner_that_goes_on_with_a_step_asks_what_of_it_is_booked() -> None:
         books = {c.message.step for c in commands if hasattr(c, "message") and isinstance(c.message, AskBooks)}
         return books, [c.task.step for c in commands if hasattr(c, "task") and isinstance(c.task, Fetch)]
 
-    trainer.on_view(a_view(1, started=False), 0.0)
+    trainer.on_view(a_view(1, phase=Phase.GATHERING), 0.0)
     assert asked(a_view(2)) == (set(), [0, 0])
     assert asked(ahead(3)) == (set(), [1, 1])
     assert asked(a_view(4, step=1, since=3)) == (set(), [])  # the commit changes nothing
     assert asked(ahead(5, step=1)) == (set(), [2, 2])
-    assert asked(a_view(6, step=1, begun=True, since=6)) == ({1}, [])
+    assert asked(a_view(6, step=1, phase=Phase.REOPENED, since=6)) == ({1}, [])
     assert asked(ahead(7, step=1, since=7)) == ({2}, [])

@@ -30,10 +30,11 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert sorted(missing) == []
 
 
-def test_the_tables_of_the_protocol_are_those_of_the_messages() -> None:
-    spec = importlib.util.spec_from_file_location("protocol", ROOT / "docs" / "protocol.py")
+@pytest.mark.parametrize("name", ["protocol", "view"])
+def test_pages_made_from_the_code_are_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    assert made.PAGE.read_text() == made.page(), "messages.py has changed: run `make protocol`"
+    assert made.PAGE.read_text() == made.page(), "the code has changed: run `make protocol`"

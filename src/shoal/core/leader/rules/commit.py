@@ -19,7 +19,7 @@ from shoal.core.leader.membership import arrived, counting, inherit, moving, own
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules.moves import before_the_next_step
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Account, Committed, Member, Peer, Settings, View
+from shoal.core.messages import Account, Committed, Member, Peer, Phase, Settings, View
 from shoal.core.planned import complete
 
 NORMS = 1e-6  # by which the norms of equal gradients may differ: sums of the same values on unlike machines
@@ -106,14 +106,11 @@ def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: fl
         members=members,
         joining=joining,
         owners=owners,
-        ahead=False,
-        begun=False,
-        finished=over and not last.save,
+        phase=Phase.TRAINING if not over else Phase.SAVING if last.save else Phase.FINISHED,
         last=last,
         account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
         fenced=view.fenced if goes_on else (),
-        kept=False,
-        rebuilt=(),
+        continued=None,
     )
     return Proposal(after, moves)
 
@@ -156,4 +153,4 @@ def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     """After the last step the run is over once its checkpoint is published or cannot be."""
     if view.finished or view.step < settings.steps or not facts.saving.idle:
         return None
-    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], finished=True))
+    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], phase=Phase.FINISHED))
