@@ -87,7 +87,7 @@ def _literal(quote: str, known: list[re.Pattern[str]]) -> float:
     return sum(any(begin <= word[0] and word[1] <= end for begin, end in spans) for word in words) / len(words)
 
 
-@pytest.mark.parametrize("name", ["protocol", "configuration"])
+@pytest.mark.parametrize("name", ["protocol", "view", "configuration"])
 def test_a_page_that_is_made_from_the_source_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None

@@ -154,13 +154,16 @@ class RoundWatch:
                 found = self._accused(group, reduced, conduct, leader)
                 if found is not None:
                     return found
-        missing = [peer for group in self._groups for peer in group if peer not in reduced]
         usual_s = self._reduced_at - self._opened
         late_s = now - self._reduced_at
         if not reduced or late_s <= max(LAST_BEATS * self._settings.beat_s, ROUNDS * usual_s):
             return None
+        return self._last(reduced, late_s)
+
+    def _last(self, reduced: dict[Peer, Reduced], late_s: float) -> Verdict | None:
+        """A peer that all others of its stage have waited for so long, and that waits for none."""
         for group in self._groups:
-            left = [peer for peer in group if peer in missing]
+            left = [peer for peer in group if peer not in reduced]
             if len(left) != 1 or left[0] in self._waits:
                 continue
             if len(group) > 1:

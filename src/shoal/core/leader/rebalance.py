@@ -160,15 +160,7 @@ class _Plan:
             return None  # its replicas have downloads enough to serve
         chosen: tuple[tuple[float, float, int, int], Member] | None = None
         for giver, group in enumerate(self.groups):
-            barred = (giver, thin) in self.used or (giver, thin) in self.back
-            if (
-                self.power[giver] <= self.power[thin]
-                or len(group) < 2
-                or (barred and not empty)
-                or not self._pays(giver, thin)
-            ):
-                continue
-            for at, one in enumerate(group):
+            for at, one in enumerate(group if self._may_give(giver, thin, empty) else ()):
                 if one.peer in self.tired and not empty:
                     continue
                 speed = self.fleet.speeds.get(one.peer, 1.0)
@@ -179,6 +171,13 @@ class _Plan:
                 if chosen is None or worth > chosen[0]:
                     chosen = worth, one
         return chosen[1] if chosen else None
+
+    def _may_give(self, giver: int, thin: int, empty: bool) -> bool:
+        """That stage can spare a peer, and no move between the two has just been made."""
+        if self.power[giver] <= self.power[thin] or len(self.groups[giver]) < 2:
+            return False
+        barred = (giver, thin) in self.used or (giver, thin) in self.back
+        return (empty or not barred) and self._pays(giver, thin)
 
     def _pays(self, giver: int, thin: int) -> bool:
         """What the mover will do at its new stage outweighs what it leaves undone at the old one while it downloads."""
