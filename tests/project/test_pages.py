@@ -17,6 +17,7 @@ PAGES = [
     *TOP,
     *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "design"),
 ]  # design notes keep their day's names
+SOURCES = {path.name for folder in ("src", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")}
 CELL = 200  # characters that a cell of a table may have
 _PATH = re.compile(r"`([A-Za-z0-9_./-]+/[A-Za-z0-9_./-]*|[a-z_]+\.(?:py|md|toml))`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -43,6 +44,7 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = {path for path in _PATH.findall(text) if not path.startswith(_MADE)}
     places = (ROOT, ROOT / "src", ROOT / "src" / "shoal", page.parent)
     missing = [path for path in named if "/" in path and not any((place / path).exists() for place in places)]
+    missing += [path for path in named if path.endswith(".py") and "/" not in path and path not in SOURCES]
     missing += [path for path in _LINK.findall(text) if not (page.parent / path).exists()]
     assert sorted(missing) == []
 

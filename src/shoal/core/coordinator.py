@@ -2,7 +2,7 @@
 
 Acts only while its peer leads; everything it must not forget is in the View (quorum.py), the rest is learned again
 from the members' pulses, so a leader can die at any point. One proposal is in flight at a time, chosen by an ordered
-list of rules (`_rules`), each with its reason. For peer.py.
+list of rules (`decide`), each with its reason. For peer.py.
 """
 
 from __future__ import annotations
