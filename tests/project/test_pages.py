@@ -58,6 +58,14 @@ def test_no_cell_of_a_table_is_an_essay(page: Path) -> None:
     assert [cell for cell in cells if len(cell) > CELL] == []
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_and_tables_stand_apart_from_the_paragraph_before(page: Path) -> None:
+    """The site's Markdown takes them for text of the paragraph otherwise."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    joined = re.findall(r"^(?![-|#`\s]|\d+\. ).+\n(?:- |1\. |\|).*$", text, re.M)
+    assert joined == []
+
+
 def test_operations_quotes_only_messages_that_the_code_prints() -> None:
     """Three words of four of a quoted message are literal text of the code; names and numbers are not looked for."""
     table = (DOCS / "operations.md").read_text().split("## What the events mean")[1].split("\n## ")[0]
