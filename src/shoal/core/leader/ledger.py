@@ -1,7 +1,7 @@
 """The leader's account of one step: which replica has booked which microbatch at every stage.
 
 A step may be averaged when, at every stage, the books of the members are disjoint and together hold every index
-(architecture.md, 'exactly once', rule 3). Rebuilt from the members' pulses, so a new leader knows as much as the old
+(ARCHITECTURE.md, 'Exactly once', rule 4). Rebuilt from the members' heartbeats, so a new leader knows as much as the old
 one. For leader.py.
 """
 
