@@ -338,8 +338,8 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
         assert [item.step for item in carried] == sorted(item.step for item in carried)
         assert (carried[-1].sent, carried[-1].received) == (sent, came)
         assert carried[-1].kept == node.kept_most
-        assert node.kept_most.memory >= max(node.kept_most.activations, activation)
-        assert node.kept_most.activations > 0
+        assert node.kept_most.memory >= max(node.kept_most.store, activation)
+        assert node.kept_most.store > 0
         assert node.kept == Kept()
     totals = [node.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0

@@ -150,13 +150,13 @@ class Hands:
         """Blobs in the table: what leaks would make grow."""
         return len(self._blobs)
 
-    def kept(self, activations: int) -> Kept:
-        """Bytes of tensors held now; `activations`: what the machine keeps of them for the step."""
-        return Kept(activations, self._blobs.memory_bytes, self._blobs.disk_bytes)
+    def kept(self, store: int) -> Kept:
+        """Bytes of tensors held now; `store`: what the machine keeps of them for the step."""
+        return Kept(store, self._blobs.memory_bytes, self._blobs.disk_bytes)
 
-    def kept_most(self, activations: int) -> Kept:
+    def kept_most(self, store: int) -> Kept:
         """The same, at most so far."""
-        return Kept(activations, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
+        return Kept(store, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
 
     def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
         """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""
