@@ -1,6 +1,6 @@
 """Carries out core's tasks with real tensors: keeps the blobs, the stage's executor, rounds, copies of state, checkpoints.
 
-For runtime/node.py, which hands over every Do and passes each Done or Failed back to the machine; which task, when and for
+For runtime/node.py, which gives it every Do and passes each Done or Failed back to the machine; which task, when and for
 whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
 time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
 storage which takes minutes holds up neither training nor data. With delayed updates a fourth, `average`, adds up what a round brings
@@ -84,7 +84,7 @@ class Later(Exception):
         self.lane, self.work = lane, work
 
 
-class Hands:
+class TaskRunner:
     """One peer's tensors and what is done with them. `dataset` is not needed by emulated stages, `store` not without
     checkpoints. `put`, `get`, `drop`, `blob`, `check` and `submit` are called from one thread, the driver's."""
 
