@@ -74,8 +74,8 @@ def played(replicas: int, megabytes: float, steps: int) -> Told:
             elif isinstance(command, m.Send) and isinstance(command.message, m.ReduceChunk | m.GatherChunk):
                 met[peer].add(command.peer)
                 met[command.peer].add(peer)
-                hands = swarm.nodes[peer].hands
-                sent[peer] += sum(case.wire.nbytes(hands.blobs[name], 1) for name in command.blobs)
+                runner = swarm.nodes[peer].runner
+                sent[peer] += sum(case.wire.nbytes(runner.blobs[name], 1) for name in command.blobs)
 
     swarm = Swarm(case, look)
     outcome = swarm.run()

@@ -40,9 +40,7 @@ KINDS = Traffic.__struct_fields__
 class Kept(msgspec.Struct, frozen=True):
     """Bytes of tensors that a peer holds at a moment, or held at most."""
 
-    activations: int = (
-        0  # boundary tensors that its server keeps until the step commits (core/server/activation_store.py)
-    )
+    store: int = 0  # boundary tensors that its server keeps until the step commits (core/server/activation_store.py)
     memory: int = 0  # of all its tensors by name, those in memory
     disk: int = 0  # and those on disk (runtime/tasks/blobs.py)
 

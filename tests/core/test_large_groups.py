@@ -165,9 +165,9 @@ def whole(play: Group, *, of: object, number: int = 7) -> None:
     """Everybody has gathered the same, each chunk added up in that order; nothing is held but what may be asked for again."""
     assert set(play.reduced) == set(play.names) and not play.failures
     for name in play.names:
-        hands = play.hands[name]
-        assert isinstance(hands, Symbols)
-        assert all(held == of for _, _, held in hands.gathered[number])
+        runner = play.runner[name]
+        assert isinstance(runner, Symbols)
+        assert all(held == of for _, _, held in runner.gathered[number])
     assert len({one.digest for one in play.reduced.values()}) == 1
 
 

@@ -305,7 +305,7 @@ def test_a_donor_that_was_moved_offers_its_new_stage_and_not_its_copy_of_the_old
 
 
 def test_a_donor_that_built_its_stage_anew_offers_a_new_copy() -> None:
-    """Found by simulation (stopped 7): its hands had dropped the copy with the seat, and a joiner asked for a chunk of it for ever."""
+    """Found by simulation (stopped 7): its copy was dropped with the seat, and a joiner asked for a chunk of it for ever."""
     play = a_donor()
     ask(play, "x")
     exported(play)

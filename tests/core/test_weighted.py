@@ -134,9 +134,9 @@ def whole(play: Group) -> None:
     assert set(play.reduced) == set(play.names) and not play.failures
     assert len({one.digest for one in play.reduced.values()}) == 1
     for name in play.names:
-        hands = play.hands[name]
-        assert isinstance(hands, Symbols)
-        assert all(held == tuple((peer,) for peer in play.names) for _, _, held in hands.gathered[7])
+        runner = play.runner[name]
+        assert isinstance(runner, Symbols)
+        assert all(held == tuple((peer,) for peer in play.names) for _, _, held in runner.gathered[7])
 
 
 @pytest.mark.parametrize("piece_values", [0, 700])

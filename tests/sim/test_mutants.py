@@ -32,7 +32,7 @@ from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
 from shoal.core.trainer.trainer import Trainer
 from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
 from shoal.sim.swarm import Swarm
-from shoal.sim.task_runner import Hands
+from shoal.sim.task_runner import TaskRunner
 
 SEEDS = 80
 STORM = Scenario(
@@ -179,7 +179,7 @@ def commits_before_all_is_booked(patch: Patch) -> None:
 
 def computes_with_the_newest_parameters(patch: Patch) -> None:
     """A step that was begun with delayed updates goes on with the parameters that are made meanwhile."""
-    patch.setattr(Hands, "_used", lambda self, *_: self.digest)
+    patch.setattr(TaskRunner, "_used", lambda self, *_: self.digest)
 
 
 def never_opens_a_closed_step_again(patch: Patch) -> None:

@@ -62,7 +62,7 @@ class Storage:
 
 
 class World:
-    """What all hands of one simulation share: the storage, and for the checkers what each digest stands for."""
+    """What all task runners of one simulation share: the storage, and for the checkers what each digest stands for."""
 
     def __init__(self, stages: int, values: int, staleness: int = 0, wire: Wire | None = None) -> None:
         self.wire = wire
@@ -78,7 +78,7 @@ class World:
         return self.values + 7 * stage
 
 
-class Hands:
+class TaskRunner:
     """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
 
     def __init__(self, world: World, after: After, now: Callable[[], float]) -> None:
@@ -376,10 +376,22 @@ def _added(parts: Sequence[Blob]) -> Blob:
     return (*parts[0][:4], tuple(one for part in parts for one in part[4]))
 
 
-_WORK: dict[type, Callable[[Hands, Any, Sequence[Blob]], m.Result]] = {
-    m.Fetch: Hands._fetch, m.RunForward: Hands._forward, m.RunBackward: Hands._backward, m.Cut: Hands._cut,
-    m.AddRow: Hands._add_row, m.Add: Hands._add, m.Gather: Hands._gather, m.Apply: Hands._apply, m.Reset: Hands._reset, m.Init: Hands._init,
-    m.Export: Hands._export, m.ReadChunk: Hands._read, m.CheckChunk: Hands._check, m.Import: Hands._import,
-    m.Blend: Hands._blend,
-    m.RunSave: Hands._save, m.RunPublish: Hands._publish,
-}  # fmt: skip
+_WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
+    m.Fetch: TaskRunner._fetch,
+    m.RunForward: TaskRunner._forward,
+    m.RunBackward: TaskRunner._backward,
+    m.Cut: TaskRunner._cut,
+    m.AddRow: TaskRunner._add_row,
+    m.Add: TaskRunner._add,
+    m.Gather: TaskRunner._gather,
+    m.Apply: TaskRunner._apply,
+    m.Reset: TaskRunner._reset,
+    m.Init: TaskRunner._init,
+    m.Export: TaskRunner._export,
+    m.ReadChunk: TaskRunner._read,
+    m.CheckChunk: TaskRunner._check,
+    m.Import: TaskRunner._import,
+    m.Blend: TaskRunner._blend,
+    m.RunSave: TaskRunner._save,
+    m.RunPublish: TaskRunner._publish,
+}

@@ -1,6 +1,6 @@
 """Carries out core's tasks with real tensors: keeps the blobs, the stage's executor, rounds, copies of state, checkpoints.
 
-For runtime/node.py, which hands over every Do and passes each Done or Failed back to the machine; which task, when and for
+For runtime/node.py, which gives it every Do and passes each Done or Failed back to the machine; which task, when and for
 whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
 time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
 storage which takes minutes holds up neither training nor data. With delayed updates a fourth, `average`, adds up what a round brings
@@ -84,7 +84,7 @@ class Later(Exception):
         self.lane, self.work = lane, work
 
 
-class Hands:
+class TaskRunner:
     """One peer's tensors and what is done with them. `dataset` is not needed by emulated stages, `store` not without
     checkpoints. `put`, `get`, `drop`, `blob`, `check` and `submit` are called from one thread, the driver's."""
 
@@ -150,13 +150,13 @@ class Hands:
         """Blobs in the table: what leaks would make grow."""
         return len(self._blobs)
 
-    def kept(self, activations: int) -> Kept:
-        """Bytes of tensors held now; `activations`: what the machine keeps of them for the step."""
-        return Kept(activations, self._blobs.memory_bytes, self._blobs.disk_bytes)
+    def kept(self, store: int) -> Kept:
+        """Bytes of tensors held now; `store`: what the machine keeps of them for the step."""
+        return Kept(store, self._blobs.memory_bytes, self._blobs.disk_bytes)
 
-    def kept_most(self, activations: int) -> Kept:
+    def kept_most(self, store: int) -> Kept:
         """The same, at most so far."""
-        return Kept(activations, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
+        return Kept(store, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
 
     def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
         """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""

@@ -124,12 +124,12 @@ def cut(swarm: Swarm, planned: Planned, small: tuple[str, ...], rest: tuple[str,
 def slow(swarm: Swarm, planned: Planned, rng: Random) -> None:
     node = _anyone(swarm, rng)
     if node is not None and not node.slow:
-        usual = node.hands.slowness
-        node.hands.slowness = usual * 10
+        usual = node.runner.slowness
+        node.runner.slowness = usual * 10
         node.slow = True
 
         def over(_: object) -> None:
-            node.hands.slowness = usual
+            node.runner.slowness = usual
             node.slow = False
 
         swarm.until(planned.length_s, over)
