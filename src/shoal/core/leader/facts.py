@@ -39,7 +39,7 @@ from shoal.core.messages import (
 from shoal.core.replica_state import NOBODY, Known, owner_of
 
 FAILURES = 8  # rounds of one step that a peer may give up
-JOINS = 256  # requests to join that are kept; whoever repeats its request later is heard then
+JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
 MOVES_KEPT = 256  # decided moves: older ones restrict no peer any more
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
@@ -125,7 +125,7 @@ class Facts:
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.known: Known = NOBODY  # the agreed view, and who is in it
-        self.heard: dict[Peer, float] = {}
+        self.received_at: dict[Peer, float] = {}  # each peer's last message
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
@@ -218,7 +218,7 @@ class Facts:
     def lead(self, view: View, now: float) -> None:
         """This peer now leads, with `view` agreed."""
         self.on_view(view, now)
-        self.heard = {member.peer: now for member in view.members + view.joining}
+        self.received_at = {member.peer: now for member in view.members + view.joining}
 
     def on_view(self, view: View, now: float) -> None:
         """A view is agreed (this leader proposed it, or it is the one it begins with)."""
@@ -260,7 +260,7 @@ class Facts:
         evidence, requests = self.evidence, self.requests
         tables: Iterable[dict[Peer, object]] = (  # type: ignore[assignment]
             self.pulses,
-            self.heard,
+            self.received_at,
             self.doubted,
             requests.leaves,
             evidence.guilty,
@@ -276,7 +276,7 @@ class Facts:
     def _on_members(self, before: View | None, view: View, now: float) -> None:
         self.requests.pauses.on_view(view.evicted, now)
         for peer in self.present:
-            self.heard.setdefault(peer, now)
+            self.received_at.setdefault(peer, now)
             self.requests.joins.pop(peer, None)
         known = self.requests.joined_in
         self.requests.joined_in = {
@@ -290,7 +290,7 @@ class Facts:
 
     def doubt(self, peer: Peer, now: float) -> None:
         """The network says that peer cannot be reached."""
-        if peer in self.heard:
+        if peer in self.received_at:
             self.doubted.setdefault(peer, now)
 
     def bar(self, peers: tuple[Peer, ...]) -> None:
@@ -303,7 +303,7 @@ class Facts:
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: no peer's silence in that time counts."""
-        self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
+        self.received_at = {peer: min(now, at + gap_s) for peer, at in self.received_at.items()}
         self.doubted.clear()
         self.evidence.progress.forgive(gap_s, now)
         self.evidence.stalls.forgive(now)
@@ -313,7 +313,7 @@ class Facts:
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         present = peer in self.present
         if present:
-            self.heard[peer] = now
+            self.received_at[peer] = now
             self.doubted.pop(peer, None)
         if not isinstance(message, Pulse):
             self.changed = True

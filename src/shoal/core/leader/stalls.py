@@ -1,8 +1,8 @@
-"""When a step's books stop growing: the leader asks the owners of what is missing where it hangs, and finds who is in the way.
+"""When a step's books stop growing: the leader asks the owners of missing microbatches where each hangs, and finds the peer at fault.
 
-The owner alone knows where its microbatch is. What it says is compared with the books, and what two owners say of one server counts.
-The first remedy costs nobody its place: another member becomes the owner, asks everybody for books, and goes on. Only an owner whose
-microbatches others get on with again and again, and a server that two owners wait for, are evicted. For leader.py.
+Only the owner knows where its microbatch is. Its answer is compared with the books; two owners' answers convict a server. The first remedy
+evicts no peer: another member becomes the owner, asks all replicas for their books, and continues. Evicted are only an owner from whom
+others had to take over again and again, and a server that two owners wait for. For leader.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ASKED = 16  # microbatches that are asked after at a time
 
 
 class Case(msgspec.Struct):
-    """One microbatch that hangs."""
+    """A microbatch that hangs, and its owner's answer."""
 
     owner: Peer
     stage: Stage
@@ -107,7 +107,7 @@ class Stalls:
                 self._owned_by.setdefault(index, set()).add(owner)
 
     def forgive(self, now: float) -> None:
-        """This process was stopped: what was booked and answered meanwhile is still to be read."""
+        """This process was stopped: bookings and answers that arrived meanwhile are still to be read."""
         self._grew_at = now
         self._cases.clear()
 
@@ -120,7 +120,7 @@ class Stalls:
             case.at, case.at_since = answer.at, now
 
     def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
-        """Questions, while nothing is booked."""
+        """Questions to owners, when nothing has been booked for long."""
         if ledger.booked != self._booked or self._grew_at is None:
             if self._grew_at is not None and self._booked >= 0:
                 self._gap_s = max(self._gap_s, now - self._grew_at)

@@ -93,7 +93,7 @@ def _evicted(view: View, facts: Facts, settings: Settings, now: float) -> dict[P
     """Who is evicted, and why. A leader does not evict itself."""
     evicted: dict[Peer, str] = {}
     for peer in [member.peer for member in view.members + view.joining if member.peer != facts.name]:
-        silence = now - facts.heard.get(peer, now)
+        silence = now - facts.received_at.get(peer, now)
         if silence > settings.silence_s:
             evicted[peer] = f"silent for {silence:.1f} s"
         elif now - facts.doubted.get(peer, now) >= DOUBT_BEATS * settings.beat_s:
