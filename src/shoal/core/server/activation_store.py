@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Backward,
     Boundary,
@@ -30,7 +31,7 @@ from shoal.core.messages import (
     Stage,
 )
 from shoal.core.replica_state import Seat, complain, drop
-from shoal.core.trainer.routing import PATIENCE, Latency
+from shoal.core.trainer.routing import PATIENCE
 
 PULLS = 2  # of each holder: the first or its answer may be lost
 

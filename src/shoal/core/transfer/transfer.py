@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     AskChunk,
     AskState,
@@ -41,7 +42,6 @@ from shoal.core.messages import (
     View,
     Wire,
 )
-from shoal.core.trainer.routing import Latency
 
 if TYPE_CHECKING:
     from random import Random
