@@ -76,7 +76,7 @@ from shoal.core.messages import (
     WhoBooked,
     Wire,
 )
-from shoal.core.planned import seated
+from shoal.core.planned import planned_stage
 from shoal.core.server.server import Server
 from shoal.core.timers import soonest
 from shoal.core.trainer.trainer import Trainer
@@ -172,7 +172,7 @@ class PeerMachine:
             if not self.founding:
                 return []
             first = self.settings.first_step
-            stage, _ = seated(self.settings, self.settings.seat, set()) or (0, "")
+            stage, _ = planned_stage(self.settings, self.settings.seat, set()) or (0, "")
             me = Member(peer=self.name, stage=stage, seat=self.settings.seat)
             view = View(number=1, step=first, members=(me,), saved=first)
             return self.register.found(view, now)
@@ -419,8 +419,8 @@ class PeerMachine:
         gone = View(number=0 if self.view is None else self.view.number, step=0, members=())
         commands: list[Command] = [Note("removed", why)]
         commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
-        if self.server.seated:
-            commands += self.server.unseat(keep=True)
+        if self.server.has_state:
+            commands += self.server.drop_state(keep=True)
         return commands
 
     def _ask_in(self, now: float) -> list[Command]:
