@@ -125,7 +125,7 @@ def adds_a_booked_microbatch_again(patch: Patch) -> None:
     on_hop = Hops.on_hop
 
     def blind(self: Hops, *arguments: Any) -> Any:
-        view = self._seat.view
+        view = self._replica.view
         if view is None:
             return on_hop(self, *arguments)
         book = self._book_of(view.work)
