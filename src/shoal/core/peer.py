@@ -168,7 +168,7 @@ class PeerMachine:
         last, self.last_now = self.last_now, now
         if last is None:
             self.find_at = None if self.founding else now
-            self.register.heard_lead = now
+            self.register.await_leader(now)
             if not self.founding:
                 return []
             first = self.settings.first_step
@@ -267,7 +267,7 @@ class PeerMachine:
 
     def _newest(self, peer: Peer, number: int) -> list[Command]:
         """The newest view I hold, for a peer with view `number`, with what proves it: signatures, or the operator's."""
-        newest = self.register.certified(number)
+        newest = self.register.views.certified(number)
         if newest:
             return [Send(peer, one) for one in newest]
         return [Send(peer, self.override)] if self.override is not None else []
@@ -350,7 +350,7 @@ class PeerMachine:
                 break
             self.led_at = now
             commands += self._lead(now)
-            if not self.register.fresh:
+            if not self.register.views.fresh:
                 break
         if self.server.unfit:
             commands += self.sync.review(now)
@@ -372,7 +372,7 @@ class PeerMachine:
             commands += self._pulse(now)
         self.coordinator.bar(self.barred)
         commands += self.coordinator.decide(self.register, now)
-        self.register.stalled = self.coordinator.stall
+        self.register.replication.stalled = self.coordinator.stall
         commands += self._tell_stall(self.coordinator.stall, now)
         if self.coordinator.resigns:
             commands.append(Note("leader", f"{self.name} leads no more: it {self.coordinator.resigns}"))
@@ -439,7 +439,7 @@ class PeerMachine:
     def _lost(self, now: float) -> bool:
         """In a view, but no leader has been heard for long: the run may have gone on without me."""
         inside = self.view is not None and not self.outside and not self.register.leading
-        return inside and now - self.register.heard_lead > 2 * self.settings.silence_s
+        return inside and now - self.register.heard_leader_at > 2 * self.settings.silence_s
 
     def _pulse(self, now: float) -> list[Command]:
         """Tell the leader how I am; a peer that does not hear its leader keeps silent, so that it is missed."""
@@ -447,7 +447,7 @@ class PeerMachine:
         self.pulse_at = now + self.settings.beat_s
         if self.view is None or self.outside or self.finished:
             return []
-        if not self.register.leading and now - self.register.heard_lead > self.settings.silence_s:
+        if not self.register.leading and now - self.register.heard_leader_at > self.settings.silence_s:
             return self._tell_alone(now - self.led_at > self.settings.silence_s) + self._doubt(now)
         commands = self._tell_alone(False) + self._tell(self._state(), now)
         if self.leaving:
@@ -476,12 +476,12 @@ class PeerMachine:
 
     def _lonely(self, now: float) -> bool:
         """No leader speaks to me, and no election has changed that."""
-        return not self.register.leading and now - self.register.heard_lead > 2 * self.settings.silence_s
+        return not self.register.leading and now - self.register.heard_leader_at > 2 * self.settings.silence_s
 
     def _doubt(self, now: float) -> list[Command]:
         """I may have been put out without hearing of it. Whoever knows better says so when asked for a vote (_agreeing);
         voters ask all voters when they stand, so here only a joiner asks, and whoever has been alone for long."""
-        if self.view is None or (self.register.votes_here() and not self._lonely(now)):
+        if self.view is None or (self.register.views.votes_here() and not self._lonely(now)):
             return []
         self.pulse_at = now + FIND_BEATS * self.settings.beat_s
         peers = dict.fromkeys([member.peer for member in self.view.members] + list(self.known))
