@@ -278,7 +278,7 @@ def test_a_death_in_any_exchange_ends_the_round_and_the_next_one_is_laid_out_wit
     play.shares = {name: again.shares[name] for name in left}
     play.shares[left[0]] = type(play.shares[left[0]])(left[0], (0, 23))
     for name in left:
-        play.rounds[name]._seat.view = view
+        play.rounds[name]._replica.view = view
         play.carry(name, play.rounds[name].on_view(view))
         assert play.rounds[name].active is None
     play.reduced.clear()

@@ -21,6 +21,7 @@ import msgspec
 
 from shoal.core.allreduce.early_chunks import Early, EarlyChunks
 from shoal.core.allreduce.layout import Layout, Place, early_parts, fenced, objection, split
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -44,8 +45,7 @@ from shoal.core.messages import (
     View,
     Waits,
 )
-from shoal.core.replica_state import TEXT, Seat, drop
-from shoal.core.trainer.routing import Latency
+from shoal.core.replica_state import TEXT, ReplicaState, drop
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
 TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting,
@@ -90,11 +90,11 @@ class Current(msgspec.Struct):
 
 
 class Rounds:
-    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState) -> None:
         self._name = name
         self._settings = settings
         self._serial = serial
-        self._seat = seat
+        self._replica = replica
         self._stage = 0  # of the round under way
         self._current: Current | None = None
         self._newest = -1  # the highest round of this step that I began or refused
@@ -122,7 +122,7 @@ class Rounds:
 
     def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
-        view = self._seat.view
+        view = self._replica.view
         assert view is not None
         current = self._current
         if current is not None and current.message.round == message.round:
@@ -130,7 +130,7 @@ class Rounds:
         if message.round <= self._newest:
             return self._tell_failed(message, self._reason or f"round {self._newest} is newer", "")
         commands = self.end(f"round {message.round} replaces it")
-        self._newest, self._stage = message.round, self._seat.stage
+        self._newest, self._stage = message.round, self._replica.stage
         reason = objection(message, view, me)
         if reason:
             return commands + self.fail(message, reason)
@@ -144,7 +144,7 @@ class Rounds:
     def _joined(self, message: Round, shares: tuple[Share, ...], now: float) -> Current:
         """That round, in which I am listed, with its first piece."""
         group, layout, stage = tuple(share.peer for share in shares), self._layout(shares, 0), self._stage
-        known, row = self._seat.known.present, layout.row_of(self._name)
+        known, row = self._replica.known.present, layout.row_of(self._name)
         listed = message.listeners[stage] if stage < len(message.listeners) else ()
         listeners = tuple(
             peer
@@ -174,7 +174,7 @@ class Rounds:
     def turn(self, everything: bool = True) -> list[Command]:
         """What I held of the step is void, or (not everything) it is over. Then what came early for the view's own step stays: with
         delayed updates a round may begin with the very view that commits the one before, and a mate hears of it first."""
-        view = self._seat.view
+        view = self._replica.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
         early = self._early.keep_step(stays)
         commands = self.end("the step is over")
@@ -202,7 +202,7 @@ class Rounds:
     def on_message(
         self, peer: Peer, message: ReduceChunk | GatherChunk | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
-        view = self._seat.view
+        view = self._replica.view
         if view is None or message.epoch != view.epoch or not self._serves(peer):
             return drop(blobs)
         if message.step == view.step + 1 and not isinstance(message, Resend):
@@ -224,12 +224,12 @@ class Rounds:
 
     def _serves(self, peer: Peer) -> bool:
         """A replica of my own stage; whoever is not cannot share a group with me."""
-        stages = self._seat.known.present
+        stages = self._replica.known.present
         return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
 
     def _hold(self, peer: Peer, early: Early) -> list[Command]:
         """Few per sender, parts and sums apart: of its newest round and piece."""
-        replicas = sum(stage == self._seat.stage for stage in self._seat.known.present.values())
+        replicas = sum(stage == self._replica.stage for stage in self._replica.known.present.values())
         return self._early.hold(peer, early, early_parts(replicas, bool(self._settings.widths)))
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
@@ -351,7 +351,7 @@ class Rounds:
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
-        return split(self._seat.length, group, self._settings.piece_values, piece, widths)
+        return split(self._replica.length, group, self._settings.piece_values, piece, widths)
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
         """This piece is gathered: let go of it, but for the sums I told, which may be lost on their way, and begin the next one."""
@@ -434,29 +434,29 @@ class Rounds:
         missing = _missing(current, self._name)
         commands: list[Command] = [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
         long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.beat_s)
-        if now - current.came >= long_s and missing and self._seat.leader is not None:
+        if now - current.came >= long_s and missing and self._replica.leader is not None:
             parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
             of = current.message
-            commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
+            commands.append(Send(self._replica.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
         return commands
 
     @property
     def _patience_s(self) -> float:
         """Until it is asked for what is missing; sent again it is after the second time, so at three times the usual."""
-        usual_s = self._usual.value or 4 * self._seat.length / COLD_Bps
+        usual_s = self._usual.value or 4 * self._replica.length / COLD_Bps
         return max(self._settings.hop_floor_s, usual_s)
 
     # ---------------------------------------------------------------------------------------------------------- sends
 
     def _report(self) -> list[Command]:
         reduced = self._current.reduced if self._current is not None else None
-        return [Send(self._seat.leader, reduced)] if reduced is not None and self._seat.leader is not None else []
+        return [Send(self._replica.leader, reduced)] if reduced is not None and self._replica.leader is not None else []
 
     def _tell_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
-        if self._seat.leader is None:
+        if self._replica.leader is None:
             return []
         return [
-            Send(self._seat.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
+            Send(self._replica.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
         ]
 
     def _part(self, current: Current, chunk: int) -> ReduceChunk:
