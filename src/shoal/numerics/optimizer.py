@@ -27,19 +27,19 @@ def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -
     return rising * _rate(train, steps, step)
 
 
-class Pace(NamedTuple):
+class OptimizerStep(NamedTuple):
     """Of one optimizer step."""
 
     rate: float
     age: int  # steps since the moments were empty
 
 
-Schedule = Callable[[int], Pace]  # by step
+Schedule = Callable[[int], OptimizerStep]  # by step
 
 
 def scheduled(train: Train, steps: int) -> Schedule:
     """The schedule of `steps` steps whose moments were empty before step 0 and never since."""
-    return lambda step: Pace(learning_rate(train, steps, step), step)
+    return lambda step: OptimizerStep(learning_rate(train, steps, step), step)
 
 
 def _rate(train: Train, steps: int, step: int) -> float:
