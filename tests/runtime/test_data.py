@@ -176,10 +176,12 @@ class Reading:
         return iter(self.texts[first:])
 
 
-def a_stream(monkeypatch: pytest.MonkeyPatch, texts: list[bytes], sequence: int = 4) -> tuple[data.Stream, Reading]:
+def a_stream(
+    monkeypatch: pytest.MonkeyPatch, texts: list[bytes], sequence: int = 4
+) -> tuple[data.StreamedSamples, Reading]:
     monkeypatch.setattr(data, "BLOCK_TOKENS", 1)  # 64 samples, the least
     reading = Reading(texts)
-    return data.Stream(reading, data.ByteTokenizer(), sequence, 1, "fake"), reading
+    return data.StreamedSamples(reading, data.ByteTokenizer(), sequence, 1, "fake"), reading
 
 
 def test_a_stream_gives_every_sample_of_the_corpus_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
     corpus = _corpus(config.data)
     tokens, digest = _tokens(corpus, tokenizer, cache)
     note = f"{corpus.name}: {corpus.count} documents, {len(tokens)} tokens, sha256 {digest[:16]}"
-    return Dataset(Packed(tokens, config.data.sequence, config.run.seed, digest, note), config.train)
+    return Dataset(PackedSamples(tokens, config.data.sequence, config.run.seed, digest, note), config.train)
 
 
 def vocabulary(config: Config) -> int:
@@ -119,7 +119,7 @@ def vocabulary(config: Config) -> int:
 # ------------------------------------------------------------------------------------------------------- numbering
 
 
-class Packed:
+class PackedSamples:
     """A corpus that is one array of tokens: windows of sequence + 1, overlapping by the one that is predicted."""
 
     def __init__(self, tokens: Stored, sequence: int, seed: int, digest: str, describe: str) -> None:
@@ -172,7 +172,7 @@ def _mix(x: int) -> int:
 # ---------------------------------------------------------------------------------------------------------- streams
 
 
-class Stream:
+class StreamedSamples:
     """A corpus that can only be read from front to back, such as a streamed dataset.
 
     Samples are shuffled within blocks. Going back reopens the stream at the block's first document; a resumed run reads
@@ -257,7 +257,7 @@ class Stream:
         return _separated(self._tokenizer, text)
 
 
-def _streamed(data: Data, tokenizer: Tokenizer, seed: int) -> Stream:
+def _streamed(data: Data, tokenizer: Tokenizer, seed: int) -> StreamedSamples:
     try:
         import datasets
     except ImportError as error:
@@ -276,7 +276,7 @@ def _streamed(data: Data, tokenizer: Tokenizer, seed: int) -> Stream:
             yield _field(row, data.field, f"{label}: row")
 
     next(documents(0), b"")  # a missing column or an unreachable host shows before training starts
-    return Stream(documents, tokenizer, data.sequence, seed, f"{name}:{subset}:{data.split}:{data.field}")
+    return StreamedSamples(documents, tokenizer, data.sequence, seed, f"{name}:{subset}:{data.split}:{data.field}")
 
 
 def _field(row: object, field: str, where: str) -> bytes:

@@ -21,7 +21,7 @@ import msgspec
 from shoal.core.messages import Measure, Measured, Peer, Ping, Pong
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.budget import Allowance, Budgets
-from shoal.transport.streams.inbox import sender_of
+from shoal.transport.streams.receive_queue import sender_of
 
 MOST_BYTES = 64 << 20  # of one transfer
 FIRST_BYTES = 256 << 10  # of the first; each next one has four times as many

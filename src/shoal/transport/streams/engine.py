@@ -30,7 +30,7 @@ LONGEST_S = 3600.0  # asleep; the system takes no more than some weeks
 FAULT_S = 0.01  # pause after a fault of the loop itself
 
 
-class Want(enum.Enum):
+class WaitFor(enum.Enum):
     """What a step waits for. A step may also be resumed for no reason, and looks again."""
 
     READ = selectors.EVENT_READ
@@ -39,14 +39,14 @@ class Want(enum.Enum):
     WOKEN = 8  # Engine.wake
 
 
-Steps = Generator["Want | Engine", None, None]  # yielding an engine: go on there
+Steps = Generator["WaitFor | Engine", None, None]  # yielding an engine: go on there
 
 
 def _no_steps() -> Steps:
     yield from ()
 
 
-class Link:
+class Connection:
     """One connection (or listening socket) and its steps. `failed` is called once, unless the link is closed before."""
 
     def __init__(self, sock: socket.socket, failed: Callable[[Exception], None]) -> None:
@@ -69,11 +69,11 @@ class Engine:
         self._selector: selectors.BaseSelector
         self._bell: socket.socket | None = None
         self._button: socket.socket
-        self._links: set[Link] = set()
-        self._ready: deque[Link] = deque()
-        self._queued: set[Link] = set()
+        self._connections: set[Connection] = set()
+        self._ready: deque[Connection] = deque()
+        self._queued: set[Connection] = set()
         self._calls: deque[Callable[[], None]] = deque()
-        self._handed: deque[Link] = deque()  # from another engine, not yet adopted
+        self._handed: deque[Connection] = deque()  # from another engine, not yet adopted
         self._stopping = self._over = False
         self._rung = True  # `start` rings for all calls that were posted before it
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -98,14 +98,14 @@ class Engine:
             except OSError:  # full: it rings already; closed: nobody is left to hear
                 pass
 
-    def hand(self, link: Link) -> None:
+    def hand(self, link: Connection) -> None:
         """Another engine's link is this one's from now on; closed if this one has ended."""
         self._handed.append(link)
         self.post(self._take_over)
         if self._over:  # set before the thread takes its last look
             self._take_over()
 
-    def wake(self, link: Link) -> None:
+    def wake(self, link: Connection) -> None:
         self.post(lambda: self._enqueue(link))
 
     def stop(self) -> None:
@@ -119,16 +119,16 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------- in this thread
 
-    def adopt(self, link: Link) -> None:
+    def adopt(self, link: Connection) -> None:
         if link.closed:
             return
         if self._over:
             return self.drop(link)
         link.engine = self
-        self._links.add(link)
+        self._connections.add(link)
         self._enqueue(link)
 
-    def drop(self, link: Link) -> None:
+    def drop(self, link: Connection) -> None:
         """Close the link; it will not fail any more."""
         if link.closed:
             return
@@ -178,7 +178,7 @@ class Engine:
     def _close(self) -> None:
         self._over = True
         self._take_over()
-        for link in list(self._links):
+        for link in list(self._connections):
             self.drop(link)
         if self._bell is not None:
             self._selector.close()
@@ -194,24 +194,24 @@ class Engine:
         self._rung = False
 
     def _patience(self) -> float | None:
-        moments = (at for link in self._links for at in (link.deadline, link.resume_at) if at is not None)
+        moments = (at for link in self._connections for at in (link.deadline, link.resume_at) if at is not None)
         soonest = min(moments, default=None)
         return None if soonest is None else min(LONGEST_S, max(0.0, soonest - time.monotonic()))
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for link in [link for link in self._links if link.resume_at is not None and link.resume_at <= now]:
+        for link in [link for link in self._connections if link.resume_at is not None and link.resume_at <= now]:
             link.resume_at = None
             self._enqueue(link)
-        for link in [link for link in self._links if link.deadline is not None and link.deadline <= now]:
+        for link in [link for link in self._connections if link.deadline is not None and link.deadline <= now]:
             self._fail(link, TimeoutError("no answer in time"))
 
-    def _enqueue(self, link: Link) -> None:
+    def _enqueue(self, link: Connection) -> None:
         if link not in self._queued and not link.closed:
             self._queued.add(link)
             self._ready.append(link)
 
-    def _step(self, link: Link) -> None:
+    def _step(self, link: Connection) -> None:
         try:
             want = next(link.steps)
         except StopIteration:
@@ -231,16 +231,16 @@ class Engine:
             ) as error:  # its socket is closed, or the system watches no further one
                 self._fail(link, error)
 
-    def _follow(self, link: Link, want: Want | Engine) -> None:
+    def _follow(self, link: Connection, want: WaitFor | Engine) -> None:
         if isinstance(want, Engine):
             self._release(link)
             want.hand(link)
-        elif want is Want.AGAIN:
+        elif want is WaitFor.AGAIN:
             self._enqueue(link)
         else:
-            self._register(link, 0 if want is Want.WOKEN else int(want.value))
+            self._register(link, 0 if want is WaitFor.WOKEN else int(want.value))
 
-    def _fail(self, link: Link, error: Exception) -> None:
+    def _fail(self, link: Connection, error: Exception) -> None:
         if link.closed:
             return
         self.drop(link)
@@ -249,7 +249,7 @@ class Engine:
         except Exception:  # the mistake of one connection's owner
             log.exception("%s: telling of a failed connection failed", self._thread.name)
 
-    def _register(self, link: Link, mask: int) -> None:
+    def _register(self, link: Connection, mask: int) -> None:
         if mask == link.mask:
             return
         if not mask:
@@ -262,9 +262,9 @@ class Engine:
             self._selector.register(link.sock, mask, link)
         link.mask = mask
 
-    def _release(self, link: Link) -> None:
+    def _release(self, link: Connection) -> None:
         self._register(link, 0)
-        self._links.discard(link)
+        self._connections.discard(link)
 
 
 def step_back() -> None:
@@ -281,7 +281,7 @@ def step_back() -> None:
 class Channel:
     """TLS over one non-blocking socket, in steps."""
 
-    def __init__(self, link: Link, context: ssl.SSLContext, server_side: bool) -> None:
+    def __init__(self, link: Connection, context: ssl.SSLContext, server_side: bool) -> None:
         self._link = link
         self._sock = link.sock
         self._in = ssl.MemoryBIO()
@@ -324,7 +324,7 @@ class Channel:
             turn += got
             if turn >= QUANTUM_BYTES:
                 turn = 0
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
 
     def write(self, view: memoryview) -> Steps:
         turn = 0
@@ -335,7 +335,7 @@ class Channel:
             turn += part.nbytes
             if turn >= QUANTUM_BYTES:
                 turn = 0
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
 
     def listen(self) -> None:
         """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
@@ -367,7 +367,7 @@ class Channel:
             try:
                 got = self._sock.recv_into(scratch)
             except BlockingIOError:
-                yield Want.READ
+                yield WaitFor.READ
                 continue
             if not got:
                 raise ConnectionError("closed by the other side")
@@ -380,4 +380,4 @@ class Channel:
             try:
                 waiting = waiting[self._sock.send(waiting) :]
             except BlockingIOError:
-                yield Want.WRITE
+                yield WaitFor.WRITE

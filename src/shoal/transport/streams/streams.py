@@ -6,7 +6,7 @@ hold the very name that was asked for. For each peer there are up to four stream
 the sender when there is something to send. One way, because then a new stream simply replaces the old one and order cannot
 suffer; apart, because then control never waits behind bulk. What is bulk goes by rank, in fragments. Four threads do the
 work (engine.py): one for all control, one for bulk out, one for bulk in, and one for those who have not yet shown a pass: whatever
-they do, members do not wait for it. How many may call is callers.py's; how fast one key may talk is decided here.
+they do, members do not wait for it. How many may call is admission.py's; how fast one key may talk is decided here.
 
 A stream that breaks takes what waits for it along and is reported as Lost; the next send tries again.
 """
@@ -27,14 +27,20 @@ from typing import Generic, Protocol, TypeVar
 
 from shoal.core.messages import RANKS, Message, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits, Lost
-from shoal.transport.budget import Allowance, Budget, Warnings, place_of
+from shoal.transport.budget import Allowance, Budget, Warnings, address_group
 from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.invite import Membership
-from shoal.transport.streams.box import Box, Kind, Total
-from shoal.transport.streams.callers import Caller, Callers, Unfinished
-from shoal.transport.streams.engine import Engine, Link, Steps, Want
-from shoal.transport.streams.hello import MAX_HELLO_BYTES, Refusal, check_hello, encode_hello, encode_no
-from shoal.transport.streams.inbox import Inbox, sender_of
+from shoal.transport.streams.admission import Admission, AdmittedConnection, PartialMessages
+from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
+from shoal.transport.streams.handshake import (
+    MAX_HELLO_BYTES,
+    HandshakeRefused,
+    check_hello,
+    encode_hello,
+    encode_rejection,
+)
+from shoal.transport.streams.receive_queue import ReceiveQueue, sender_of
+from shoal.transport.streams.send_queue import Kind, QueuedBytes, SendQueue
 from shoal.transport.wire import (
     FRAGMENT_BYTES,
     FRAGMENT_HEAD_BYTES,
@@ -53,7 +59,9 @@ CONNECT_S = 5.0  # connection, handshake and hello together
 LINGER_S = 1.0  # what `close` leaves for last words
 QUEUED_CONTROL_BYTES = 4 * MAX_CONTROL_BYTES  # waiting for one peer
 ALL_CONTROL_BYTES = 16 * QUEUED_CONTROL_BYTES  # waiting for all peers
-BOXES = 4096  # peers and kinds that something was sent to; those where nothing waits and nobody listens are forgotten
+SEND_QUEUES = (
+    4096  # peers and kinds that something was sent to; those where nothing waits and nobody listens are forgotten
+)
 ACCEPTED = 16  # connections at once, before those that came earlier have their turn
 PAUSE_S = 0.01  # before the next are accepted, when more come than may
 # From one key: all messages' number, bytes of control, and of those that are large, which take the node's time out of proportion. A trainer
@@ -61,14 +69,14 @@ PAUSE_S = 0.01  # before the next are accepted, when more come than may
 PACE_MESSAGES = Allowance(per_s=4000.0, at_once=16_000.0)
 PACE_BYTES = Allowance(per_s=2 << 20, at_once=16 << 20)
 PACE_LARGE_BYTES = Allowance(per_s=512 << 10, at_once=8 << 20)
-UNFINISHED_BLOBS = 4  # of the largest size, that may have come in part, from all: 16 replicas' chunks of 256 MiB
+PARTIAL_BLOBS = 4  # of the largest size, that may have come in part, from all: 16 replicas' chunks of 256 MiB
 PACES = 4096  # keys whose pace is remembered
 
 _words = struct.Struct(">H")  # before a hello: its length
 _KINDS: tuple[Kind, Kind] = ("control", "bulk")
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """Bytes both ways, in steps (engine.py)."""
 
     def read(self, view: memoryview) -> Steps:
@@ -79,45 +87,47 @@ class Stream(Protocol):
     def listen(self) -> None:
         """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
 
-    def paced(self) -> Stream:
+    def paced(self) -> ByteStream:
         """For bulk, once both have said hello: the same stream, kept from filling a line that it shares with control."""
 
 
-Opening = Generator["Want | Engine", None, "tuple[Stream, str]"]  # the stream, and the key id its other end has proven
+Opening = Generator[
+    "WaitFor | Engine", None, "tuple[ByteStream, str]"
+]  # the stream, and the key id its other end has proven
 
 
-Way = TypeVar("Way")
+Route = TypeVar("Route")
 
 
-class Carrier(Protocol[Way]):
-    """What is beneath. A way to a peer is in the carrier's own terms: what `learn` was told of it."""
+class Carrier(Protocol[Route]):
+    """What is beneath. A route to a peer is in the carrier's own terms: what `learn` was told of it."""
 
     async def start(self) -> tuple[socket.socket, ...]:
         """Listening sockets. ValueError when that cannot be."""
 
-    def way(self, peer: Peer) -> Way | None:
+    def route(self, peer: Peer) -> Route | None:
         """The one to be gone next."""
 
-    def socket(self, way: Way) -> socket.socket:
+    def socket(self, route: Route) -> socket.socket:
         """For `dial`, which connects it."""
 
-    def dial(self, link: Link, way: Way) -> Opening: ...
+    def dial(self, link: Connection, route: Route) -> Opening: ...
 
-    def answer(self, link: Link) -> Opening:
+    def answer(self, link: Connection) -> Opening:
         """The link's socket was just accepted."""
 
-    def reached(self, peer: Peer, way: Way) -> None:
-        """By that way; in an engine's thread, as the next."""
+    def reached(self, peer: Peer, route: Route) -> None:
+        """By that route; in an engine's thread, as the next."""
 
-    def failed(self, peer: Peer, way: Way, reason: str) -> bool:
-        """There is no getting through that way. True: `way` tells another that should be gone at once."""
+    def failed(self, peer: Peer, route: Route, reason: str) -> bool:
+        """There is no getting through that route. True: `route` tells another that should be gone at once."""
 
     def forget(self, peer: Peer) -> None: ...
 
     async def close(self) -> None: ...
 
 
-class Pace:
+class SenderRate:
     """How fast one key may talk."""
 
     def __init__(self) -> None:
@@ -134,10 +144,10 @@ class Pace:
         return max(self._messages.debt_s(now), self._bytes.debt_s(now), self._large.debt_s(now))
 
 
-class StreamTransport(Generic[Way]):
+class StreamTransport(Generic[Route]):
     """`name` is that of the carrier's identity."""
 
-    def __init__(self, name: Peer, membership: Membership, carrier: Carrier[Way], limits: Limits) -> None:
+    def __init__(self, name: Peer, membership: Membership, carrier: Carrier[Route], limits: Limits) -> None:
         self.name = name
         self._membership = membership
         self._carrier = carrier
@@ -146,16 +156,16 @@ class StreamTransport(Generic[Way]):
         self._bulk_out = Engine("shoal bulk out", yields=True)
         self._bulk_in = Engine("shoal bulk in", yields=True)
         self._strangers = Engine("shoal strangers", yields=True)
-        self._inbox = Inbox(on_room=self._resume)
-        self._boxes: dict[tuple[Peer, Kind], Box] = {}
-        self._incoming: dict[tuple[Peer, Kind], Link] = {}  # each kind in its engine's thread only
+        self._receive_queue = ReceiveQueue(on_space=self._resume)
+        self._send_queues: dict[tuple[Peer, Kind], SendQueue] = {}
+        self._incoming: dict[tuple[Peer, Kind], Connection] = {}  # each kind in its engine's thread only
         self._up: set[Peer] = set()  # node's thread only, as the next two
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._callers = Callers()
-        self._unfinished = Unfinished(UNFINISHED_BLOBS * limits.blob_bytes)
-        self._totals = {"control": Total(ALL_CONTROL_BYTES), "bulk": Total(math.inf)}
-        self._paces: dict[Kind, OrderedDict[str, Pace]] = {"control": OrderedDict(), "bulk": OrderedDict()}
+        self._admission = Admission()
+        self._partial_messages = PartialMessages(PARTIAL_BLOBS * limits.blob_bytes)
+        self._queued_bytes = {"control": QueuedBytes(ALL_CONTROL_BYTES), "bulk": QueuedBytes(math.inf)}
+        self._paces: dict[Kind, OrderedDict[str, SenderRate]] = {"control": OrderedDict(), "bulk": OrderedDict()}
         self._warnings = Warnings(log)
         self._spare: socket.socket | None = None
 
@@ -172,7 +182,7 @@ class StreamTransport(Generic[Way]):
 
     def listen(self, listener: socket.socket) -> None:
         """Accept what comes in there, too."""
-        link = Link(listener, lambda error: log.error("%s no longer accepts connections: %s", self.name, error))
+        link = Connection(listener, lambda error: log.error("%s no longer accepts connections: %s", self.name, error))
         link.steps = self._accept(link)
         self._strangers.post(lambda: self._strangers.adopt(link))
 
@@ -181,15 +191,15 @@ class StreamTransport(Generic[Way]):
         if self._closed:
             return 0
         if peer == self.name:
-            self._inbox.put(Incoming(peer, message, blobs), frame.nbytes)
+            self._receive_queue.put(Incoming(peer, message, blobs), frame.nbytes)
             return 0
-        if self._carrier.way(peer) is None:
-            self._inbox.put(Lost(peer, "its address is not known"))
+        if self._carrier.route(peer) is None:
+            self._receive_queue.put(Lost(peer, "its address is not known"))
             return 0
         kind: Kind = "bulk" if frame.bulk else "control"
-        box = self._boxes.get((peer, kind))
+        box = self._send_queues.get((peer, kind))
         if box is None:
-            box = self._new_box(peer, kind)
+            box = self._new_send_queue(peer, kind)
         if not box.put(frame):
             self._warnings.warn(
                 "messages dropped", f"too much waits for {peer}: {type(message).__name__} to it is dropped"
@@ -199,7 +209,7 @@ class StreamTransport(Generic[Way]):
         return frame.nbytes
 
     async def receive(self) -> Incoming | Lost:
-        item = await self._inbox.take()
+        item = await self._receive_queue.take()
         if isinstance(item, Incoming):
             self._up.add(item.peer)
         return item
@@ -207,9 +217,9 @@ class StreamTransport(Generic[Way]):
     def forget(self, peer: Peer) -> None:
         self._carrier.forget(peer)
         self._up.discard(peer)
-        self._inbox.drop(lambda item: item.peer == peer)
+        self._receive_queue.drop(lambda item: item.peer == peer)
         for kind in _KINDS:
-            box = self._boxes.pop((peer, kind), None)
+            box = self._send_queues.pop((peer, kind), None)
             if box is not None:
                 box.empty()
                 self._sender(kind).post(partial(self._unlink, box))
@@ -221,7 +231,7 @@ class StreamTransport(Generic[Way]):
             return
         self._closed = True
         until = time.monotonic() + LINGER_S
-        while any(box.first() for box in self._boxes.values()) and time.monotonic() < until:
+        while any(box.first() for box in self._send_queues.values()) and time.monotonic() < until:
             await asyncio.sleep(0.01)
         for engine in self._engines():
             engine.stop()
@@ -231,52 +241,52 @@ class StreamTransport(Generic[Way]):
 
     # ------------------------------------------------------------------------------------------------------- sending
 
-    def _new_box(self, peer: Peer, kind: Kind) -> Box:
-        if len(self._boxes) >= BOXES:  # names are free, and a peer answers whoever asks
-            self._boxes = {one: box for one, box in self._boxes.items() if not box.idle}
+    def _new_send_queue(self, peer: Peer, kind: Kind) -> SendQueue:
+        if len(self._send_queues) >= SEND_QUEUES:  # names are free, and a peer answers whoever asks
+            self._send_queues = {one: box for one, box in self._send_queues.items() if not box.idle}
         limit_bytes = self._limits.queued_bytes if kind == "bulk" else QUEUED_CONTROL_BYTES
-        box = self._boxes[peer, kind] = Box(peer, kind, limit_bytes, self._totals[kind])
+        box = self._send_queues[peer, kind] = SendQueue(peer, kind, limit_bytes, self._queued_bytes[kind])
         return box
 
-    def _serve(self, box: Box) -> None:
+    def _serve(self, box: SendQueue) -> None:
         """There may be something to send: connect, or tell the connection."""
         if box.link is not None:
             self._sender(box.kind).wake(box.link)
             return
-        way = self._carrier.way(box.peer)
-        if way is None or box.first() is None:
+        route = self._carrier.route(box.peer)
+        if route is None or box.first() is None:
             return
         try:
-            sock = self._carrier.socket(way)
+            sock = self._carrier.socket(route)
         except OSError as error:  # no descriptor is left: as if the peer did not answer
             box.empty()
             self._warnings.warn("no file descriptors", f"{self.name} cannot call {box.peer}: {error}")
             return self._tell(partial(self._lose, box.peer, error, always=True))
-        link = Link(sock, lambda error: self._broken(box, link, way, error))
-        link.steps = self._dial(link, box, way)
+        link = Connection(sock, lambda error: self._broken(box, link, route, error))
+        link.steps = self._dial(link, box, route)
         link.deadline = time.monotonic() + CONNECT_S
         box.link = link
         self._sender(box.kind).adopt(link)
 
-    def _dial(self, link: Link, box: Box, way: Way) -> Steps:
-        stream, key = yield from self._carrier.dial(link, way)
+    def _dial(self, link: Connection, box: SendQueue, route: Route) -> Steps:
+        stream, key = yield from self._carrier.dial(link, route)
         if key != key_id_of(box.peer):
-            raise Refusal(f"another peer answers at its address (key {key})")
+            raise HandshakeRefused(f"another peer answers at its address (key {key})")
         yield from _say(stream, encode_hello(self.name, box.peer, box.kind, self._membership))
         hello = check_hello((yield from _hear(stream)), key, self.name, self._membership)
         if hello.name != box.peer:
-            raise Refusal(f"{hello.name} answers at its address: it was restarted")
+            raise HandshakeRefused(f"{hello.name} answers at its address: it was restarted")
         link.deadline = None
-        self._carrier.reached(box.peer, way)
+        self._carrier.reached(box.peer, route)
         self._tell(lambda: self._up.add(box.peer))
         yield from self._send_frames(stream.paced() if box.kind == "bulk" else stream, box)
 
-    def _send_frames(self, stream: Stream, box: Box) -> Steps:
+    def _send_frames(self, stream: ByteStream, box: SendQueue) -> Steps:
         while True:
             first = box.first()
             if first is None:
                 stream.listen()
-                yield Want.READ
+                yield WaitFor.READ
                 continue
             frame, gone = first
             nbytes = frame.nbytes
@@ -286,61 +296,61 @@ class StreamTransport(Generic[Way]):
             for piece in frame.pieces(gone, nbytes):
                 yield from stream.write(piece)
             box.sent(frame, nbytes)
-            yield Want.AGAIN
+            yield WaitFor.AGAIN
 
-    def _broken(self, box: Box, link: Link, way: Way, error: Exception) -> None:
+    def _broken(self, box: SendQueue, link: Connection, route: Route, error: Exception) -> None:
         established = link.deadline is None
         if box.link is link:
             box.link = None
-            if not established and self._carrier.failed(box.peer, way, str(error) or type(error).__name__):
+            if not established and self._carrier.failed(box.peer, route, str(error) or type(error).__name__):
                 return self._serve(box)
             box.empty()
         self._tell(lambda: self._lose(box.peer, error, always=not established))
 
-    def _unlink(self, box: Box) -> None:
+    def _unlink(self, box: SendQueue) -> None:
         if box.link is not None:
             self._sender(box.kind).drop(box.link)
             box.link = None
 
     # ----------------------------------------------------------------------------------------------------- receiving
 
-    def _accept(self, listening: Link) -> Steps:
+    def _accept(self, listening: Connection) -> Steps:
         turn = 0
         while True:
             turn += 1
             if turn % ACCEPTED == 0:
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
             try:
                 sock, address = listening.sock.accept()
             except BlockingIOError:
-                yield Want.READ
+                yield WaitFor.READ
                 continue
             except OSError as error:  # the caller is gone again, or there are no file descriptors left
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._turn_away(listening.sock)
                 yield from self._pause(listening)
                 continue
-            place = place_of(address[0]) if isinstance(address, tuple) else ""  # a libp2p daemon tells no address
-            if self._closed or not self._callers.may_come(place):
+            place = address_group(address[0]) if isinstance(address, tuple) else ""  # a libp2p daemon tells no address
+            if self._closed or not self._admission.may_connect(place):
                 sock.close()
                 self._warnings.warn("connections refused", f"{self.name}: too many new connections from {place}")
                 yield from self._pause(listening)
                 continue
             sock.setblocking(False)
-            link = Link(sock, lambda error: None)
+            link = Connection(sock, lambda error: None)
             link.failed = partial(self._stranger_failed, link, place)
             link.steps = self._answer(link)
             link.deadline = time.monotonic() + CONNECT_S
-            gone = self._callers.knocks(link, place)
+            gone = self._admission.add_pending(link, place)
             if gone is not None:
                 self._strangers.drop(gone)
                 self._warnings.warn("silent connections", f"{self.name}: too many who do not say who they are")
             self._strangers.adopt(link)
 
-    def _pause(self, link: Link) -> Steps:
+    def _pause(self, link: Connection) -> Steps:
         until = link.resume_at = time.monotonic() + PAUSE_S
         while time.monotonic() < until:
-            yield Want.WOKEN
+            yield WaitFor.WOKEN
 
     def _turn_away(self, listener: socket.socket) -> None:
         """No file descriptor is left: give up the spare one for as long as it takes to close the caller's connection, or it
@@ -358,42 +368,42 @@ class StreamTransport(Generic[Way]):
         except OSError:
             self._spare = None
 
-    def _stranger_failed(self, link: Link, place: str, error: Exception) -> None:
-        self._callers.leaves(link)
+    def _stranger_failed(self, link: Connection, place: str, error: Exception) -> None:
+        self._admission.remove(link)
         self._warnings.warn("connections refused", f"{self.name} refused a connection from {place}: {error}")
 
-    def _answer(self, link: Link) -> Steps:
+    def _answer(self, link: Connection) -> Steps:
         stream, key = yield from self._carrier.answer(link)
         try:
             hello = check_hello((yield from _hear(stream)), key, self.name, self._membership)
             gone = self._enter(link, key, hello.name, hello.kind)
-        except Refusal as refusal:
-            yield from _say(stream, encode_no(refusal))
-            raise Refusal(f"key {key}: {refusal}") from None
+        except HandshakeRefused as refusal:
+            yield from _say(stream, encode_rejection(refusal))
+            raise HandshakeRefused(f"key {key}: {refusal}") from None
         link.failed = lambda error: self._hung_up(hello.name, hello.kind, link, error)
         for caller in gone:
             self._reader(caller.kind).post(partial(self._hang_up, caller.peer, caller.kind))
         yield from _say(stream, encode_hello(self.name, hello.name, hello.kind, self._membership))
         link.deadline = None
         yield self._reader(hello.kind)
-        if not self._callers.holds(link):
+        if not self._admission.is_admitted(link):
             raise ConnectionError("it gave way to another connection")
         if hello.kind == "bulk":
             stream = stream.paced()
         self._hang_up(hello.name, hello.kind)  # the new one replaces the old one
         self._incoming[hello.name, hello.kind] = link
         if self._membership.revoked(hello.name):
-            raise Refusal("it was revoked while it came in")
+            raise HandshakeRefused("it was revoked while it came in")
         self._tell(lambda: self._up.add(hello.name))
         yield from self._read_frames(stream, hello.name, hello.kind)
 
-    def _enter(self, link: Link, key: str, peer: Peer, kind: Kind) -> list[Caller]:
+    def _enter(self, link: Connection, key: str, peer: Peer, kind: Kind) -> list[AdmittedConnection]:
         try:
-            return self._callers.enters(link, key, peer, kind)
+            return self._admission.admit(link, key, peer, kind)
         except ValueError as error:
-            raise Refusal(str(error)) from None
+            raise HandshakeRefused(str(error)) from None
 
-    def _read_frames(self, stream: Stream, peer: Peer, kind: Kind) -> Steps:
+    def _read_frames(self, stream: ByteStream, peer: Peer, kind: Kind) -> Steps:
         bulk = kind == "bulk"
         mark = memoryview(bytearray(FRAGMENT_HEAD_BYTES))
         arriving = [Arriving(self._limits, bulk) for _ in range(RANKS)]
@@ -402,9 +412,9 @@ class StreamTransport(Generic[Way]):
         while True:
             while (debt_s := pace.debt_s(now := time.monotonic())) > 0:  # its names and connections have one
                 link.resume_at = now + debt_s
-                yield Want.WOKEN
-            while self._inbox.full(bulk, peer):
-                yield Want.WOKEN
+                yield WaitFor.WOKEN
+            while self._receive_queue.full(bulk, peer):
+                yield WaitFor.WOKEN
             place, left = 0, MAX_CONTROL_BYTES + PREFIX_BYTES
             if bulk:
                 yield from stream.read(mark)
@@ -415,13 +425,13 @@ class StreamTransport(Generic[Way]):
                 yield from stream.read(view)
                 one.came(view.nbytes)
                 left -= view.nbytes
-                greediest = self._unfinished.add(peer, kind, view.nbytes)
+                greediest = self._partial_messages.add(peer, kind, view.nbytes)
                 if greediest is not None:
                     self._give_up(*greediest)
             if one.whole:
-                self._unfinished.over(peer, kind, one.nbytes)
+                self._partial_messages.over(peer, kind, one.nbytes)
                 arriving[place] = Arriving(self._limits, bulk)
-                self._inbox.put(Incoming(peer, *one.message(), one.nbytes), one.nbytes)
+                self._receive_queue.put(Incoming(peer, *one.message(), one.nbytes), one.nbytes)
                 pace.spend(time.monotonic(), 0 if bulk else one.nbytes)
 
     def _give_up(self, peer: Peer, kind: Kind) -> None:
@@ -436,20 +446,20 @@ class StreamTransport(Generic[Way]):
         self._warnings.warn("unfinished messages", f"{peer} is dropped: too much of what it sends is unfinished")
         self._reader(kind).post(end)
 
-    def _pace(self, kind: Kind, key: str) -> Pace:
+    def _pace(self, kind: Kind, key: str) -> SenderRate:
         """In the reader's thread. One for all that a key sends of a kind, whatever names it takes."""
         paces = self._paces[kind]
-        pace = paces.setdefault(key, Pace())
+        pace = paces.setdefault(key, SenderRate())
         paces.move_to_end(key)
         if len(paces) > PACES:
             paces.popitem(last=False)
         return pace
 
-    def _hung_up(self, peer: Peer, kind: Kind, link: Link, error: Exception) -> None:
-        self._callers.leaves(link)
+    def _hung_up(self, peer: Peer, kind: Kind, link: Connection, error: Exception) -> None:
+        self._admission.remove(link)
         if self._incoming.get((peer, kind)) is link:
             del self._incoming[peer, kind]
-            self._unfinished.over(peer, kind)
+            self._partial_messages.over(peer, kind)
         if isinstance(error, Malformed):
             self._warnings.warn("malformed messages", f"{peer} is dropped: it sent {error}")
             for each in _KINDS:
@@ -459,8 +469,8 @@ class StreamTransport(Generic[Way]):
     def _hang_up(self, peer: Peer, kind: Kind) -> None:
         old = self._incoming.pop((peer, kind), None)
         if old is not None:
-            self._callers.leaves(old)
-            self._unfinished.over(peer, kind)
+            self._admission.remove(old)
+            self._partial_messages.over(peer, kind)
             self._reader(kind).drop(old)
 
     def _resume(self) -> None:
@@ -488,7 +498,7 @@ class StreamTransport(Generic[Way]):
         """In the node's thread. When a peer dies all its connections break: only the first is news."""
         if not self._closed and (always or peer in self._up):
             self._up.discard(peer)
-            self._inbox.put(Lost(peer, str(error) or type(error).__name__))
+            self._receive_queue.put(Lost(peer, str(error) or type(error).__name__))
 
     def _tell(self, call: Callable[[], object]) -> None:
         """Run in the node's thread."""
@@ -499,16 +509,16 @@ class StreamTransport(Generic[Way]):
             pass
 
 
-def _say(stream: Stream, words: bytes) -> Steps:
+def _say(stream: ByteStream, words: bytes) -> Steps:
     yield from stream.write(memoryview(_words.pack(len(words)) + words))
 
 
-def _hear(stream: Stream) -> Generator[Want | Engine, None, bytearray]:
+def _hear(stream: ByteStream) -> Generator[WaitFor | Engine, None, bytearray]:
     prefix = memoryview(bytearray(_words.size))
     yield from stream.read(prefix)
     (length,) = _words.unpack(prefix)
     if length > MAX_HELLO_BYTES:
-        raise Refusal(f"a hello of {length} bytes")
+        raise HandshakeRefused(f"a hello of {length} bytes")
     words = bytearray(length)
     yield from stream.read(memoryview(words))
     return words

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Literal
 
 from shoal.core.messages import RANKS, Peer
-from shoal.transport.streams.engine import Link
+from shoal.transport.streams.engine import Connection
 from shoal.transport.wire import Frame
 
 Kind = Literal["control", "bulk"]
@@ -15,7 +15,7 @@ Kind = Literal["control", "bulk"]
 SHARE_BYTES = 256 << 10  # that may wait for one peer even when too much waits for all together
 
 
-class Total:
+class QueuedBytes:
     """What waits in all boxes of a kind."""
 
     def __init__(self, limit_bytes: float) -> None:
@@ -28,14 +28,14 @@ class Total:
             self.nbytes += nbytes
 
 
-class Box:
+class SendQueue:
     """What waits for one peer on one kind of stream, and that stream. Filled by the node's thread, emptied by the
     engine's."""
 
-    def __init__(self, peer: Peer, kind: Kind, limit_bytes: int, total: Total) -> None:
+    def __init__(self, peer: Peer, kind: Kind, limit_bytes: int, total: QueuedBytes) -> None:
         self.peer = peer
         self.kind: Kind = kind
-        self.link: Link | None = None  # engine's thread only
+        self.link: Connection | None = None  # engine's thread only
         self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(RANKS))
         self._gone = [0] * RANKS  # bytes of each rank's first frame that have been written
         self._bytes = 0

@@ -21,7 +21,7 @@ from shoal.transport.identity.passes import MAX_GRANT_BYTES, MAX_PASS_BYTES, Mem
 MAX_HELLO_BYTES = 4096
 
 
-class Refusal(ValueError):
+class HandshakeRefused(ValueError):
     """This side does not talk to the other, or the other way round. `notice`: the authority's word, for whom was revoked."""
 
     notice = b""
@@ -37,12 +37,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)] = b""  # of the other's invite, as I know it
 
 
-class No(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Rejection(msgspec.Struct, frozen=True, tag="No", array_like=True):
     reason: Annotated[str, msgspec.Meta(max_length=500)]
     notice: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)] = b""
 
 
-_decoder: msgspec.msgpack.Decoder[Hello | No] = msgspec.msgpack.Decoder(Hello | No)
+_decoder: msgspec.msgpack.Decoder[Hello | Rejection] = msgspec.msgpack.Decoder(Hello | Rejection)
 
 
 def encode_hello(name: Peer, to: Peer, kind: Literal["control", "bulk"], membership: Membership) -> bytes:
@@ -50,33 +50,35 @@ def encode_hello(name: Peer, to: Peer, kind: Literal["control", "bulk"], members
     return msgspec.msgpack.encode(hello)
 
 
-def encode_no(refusal: Refusal) -> bytes:
-    return msgspec.msgpack.encode(No(str(refusal)[:500], refusal.notice))
+def encode_rejection(refusal: HandshakeRefused) -> bytes:
+    return msgspec.msgpack.encode(Rejection(str(refusal)[:500], refusal.notice))
 
 
 def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Membership) -> Hello:
-    """The other side's hello, when it holds the key with id `key`, belongs to the run and wants `me`; else Refusal says why
+    """The other side's hello, when it holds the key with id `key`, belongs to the run and wants `me`; else HandshakeRefused says why
     not."""
     try:
         hello = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise Refusal("its hello is malformed") from None
-    if isinstance(hello, No):
+        raise HandshakeRefused("its hello is malformed") from None
+    if isinstance(hello, Rejection):
         membership.take_notice(hello.notice)
-        raise Refusal(f"it refuses: {hello.reason}")
+        raise HandshakeRefused(f"it refuses: {hello.reason}")
     if hello.protocol != PROTOCOL:
-        raise Refusal(f"it speaks protocol {hello.protocol}, this peer {PROTOCOL}; install the same version of shoal")
+        raise HandshakeRefused(
+            f"it speaks protocol {hello.protocol}, this peer {PROTOCOL}; install the same version of shoal"
+        )
     if hello.run != membership.run:
-        raise Refusal(f"it belongs to another run ({hello.run}, not {membership.run})")
+        raise HandshakeRefused(f"it belongs to another run ({hello.run}, not {membership.run})")
     if hello.to != me:
-        raise Refusal(f"it wants {hello.to}, and here is {me}")
+        raise HandshakeRefused(f"it wants {hello.to}, and here is {me}")
     try:
         claimed = key_id_of(hello.name)
         if claimed != key:
             raise ValueError(f"it claims the name of {claimed} but holds the key of {key}")
         membership.check(hello.proof, hello.name, membership.clock())
     except ValueError as error:
-        refusal = Refusal(str(error))
+        refusal = HandshakeRefused(str(error))
         refusal.notice = error.notice if isinstance(error, NotWelcome) else b""
         raise refusal from None
     membership.take_grant(hello.grant)

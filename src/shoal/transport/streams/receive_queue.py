@@ -2,7 +2,7 @@
 
 For every transport. Any thread puts; one task takes: senders take turns, so that one that floods delays itself alone. A
 sender is a key (the name without its incarnation, which is free), and what may wait is bounded for each and for all.
-`on_room` is called in the taking task's thread when what was full is not any more.
+`on_space` is called in the taking task's thread when what was full is not any more.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 
 from shoal.transport.base import Incoming, Lost
 
-ROOM_BYTES = 256 << 20  # bulk waiting to be taken; beyond it readers pause and the network pushes back
-CONTROL_ROOM_BYTES = 16 << 20  # control likewise: decoded it takes up to 16 times as much memory
-ROOM_ITEMS = 20_000  # of either
-ONES_PART = 8  # one sender may have an eighth of all that
+BULK_LIMIT_BYTES = 256 << 20  # bulk waiting to be taken; beyond it readers pause and the network pushes back
+CONTROL_LIMIT_BYTES = 16 << 20  # control likewise: decoded it takes up to 16 times as much memory
+LIMIT_ITEMS = 20_000  # of either
+SENDER_SHARES = 8  # one sender may have an eighth of all that
 
 Item = tuple[Incoming | Lost, int]
 
 
-class Lane:
+class FairQueue:
     """What waits, of control or of bulk: a queue per sender, in turn."""
 
     def __init__(self) -> None:
@@ -68,18 +68,18 @@ class Lane:
             del self._queues[sender], self._bytes_of[sender]
 
 
-class Inbox:
-    def __init__(self, on_room: Callable[[], None] = lambda: None) -> None:
-        self._lanes = (Lane(), Lane())  # control, bulk
+class ReceiveQueue:
+    def __init__(self, on_space: Callable[[], None] = lambda: None) -> None:
+        self._lanes = (FairQueue(), FairQueue())  # control, bulk
         self._paused: set[tuple[bool, str]] = set()  # senders whose readers were told to pause
-        self._on_room = on_room
+        self._on_room = on_space
         self._waiting: asyncio.Future[None] | None = None
         self._lock = threading.Lock()
 
     def full(self, bulk: bool, peer: str = "") -> bool:
         """Should readers of all, or of that peer, pause?"""
         with self._lock:
-            if peer and self._has_its_part(bulk, sender_of(peer), ONES_PART):
+            if peer and self._exceeds_share(bulk, sender_of(peer), SENDER_SHARES):
                 self._paused.add((bulk, sender_of(peer)))
                 return True
             return self._full(bulk)
@@ -108,7 +108,7 @@ class Inbox:
             item, _ = self._lanes[bulk].take()
             one = (bulk, sender_of(item.peer))
             # At half of its part: otherwise every message of a sender that floods would wake every reader.
-            room = one in self._paused and not self._has_its_part(*one, 2 * ONES_PART)
+            room = one in self._paused and not self._exceeds_share(*one, 2 * SENDER_SHARES)
             if room:
                 self._paused.discard(one)
             room = room or (was_full and not self._full(bulk))
@@ -133,11 +133,11 @@ class Inbox:
 
     def _full(self, bulk: bool) -> bool:
         lane = self._lanes[bulk]
-        return lane.bytes >= _room_bytes(bulk) or lane.items >= ROOM_ITEMS
+        return lane.bytes >= _limit_bytes_of(bulk) or lane.items >= LIMIT_ITEMS
 
-    def _has_its_part(self, bulk: bool, sender: str, part: int) -> bool:
+    def _exceeds_share(self, bulk: bool, sender: str, part: int) -> bool:
         nbytes, items = self._lanes[bulk].part_of(sender)
-        return nbytes >= max(1, _room_bytes(bulk) // part) or items >= ROOM_ITEMS // part
+        return nbytes >= max(1, _limit_bytes_of(bulk) // part) or items >= LIMIT_ITEMS // part
 
 
 def sender_of(peer: str) -> str:
@@ -145,8 +145,8 @@ def sender_of(peer: str) -> str:
     return peer.partition(".")[0]
 
 
-def _room_bytes(bulk: bool) -> int:
-    return ROOM_BYTES if bulk else CONTROL_ROOM_BYTES
+def _limit_bytes_of(bulk: bool) -> int:
+    return BULK_LIMIT_BYTES if bulk else CONTROL_LIMIT_BYTES
 
 
 def _ring(waiting: asyncio.Future[None]) -> None:

@@ -16,62 +16,62 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.transport.budget import Allowance, Budgets
-from shoal.transport.streams.box import Kind
-from shoal.transport.streams.engine import Link
+from shoal.transport.streams.engine import Connection
+from shoal.transport.streams.send_queue import Kind
 
-UNKNOWN = 128  # connections whose other end has not yet said who it is
-MOST = 4096  # connections of those who have
-DESCRIPTORS_PART = 0.75  # of the process's file descriptors for them, at most: it has files to open, too
+MAX_PENDING = 128  # connections whose other end has not yet said who it is
+MAX_ADMITTED = 4096  # connections of those who have
+DESCRIPTOR_SHARE = 0.75  # of the process's file descriptors for them, at most: it has files to open, too
 NAMES = 2  # of one key: the newest
 # New connections, two for each peer that begins to send here. A thousand at once from one address: a laboratory of 400 peers behind
 # one router. A handshake takes 1.5 ms, so that a flood from everywhere takes 0.3 of a core, of a thread that ranks low.
-FROM_ONE = Allowance(per_s=50.0, at_once=1000.0)
-FROM_ALL = Allowance(per_s=200.0, at_once=3000.0)
+PER_ADDRESS = Allowance(per_s=50.0, at_once=1000.0)
+ALL_ADDRESSES = Allowance(per_s=200.0, at_once=3000.0)
 
 
-class Caller(msgspec.Struct, frozen=True):
+class AdmittedConnection(msgspec.Struct, frozen=True):
     peer: Peer
     kind: Kind
     place: str
 
 
-class Callers:
+class Admission:
     def __init__(self, most: int | None = None) -> None:
-        self._most = _most() if most is None else most
-        self._budgets = Budgets(FROM_ONE, FROM_ALL)
-        self._unknown: dict[Link, str] = {}  # with the place each calls from; the oldest first
-        self._known: dict[Link, Caller] = {}  # likewise
+        self._max_admitted = _max_admitted() if most is None else most
+        self._budgets = Budgets(PER_ADDRESS, ALL_ADDRESSES)
+        self._unknown: dict[Connection, str] = {}  # with the place each calls from; the oldest first
+        self._known: dict[Connection, AdmittedConnection] = {}  # likewise
         self._names: dict[str, OrderedDict[Peer, int]] = {}  # of each key, with the number of connections
         self._lock = threading.Lock()
 
-    def may_come(self, place: str) -> bool:
+    def may_connect(self, place: str) -> bool:
         with self._lock:
             return self._budgets.take(place, time.monotonic())
 
-    def knocks(self, link: Link, place: str) -> Link | None:
+    def add_pending(self, link: Connection, place: str) -> Connection | None:
         """A new one. Returns the one that has to go for it."""
         with self._lock:
             gone = None
-            if len(self._unknown) >= UNKNOWN:
+            if len(self._unknown) >= MAX_PENDING:
                 gone = _first_of_most(self._unknown)
                 del self._unknown[gone]
             self._unknown[link] = place
             return gone
 
-    def enters(self, link: Link, key: str, peer: Peer, kind: Kind) -> list[Caller]:
+    def admit(self, link: Connection, key: str, peer: Peer, kind: Kind) -> list[AdmittedConnection]:
         """It has proven who it is. Returns those who have to go for it. ValueError: there is no room for it."""
         with self._lock:
             place = self._unknown.pop(link, "")
-            gone: list[Caller] = []
-            if len(self._known) >= self._most:
+            gone: list[AdmittedConnection] = []
+            if len(self._known) >= self._max_admitted:
                 places = {each: caller.place for each, caller in self._known.items()}
                 crowded = _crowded(places)
                 if crowded == place:
-                    raise ValueError(f"{self._most} connections are open here, most of them from your address")
+                    raise ValueError(f"{self._max_admitted} connections are open here, most of them from your address")
                 last = next(each for each in reversed(places) if places[each] == crowded)
                 gone.append(self._known[last])
                 self._forget(last)
-            self._known[link] = Caller(peer, kind, place)
+            self._known[link] = AdmittedConnection(peer, kind, place)
             names = self._names.setdefault(key, OrderedDict())
             names[peer] = names.get(peer, 0) + 1
             names.move_to_end(peer)
@@ -83,14 +83,14 @@ class Callers:
                         self._forget(each)
             return gone
 
-    def leaves(self, link: Link) -> None:
+    def remove(self, link: Connection) -> None:
         """Its connection is over, or was never known here."""
         with self._lock:
             self._unknown.pop(link, None)
             if link in self._known:
                 self._forget(link)
 
-    def holds(self, link: Link) -> bool:
+    def is_admitted(self, link: Connection) -> bool:
         """It has entered, and nobody was preferred to it since."""
         with self._lock:
             return link in self._known
@@ -101,7 +101,7 @@ class Callers:
         with self._lock:
             return len(self._unknown), len(self._known)
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, link: Connection) -> None:
         peer = self._known.pop(link).peer
         key = peer.partition(".")[0]
         names = self._names.get(key, OrderedDict())
@@ -112,7 +112,7 @@ class Callers:
             self._names.pop(key, None)
 
 
-class Unfinished:
+class PartialMessages:
     """Bytes of messages that have come in part: they are in memory, and only their end shows that they were meant."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -140,20 +140,20 @@ class Unfinished:
                 self._of[peer, kind] = left
 
 
-def _crowded(places: dict[Link, str]) -> str:
+def _crowded(places: dict[Connection, str]) -> str:
     counts = Counter(places.values())
     return max(counts, key=lambda place: (counts[place], place))
 
 
-def _first_of_most(places: dict[Link, str]) -> Link:
+def _first_of_most(places: dict[Connection, str]) -> Connection:
     crowded = _crowded(places)
     return next(link for link, place in places.items() if place == crowded)
 
 
-def _most() -> int:
+def _max_admitted() -> int:
     try:
         import resource
     except ImportError:  # not on this system: it has no such limit either
-        return MOST
+        return MAX_ADMITTED
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if soft < 0 else max(64, min(MOST, int(soft * DESCRIPTORS_PART)))
+    return MAX_ADMITTED if soft < 0 else max(64, min(MAX_ADMITTED, int(soft * DESCRIPTOR_SHARE)))

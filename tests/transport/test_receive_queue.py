@@ -9,20 +9,20 @@ import pytest
 
 from shoal.core.messages import Cancelled, Output
 from shoal.transport.base import Blob, Incoming, Lost
-from shoal.transport.streams import inbox
-from shoal.transport.streams.inbox import Inbox
+from shoal.transport.streams import receive_queue
+from shoal.transport.streams.receive_queue import ReceiveQueue
 
 CONTROL = [Incoming("a", Cancelled(0, 1, index, 0, 0)) for index in range(3)]
 BULK = [Incoming("b", Output(0, 1, index, 0, 0), (Blob("uint8", (1,), b"x"),)) for index in range(3)]
 
 
-async def taken(box: Inbox, count: int) -> list[Incoming | Lost]:
+async def taken(box: ReceiveQueue, count: int) -> list[Incoming | Lost]:
     return [await asyncio.wait_for(box.take(), 60) for _ in range(count)]
 
 
 def test_control_and_losses_come_before_bulk_and_each_in_order() -> None:
     async def story() -> None:
-        box = Inbox()
+        box = ReceiveQueue()
         for item in (BULK[0], CONTROL[0], BULK[1], Lost("c"), BULK[2], CONTROL[1]):
             box.put(item)
         assert await taken(box, 6) == [CONTROL[0], Lost("c"), CONTROL[1], *BULK]
@@ -31,11 +31,11 @@ def test_control_and_losses_come_before_bulk_and_each_in_order() -> None:
 
 
 def test_a_full_inbox_says_so_for_its_kind_only_and_tells_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "ROOM_BYTES", 10)
+    monkeypatch.setattr(receive_queue, "BULK_LIMIT_BYTES", 10)
 
     async def story() -> None:
         told: list[bool] = []
-        box = Inbox(on_room=lambda: told.append(box.full(bulk=True)))
+        box = ReceiveQueue(on_space=lambda: told.append(box.full(bulk=True)))
         box.put(BULK[0], 6)
         assert not box.full(bulk=True)
         box.put(BULK[1], 6)
@@ -51,7 +51,7 @@ def test_a_full_inbox_says_so_for_its_kind_only_and_tells_when_there_is_room(mon
 
 def test_other_threads_put_while_the_node_waits() -> None:
     async def story() -> None:
-        box = Inbox()
+        box = ReceiveQueue()
 
         def put() -> None:
             for _ in range(500):
@@ -68,11 +68,11 @@ def test_other_threads_put_while_the_node_waits() -> None:
 
 
 def test_senders_take_turns_and_one_that_floods_has_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "CONTROL_ROOM_BYTES", 8000)
+    monkeypatch.setattr(receive_queue, "CONTROL_LIMIT_BYTES", 8000)
 
     async def story() -> None:
         told: list[int] = []
-        box = Inbox(on_room=lambda: told.append(1))
+        box = ReceiveQueue(on_space=lambda: told.append(1))
         flood = [Incoming(f"rogue.{index % 7}", Cancelled(0, 1, index, 0, 0)) for index in range(20)]
         sent = 0
         for item in flood:
@@ -99,8 +99,8 @@ def test_senders_take_turns_and_one_that_floods_has_its_part_only(monkeypatch: p
 
 
 def test_the_number_of_small_messages_of_one_sender_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "ROOM_ITEMS", 80)
-    box = Inbox()
+    monkeypatch.setattr(receive_queue, "LIMIT_ITEMS", 80)
+    box = ReceiveQueue()
     for _ in range(100):
         if not box.full(False, "rogue.1"):
             box.put(CONTROL[0], 0)
