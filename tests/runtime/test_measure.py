@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,6 +68,28 @@ def test_pings_that_ask_for_more_than_their_part_are_answered_without_a_load_and
         loads = [blob.data for _, _, blobs in sent for blob in blobs]
         assert 1 < len(loads) and sum(len(load) for load in loads) <= 2 * measure.MOST_BYTES
         assert len({id(load.obj) for load in loads}) == 1, "a copy for each"
+
+    run(story)
+
+
+def test_the_memory_of_a_large_load_is_free_again_once_it_is_sent() -> None:
+    """One ping of a stranger for 64 MiB must not make a peer hold them for the rest of its run."""
+
+    async def story() -> None:
+        hub = Hub()
+        asked, asker = MemoryTransport(hub, "a"), MemoryTransport(hub, "key.1")
+        await asyncio.gather(asked.start(), asker.start())
+        tracemalloc.start()
+        try:
+            Meter(asked).takes(Incoming("key.1", Ping(1, measure.MOST_BYTES)))
+            answer = await asker.receive()
+            assert isinstance(answer, Incoming) and len(answer.blobs[0].data) == measure.MOST_BYTES
+            del answer
+            held_bytes, _ = tracemalloc.get_traced_memory()
+            assert held_bytes < 1 << 20
+        finally:
+            tracemalloc.stop()
+            await asyncio.gather(asked.close(), asker.close())
 
     run(story)
 
