@@ -406,7 +406,7 @@ class Flood:
         victim = self.visitor.victim()
 
         async def story() -> None:
-            receive_queue.ROOM_BYTES = MIB
+            receive_queue.BULK_LIMIT_BYTES = MIB
             transports = []
             for number in range(names):
                 identity = self.visitor.named(f"{number + 1:x}")

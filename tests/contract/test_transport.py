@@ -18,7 +18,7 @@ from shoal.core.messages import Cancelled, Chunk, Gradient, Lead, Output, Part
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.streams import receive_queue, streams
+from shoal.transport.streams import handshake, receive_queue
 from shoal.transport.wire import BlobHead, Head, encode
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def net(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs this may be very busy."""
-    monkeypatch.setattr(streams, "CONNECT_S", 60.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 60.0)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_a_key_has_few_names_at_a_time_the_newest(links: object) -> None:
 
 
 def test_when_all_room_is_taken_the_address_that_took_it_gets_no_more(links: object) -> None:
-    held = Admission(most=20)
+    held = Admission(max_admitted=20)
     for number in range(4):
         link = links()
         held.add_pending(link, "10.0.0.1")
@@ -87,9 +87,9 @@ def test_what_has_come_in_part_is_bounded_and_the_greediest_goes() -> None:
     assert parts.add("b", "bulk", 50) is None
     assert parts.add("a", "bulk", 5) is None
     assert parts.add("c", "bulk", 6) == ("b", "bulk")
-    parts.over("b", "bulk")
+    parts.remove("b", "bulk")
     assert parts.nbytes == 51
-    parts.over("a", "bulk", 40)
+    parts.remove("a", "bulk", 40)
     assert parts.nbytes == 11
-    parts.over("nobody", "bulk")
+    parts.remove("nobody", "bulk")
     assert parts.nbytes == 11

@@ -22,7 +22,7 @@ from shoal.transport.daemon import Daemon
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.libp2p import Route
-from shoal.transport.streams import streams
+from shoal.transport.streams import handshake
 
 INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time())
 
@@ -30,7 +30,7 @@ INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time()
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs this may be very busy."""
-    monkeypatch.setattr(streams, "CONNECT_S", 60.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 60.0)
 
 
 def make(kind: type[Daemon] = Daemon) -> tuple[AutoTransport, list[str]]:
@@ -48,7 +48,7 @@ def bulk(index: int, data: bytes) -> tuple[Output, tuple[Blob, ...]]:
 
 def families(transport: AutoTransport) -> set[int]:
     """Of the sockets over which it hears others."""
-    return {link.sock.family for link in transport._incoming.values()}
+    return {link.sock.family for link in transport._receiver._connections.values()}
 
 
 def closed_port() -> tuple[str, int]:
@@ -170,10 +170,10 @@ def test_a_peer_that_is_gone_is_lost_once_and_nothing_is_said_of_detours() -> No
 class Book:
     """What the two carriers know of ways."""
 
-    def __init__(self, way: Any) -> None:
-        self.known = way
+    def __init__(self, route: Any) -> None:
+        self.known = route
 
-    def way(self, peer: str) -> Any:
+    def route(self, peer: str) -> Any:
         return self.known
 
 

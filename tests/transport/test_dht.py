@@ -15,7 +15,7 @@ from shoal.transport.budget import Allowance
 from shoal.transport.daemon import Daemon, hivemind, written
 from shoal.transport.directory import dht
 from shoal.transport.directory.dht import Dht
-from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, Record, Sealed, seal
+from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, PeerRecord, Sealed, seal
 from shoal.transport.directory.records import KEY_RECORDS
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, Membership, read_invite
@@ -31,8 +31,8 @@ class Peer:
         self.identity = Identity.new()
         self.membership = INVITE.membership(self.identity)
         self.daemon = Daemon(self.identity)
-        self.learnt: list[Record] = []
-        own = Record(INVITE.run, self.identity.name, "127.0.0.1", 4242, addresses=addresses)
+        self.learnt: list[PeerRecord] = []
+        own = PeerRecord(INVITE.run, self.identity.name, "127.0.0.1", 4242, addresses=addresses)
         self.directory = Dht(self.identity, self.membership, own, bootstrap, self.learnt.append, self.daemon)
 
     @property
@@ -68,8 +68,8 @@ async def until(names: set[str], peer: Peer) -> None:
         await asyncio.sleep(0.05)
 
 
-def record_of(identity: Identity, **changes: Any) -> Record:
-    record = Record(INVITE.run, identity.name, "127.0.0.1", 1, expires_s=time.time() + TTL_S)
+def record_of(identity: Identity, **changes: Any) -> PeerRecord:
+    record = PeerRecord(INVITE.run, identity.name, "127.0.0.1", 1, expires_s=time.time() + TTL_S)
     return msgspec.structs.replace(record, **changes)
 
 

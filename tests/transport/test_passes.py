@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core.messages import MAX_LIST_BYTES, PROTOCOL
 from shoal.core.names import invite_of, key_of, limit_of
-from shoal.transport.directory.directory import TTL_S, Record, seal, unseal
+from shoal.transport.directory.directory import TTL_S, PeerRecord, seal, unseal
 from shoal.transport.identity.identity import Identity, key_id_of
 from shoal.transport.identity.invite import Authority, Invite, read_invite
 from shoal.transport.identity.passes import SKEW_S, Grant, Membership, NotWelcome, Pass, PassList, Revoked
@@ -83,7 +83,7 @@ def test_a_peer_cannot_claim_another_invite_or_limit_in_hello_or_record(what: st
     }[what]
     with pytest.raises(HandshakeRefused, match="by which invite"):
         rogue.calls(victim)
-    record = Record(RUN.run, rogue.name, "127.0.0.1", 5, expires_s=NOW + TTL_S)
+    record = PeerRecord(RUN.run, rogue.name, "127.0.0.1", 5, expires_s=NOW + TTL_S)
     with pytest.raises(ValueError, match="by which invite"):
         unseal(seal(rogue.identity, rogue.membership, record), victim.membership, NOW)
 
@@ -227,7 +227,7 @@ def test_a_revoked_peer_is_shown_the_authoritys_own_word_and_believes_nothing_le
 def test_records_of_the_revoked_are_not_believed() -> None:
     invite = an_invite()
     ann, bob = Member(invite), Member(an_invite())
-    data = seal(ann.identity, ann.membership, Record(RUN.run, ann.name, "h", 5, expires_s=NOW + TTL_S))
+    data = seal(ann.identity, ann.membership, PeerRecord(RUN.run, ann.name, "h", 5, expires_s=NOW + TTL_S))
     assert unseal(data, bob.membership, NOW).peer == ann.name
     bob.membership.take_list(a_list(1, revoked=(invite.grant.id,)))
     with pytest.raises(ValueError, match="revoked"):

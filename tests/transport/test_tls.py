@@ -16,7 +16,7 @@ from shoal.core.messages import Cancelled, Output
 from shoal.transport.base import Blob, Incoming, Limits, Lost
 from shoal.transport.identity.identity import Identity, certificate_key_id, client_context
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.streams import receive_queue, streams
+from shoal.transport.streams import handshake, receive_queue
 from shoal.transport.streams.engine import Connection, Engine, WaitFor
 from shoal.transport.tls import TlsTransport
 
@@ -46,7 +46,7 @@ def silent() -> Any:
 
 
 def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "CONNECT_S", 0.2)
+    monkeypatch.setattr(handshake, "CONNECT_S", 0.2)
 
     async def story() -> None:
         a, there = make(), Identity.new().name
@@ -54,7 +54,7 @@ def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypa
         a.learn(there, silent)
         a.send(there, Cancelled(0, 1, 2, 0, 0))
         assert await take(a) == Lost(there, "no answer in time")
-        assert a._send_queues[there, "control"].first() is None, "it would wait for ever"
+        assert a._sender._queues[there, "control"].first() is None, "it would wait for ever"
         await a.close()
 
     asyncio.run(story())
@@ -63,7 +63,7 @@ def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypa
 def test_what_waits_for_a_peer_is_bounded_and_given_back_when_it_is_forgotten(
     silent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "CONNECT_S", 600.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 600.0)
 
     async def story() -> None:
         a, there = make(Limits(queued_bytes=3 * MIB)), Identity.new().name
@@ -71,10 +71,10 @@ def test_what_waits_for_a_peer_is_bounded_and_given_back_when_it_is_forgotten(
         a.learn(there, silent)
         for index in range(10):
             a.send(there, *bulk(index, MIB))
-        box = a._send_queues[there, "bulk"]
-        assert MIB < box._bytes <= 3 * MIB
+        queue = a._sender._queues[there, "bulk"]
+        assert MIB < queue._bytes <= 3 * MIB
         a.forget(there)
-        assert box._bytes == 0 and box.first() is None
+        assert queue._bytes == 0 and queue.first() is None
         await a.close()
 
     asyncio.run(story())

@@ -252,4 +252,4 @@ def _load(nbytes: int) -> tuple[Blob, ...]:
     noise = _NOISE if repeats == 1 else _loads.get(repeats)
     if noise is None:
         noise = _loads[repeats] = np.tile(_NOISE, repeats)
-    return (Blob("uint8", (nbytes,), memoryview(noise)[:nbytes]),)
+    return (Blob("uint8", (nbytes,), noise.data[:nbytes]),)

@@ -23,9 +23,10 @@ from shoal.transport.daemon import Daemon, written
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Membership
 from shoal.transport.libp2p import MAX_ROUTES, Libp2p, Route
-from shoal.transport.streams import streams
+from shoal.transport.streams import handshake
+from shoal.transport.streams.carrier import Opening
 from shoal.transport.streams.engine import Connection
-from shoal.transport.streams.streams import Opening, StreamTransport
+from shoal.transport.streams.streams import StreamTransport
 from shoal.transport.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class AutoTransport(StreamTransport[tls.Address | Route]):
     ) -> None:
         self._both = EitherCarrier(Tls(identity, *place), Libp2p(daemon), tell)
         super().__init__(identity.name, membership, self._both, limits)
-        daemon.revived.append(lambda: self._both.libp2p.again(self.listen, self._control))
+        daemon.revived.append(lambda: self._both.libp2p.again(self.listen, self._engines.control))
 
     @property
     def address(self) -> Address:
@@ -76,7 +77,7 @@ class AutoTransport(StreamTransport[tls.Address | Route]):
         self._both.tls.learn(peer, address.direct)
         route = self._both.libp2p.learn(peer, address.streams)
         if route is not None:
-            self._control.post(lambda: self._control.adopt(self._both.libp2p.call(route)))
+            self._engines.control.post(lambda: self._engines.control.adopt(self._both.libp2p.call(route)))
 
 
 class EitherCarrier:
@@ -104,16 +105,16 @@ class EitherCarrier:
     def socket(self, route: tls.Address | Route) -> socket.socket:
         return self.libp2p.socket(route) if isinstance(route, Route) else self.tls.socket(route)
 
-    def dial(self, link: Connection, route: tls.Address | Route) -> Opening:
+    def dial(self, connection: Connection, route: tls.Address | Route) -> Opening:
         if isinstance(route, Route):
-            return (yield from self.libp2p.dial(link, route))
-        link.deadline = time.monotonic() + DIRECT_S
-        yield from tls.connect(link.sock, route)
-        link.deadline = time.monotonic() + streams.CONNECT_S
-        return (yield from self.tls.greet(link))
+            return (yield from self.libp2p.dial(connection, route))
+        connection.deadline = time.monotonic() + DIRECT_S
+        yield from tls.connect(connection.sock, route)
+        connection.deadline = time.monotonic() + handshake.CONNECT_S
+        return (yield from self.tls.greet(connection))
 
-    def answer(self, link: Connection) -> Opening:
-        return (yield from (self.libp2p if link.sock.family == socket.AF_UNIX else self.tls).answer(link))
+    def answer(self, connection: Connection) -> Opening:
+        return (yield from (self.libp2p if connection.sock.family == socket.AF_UNIX else self.tls).answer(connection))
 
     def reached(self, peer: Peer, route: tls.Address | Route) -> None:
         failed = self._failed.get(peer)

@@ -24,10 +24,11 @@ from shoal.transport.budget import Warnings
 from shoal.transport.daemon import Daemon, check_length, framed, multiaddr, parsed, parsed_address, protobuf, public_key
 from shoal.transport.identity.identity import key_id, key_id_of
 from shoal.transport.identity.invite import Membership
-from shoal.transport.streams import streams
+from shoal.transport.streams import handshake
+from shoal.transport.streams.carrier import Opening
 from shoal.transport.streams.congestion import ACK_BYTES, CEILING_BYTES, CongestionWindow
 from shoal.transport.streams.engine import QUANTUM_BYTES, Connection, Engine, Steps, WaitFor
-from shoal.transport.streams.streams import Opening, StreamTransport
+from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Libp2pTransport(StreamTransport[Route]):
     def __init__(self, name: Peer, membership: Membership, daemon: Daemon, limits: Limits = Limits()) -> None:
         self._libp2p = Libp2p(daemon)
         super().__init__(name, membership, self._libp2p, limits)
-        daemon.revived.append(lambda: self._libp2p.again(self.listen, self._control))
+        daemon.revived.append(lambda: self._libp2p.again(self.listen, self._engines.control))
 
     @property
     def address(self) -> Address:
@@ -66,7 +67,7 @@ class Libp2pTransport(StreamTransport[Route]):
         through relays."""
         route = self._libp2p.learn(peer, address) if peer != self.name else None
         if route is not None:
-            self._control.post(lambda: self._control.adopt(self._libp2p.call(route)))
+            self._engines.control.post(lambda: self._engines.control.adopt(self._libp2p.call(route)))
 
 
 class Libp2p:
@@ -110,7 +111,7 @@ class Libp2p:
         pb = protobuf()
         addr = multiaddr(f"/unix{self._place}").to_bytes()
         handler = pb.StreamHandlerRequest(addr=addr, proto=[PROTOCOL_NAME], balanced=False)
-        await self.daemon.ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler), streams.CONNECT_S)
+        await self.daemon.ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler), handshake.CONNECT_S)
 
     def route(self, peer: Peer) -> Route | None:
         return self._routes.get(peer)
@@ -118,8 +119,8 @@ class Libp2p:
     def socket(self, route: Route) -> socket.socket:
         return _tuned(socket.socket(socket.AF_UNIX))
 
-    def dial(self, link: Connection, route: Route) -> Opening:
-        stream = PlainStream(link)
+    def dial(self, connection: Connection, route: Route) -> Opening:
+        stream = PlainStream(connection)
         yield from self._connect(stream, route)
         yield from stream.write(memoryview(route.open))
         opened = parsed((yield from _reply(stream)))
@@ -130,14 +131,14 @@ class Libp2p:
 
     def call(self, route: Route) -> Connection:
         """Have the daemons know each other; no stream yet."""
-        link = Connection(self.socket(route), lambda error: log.debug("a peer cannot be called: %s", error))
-        link.steps = self._connect(PlainStream(link), route)
-        link.deadline = time.monotonic() + streams.CONNECT_S
-        return link
+        connection = Connection(self.socket(route), lambda error: log.debug("a peer cannot be called: %s", error))
+        connection.steps = self._connect(PlainStream(connection), route)
+        connection.deadline = time.monotonic() + handshake.CONNECT_S
+        return connection
 
-    def answer(self, link: Connection) -> Opening:
-        _tuned(link.sock)
-        stream = PlainStream(link)
+    def answer(self, connection: Connection) -> Opening:
+        _tuned(connection.sock)
+        stream = PlainStream(connection)
         info = protobuf().StreamInfo.FromString(bytes((yield from _reply(stream))))
         return stream, key_id(public_key(info.peer))
 
@@ -186,9 +187,9 @@ class Libp2p:
 class PlainStream:
     """A socket as it is: libp2p has encrypted already what comes to the daemon from outside."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
-        self._sock = link.sock
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sock = connection.sock
 
     def connect(self, path: str) -> None:
         """To our own daemon: at once, or not at all."""
@@ -226,7 +227,7 @@ class PlainStream:
                 turn = 0
                 yield WaitFor.AGAIN
 
-    def listen(self) -> None:
+    def check_open(self) -> None:
         if self.heard(1):
             raise ConnectionError("the other side speaks out of turn")
 
@@ -264,7 +265,7 @@ class WindowedStream:
     def write(self, view: memoryview) -> Steps:
         turn = 0
         while view:
-            self.listen()
+            self.check_open()
             part = view[: self._window.room_bytes()]
             if not part:
                 yield WaitFor.READ
@@ -277,7 +278,7 @@ class WindowedStream:
                 turn = 0
                 yield WaitFor.AGAIN
 
-    def listen(self) -> None:
+    def check_open(self) -> None:
         words = self._plain.heard(CEILING_BYTES // ACK_BYTES)
         if words:
             self._window.acknowledged(len(words), time.monotonic())
@@ -304,7 +305,7 @@ def _reply(stream: PlainStream) -> Generator[WaitFor | Engine, None, bytearray]:
 
 def _route(peer_id: bytes, routes: list[bytes]) -> Route:
     pb = protobuf()
-    patience = max(1, int(streams.CONNECT_S))
+    patience = max(1, int(handshake.CONNECT_S))
     connect = pb.ConnectRequest(peer=peer_id, addrs=routes, timeout=patience)
     opening = pb.StreamOpenRequest(peer=peer_id, proto=[PROTOCOL_NAME], timeout=patience)
     return Route(

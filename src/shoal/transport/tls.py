@@ -17,8 +17,9 @@ from shoal.transport.base import Limits
 from shoal.transport.budget import Warnings
 from shoal.transport.identity.identity import Identity, certificate_key_id, client_context, key_id_of, server_context
 from shoal.transport.identity.invite import Membership
+from shoal.transport.streams.carrier import Opening
 from shoal.transport.streams.engine import Channel, Connection, Steps, WaitFor
-from shoal.transport.streams.streams import Opening, StreamTransport
+from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
@@ -91,19 +92,19 @@ class Tls:
         family = socket.AF_INET6 if ":" in route[0] else socket.AF_INET
         return _tuned(socket.socket(family, socket.SOCK_STREAM))
 
-    def dial(self, link: Connection, route: Address) -> Opening:
-        yield from connect(link.sock, route)
-        return (yield from self.greet(link))
+    def dial(self, connection: Connection, route: Address) -> Opening:
+        yield from connect(connection.sock, route)
+        return (yield from self.greet(connection))
 
-    def greet(self, link: Connection) -> Opening:
+    def greet(self, connection: Connection) -> Opening:
         """TLS on a connection that this side has made."""
-        channel = Channel(link, self._dialling, server_side=False)
+        channel = Channel(connection, self._dialling, server_side=False)
         yield from channel.handshake()
         return channel, certificate_key_id(channel.certificate())
 
-    def answer(self, link: Connection) -> Opening:
-        _tuned(link.sock)
-        channel = Channel(link, self._answering, server_side=True)
+    def answer(self, connection: Connection) -> Opening:
+        _tuned(connection.sock)
+        channel = Channel(connection, self._answering, server_side=True)
         yield from channel.handshake()
         return channel, certificate_key_id(channel.certificate())
 

@@ -1,28 +1,36 @@
-"""The first words on a connection between two peers: protocol number, run, name, kind of traffic, and the pass.
+"""The handshake of a new stream between two peers: protocol number, run, name, kind of traffic, and the pass.
 
-Each side hands the other the newest grant that it knows for the other's invite, so that whoever comes with an old text, or slept
-through a renewal, shows a valid pass from then on. Who is refused because it was revoked is shown the authority's own word for it.
+The peer that dialled sends its hello first. The other side answers with its own hello, or with the reason for refusing. Each sends
+the newest grant that it knows for the other's invite, so that a peer with an old invite, or one that missed a renewal, has a valid
+pass from then on. A refusal because of a revocation carries the notice that the authority signed.
 
-For transports whose connections already prove the key of the other side (tls.py by its certificate, libp2p by its own
-handshake): that key's id is handed in and must be the one inside the name. The caller of a connection speaks first and
-the other side answers with its own hello, or with the reason for refusing.
+For carriers that already prove the key of the other side (tls.py by its certificate, libp2p by its own handshake): they pass
+that key's id, and it must be the one inside the name.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import struct
+from collections.abc import Generator
+from typing import Annotated
 
 import msgspec
 
 from shoal.core.messages import PROTOCOL, Peer
+from shoal.transport.base import StreamKind
 from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.passes import MAX_GRANT_BYTES, MAX_PASS_BYTES, Membership, NotWelcome
+from shoal.transport.streams.carrier import ByteStream
+from shoal.transport.streams.engine import Engine, Steps, WaitFor
 
+CONNECT_S = 5.0  # for the connection, its encryption and this handshake together
 MAX_HELLO_BYTES = 4096
+
+_length = struct.Struct(">H")  # before a hello
 
 
 class HandshakeRefused(ValueError):
-    """This side does not talk to the other, or the other way round. `notice`: the authority's word, for whom was revoked."""
+    """One side refuses the other. `notice`: what the authority signed, for a peer that was revoked."""
 
     notice = b""
 
@@ -31,10 +39,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     protocol: int
     run: Annotated[str, msgspec.Meta(max_length=128)]
     name: Peer
-    to: Peer  # whom the speaker wants: at that address another may have started since
-    kind: Literal["control", "bulk"]
+    to: Peer  # the receiver that the sender means: another peer may have started at that address since
+    kind: StreamKind
     proof: Annotated[bytes, msgspec.Meta(max_length=MAX_PASS_BYTES)]
-    grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)] = b""  # of the other's invite, as I know it
+    grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)] = (
+        b""  # the newest known for the receiver's invite
+    )
 
 
 class Rejection(msgspec.Struct, frozen=True, tag="No", array_like=True):
@@ -45,13 +55,28 @@ class Rejection(msgspec.Struct, frozen=True, tag="No", array_like=True):
 _decoder: msgspec.msgpack.Decoder[Hello | Rejection] = msgspec.msgpack.Decoder(Hello | Rejection)
 
 
-def encode_hello(name: Peer, to: Peer, kind: Literal["control", "bulk"], membership: Membership) -> bytes:
+def encode_hello(name: Peer, to: Peer, kind: StreamKind, membership: Membership) -> bytes:
     hello = Hello(PROTOCOL, membership.run, name, to, kind, membership.proof, membership.newer_grant(to))
     return msgspec.msgpack.encode(hello)
 
 
 def encode_rejection(refusal: HandshakeRefused) -> bytes:
     return msgspec.msgpack.encode(Rejection(str(refusal)[:500], refusal.notice))
+
+
+def write(stream: ByteStream, hello: bytes) -> Steps:
+    yield from stream.write(memoryview(_length.pack(len(hello)) + hello))
+
+
+def read(stream: ByteStream) -> Generator[WaitFor | Engine, None, bytearray]:
+    prefix = memoryview(bytearray(_length.size))
+    yield from stream.read(prefix)
+    (nbytes,) = _length.unpack(prefix)
+    if nbytes > MAX_HELLO_BYTES:
+        raise HandshakeRefused(f"a hello of {nbytes} bytes")
+    hello = bytearray(nbytes)
+    yield from stream.read(memoryview(hello))
+    return hello
 
 
 def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Membership) -> Hello:
