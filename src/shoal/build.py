@@ -35,7 +35,7 @@ from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import Listening
 from shoal.runtime.signing import Signing
-from shoal.runtime.tasks.task_runner import Hands
+from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
@@ -67,18 +67,18 @@ def data(config: Config) -> Dataset:
     return open_dataset(config, cache=Path(config.run.dir) / ".cache")
 
 
-def hands(config: Config, first_step: int = 0, run: str | None = None) -> Hands:
+def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskRunner:
     """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
 
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or has no room here, the data is not there, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return Hands(config, None, Store(url_of(config), run))
-    return Hands(config, *_data_and_store(config, first_step, run))
+        return TaskRunner(config, None, Store(url_of(config), run))
+    return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 
 def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -> Alone:
-    """The whole model on this machine. `run` and ValueErrors as for `hands`."""
+    """The whole model on this machine. `run` and ValueErrors as for `runner`."""
     return Alone(config, *_data_and_store(config, first_step, run), first_step)
 
 
@@ -127,8 +127,10 @@ def _tree(told: bytes) -> dict[str, dict[str, Any]]:
 
 
 @asynccontextmanager
-async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO[bytes] | None) -> AsyncIterator[Node]:
-    """A peer that listens and has told so; `run` the node. Everything is closed at the end, the hands too."""
+async def peer(
+    config: Config, role: Role, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
+) -> AsyncIterator[Node]:
+    """A peer that listens and has told so; `run` the node. Everything is closed at the end, the task runner too."""
     identity = Identity.new()
     membership = invite.membership(identity)
     header = trace.Header(
@@ -140,7 +142,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
     )
     async with AsyncExitStack() as stack:
-        stack.callback(hands.close)
+        stack.callback(runner.close)
         record = _recorder(config, header, role, out)
         stack.callback(record.close)
         tell = partial(_tell_network, record)
@@ -154,7 +156,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
-        node = Node(machine, hands, transport, directory, record, signing, gate)
+        node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
         yield node
 

@@ -177,7 +177,7 @@ def test_a_plan_made_for_a_lab_is_run_and_compared(
     assert configuration.load("runs/lab/config.toml").run.stages == len(stages)
 
 
-def test_a_run_says_that_its_shelf_is_too_narrow_before_it_starts(
+def test_a_run_says_that_its_activation_store_is_too_small_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core.messages import Booking, Cancelled, Output, Pulse
+from shoal.core.messages import Booking, Boundary, Cancelled, Pulse
 from shoal.transport import budget
 from shoal.transport.base import Incoming, Limits, Lost
 from shoal.transport.budget import Allowance
@@ -256,7 +256,7 @@ def test_a_key_that_talks_too_fast_gains_nothing_by_new_connections_under_new_na
 
 def test_messages_that_never_end_are_bounded_and_the_greediest_sender_is_dropped(held: ExitStack) -> None:
     limits = Limits(blob_bytes=MIB)
-    head = msgspec.msgpack.encode(Head(Output(0, 1, 2, 0, 0), (BlobHead("uint8", (MIB,), "raw", MIB),)))
+    head = msgspec.msgpack.encode(Head(Boundary(0, 1, 2, 1, False), (BlobHead("uint8", (MIB,), "raw", MIB),)))
     begun = len(head).to_bytes(4, "big") + head + bytes(MIB - 1024 - len(head))
 
     def begin(victim: TlsTransport, rank: int, sock: ssl.SSLSocket) -> None:

@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     problem = choices.chosen(problem, made)
     if args.out:
         plan.save(made, args.out)
-    if text := config.narrow_shelf(
+    if text := config.narrow_store(
         tree, max(problem.profile.boundary_bytes, problem.returned_bytes), len(made.stages), made.inflight
     ):
         print(f"warning: {text}", file=sys.stderr)
@@ -151,7 +151,7 @@ def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Pr
         staleness=tree.train.staleness,
         moments=tree.train.moments,
         local_steps=tree.train.local_steps,
-        shelf=memory.Shelf(tree.network.keep_bytes, tree.network.spill_bytes),
+        store_limits=memory.StoreLimits(tree.network.keep_bytes, tree.network.spill_bytes),
         counted=counted,
         counted_sequences=tree.train.microbatch,
     )

@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
     if args.cluster and plan is None:
         raise ValueError("--cluster says what the peers of a plan are; name the plan too, with --plan FILE")
     cluster = plan_settings.read_cluster(args.cluster, plan, config) if args.cluster and plan is not None else None
-    if text := _slow_shelf(config, plan):
+    if text := _slow_store(config, plan):
         print(f"warning: {text}", file=sys.stderr)
     kill_every_s, peers = args.kill_every, config.run.peers
     if kill_every_s is not None and not kill_every_s > 0:
@@ -135,7 +135,7 @@ def main(args: argparse.Namespace) -> int:
         return asyncio.run(Run(job).run())
 
 
-def _slow_shelf(config: Config, plan: Plan | None) -> str:
+def _slow_store(config: Config, plan: Plan | None) -> str:
     """Why the run would be slow for want of room for boundary tensors; '' when it would not."""
     if config.run.stages == 1:
         return ""
@@ -144,7 +144,7 @@ def _slow_shelf(config: Config, plan: Plan | None) -> str:
         size_bytes = known_bytes or tensor_bytes(config)
     except ValueError:  # a family whose shape only transformers knows: its tensors' size is not known here
         return ""
-    return configuration.narrow_shelf(config, size_bytes, config.run.stages, config.run.inflight)
+    return configuration.narrow_store(config, size_bytes, config.run.stages, config.run.inflight)
 
 
 def _ended(config: Config, directory: Path) -> Summary | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.core.messages import AskPasses, Passes, Peer
+from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.runtime.records.report import replace
 from shoal.transport.base import Incoming
 from shoal.transport.identity.invite import Authority, Invite, read_invite
@@ -226,7 +226,7 @@ async def tell(
                         break
                     for peer in found - heard:
                         transport.send(peer, Passes(version, data))
-                        transport.send(peer, AskPasses(version))
+                        transport.send(peer, PassesRequest(version))
                     await asyncio.sleep(ASK_S)
         except TimeoutError:
             pass

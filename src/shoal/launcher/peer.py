@@ -93,7 +93,7 @@ def _take_part(spec: PeerSpec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
     from shoal.transport.identity.invite import read_invite
 
     config = configuration.from_tree(spec.config)
-    hands = build.hands(config, spec.first_step, spec.run)
+    runner = build.runner(config, spec.first_step, spec.run)
     start = msgspec.json.decode(next(told, b"null"), type=Start | None)
     if start is None:
         return Ended(ok=False, reason="the launcher is gone")
@@ -109,7 +109,7 @@ def _take_part(spec: PeerSpec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
     )
 
     async def run() -> Ended:
-        async with build.peer(config, role, read_invite(start.invite, 0.0), hands, out) as node:
+        async with build.peer(config, role, read_invite(start.invite, 0.0), runner, out) as node:
             news.reach(node)
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, lambda: node.leave("its launcher asks it to"))

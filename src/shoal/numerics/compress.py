@@ -1,4 +1,4 @@
-"""Fewer bytes for tensors on their way: plain torch functions, for the driver's hands and for benchmarks.
+"""Fewer bytes for tensors on their way: plain torch functions, for the task runner and for benchmarks.
 
 `encode(values, how)` gives the bytes and the name that they travel under, `decode` the values back; sizes and names are
 codec.py's. Whoever holds the bytes decodes the same bits: only additions, products by a power of two or of one scale, and

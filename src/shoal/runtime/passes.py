@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from shoal import units
-from shoal.core.messages import AskPasses, Passes, Peer
+from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.transport.base import Incoming, Transport
 from shoal.transport.identity.passes import Membership, PassStatus, date
 
@@ -64,7 +64,7 @@ class Gate:
             return True
         version = self.membership.standing.version
         match message:
-            case AskPasses():
+            case PassesRequest():
                 self._answer(peer, message.version)
             case Passes(data=b""):
                 if message.version < version:
@@ -76,7 +76,7 @@ class Gate:
                 if peer not in self._met:
                     self._meet(peer, float("-inf"))
                     if version:
-                        self._transport.send(peer, AskPasses(version))
+                        self._transport.send(peer, PassesRequest(version))
                 return False
         return True
 
@@ -129,7 +129,7 @@ class Gate:
             self._look_at_mine(time.monotonic() - began)
             version = self.membership.standing.version
             for peer in self._some(1) if version else ():
-                self._transport.send(peer, AskPasses(version))
+                self._transport.send(peer, PassesRequest(version))
             await asyncio.sleep(SPREAD_S)
 
     def _on_change(self) -> None:

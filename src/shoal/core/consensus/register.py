@@ -29,7 +29,6 @@ from shoal.core.consensus.certificates import digest, majority, proves, signers
 from shoal.core.consensus.validity import flaw
 from shoal.core.messages import (
     Accept,
-    AskVote,
     Command,
     Entry,
     Lead,
@@ -43,6 +42,7 @@ from shoal.core.messages import (
     Signed,
     View,
     Vote,
+    VoteRequest,
     Wire,
 )
 from shoal.core.names import key_of
@@ -230,7 +230,7 @@ class Register:
                 return self._on_proof(peer, message, now)
             case Accept():
                 return self._on_accept(peer, message, now)
-            case AskVote():
+            case VoteRequest():
                 return self._on_ask(peer, message, now)
             case Vote():
                 return self._on_vote(peer, message, now)
@@ -330,7 +330,7 @@ class Register:
             )  # the fuller the better
         return []
 
-    def _on_ask(self, peer: Peer, ask: AskVote, now: float) -> list[Command]:
+    def _on_ask(self, peer: Peer, ask: VoteRequest, now: float) -> list[Command]:
         last = _rank(self.accepted) if self.accepted is not None else (0, 0)
         current = (ask.last_term, ask.last_number) >= last
         contact = self.leading or now - self.heard_lead < self.settings.silence_s * 0.5
@@ -419,7 +419,7 @@ class Register:
     def _ask(self, trial: bool) -> list[Command]:
         assert self.accepted is not None
         term, number = _rank(self.accepted)
-        ask = AskVote(term=self.term, last_term=term, last_number=number, trial=trial)
+        ask = VoteRequest(term=self.term, last_term=term, last_number=number, trial=trial)
         return [Send(peer, ask) for peer in self._everyone()]
 
     def _become_leader(self, now: float) -> list[Command]:

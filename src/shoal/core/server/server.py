@@ -12,12 +12,10 @@ from itertools import count
 from shoal.core.allreduce.rounds import Rounds
 from shoal.core.messages import (
     Apply,
-    AskBooks,
-    AskPublish,
-    AskSave,
     Backward,
     BlobRef,
     Booking,
+    BooksRequest,
     Boundary,
     Cancel,
     Coming,
@@ -26,21 +24,23 @@ from shoal.core.messages import (
     Done,
     Failed,
     Forward,
+    GatherChunk,
     Gone,
     Holding,
     Message,
     Note,
-    Part,
     Peer,
+    PublishRequest,
     Pull,
     Query,
     Recall,
+    ReduceChunk,
     Resend,
     Reset,
     Round,
+    SaveRequest,
     Settings,
     Share,
-    Sum,
     View,
 )
 from shoal.core.replica_state import Change, Seat, change_of, drop, is_fenced, member_of
@@ -133,7 +133,7 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.shelf.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
+        return soonest(self._hops.store.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
 
     @property
     def since(self) -> int:
@@ -148,7 +148,7 @@ class Server:
     @property
     def kept_bytes(self) -> int:
         """Boundary tensors kept for the step."""
-        return self._hops.shelf.nbytes
+        return self._hops.store.nbytes
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -287,19 +287,19 @@ class Server:
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
-            case Sum() if message.heard:
+            case GatherChunk() if message.heard:
                 return self._listening.take(peer, message, names, fault) + self._continue(now)
-            case Part() | Sum() | Resend():
+            case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
                 commands = self._hops.on_cancel(peer, message)
             case Query():
                 commands = self._hops.on_query(peer, message)
-            case AskBooks():
+            case BooksRequest():
                 commands = self._hops.on_ask_books(peer, message)
             case Round():
                 commands = self._on_round(peer, message, now)
-            case AskSave() | AskPublish():
+            case SaveRequest() | PublishRequest():
                 commands = self._on_ask_shard(peer, message)
             case _:
                 commands = []
@@ -375,11 +375,11 @@ class Server:
             self.changed = True  # the leader may not know my books as they are
         return commands
 
-    def _on_ask_shard(self, peer: Peer, message: AskSave | AskPublish) -> list[Command]:
+    def _on_ask_shard(self, peer: Peer, message: SaveRequest | PublishRequest) -> list[Command]:
         seat = self._seat
         if seat.view is None or peer != self.leader or message.epoch != seat.view.epoch:
             return []
-        if isinstance(message, AskPublish):
+        if isinstance(message, PublishRequest):
             return self._shards.publish(peer, message)
         step = seat.step if seat.seated and not seat.unfit else message.step  # of a lost version nothing will come
         return self._shards.save(peer, message) + self._shards.go_on(seat.stage, step)

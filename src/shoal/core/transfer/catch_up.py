@@ -24,10 +24,10 @@ from shoal.core.messages import (
     Done,
     Failed,
     Gather,
+    GatherChunk,
     Note,
     Peer,
     Settings,
-    Sum,
     View,
 )
 from shoal.core.replica_state import Seat, drop
@@ -94,7 +94,7 @@ class Listening:
             commands += self._give_up(min(self._seat.step, view.step))
         return commands
 
-    def take(self, peer: Peer, message: Sum, blobs: tuple[str, ...], fault: str) -> list[Command]:
+    def take(self, peer: Peer, message: GatherChunk, blobs: tuple[str, ...], fault: str) -> list[Command]:
         view, key = self._seat.view, self._key
         stages = self._seat.known.present
         wanted = (

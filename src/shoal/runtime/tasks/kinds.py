@@ -11,7 +11,7 @@ import torch
 
 from shoal import codec
 from shoal.config import Config
-from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, Message, Part, Sum
+from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
 from shoal.runtime.data import vocabulary
@@ -65,8 +65,8 @@ class Kinds:
         return next((f"{kind.what}: {fault}" for kind, fault in zip(kinds, faults, strict=True) if fault), "")
 
     def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
-        if isinstance(message, Part | Sum):
-            heard = isinstance(message, Sum) and message.heard
+        if isinstance(message, ReduceChunk | GatherChunk):
+            heard = isinstance(message, GatherChunk) and message.heard
             most = length or (self._most if heard else 0)
             # A lone replica tells listeners its sum as it applies it: not encoded.
             codecs = (codec.RAW, self._averaging) if heard else (self._averaging,)

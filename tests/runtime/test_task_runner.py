@@ -27,7 +27,7 @@ from shoal.numerics import compress
 from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.tasks import coding, kinds, sums, task_runner
-from shoal.runtime.tasks.task_runner import Hands
+from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.base import Blob
 
 TINY = Config(
@@ -49,17 +49,17 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-Maker = Callable[..., Hands]
+Maker = Callable[..., TaskRunner]
 
 
 @pytest.fixture
-def a_pair_of_hands() -> Iterator[Maker]:
-    made: list[Hands] = []
+def a_runner() -> Iterator[Maker]:
+    made: list[TaskRunner] = []
 
-    def make(config: Config = TINY, stage: int | None = 0, *, store: Store | None = None, **given: Any) -> Hands:
+    def make(config: Config = TINY, stage: int | None = 0, *, store: Store | None = None, **given: Any) -> TaskRunner:
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path="a.txt"))
         dataset = None if config.device.executor == "emulated" else data.open_dataset(config)
-        made.append(Hands(config, dataset, store, **given))
+        made.append(TaskRunner(config, dataset, store, **given))
         if stage is not None:
             done(made[-1], m.Init("init", stage, 0))
         return made[-1]
@@ -69,13 +69,13 @@ def a_pair_of_hands() -> Iterator[Maker]:
         each.close()
 
 
-def outcome(held: Hands, task: m.Task) -> m.Done | m.Failed:
+def outcome(held: TaskRunner, task: m.Task) -> m.Done | m.Failed:
     answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
     held.submit(task, answers.put)
     return answers.get(timeout=ANSWER_S)
 
 
-def done(held: Hands, task: m.Task) -> m.Result:
+def done(held: TaskRunner, task: m.Task) -> m.Result:
     answer = outcome(held, task)
     assert isinstance(answer, m.Done), answer
     assert answer.id == task.id
@@ -83,14 +83,14 @@ def done(held: Hands, task: m.Task) -> m.Result:
     return answer.result
 
 
-def failed(held: Hands, task: m.Task) -> str:
+def failed(held: TaskRunner, task: m.Task) -> str:
     answer = outcome(held, task)
     assert isinstance(answer, m.Failed), answer
     assert answer.id == task.id
     return answer.reason
 
 
-def give(sender: Hands, receiver: Hands, message: m.Message, *names: str) -> None:
+def give(sender: TaskRunner, receiver: TaskRunner, message: m.Message, *names: str) -> None:
     """As the network would: checked, then kept under the same names."""
     blobs = tuple(sender.blob(name) for name in names)
     assert receiver.check(message, blobs) == ""
@@ -99,8 +99,8 @@ def give(sender: Hands, receiver: Hands, message: m.Message, *names: str) -> Non
         receiver.put(name, copied)
 
 
-def train_microbatch(trainer: Hands, servers: list[Hands], step: int, index: int) -> float:
-    """All hops of one microbatch through real hands, as the trainer has them done."""
+def train_microbatch(trainer: TaskRunner, servers: list[TaskRunner], step: int, index: int) -> float:
+    """All hops of one microbatch through real runner, as the trainer has them done."""
     x, last = [f"x{index}.{k}" for k in range(3)], len(servers) - 1
     done(trainer, m.Fetch("t/f", step, index, x[0]))
     for k in range(last):
@@ -123,7 +123,7 @@ def train_microbatch(trainer: Hands, servers: list[Hands], step: int, index: int
     return loss
 
 
-def average(group: list[Hands], step: int, round_: int) -> list[m.Result]:
+def average(group: list[TaskRunner], step: int, round_: int) -> list[m.Result]:
     """A round of a group: cut, add, gather."""
     length = group[0]._seated().executor.length
     bounds = tuple(length * c // len(group) for c in range(len(group) + 1))
@@ -132,11 +132,11 @@ def average(group: list[Hands], step: int, round_: int) -> list[m.Result]:
     for c, owner in enumerate(group):
         for r, held in enumerate(group):
             if held is not owner:
-                give(held, owner, m.Part(0, step, round_, c), f"part{r}.{c}")
+                give(held, owner, m.ReduceChunk(0, step, round_, c), f"part{r}.{c}")
         done(owner, m.Add("s/a", tuple(f"part{r}.{c}" for r in range(len(group))), f"sum{c}"))
         for held in group:
             if held is not owner:
-                give(owner, held, m.Sum(0, step, round_, c), f"sum{c}")
+                give(owner, held, m.GatherChunk(0, step, round_, c), f"sum{c}")
     sums = tuple(f"sum{c}" for c in range(len(group)))
     return [done(held, m.Gather("s/g", step, round_, sums)) for held in group]
 
@@ -168,9 +168,9 @@ def test_what_the_codes_of_a_gradients_pieces_leave_out_is_fed_back_in_its_place
 
 @pytest.mark.parametrize("lives", [True, False], ids=["too little memory", "device lost"])
 def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
-    a_pair_of_hands: Maker, lives: bool, monkeypatch: pytest.MonkeyPatch
+    a_runner: Maker, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = a_pair_of_hands(ONE)
+    held = a_runner(ONE)
     done(held, m.Fetch("f", 0, 0, "tokens"))
 
     def fail(*given: Any) -> None:
@@ -186,10 +186,10 @@ def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
     assert done(held, m.RunBackward("again", 0, 0, 0, "tokens", "", "")).loss is not None
 
 
-def test_two_replicas_per_stage_train_as_one_machine_does(a_pair_of_hands: Maker) -> None:
+def test_two_replicas_per_stage_train_as_one_machine_does(a_runner: Maker) -> None:
     """Microbatch i is served by replica i of each stage; one machine adds in the same order and gets the same bits."""
-    grid = [[a_pair_of_hands(TINY, k), a_pair_of_hands(TINY, k)] for k in range(3)]
-    trainer = a_pair_of_hands(TINY, None)
+    grid = [[a_runner(TINY, k), a_runner(TINY, k)] for k in range(3)]
+    trainer = a_runner(TINY, None)
     alone = [create(TINY, k) for k in range(3)]
     for step in range(3):
         losses = [train_microbatch(trainer, [grid[k][i] for k in range(3)], step, i) for i in range(2)]
@@ -221,8 +221,8 @@ def test_two_replicas_per_stage_train_as_one_machine_does(a_pair_of_hands: Maker
     assert norm > 0
 
 
-def test_a_model_of_one_stage_runs_from_tokens_alone(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(ONE)
+def test_a_model_of_one_stage_runs_from_tokens_alone(a_runner: Maker) -> None:
+    held = a_runner(ONE)
     loss = train_microbatch(held, [held], 0, 1)
     alone = create(ONE, 0)
     tokens = held.get("x1.0")
@@ -230,8 +230,8 @@ def test_a_model_of_one_stage_runs_from_tokens_alone(a_pair_of_hands: Maker) -> 
     assert torch.equal(held._seated().executor.sum, alone.sum)
 
 
-def test_an_emulated_run_needs_no_data(a_pair_of_hands: Maker) -> None:
-    servers = [a_pair_of_hands(EMULATED, k) for k in range(3)]
+def test_an_emulated_run_needs_no_data(a_runner: Maker) -> None:
+    servers = [a_runner(EMULATED, k) for k in range(3)]
     assert train_microbatch(servers[0], servers, 0, 0) == 1.0
     assert train_microbatch(servers[0], servers, 0, 1) == 1.0
     (result,) = average(servers[:1], 0, 0)
@@ -249,8 +249,8 @@ def test_parts_are_added_in_the_order_given() -> None:
 # ------------------------------------------------------------------------------------------------------ wrong tasks
 
 
-def test_a_task_for_another_stage_or_step_fails_and_changes_nothing(a_pair_of_hands: Maker) -> None:
-    held, empty = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, None)
+def test_a_task_for_another_stage_or_step_fails_and_changes_nothing(a_runner: Maker) -> None:
+    held, empty = a_runner(TINY, 1), a_runner(TINY, None)
     x = torch.zeros(2, 8, 16)
     held.put("x", x)
     empty.put("x", x)
@@ -271,14 +271,14 @@ def test_a_task_for_another_stage_or_step_fails_and_changes_nothing(a_pair_of_ha
         assert match in failed(held, task)
     assert "no stage is here" in failed(empty, m.RunForward("f", 0, 0, 1, "x", "y"))
     assert "no place for checkpoints" in failed(empty, m.Init("i", 1, 5))
-    held_without = Hands(TINY)
+    held_without = TaskRunner(TINY)
     assert "no data" in failed(held_without, m.Fetch("f", 0, 0, "y"))
     held_without.close()
     assert held.held() == 1
 
 
-def test_a_backward_that_is_not_finite_leaves_the_sum(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(TINY, 1)
+def test_a_backward_that_is_not_finite_leaves_the_sum(a_runner: Maker) -> None:
+    held = a_runner(TINY, 1)
     held.put("x", torch.randn(2, 8, 16))
     held.put("good", torch.randn(2, 8, 16))
     held.put("bad", torch.full((2, 8, 16), float("inf")))
@@ -291,8 +291,8 @@ def test_a_backward_that_is_not_finite_leaves_the_sum(a_pair_of_hands: Maker) ->
     assert not held._seated().executor.sum.any()
 
 
-def test_a_reduced_gradient_that_is_not_whole_or_finite_is_refused(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(TINY, 1)
+def test_a_reduced_gradient_that_is_not_whole_or_finite_is_refused(a_runner: Maker) -> None:
+    held = a_runner(TINY, 1)
     length = held._seated().executor.length
     held.put("short", torch.zeros(length - 1))
     held.put("nan", torch.full((1,), float("nan")))
@@ -307,8 +307,8 @@ def test_a_reduced_gradient_that_is_not_whole_or_finite_is_refused(a_pair_of_han
     done(held, m.Gather("g", 0, 1, ("short", "zero")))
 
 
-def test_a_commit_may_name_the_round_before_the_last(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(TINY, 1)
+def test_a_commit_may_name_the_round_before_the_last(a_runner: Maker) -> None:
+    held = a_runner(TINY, 1)
     held.put("sum", torch.zeros(held._seated().executor.length))
     for round_ in range(4):
         done(held, m.Gather("g", 0, round_, ("sum",)))
@@ -317,14 +317,14 @@ def test_a_commit_may_name_the_round_before_the_last(a_pair_of_hands: Maker) -> 
 
 
 def test_a_task_that_breaks_is_answered_and_the_next_one_runs(
-    a_pair_of_hands: Maker, caplog: pytest.LogCaptureFixture
+    a_runner: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make(config: Config, stage: int) -> Executor:
         if stage == 1:
             raise RuntimeError("out of memory")
         return create(config, stage)
 
-    held = a_pair_of_hands(TINY, None, make=make)
+    held = a_runner(TINY, None, make=make)
     with caplog.at_level(logging.CRITICAL):
         assert failed(held, m.Init("i", 1, 0)) == "RuntimeError: out of memory"
     assert done(held, m.Init("i", 0, 0)).length == create(TINY, 0).length
@@ -333,8 +333,8 @@ def test_a_task_that_breaks_is_answered_and_the_next_one_runs(
 # ------------------------------------------------------------------------------------------------------------ blobs
 
 
-def test_inputs_may_be_dropped_at_once_and_outputs_before_they_are_made(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(TINY, 1)
+def test_inputs_may_be_dropped_at_once_and_outputs_before_they_are_made(a_runner: Maker) -> None:
+    held = a_runner(TINY, 1)
     gate = threading.Event()
     executor = held._seated().executor
     forward = executor.forward
@@ -396,8 +396,8 @@ def backward(stage: int) -> m.Backward:
     return m.Backward(0, 0, 0, stage, 1, 1)
 
 
-def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(TINY, 1)
+def test_what_is_right_passes(a_runner: Maker) -> None:
+    held = a_runner(TINY, 1)
     length = held._seated().executor.length
     for message, tensors in (
         (forward(0), (TOKENS,)),
@@ -410,8 +410,8 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
         (INPUT, (HIDDEN,)),
         (GRADIENT, (HIDDEN,)),
         (GRADIENT, (torch.full((2, 8, 16), 1e15),)),  # the largest that nothing overflows from
-        (m.Part(0, 0, 0, 1), (torch.zeros(length),)),
-        (m.Sum(0, 0, 0, 1), (torch.zeros(1),)),
+        (m.ReduceChunk(0, 0, 0, 1), (torch.zeros(length),)),
+        (m.GatherChunk(0, 0, 0, 1), (torch.zeros(1),)),
         (m.Chunk(0, 0, 1, 0), (torch.zeros(5, dtype=torch.uint8),)),
         (m.Chunk(0, 0, 1, 0, gone=True), ()),
         (m.Leave(), ()),
@@ -446,11 +446,11 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
         (backward(2), (HIDDEN,), "tokens: type float32"),
         (m.Output(0, 0, 0, 1, 1), (HIDDEN,), "1 blobs with a Output, which has none"),
         (m.Gradient(0, 0, 0, 0, 1), (HIDDEN,), "1 blobs with a Gradient, which has none"),
-        (m.Part(0, 0, 0, 0), (torch.zeros(10**5),), "not one dimension of 1 to"),
-        (m.Part(0, 0, 0, 0), (torch.zeros(0),), "not one dimension of 1 to"),
-        (m.Part(0, 0, 0, 0), (torch.zeros(2, 2),), "not one dimension of 1 to"),
-        (m.Sum(0, 0, 0, 0), (torch.tensor([1.0, float("nan")]),), "not finite"),
-        (m.Sum(0, 0, 0, 0), (TOKENS[0],), "type int64, not float32"),
+        (m.ReduceChunk(0, 0, 0, 0), (torch.zeros(10**5),), "not one dimension of 1 to"),
+        (m.ReduceChunk(0, 0, 0, 0), (torch.zeros(0),), "not one dimension of 1 to"),
+        (m.ReduceChunk(0, 0, 0, 0), (torch.zeros(2, 2),), "not one dimension of 1 to"),
+        (m.GatherChunk(0, 0, 0, 0), (torch.tensor([1.0, float("nan")]),), "not finite"),
+        (m.GatherChunk(0, 0, 0, 0), (TOKENS[0],), "type int64, not float32"),
         (m.Chunk(0, 0, 0, 0), (), "0 blobs"),
         (m.Chunk(0, 0, 0, 0), (HIDDEN,), "type float32, not uint8"),
         (m.Chunk(0, 0, 0, 0, gone=True), (HIDDEN,), "1 blobs with a Chunk, not 0"),
@@ -458,9 +458,9 @@ def test_what_is_right_passes(a_pair_of_hands: Maker) -> None:
     ],
 )
 def test_what_is_wrong_is_named(
-    a_pair_of_hands: Maker, message: m.Message, tensors: tuple[torch.Tensor, ...], match: str
+    a_runner: Maker, message: m.Message, tensors: tuple[torch.Tensor, ...], match: str
 ) -> None:
-    fault = a_pair_of_hands(TINY, 1).check(message, tuple(map(kinds.blob_of, tensors)))
+    fault = a_runner(TINY, 1).check(message, tuple(map(kinds.blob_of, tensors)))
     assert match in fault
 
 
@@ -474,17 +474,17 @@ def test_what_is_wrong_is_named(
         (Blob("float32", (2**62, 2**62), b""), "0 bytes are not"),
     ],
 )
-def test_a_malformed_blob_is_neither_passed_nor_kept(a_pair_of_hands: Maker, blob: Blob, match: str) -> None:
-    held = a_pair_of_hands(TINY, 1)
+def test_a_malformed_blob_is_neither_passed_nor_kept(a_runner: Maker, blob: Blob, match: str) -> None:
+    held = a_runner(TINY, 1)
     assert match in held.check(INPUT, (blob,))
     with pytest.raises(ValueError, match=match[:8]):
         held.put("x", blob)
     assert held.held() == 0
 
 
-def test_boundaries_are_of_the_type_that_is_trained_in(a_pair_of_hands: Maker) -> None:
+def test_boundaries_are_of_the_type_that_is_trained_in(a_runner: Maker) -> None:
     half = msgspec.structs.replace(TINY, train=msgspec.structs.replace(TINY.train, dtype="bfloat16"))
-    servers = [a_pair_of_hands(half, k) for k in range(3)]
+    servers = [a_runner(half, k) for k in range(3)]
     train_microbatch(servers[0], servers, 0, 0)
     assert servers[0].get("x0.1").dtype == torch.bfloat16
     assert "type float32, not bfloat16" in servers[0].check(INPUT, (kinds.blob_of(HIDDEN),))
@@ -497,10 +497,10 @@ def coded(config: Config = TINY, **network: Any) -> Config:
     return msgspec.structs.replace(config, network=Network(**network))
 
 
-def test_both_ends_and_the_recomputation_use_the_decoded_tensor(a_pair_of_hands: Maker) -> None:
+def test_both_ends_and_the_recomputation_use_the_decoded_tensor(a_runner: Maker) -> None:
     config = coded(activations="int8", gradients="int8")
-    servers = [a_pair_of_hands(config, k) for k in range(3)]
-    trainer, alone = a_pair_of_hands(config, None), [create(config, k) for k in range(3)]
+    servers = [a_runner(config, k) for k in range(3)]
+    trainer, alone = a_runner(config, None), [create(config, k) for k in range(3)]
     loss = train_microbatch(trainer, servers, 0, 0)
     tokens = trainer.get("x0.0")
     assert isinstance(tokens, torch.Tensor)
@@ -523,9 +523,9 @@ def test_both_ends_and_the_recomputation_use_the_decoded_tensor(a_pair_of_hands:
 
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
-def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_pair_of_hands: Maker, how: str) -> None:
+def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_runner: Maker, how: str) -> None:
     """The sums of many steps come to what they would be without codecs; one step by itself does not."""
-    group = [a_pair_of_hands(coded(averaging=how), 1) for _ in range(3)]
+    group = [a_runner(coded(averaging=how), 1) for _ in range(3)]
     length = group[0]._seated().executor.length
     made = torch.Generator().manual_seed(1)
     grads = [torch.randn(length, generator=made) for _ in group]
@@ -551,8 +551,8 @@ def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_
     assert errors[-1] < errors[0] / 4
 
 
-def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone(a_pair_of_hands: Maker) -> None:
-    pair = [a_pair_of_hands(coded(averaging="int8"), 1) for _ in range(2)]
+def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone(a_runner: Maker) -> None:
+    pair = [a_runner(coded(averaging="int8"), 1) for _ in range(2)]
     length = pair[0]._seated().executor.length
     grad = torch.linspace(-1, 1, length)
     for held in pair:
@@ -574,8 +574,8 @@ def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone
     assert pair[0]._sums.averaging.left() is None
 
 
-def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Maker) -> None:
-    held = a_pair_of_hands(coded(activations="int8", gradients="bf16", averaging="int8"), 1)
+def test_codes_that_nobody_honest_sends_are_refused_by_name(a_runner: Maker) -> None:
+    held = a_runner(coded(activations="int8", gradients="bf16", averaging="int8"), 1)
     good = coding.packed(HIDDEN, "int8")
     assert isinstance(good, Blob)
     assert held.check(INPUT, (good,)) == ""
@@ -594,19 +594,19 @@ def test_codes_that_nobody_honest_sends_are_refused_by_name(a_pair_of_hands: Mak
         assert words in held.check(INPUT, (blob,))
     assert "a boundary gradient: codec raw, not bf16" in held.check(GRADIENT, (raw,))
     part = kinds.blob_of(torch.zeros(4))
-    assert "a chunk of the gradient: codec raw, not int8" in held.check(m.Part(0, 0, 0, 0), (part,))
+    assert "a chunk of the gradient: codec raw, not int8" in held.check(m.ReduceChunk(0, 0, 0, 0), (part,))
 
 
 # --------------------------------------------------------------------------------------------- state and checkpoints
 
 
-def a_step(held: Hands, step: int, *, save: bool = False) -> m.Result:
+def a_step(held: TaskRunner, step: int, *, save: bool = False) -> m.Result:
     held.put("sum", torch.linspace(-1, 1, held._seated().executor.length))
     done(held, m.Gather("g", step, 0, ("sum",)))
     return done(held, m.Apply("a", step, 0, 1.0, save))
 
 
-def output(held: Hands, step: int) -> torch.Tensor:
+def output(held: TaskRunner, step: int) -> torch.Tensor:
     """Of a middle stage, for the same input always."""
     held.put("x", torch.ones(boundary(held._config).shape))
     done(held, m.RunForward("f", step, 0, 1, "x", "y"))
@@ -615,7 +615,7 @@ def output(held: Hands, step: int) -> torch.Tensor:
     return made
 
 
-def download(giver: Hands, taker: Hands, stage: int, step: int) -> int:
+def download(giver: TaskRunner, taker: TaskRunner, stage: int, step: int) -> int:
     manifest = done(giver, m.Export("y/e", step)).manifest
     assert manifest is not None
     for chunk, (size, digest) in enumerate(zip(manifest.sizes, manifest.hashes, strict=True)):
@@ -628,10 +628,10 @@ def download(giver: Hands, taker: Hands, stage: int, step: int) -> int:
 
 @pytest.mark.parametrize("config", [TINY, LATE], ids=["in time", "late"])
 def test_a_joiner_goes_on_with_the_bits_of_the_one_it_downloads_from(
-    config: Config, a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch
+    config: Config, a_runner: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_runner.Copy.__init__, "__defaults__", (1000,))  # several chunks
-    giver, taker = a_pair_of_hands(config, 1), a_pair_of_hands(config, 0)
+    giver, taker = a_runner(config, 1), a_runner(config, 0)
     digest = [a_step(giver, step) for step in range(2)][-1].digest
     chunks = download(giver, taker, 1, 2)
     assert chunks > 5
@@ -643,8 +643,8 @@ def test_a_joiner_goes_on_with_the_bits_of_the_one_it_downloads_from(
     assert "was not downloaded" in failed(taker, m.Import("y/i", 1, 2, chunks))
 
 
-def test_an_exported_copy_outlives_the_next_step_and_is_replaced_by_the_next_export(a_pair_of_hands: Maker) -> None:
-    giver, taker = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, None)
+def test_an_exported_copy_outlives_the_next_step_and_is_replaced_by_the_next_export(a_runner: Maker) -> None:
+    giver, taker = a_runner(TINY, 1), a_runner(TINY, None)
     digest = a_step(giver, 0).digest
     manifest = done(giver, m.Export("y/e", 1)).manifest
     assert manifest is not None
@@ -659,8 +659,8 @@ def test_an_exported_copy_outlives_the_next_step_and_is_replaced_by_the_next_exp
     assert "chunk 99 of 1" in failed(giver, m.ReadChunk("y/r", 2, 99, "c"))
 
 
-def test_a_state_of_another_stage_or_step_or_a_damaged_chunk_is_refused(a_pair_of_hands: Maker) -> None:
-    giver, taker = a_pair_of_hands(TINY, 1), a_pair_of_hands(TINY, None)
+def test_a_state_of_another_stage_or_step_or_a_damaged_chunk_is_refused(a_runner: Maker) -> None:
+    giver, taker = a_runner(TINY, 1), a_runner(TINY, None)
     for task in (m.Import("y/i", 2, 0, 1), m.Import("y/i", 1, 3, 1)):
         assert download(giver, taker, 1, 0) == 1
         assert "the downloaded state is of" in failed(taker, task)
@@ -673,26 +673,26 @@ def test_a_state_of_another_stage_or_step_or_a_damaged_chunk_is_refused(a_pair_o
 
 @pytest.mark.parametrize("config", [TINY, LATE], ids=["in time", "late"])
 def test_a_checkpoint_is_written_by_each_stage_and_trained_on_from_there(
-    config: Config, a_pair_of_hands: Maker, tmp_path: Path
+    config: Config, a_runner: Maker, tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path / "checkpoints"))
-    servers = [a_pair_of_hands(config, k, store=store) for k in range(3)]
+    servers = [a_runner(config, k, store=store) for k in range(3)]
     digests = [a_step(held, 0, save=True).digest for held in servers]
     after = [a_step(held, 1).digest for held in servers]  # the copy is of step 1, not of now
     records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
     path = done(servers[1], m.RunPublish("s/p", 1, records)).record
     assert path == str(tmp_path / "checkpoints" / "step-1")
     assert store.catalog.open(1).data == data.open_dataset(servers[0]._config).digest
-    again = [a_pair_of_hands(config, None, store=store) for _ in range(3)]
+    again = [a_runner(config, None, store=store) for _ in range(3)]
     assert [done(held, m.Init("y/i", k, 1)).digest for k, held in enumerate(again)] == digests
     assert [a_step(held, 1).digest for held in again] == after
     assert "no copy of step 1" in failed(servers[0], m.RunSave("s/s", 0, 1))
     assert "torn" in failed(again[0], m.Init("y/i", 0, 9))
 
 
-def test_an_emulated_run_writes_checkpoints_too(a_pair_of_hands: Maker, tmp_path: Path) -> None:
+def test_an_emulated_run_writes_checkpoints_too(a_runner: Maker, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "checkpoints"))
-    servers = [a_pair_of_hands(EMULATED, k, store=store) for k in range(3)]
+    servers = [a_runner(EMULATED, k, store=store) for k in range(3)]
     digests = [a_step(held, 0, save=True).digest for held in servers]
     records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
     done(servers[0], m.RunPublish("s/p", 1, records))
@@ -713,10 +713,10 @@ class Stuck(Store):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_full_disk_is_the_reason(
-    a_pair_of_hands: Maker, tmp_path: Path
+    a_runner: Maker, tmp_path: Path
 ) -> None:
     store = Stuck(str(tmp_path))
-    held = a_pair_of_hands(TINY, 0, store=store)
+    held = a_runner(TINY, 0, store=store)
     a_step(held, 0, save=True)
     answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
     held.submit(m.RunSave("s/s", 0, 1), answers.put)
@@ -748,12 +748,12 @@ class Beside:
 
 @pytest.mark.parametrize(("executor", "first"), [("resident", 0), ("resident", 1), ("resident", 2), ("swapping", 0)])
 def test_hops_of_the_next_step_run_while_the_optimizer_does_and_nothing_else_sees_half_a_step(
-    a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch, executor: str, first: int
+    a_runner: Maker, monkeypatch: pytest.MonkeyPatch, executor: str, first: int
 ) -> None:
     """`first`: which of those that have to wait for it is asked for first, and makes the others wait too."""
     device = Device(threads=0, executor=executor, memory_bytes=1 << 20 if executor == "swapping" else 0)
     config = msgspec.structs.replace(LATE, device=device)
-    plain, held = a_pair_of_hands(config, 1), a_pair_of_hands(config, 1)
+    plain, held = a_runner(config, 1), a_runner(config, 1)
     for one in (plain, held):
         a_step(one, 0)
     older = output(plain, 1)
@@ -786,9 +786,9 @@ def test_hops_of_the_next_step_run_while_the_optimizer_does_and_nothing_else_see
 
 
 def test_an_optimizer_step_that_fails_beside_the_hops_is_answered_and_the_state_may_come_anew(
-    a_pair_of_hands: Maker, monkeypatch: pytest.MonkeyPatch
+    a_runner: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    giver, held = a_pair_of_hands(LATE, 1), a_pair_of_hands(LATE, 1)
+    giver, held = a_runner(LATE, 1), a_runner(LATE, 1)
     digest = a_step(giver, 0).digest
 
     def broken(*given: Any) -> None:
@@ -803,7 +803,7 @@ def test_an_optimizer_step_that_fails_beside_the_hops_is_answered_and_the_state_
     assert done(held, m.Import("y/i", 1, 1, chunks)).digest == digest
 
 
-def test_close_does_not_wait_for_what_waits_for_a_step_that_is_not_made(a_pair_of_hands: Maker) -> None:
+def test_close_does_not_wait_for_what_waits_for_a_step_that_is_not_made(a_runner: Maker) -> None:
     asked = threading.Event()
 
     class Told(threading.Event):
@@ -812,7 +812,7 @@ def test_close_does_not_wait_for_what_waits_for_a_step_that_is_not_made(a_pair_o
                 asked.set()
             return super().wait(timeout)
 
-    held = a_pair_of_hands(LATE, 1)
+    held = a_runner(LATE, 1)
     held.put("sum", torch.ones(held._seated().executor.length))
     done(held, m.Gather("g", 0, 0, ("sum",)))
     entered, go = threading.Event(), threading.Event()
@@ -833,7 +833,7 @@ def test_close_does_not_wait_for_what_waits_for_a_step_that_is_not_made(a_pair_o
 
 
 def test_close_answers_what_runs_and_leaves_no_thread() -> None:
-    held = Hands(EMULATED)
+    held = TaskRunner(EMULATED)
     done(held, m.Init("i", 0, 0))
     held.close()
     assert not any(lane.thread.is_alive() for lane in held._lanes.values())
