@@ -63,7 +63,7 @@ from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.sim.faults import edges
 from shoal.traffic import Kept, Traffic
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.directory.directory import Directory, Record
+from shoal.transport.directory.directory import Directory, PeerRecord
 from shoal.transport.emulated.memory import Hub, MemoryTransport
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority
@@ -94,8 +94,8 @@ class Known(Directory):
 
     async def announce(self) -> None: ...
 
-    async def peers(self) -> list[Record]:
-        return [Record(run="r", peer=name, host="", port=0) for name in self.names]
+    async def peers(self) -> list[PeerRecord]:
+        return [PeerRecord(run="r", peer=name, host="", port=0) for name in self.names]
 
 
 class Heard(Recorder):

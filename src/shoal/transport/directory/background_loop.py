@@ -15,7 +15,7 @@ from shoal.transport.streams.engine import step_back
 T = TypeVar("T")
 
 
-class Aside:
+class BackgroundLoop:
     """Started and closed from the node's loop."""
 
     def __init__(self, name: str) -> None:

@@ -13,7 +13,7 @@ from shoal.cli.run import STATUS_BPS, Status
 from shoal.core.messages import Committed
 from shoal.dashboard.plot import THINNED, curve
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
-from shoal.launcher.files import Files
+from shoal.launcher.output_files import OutputFiles
 from shoal.runtime.records.account import Step
 from shoal.traffic import Traffic
 
@@ -42,7 +42,7 @@ class Narrow:
 
 def test_commits_wait_for_room_and_no_line_is_torn(tmp_path: Path) -> None:
     told: list[str] = []
-    files = Files(tmp_path, told.append)
+    files = OutputFiles(tmp_path, told.append)
     narrow = files._commits = Narrow(files._commits, room=100)  # type: ignore[assignment]
     for number in range(5):
         files.commit(a_step(number))
@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_written_is_told_once_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    files = Files(tmp_path, told.append)
+    files = OutputFiles(tmp_path, told.append)
     assert files.put("status.json", b"old")
 
     def full(*_: object) -> int:
@@ -94,7 +94,7 @@ def a_snapshot(steps: int, elapsed_s: float = 1.0) -> Snapshot:
 def test_status_costs_little_however_long_the_run_and_shows_the_same_curve(tmp_path: Path) -> None:
     written: list[int] = []
 
-    class Counted(Files):
+    class Counted(OutputFiles):
         def put(self, name: str, data: bytes) -> bool:
             written.append(len(data))
             return super().put(name, data)

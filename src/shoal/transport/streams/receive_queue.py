@@ -1,8 +1,8 @@
-"""What has arrived and waits for the node: control before bulk, each sender's in order; says when readers should pause.
+"""Received messages that wait for the node: control before bulk, each sender's in order; bounded, with backpressure on readers.
 
-For every transport. Any thread puts; one task takes: senders take turns, so that one that floods delays itself alone. A
-sender is a key (the name without its incarnation, which is free), and what may wait is bounded for each and for all.
-`on_room` is called in the taking task's thread when what was full is not any more.
+For every transport. Any thread puts; one task takes, from one sender after the other, so that a sender that floods delays itself
+alone. A sender is a key (the name without its incarnation, which is free), and what may wait is bounded for each and for all. `on_space`
+is called in the taking task's thread when the queue, or one sender's share of it, is no longer full.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 
 from shoal.transport.base import Incoming, Lost
 
-ROOM_BYTES = 256 << 20  # bulk waiting to be taken; beyond it readers pause and the network pushes back
-CONTROL_ROOM_BYTES = 16 << 20  # control likewise: decoded it takes up to 16 times as much memory
-ROOM_ITEMS = 20_000  # of either
-ONES_PART = 8  # one sender may have an eighth of all that
+BULK_LIMIT_BYTES = 256 << 20  # bulk that waits; beyond it readers pause and the network pushes back
+CONTROL_LIMIT_BYTES = 16 << 20  # control likewise: decoded it takes up to 16 times as much memory
+LIMIT_ITEMS = 20_000  # of either
+SENDER_SHARES = 8  # one sender may use an eighth of each limit
 
 Item = tuple[Incoming | Lost, int]
 
 
-class Lane:
-    """What waits, of control or of bulk: a queue per sender, in turn."""
+class FairQueue:
+    """Control or bulk: a queue per sender, taken from in turn."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()  # the first is the next to be taken from
@@ -42,7 +42,7 @@ class Lane:
         self._count(sender, -nbytes, -1)
         return item, nbytes
 
-    def part_of(self, sender: str) -> tuple[int, int]:
+    def share_of(self, sender: str) -> tuple[int, int]:
         """Bytes and items of that sender."""
         return self._bytes_of.get(sender, 0), len(self._queues.get(sender, ()))
 
@@ -68,18 +68,18 @@ class Lane:
             del self._queues[sender], self._bytes_of[sender]
 
 
-class Inbox:
-    def __init__(self, on_room: Callable[[], None] = lambda: None) -> None:
-        self._lanes = (Lane(), Lane())  # control, bulk
-        self._paused: set[tuple[bool, str]] = set()  # senders whose readers were told to pause
-        self._on_room = on_room
-        self._waiting: asyncio.Future[None] | None = None
+class ReceiveQueue:
+    def __init__(self, on_space: Callable[[], None] = lambda: None) -> None:
+        self._lanes = (FairQueue(), FairQueue())  # control, bulk
+        self._paused: set[tuple[bool, str]] = set()  # senders whose readers have paused
+        self._on_space = on_space
+        self._waiter: asyncio.Future[None] | None = None
         self._lock = threading.Lock()
 
     def full(self, bulk: bool, peer: str = "") -> bool:
-        """Should readers of all, or of that peer, pause?"""
+        """Should readers pause: those of that peer, or without one those of all?"""
         with self._lock:
-            if peer and self._has_its_part(bulk, sender_of(peer), ONES_PART):
+            if peer and self._exceeds_share(bulk, sender_of(peer), SENDER_SHARES):
                 self._paused.add((bulk, sender_of(peer)))
                 return True
             return self._full(bulk)
@@ -88,11 +88,11 @@ class Inbox:
         bulk = isinstance(item, Incoming) and bool(item.blobs)
         with self._lock:
             self._lanes[bulk].put(item, nbytes)
-            waiting, self._waiting = self._waiting, None
-        if waiting is not None:
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
             try:
-                waiting.get_loop().call_soon_threadsafe(_ring, waiting)
-            except RuntimeError:  # its loop is closed: nobody takes any more
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+            except RuntimeError:  # its loop is closed: nothing takes any more
                 pass
 
     async def take(self) -> Incoming | Lost:
@@ -100,44 +100,44 @@ class Inbox:
             with self._lock:
                 if any(self._lanes):
                     break
-                waiting = self._waiting = asyncio.get_running_loop().create_future()
-            await waiting
+                waiter = self._waiter = asyncio.get_running_loop().create_future()
+            await waiter
         with self._lock:
             bulk = not self._lanes[0]
             was_full = self._full(bulk)
             item, _ = self._lanes[bulk].take()
-            one = (bulk, sender_of(item.peer))
-            # At half of its part: otherwise every message of a sender that floods would wake every reader.
-            room = one in self._paused and not self._has_its_part(*one, 2 * ONES_PART)
-            if room:
-                self._paused.discard(one)
-            room = room or (was_full and not self._full(bulk))
-        if room:
-            self._on_room()
+            key = (bulk, sender_of(item.peer))
+            # At half of its share: otherwise every message of a sender that floods would wake every reader.
+            space = key in self._paused and not self._exceeds_share(*key, 2 * SENDER_SHARES)
+            if space:
+                self._paused.discard(key)
+            space = space or (was_full and not self._full(bulk))
+        if space:
+            self._on_space()
         return item
 
     def drop(self, unwanted: Callable[[Incoming | Lost], bool]) -> None:
-        """Forget what waits, as far as `unwanted` says."""
+        """Remove the waiting items for which `unwanted` is true."""
         with self._lock:
             was_full = self._full(False) or self._full(True) or bool(self._paused)
             for lane in self._lanes:
                 lane.keep(lambda item: not unwanted(item))
             self._paused.clear()
         if was_full:
-            self._on_room()
+            self._on_space()
 
     @property
     def _bytes(self) -> tuple[int, int]:
-        """That wait, of control and bulk; for tests."""
+        """Of control and bulk that wait; for tests."""
         return self._lanes[0].bytes, self._lanes[1].bytes
 
     def _full(self, bulk: bool) -> bool:
         lane = self._lanes[bulk]
-        return lane.bytes >= _room_bytes(bulk) or lane.items >= ROOM_ITEMS
+        return lane.bytes >= _limit_bytes(bulk) or lane.items >= LIMIT_ITEMS
 
-    def _has_its_part(self, bulk: bool, sender: str, part: int) -> bool:
-        nbytes, items = self._lanes[bulk].part_of(sender)
-        return nbytes >= max(1, _room_bytes(bulk) // part) or items >= ROOM_ITEMS // part
+    def _exceeds_share(self, bulk: bool, sender: str, shares: int) -> bool:
+        nbytes, items = self._lanes[bulk].share_of(sender)
+        return nbytes >= max(1, _limit_bytes(bulk) // shares) or items >= LIMIT_ITEMS // shares
 
 
 def sender_of(peer: str) -> str:
@@ -145,10 +145,10 @@ def sender_of(peer: str) -> str:
     return peer.partition(".")[0]
 
 
-def _room_bytes(bulk: bool) -> int:
-    return ROOM_BYTES if bulk else CONTROL_ROOM_BYTES
+def _limit_bytes(bulk: bool) -> int:
+    return BULK_LIMIT_BYTES if bulk else CONTROL_LIMIT_BYTES
 
 
-def _ring(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cli import main as program
 from shoal.dashboard.terminal import Snapshot
-from shoal.launcher import rundir, standing
+from shoal.launcher import replanning, rundir
 from shoal.launcher.process import identify
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan, StagePlan
@@ -36,10 +36,10 @@ def a_run(folder: Path, members: dict[str, int], step: int = 130) -> Path:
     directory = folder / "runs" / "r"
     directory.mkdir(parents=True)
     plans.save(Plan(6, (StagePlan(0, 3, ("a",)), StagePlan(3, 6, ("b", "c")))), directory / "plan.json")
-    seats = tuple(rundir.Seat(label="", stage=stage, name=name) for name, stage in members.items())
+    seats = tuple(rundir.MemberSeat(label="", stage=stage, name=name) for name, stage in members.items())
     launcher = identify(os.getpid())
     assert launcher is not None
-    (directory / "peers.json").write_bytes(msgspec.json.encode(rundir.Locals(launcher=launcher, members=seats)))
+    (directory / "peers.json").write_bytes(msgspec.json.encode(rundir.PeersFile(launcher=launcher, members=seats)))
     status = Snapshot(name="r", elapsed_s=1.0, step=step, steps=1000, stages=2, state="training")
     (directory / "status.json").write_bytes(msgspec.json.encode(status))
     (directory / "config.toml").write_text("[checkpoint]\nevery = 50\n")
@@ -49,15 +49,15 @@ def a_run(folder: Path, members: dict[str, int], step: int = 130) -> Path:
 
 
 def test_a_run_is_read_as_its_launcher_wrote_it_down(tmp_path: Path) -> None:
-    found = standing.running(a_run(tmp_path, {"a": 0, "b": 1}))
+    found = replanning.running(a_run(tmp_path, {"a": 0, "b": 1}))
     assert (dict(found.serving), found.steps_left, found.undone_steps) == ({"a": 0, "b": 1}, 870, 30)
 
 
 def test_a_directory_without_a_run_a_plan_or_members_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not the directory of a run that has begun"):
-        standing.running(tmp_path)
+        replanning.running(tmp_path)
     with pytest.raises(ValueError, match="nobody serves anything yet"):
-        standing.running(a_run(tmp_path, {}))
+        replanning.running(a_run(tmp_path, {}))
 
 
 def test_a_fleet_as_planned_goes_on_and_one_that_lost_a_stage_changes_over(
@@ -69,9 +69,9 @@ def test_a_fleet_as_planned_goes_on_and_one_that_lost_a_stage_changes_over(
     assert program.main(words) == 0
     assert "under the threshold of 20%" in capsys.readouterr().out
     assert not Path("new.json").exists()
-    locals_ = msgspec.json.decode((directory / "peers.json").read_bytes(), type=rundir.Locals)
+    locals_ = msgspec.json.decode((directory / "peers.json").read_bytes(), type=rundir.PeersFile)
     lost = msgspec.structs.replace(locals_, members=locals_.members[1:])
     (directory / "peers.json").write_bytes(msgspec.json.encode(lost))
-    assert program.main(words) == standing.CHANGE_OVER
+    assert program.main(words) == replanning.CHANGE_OVER
     assert "`shoal run CONFIG --plan new.json --resume`" in capsys.readouterr().out
     assert plans.load("new.json").layers == 6

@@ -1,22 +1,20 @@
-"""What waits to be sent to one peer, on one kind of stream: bounded, and shared by two threads. For streams.py."""
+"""Frames that wait to be sent to one peer on one kind of stream: bounded, and shared by two threads. For sender.py."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Literal
 
 from shoal.core.messages import RANKS, Peer
-from shoal.transport.streams.engine import Link
+from shoal.transport.base import StreamKind
+from shoal.transport.streams.engine import Connection
 from shoal.transport.wire import Frame
 
-Kind = Literal["control", "bulk"]
-
-SHARE_BYTES = 256 << 10  # that may wait for one peer even when too much waits for all together
+SHARE_BYTES = 256 << 10  # that may wait for one peer even when all queues together are full
 
 
-class Total:
-    """What waits in all boxes of a kind."""
+class QueuedBytes:
+    """Of all send queues of a kind together."""
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
@@ -28,23 +26,22 @@ class Total:
             self.nbytes += nbytes
 
 
-class Box:
-    """What waits for one peer on one kind of stream, and that stream. Filled by the node's thread, emptied by the
-    engine's."""
+class SendQueue:
+    """The frames for one peer, and the connection that sends them. The node's thread puts; the engine's sends."""
 
-    def __init__(self, peer: Peer, kind: Kind, limit_bytes: int, total: Total) -> None:
+    def __init__(self, peer: Peer, kind: StreamKind, limit_bytes: int, total: QueuedBytes) -> None:
         self.peer = peer
-        self.kind: Kind = kind
-        self.link: Link | None = None  # engine's thread only
+        self.kind: StreamKind = kind
+        self.connection: Connection | None = None  # engine's thread only
         self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(RANKS))
-        self._gone = [0] * RANKS  # bytes of each rank's first frame that have been written
+        self._written = [0] * RANKS  # bytes of each rank's first frame that have been written
         self._bytes = 0
         self._limit_bytes = limit_bytes
         self._total = total
         self._lock = threading.Lock()
 
     def put(self, frame: Frame) -> bool:
-        """False: too much waits already, the frame vanishes. One frame is always taken, unless too much waits for others."""
+        """False: the queue is full and the frame is dropped. An empty queue takes one frame of any size, unless all together are full."""
         with self._lock:
             if self._bytes and self._bytes + frame.nbytes > self._limit_bytes:
                 return False
@@ -57,33 +54,33 @@ class Box:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, and there is no connection."""
-        return self._bytes == 0 and self.link is None
+        """Empty and without a connection."""
+        return self._bytes == 0 and self.connection is None
 
     def first(self) -> tuple[Frame, int] | None:
-        """Of the highest rank that waits, and how much of it is gone. It stays in the box until all of it was `sent`."""
+        """The first frame of the highest rank, and how many of its bytes are written. `advance` removes it after the last one."""
         with self._lock:
-            for frames, gone in zip(self._frames, self._gone, strict=True):
+            for frames, written in zip(self._frames, self._written, strict=True):
                 if frames:
-                    return frames[0], gone
+                    return frames[0], written
             return None
 
-    def sent(self, frame: Frame, nbytes: int) -> None:
+    def advance(self, frame: Frame, nbytes: int) -> None:
         with self._lock:
             frames = self._frames[frame.rank]
-            if not frames or frames[0] is not frame:  # the box was emptied meanwhile
+            if not frames or frames[0] is not frame:  # the queue was cleared meanwhile
                 return
-            self._gone[frame.rank] += nbytes
-            if self._gone[frame.rank] == frame.nbytes:
+            self._written[frame.rank] += nbytes
+            if self._written[frame.rank] == frame.nbytes:
                 frames.popleft()
-                self._gone[frame.rank] = 0
+                self._written[frame.rank] = 0
                 self._count(-frame.nbytes)
 
-    def empty(self) -> None:
+    def clear(self) -> None:
         with self._lock:
             for frames in self._frames:
                 frames.clear()
-            self._gone = [0] * RANKS
+            self._written = [0] * RANKS
             self._count(-self._bytes)
 
     def _count(self, nbytes: int) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.escaping import escaped_json
 from shoal.runtime.records.account import Step
 from shoal.runtime.records.report import replace
-from shoal.shown import escaped_json
 
 
-class Files:
+class OutputFiles:
     """`tell` hears, once for each time, that a file cannot be written."""
 
     def __init__(self, directory: Path, tell: Callable[[str], None]) -> None:
@@ -36,7 +36,7 @@ class Files:
         self._full.discard(name)
         return True
 
-    def begin_anew(self, steps: Iterable[Step]) -> None:
+    def rewrite(self, steps: Iterable[Step]) -> None:
         """The directory is another: all commits so far belong into it. OSError: there is no room."""
         lines = b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in steps)
         replace(self._directory / "commits.jsonl", lines)

@@ -7,7 +7,15 @@ from random import Random
 
 import pytest
 
-from shoal.transport.streams.pace import ACK_BYTES, ALLOWED_PART, ALLOWED_S, BASE_S, CEILING_BYTES, FLOOR_BYTES, Window
+from shoal.transport.streams.congestion import (
+    ACK_BYTES,
+    ALLOWED_PART,
+    ALLOWED_S,
+    BASE_S,
+    CEILING_BYTES,
+    FLOOR_BYTES,
+    CongestionWindow,
+)
 
 MB = 1e6
 
@@ -16,7 +24,7 @@ class Line:
     """One way at `rate_Bps`, `trip_s` there and back; `late` of the acknowledgements come 100 ms after that."""
 
     def __init__(self, rate_Bps: float, trip_s: float, late: float = 0.0) -> None:
-        self.window = Window()
+        self.window = CongestionWindow()
         self.rate_Bps, self.trip_s, self.late = rate_Bps, trip_s, late
         self.now = self.free = 0.0  # `free`: when all that was sent has left
         self.sent = 0
@@ -112,7 +120,7 @@ def test_the_window_has_bounds_on_any_line() -> None:
 
 
 def test_it_does_not_grow_while_it_is_not_used() -> None:
-    window = Window()
+    window = CongestionWindow()
     for index in range(1000):
         window.sent(ACK_BYTES, now := index * 0.1)
         window.acknowledged(1, now + 0.01)
@@ -120,7 +128,7 @@ def test_it_does_not_grow_while_it_is_not_used() -> None:
 
 
 def test_an_acknowledgement_of_what_was_not_sent_is_refused() -> None:
-    window = Window()
+    window = CongestionWindow()
     window.sent(2 * ACK_BYTES - 1, 0.0)
     with pytest.raises(ValueError, match="2 acknowledgements where there can be 1"):
         window.acknowledged(2, 1.0)

@@ -15,7 +15,7 @@ import msgspec
 from shoal.core.messages import Apply, CheckChunk, Cut, ReadChunk, RunBackward, RunPublish, RunSave
 
 
-class Moment(msgspec.Struct, frozen=True):
+class InjectionPoint(msgspec.Struct, frozen=True):
     """The task that begins it, and what the peer is doing then, in words."""
 
     task: type[msgspec.Struct]
@@ -26,18 +26,18 @@ class Moment(msgspec.Struct, frozen=True):
         return f'"type":"{self.task.__name__}"'.encode()
 
 
-MOMENTS = {
-    "backward": Moment(RunBackward, "a backward"),
-    "averaging": Moment(Cut, "averaging"),
-    "optimizer": Moment(Apply, "the optimizer step"),
-    "checkpoint": Moment(RunSave, "its shard of a checkpoint"),
-    "publishing": Moment(RunPublish, "to publish a checkpoint"),
-    "download": Moment(CheckChunk, "to take in a chunk of its stage's state"),
-    "upload": Moment(ReadChunk, "to give a chunk of its stage's state"),
+INJECTION_POINTS = {
+    "backward": InjectionPoint(RunBackward, "a backward"),
+    "averaging": InjectionPoint(Cut, "averaging"),
+    "optimizer": InjectionPoint(Apply, "the optimizer step"),
+    "checkpoint": InjectionPoint(RunSave, "its shard of a checkpoint"),
+    "publishing": InjectionPoint(RunPublish, "to publish a checkpoint"),
+    "download": InjectionPoint(CheckChunk, "to take in a chunk of its stage's state"),
+    "upload": InjectionPoint(ReadChunk, "to give a chunk of its stage's state"),
 }
 
 
-class Traces:
+class TraceTail:
     """What has been added to the traces of a run's peers since the last look."""
 
     def __init__(self, directory: Path) -> None:

@@ -23,7 +23,7 @@ FIRST_GROWTH, GROWTH = 2.0, 1.25  # of the window, until it was too large for th
 BASE_S = 30.0  # after which the base is measured anew, at a few round trips' loss
 
 
-class Window:
+class CongestionWindow:
     """Of one stream. Times are the caller's, in seconds."""
 
     def __init__(self) -> None:

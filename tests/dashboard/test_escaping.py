@@ -17,13 +17,13 @@ from shoal.config import Config
 from shoal.core.messages import PROTOCOL, Note, Received, Refused, Settings
 from shoal.dashboard import account
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot, Terminal
-from shoal.launcher.launch import Child
-from shoal.launcher.peer import Plain
-from shoal.launcher.watch import Resumed, Watch
+from shoal.escaping import describe, escaped, escaped_json, escaped_lines
+from shoal.launcher.launch import PeerProcess
+from shoal.launcher.peer import PlainFormatter
+from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.planner.inputs import measured
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import Ended, Listening, Told, decode
-from shoal.shown import describe, escaped, escaped_json, escaped_lines
 
 # A cleared screen, a window's title, C1's CSI, a line written over, a name turned round, a line of its own, a vanished one.
 HOSTILE = (
@@ -55,8 +55,8 @@ class _Pipe(io.BytesIO):
         """What was written is looked at afterwards."""
 
 
-def a_watch(tmp_path: Path) -> Watch:
-    watch = Watch(Config(), 0.0, Resumed())
+def a_watch(tmp_path: Path) -> RunMonitor:
+    watch = RunMonitor(Config(), 0.0, Resumed())
     lines = [decode(line) for line in reported(tmp_path)]
     # As a peer of another version, which escapes nothing, would tell them.
     lines += [
@@ -117,16 +117,16 @@ def test_an_error_and_a_log_obey_nothing(tmp_path: Path) -> None:
     assert_harmless(describe(ValueError(HOSTILE)))
     assert_harmless(describe(FileNotFoundError(2, "no such file", HOSTILE)))
     record = logging.LogRecord("shoal", logging.WARNING, "x.py", 1, "%s is dropped: it sent\n%s", ("p2", HOSTILE), None)
-    assert_harmless(Plain("%(name)s: %(message)s").format(record))
+    assert_harmless(PlainFormatter("%(name)s: %(message)s").format(record))
     log = tmp_path / "p1.log"
     log.write_text(f"one\n{HOSTILE}\n")
-    words = Child.last_words(a_child(log))
+    words = PeerProcess.last_words(a_child(log))
     assert words.startswith("one\n")
     assert_harmless(words, but="\n")
 
 
-def a_child(log: Path) -> Child:
-    child = Child.__new__(Child)
+def a_child(log: Path) -> PeerProcess:
+    child = PeerProcess.__new__(PeerProcess)
     child.log = log
     return child
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from shoal.dashboard.terminal import Snapshot
-from shoal.launcher import planned, rundir
+from shoal.launcher import plan_settings, rundir
 from shoal.planner.strategy import choices, plan, replan
 from shoal.planner.strategy.replan import Running, Verdict
 from shoal.planner.strategy.strategy import Problem
@@ -18,7 +18,7 @@ CHANGE_OVER = 3  # exit code when another plan is worth it, for scripts that wat
 
 def verdict(directory: Path, problem: Problem) -> Verdict:
     """`problem` is the run's, on the machines that are there now."""
-    file = planned.plan_file(directory)
+    file = plan_settings.plan_file(directory)
     if not file.is_file():
         raise ValueError(f"{file} is not there: only a run that was started with --plan can be planned anew")
     old = plan.load(file)
@@ -28,7 +28,7 @@ def verdict(directory: Path, problem: Problem) -> Verdict:
 def running(directory: Path) -> Running:
     """Who serves what, and how much of the run is left."""
     try:
-        there = msgspec.json.decode((directory / "peers.json").read_bytes(), type=rundir.Locals)
+        there = msgspec.json.decode((directory / "peers.json").read_bytes(), type=rundir.PeersFile)
         status = msgspec.json.decode((directory / "status.json").read_bytes(), type=Snapshot)
         every = msgspec.toml.decode((directory / "config.toml").read_bytes())["checkpoint"]["every"]
     except (OSError, msgspec.DecodeError, KeyError) as error:
