@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.step import Bar
+from shoal.planner.prediction.play import Bar
 from shoal.planner.strategy.plan import Plan
 
 if TYPE_CHECKING:  # only who draws waits for matplotlib
