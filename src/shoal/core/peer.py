@@ -440,8 +440,8 @@ class PeerMachine:
         gone = View(number=0 if self.view is None else self.view.number, step=0, members=())
         commands: list[Command] = [Note("removed", why)]
         commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
-        if self.server.seated:
-            commands += self.server.unseat(keep=True)
+        if self.server.installed:
+            commands += self.server.discard(keep=True)
         return commands
 
     def _ask_in(self, now: float) -> list[Command]:

@@ -25,10 +25,10 @@ class Known(msgspec.Struct, frozen=True):
 NOBODY = Known(None, {}, {})
 
 
-class Seat(msgspec.Struct):
+class ReplicaState(msgspec.Struct):
     view: View | None = None
     leader: Peer | None = None
-    seated: bool = False
+    installed: bool = False
     stage: int = 0
     step: int = 0  # version of the parameters
     epoch: int = 0
@@ -42,7 +42,7 @@ class Seat(msgspec.Struct):
     @property
     def ready(self) -> bool:
         """The parameters are those of `step`, and nothing is changing them."""
-        return self.seated and not self.unfit and self.applying is None
+        return self.installed and not self.unfit and self.applying is None
 
     @property
     def current(self) -> bool:
@@ -57,7 +57,7 @@ class Seat(msgspec.Struct):
         view = self.view
         if not self.staleness:
             return self.current
-        if view is None or not self.seated or self.unfit or self.epoch != view.epoch:
+        if view is None or not self.installed or self.unfit or self.epoch != view.epoch:
             return False
         return view.work == self.step + 1 or (view.work == self.step and self.applying is None)
 
@@ -82,14 +82,16 @@ class Change(Enum):
     SAME_STEP = "who is a member, or which step is computed"
 
 
-def change_of(name: Peer, seat: Seat, before: View | None, view: View) -> Change:
-    """Of `view` after `before` for replica `name`, whose `seat` holds its state."""
+def change_of(name: Peer, replica: ReplicaState, before: View | None, view: View) -> Change:
+    """Of `view` after `before` for replica `name`, whose `replica` holds its state."""
     me = member_of(view.members + view.joining, name)
-    late = seat.applying is not None and seat.step + 1 == view.step  # the commit before is being applied
-    goes_on = view.keeps(Holding(epoch=seat.epoch, stage=seat.stage, step=seat.step + late))
-    if seat.seated and ((view.epoch != seat.epoch and not goes_on) or (me is not None and me.stage != seat.stage)):
+    late = replica.applying is not None and replica.step + 1 == view.step  # the commit before is being applied
+    goes_on = view.keeps(Holding(epoch=replica.epoch, stage=replica.stage, step=replica.step + late))
+    if replica.installed and (
+        (view.epoch != replica.epoch and not goes_on) or (me is not None and me.stage != replica.stage)
+    ):
         return Change.STATE_VOID
-    if seat.seated and view.epoch != seat.epoch:
+    if replica.installed and view.epoch != replica.epoch:
         return Change.EPOCH_KEEPS_STATE
     if before is None or (before.epoch, before.step) != (view.epoch, view.step):
         return Change.STEP
@@ -117,9 +119,9 @@ def owner_of(view: View, index: Index) -> Peer | None:
     return view.members[view.owners[index]].peer
 
 
-def complain(seat: Seat, peer: Peer, reason: str) -> list[Command]:
+def complain(replica: ReplicaState, peer: Peer, reason: str) -> list[Command]:
     """To the leader, who alone removes peers."""
-    return [Send(seat.leader, Complaint(peer, reason[:TEXT]))] if seat.leader is not None else []
+    return [Send(replica.leader, Complaint(peer, reason[:TEXT]))] if replica.leader is not None else []
 
 
 def drop(blobs: tuple[str, ...]) -> list[Command]:

@@ -24,7 +24,7 @@ from itertools import count, pairwise
 import msgspec
 import numpy as np
 
-from shoal.core.allreduce.layout import SLICES, Place, owned, row_lengths, split
+from shoal.core.allreduce.layout import SLICES, Role, owned, row_lengths, split
 from shoal.core.messages import Member, Settings, View
 from shoal.core.planned import Planned
 from shoal.core.trainer.choice import Choice
@@ -463,17 +463,17 @@ def _round_s(lines: _Lines, group: list[int], gradient_bytes: float, widths: tup
         missing[at][number] -= 1
         if not missing[at][number]:
             place = places[at][0]
-            if number in place.hears:
+            if number in place.receives:
                 told(at, number, now)
             else:
-                brought(place.passes, at, now)
+                brought(place.forwards, at, now)
 
     def told(at: int, number: int, now: float) -> None:
-        for peer in places[at][0].tells.get(number, ()):
+        for peer in places[at][0].broadcasts.get(number, ()):
             send(at, int(peer), number, now, True)
 
     for at, (place, _) in enumerate(places):
-        brought(place.brings, at, 0.0)
+        brought(place.sends, at, 0.0)
     while events:
         now, _, source, target, number, is_sum = heappop(events)
         if target < 0:
@@ -488,15 +488,15 @@ def _round_s(lines: _Lines, group: list[int], gradient_bytes: float, widths: tup
 
 
 @cache
-def _places(replicas: int, widths: tuple[int, ...] = ()) -> tuple[tuple[Place, dict[int, int]], ...]:
+def _places(replicas: int, widths: tuple[int, ...] = ()) -> tuple[tuple[Role, dict[int, int]], ...]:
     """Of every replica, by number; and the values of each chunk that it sends, of VALUES for each replica."""
     names = tuple(map(str, range(replicas)))
     layout = split(replicas * VALUES, names, widths=widths)
     whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
     found = []
-    for place in map(layout.place, names):
+    for place in map(layout.role, names):
         cut = [high - low for low, high in pairwise(place.cuts)]
-        found.append((place, whole | dict(zip(sorted(place.brings), cut, strict=True))))
+        found.append((place, whole | dict(zip(sorted(place.sends), cut, strict=True))))
     return tuple(found)
 
 
