@@ -941,8 +941,8 @@ def test_a_joiner_applies_a_commit_of_which_it_heard_every_piece() -> None:
     sums = heard_sums(play)
     play.view(a_commit_of_others())
     assert play.tasks() == [], "of the second piece nothing is here"
-    (last,) = play.hear(THIRD, GatherChunk(0, 0, 9, 3, heard=True), 1)
-    (third,) = play.hear(REPLICA, GatherChunk(0, 0, 9, 2, heard=True), 1)
+    (last,) = play.hear(THIRD, GatherChunk(0, 0, 9, 3, to_listener=True), 1)
+    (third,) = play.hear(REPLICA, GatherChunk(0, 0, 9, 2, to_listener=True), 1)
     assert play.task(Gather).sums == (*sums, third, last)
 
 
@@ -1009,8 +1009,8 @@ def a_commit_of_others(number: int = 2, step: int = 1, *, listed: bool = True, *
 
 
 def heard_sums(play: Play, step: int = 0) -> tuple[str, ...]:
-    (second,) = play.hear(THIRD, GatherChunk(0, step, 9, 1, heard=True), 1)
-    (first,) = play.hear(REPLICA, GatherChunk(0, step, 9, 0, heard=True), 1)
+    (second,) = play.hear(THIRD, GatherChunk(0, step, 9, 1, to_listener=True), 1)
+    (first,) = play.hear(REPLICA, GatherChunk(0, step, 9, 0, to_listener=True), 1)
     return first, second
 
 
@@ -1072,12 +1072,12 @@ def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:
 
 def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_stage() -> None:
     play = a_joiner()
-    strangers = play.hear(OWNER, GatherChunk(0, 0, 9, 0, heard=True), 1)
+    strangers = play.hear(OWNER, GatherChunk(0, 0, 9, 0, to_listener=True), 1)
     assert play.dropped() == list(strangers)
-    faulty = play.hear(REPLICA, GatherChunk(0, 0, 9, 0, heard=True), 1, fault="not finite")
+    faulty = play.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_listener=True), 1, fault="not finite")
     assert play.dropped() == list(faulty)
     member = Play()
-    heard = member.hear(REPLICA, GatherChunk(0, 0, 9, 0, heard=True), 1)
+    heard = member.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_listener=True), 1)
     assert member.dropped() == list(heard)
 
 
@@ -1123,7 +1123,10 @@ def test_listeners_get_the_sums_of_the_round() -> None:
     play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     add = play.task(Add)
     play.done(add)
-    sent = [(REPLICA, GatherChunk(0, 0, 1, 0), (add.out,)), ("new", GatherChunk(0, 0, 1, 0, heard=True), (add.out,))]
+    sent = [
+        (REPLICA, GatherChunk(0, 0, 1, 0), (add.out,)),
+        ("new", GatherChunk(0, 0, 1, 0, to_listener=True), (add.out,)),
+    ]
     assert play.sends(GatherChunk) == sent
 
 

@@ -601,8 +601,8 @@ def test_whoever_has_not_given_twice_what_it_holds_is_in_the_way_and_not_who_was
     assert m.waits_for == "a2"
     for times in range(1, 4):
         m.x[2] = ("b1",)
-        m.gone(2, gradient=False)
+        m.forget_holders(2, gradient=False)
         assert m.waits_for == ("a2" if times == 1 else "b1"), "once may be a message that was lost"
     m.g[1] = ("b2",)
-    m.gone(1, gradient=True)
+    m.forget_holders(1, gradient=True)
     assert m.lost == {"b1": 3, "b2": 1} and m.waits_for == "b1"

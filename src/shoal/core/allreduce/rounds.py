@@ -48,7 +48,7 @@ from shoal.core.replica_state import TEXT, ReplicaState, drop
 from shoal.core.trainer.routing import Latency
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
-TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting,
+TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,
 TELL_BEATS = 24  # but not sooner: a peer may be busy with a long hop before it begins
 ASKS = 6  # after so many the pause between two does not double any more
 
@@ -71,7 +71,7 @@ class Piece(msgspec.Struct):
 
 
 class Current(msgspec.Struct):
-    """The round under way. `live` are the blobs held for it, in the order they came; dicts keep that order."""
+    """The round under way. `live` are the blobs held for it, in the order of their arrival; dicts keep that order."""
 
     message: Round
     group: tuple[Peer, ...]
@@ -172,7 +172,7 @@ class Rounds:
         return drop(tuple(blob for blob in current.live if blob not in read))
 
     def turn(self, everything: bool = True) -> list[Command]:
-        """What I held of the step is void, or (not everything) it is over. Then what came early for the view's own step stays: with
+        """What I held of the step is void, or (not everything) it is over. Then early chunks of the view's own step stay: with
         delayed updates a round may begin with the very view that commits the one before, and another replica may receive it first."""
         view = self._replica.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
@@ -277,7 +277,7 @@ class Rounds:
         return commands + self._go_on(current)
 
     def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
-        """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
+        """A chunk that is not ready is sent when it is; one that has been sent may be on its way, where a second copy would only make
         it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
         role, asked = current.piece.role, (peer, message.chunk, message.sum)
         if asked in current.sent:
@@ -391,8 +391,10 @@ class Rounds:
         peers = current.piece.role.broadcasts[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        heard = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, heard=True)
-        return sends + [Send(peer, heard, (blob,)) for peer in current.listeners]
+        chunk = GatherChunk(
+            current.message.epoch, current.message.step, current.message.round, number, to_listener=True
+        )
+        return sends + [Send(peer, chunk, (blob,)) for peer in current.listeners]
 
     def _go_on(self, current: Current) -> list[Command]:
         """Start what has all it needs: adding up chunks, gathering the whole."""

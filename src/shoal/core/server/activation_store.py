@@ -2,7 +2,7 @@
 
 A tensor is named by its step, microbatch, stage and direction: every replica of a stage computes the same one, so any copy
 will do and no attempt number is needed. Both ends of a boundary keep it until the step is committed, so that a lost hop is
-redone alone. What a hop needs and is not here is awaited, or pulled from whom its owner names; what does not come is told to
+redone alone. What a hop needs and is not here is awaited, or pulled from whom its owner names; what does not arrive is reported to
 the owner, who knows where else it may be. Over the limit what was booked here goes first: the other end has
 it too, and it can be computed again. The gradients made here cannot, not without booking twice: they stay, beyond the limit.
 Left to others: what runs when (hops.py), who is asked (trainer.py), the tensors (the driver).
@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
 
 class AwaitedTensor(msgspec.Struct):
-    """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: somebody was told to send it here."""
+    """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: another peer was asked to send it here."""
 
     sources: tuple[Peer, ...]
     turns: list[Peer]
@@ -69,7 +69,7 @@ class ActivationStore:
         self.nbytes = 0  # all that is kept
         self._bounded = 0  # of these, what the limit holds for
         self._name, self._settings, self._replica = name, settings, replica
-        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order in which they came
+        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order of their arrival
         self._wants: dict[Key, AwaitedTensor] = {}
         self._failed: dict[Key, None] = {}  # what does not come
         self._no_room: dict[Key, None] = {}  # received, and not kept

@@ -1,7 +1,7 @@
 """A replica of one stage: what agreed views, the leader's rounds and commits do to the state held here.
 
-For peer.py, which shows it agreed views and messages and tells the leader its books. Left to others: which hop runs and what is
-booked (hops.py), averaging (rounds.py), checkpoints (shards.py), how the state comes here (transfer.py), who owns what (the view),
+For peer.py, which shows it agreed views and messages and reports its books to the leader. Left to others: which hop runs and what is
+booked (hops.py), averaging (rounds.py), checkpoints (shards.py), how the state is downloaded (transfer.py), who owns what (the view),
 and tensors: the driver carries out tasks in the order in which they are given.
 """
 
@@ -56,7 +56,7 @@ REPEAT_BEATS = 4  # between two calls for a fresh state
 
 class Server:
     """peer.py sets `leader` before each call. `changed` asks for a pulse at once; `stale` says in words why this replica needs
-    its stage's state again; peer.py clears both when it has told the leader."""
+    its stage's state again; peer.py clears both when it has reported them."""
 
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.name, self.settings = name, settings
@@ -69,9 +69,9 @@ class Server:
         self._catch_up = CatchUp(name, settings, self._serial, self._replica)
         self._early = EarlyRequests(self._replica, settings.queue_limit)
         self._shards = Shards(self._serial)
-        self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
+        self._round: tuple[Peer, Round] | None = None  # received before its view or version, or while a backward ran
         self._retell_at: float | None = None
-        self._kept: tuple[Holding, int, str] | None = None  # what I held when I was put out; its length and digest
+        self._kept: tuple[Holding, int, str] | None = None  # what I held when I was evicted; its length and digest
 
     # ---------------------------------------------------------------------------------------------------- questions
 
@@ -137,7 +137,7 @@ class Server:
 
     @property
     def since(self) -> int:
-        """The oldest version of my stage's state that can be brought up to date with what I have heard."""
+        """The oldest version of my stage's state that can be brought up to date with the sums received."""
         return self._catch_up.since
 
     @property
@@ -175,11 +175,11 @@ class Server:
 
     @property
     def holding(self) -> Holding | None:
-        """The state that I was put out with, as long as nothing has replaced it."""
+        """The state that I was evicted with, as long as nothing has replaced it."""
         return self._kept[0] if self._kept is not None else None
 
     def take_back(self, view: View, stage: int, now: float) -> list[Command] | None:
-        """Serve with the state that I was put out with, if that is what the view's epoch goes on with; else None."""
+        """Serve with the state that I was evicted with, if that is what the view's epoch goes on with; else None."""
         kept, self._kept = self._kept, None
         if kept is None or kept[0].stage != stage or not view.keeps(kept[0]):
             return None
@@ -287,7 +287,7 @@ class Server:
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
-            case GatherChunk() if message.heard:
+            case GatherChunk() if message.to_listener:
                 return self._catch_up.take(peer, message, names, fault) + self._continue(now)
             case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)

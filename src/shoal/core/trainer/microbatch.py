@@ -2,7 +2,7 @@
 
 A microbatch is finished when every stage has booked its gradient at some server. Until the step is committed its owner knows the
 servers that keep each stage's input and output gradient, so that a lost booking is redone alone: `plan` looks only at what is
-kept and what is booked, never at how it came to be so.
+kept and what is booked, never at how that happened.
 
 `Owned` keeps the microbatches by place: waiting, in progress, parked
 at a stage without a free replica, finished. Sending, waiting and repeating are trainer.py's.
@@ -41,7 +41,7 @@ Where = tuple[str, ...]  # the peers that hold a tensor, who made it first; of t
 
 FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
 NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
-LOST = 2  # times that a tensor could not be had from a peer, before the leader is told of it when it asks
+LOST = 2  # times that a tensor could not be had from a peer, before the leader is answered with it
 LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised
 
 
@@ -206,7 +206,7 @@ class Microbatch(msgspec.Struct, eq=False):
         if hop.stage > 0 and hop.peer not in self.x[hop.stage]:
             self.x[hop.stage] = (*self.x[hop.stage][: NAMED - 1], hop.peer)  # it has had to get it
 
-    def gone(self, stage: Stage, gradient: bool) -> None:
+    def forget_holders(self, stage: Stage, gradient: bool) -> None:
         """None of those who should hold it can give it: it is made again from what is nearest, or recalled."""
         held = self.g if gradient else self.x
         for peer in held[stage]:
@@ -330,6 +330,6 @@ class Owned:
             if lost and m.phase is Phase.FINISHED:
                 self.wait(m)
 
-    def load(self, adopted: int) -> TrainerLoad:
+    def load(self, taken_over: int) -> TrainerLoad:
         waiting, inflight = len(self._waiting), len(self.active)
-        return TrainerLoad(waiting + adopted, inflight, len(self.held) - waiting - inflight)
+        return TrainerLoad(waiting + taken_over, inflight, len(self.held) - waiting - inflight)

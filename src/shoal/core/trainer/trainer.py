@@ -104,7 +104,7 @@ class Trainer:
         self._stage_of = {member.peer: member.stage for member in members}
         self._routes.on_view(members, now)
         self._out += [Note("route", text) for text in self._planned.on_view(members)]
-        mine = {i: None for i, at in enumerate(view.owners) if members and members[at].peer == self.name}
+        mine = _owned_by(self.name, view) if members else {}
         if _period(old) != _period(view):
             self._forget_all()
         else:
@@ -128,7 +128,7 @@ class Trainer:
             and isinstance(message, (Answer, Books))
             and (message.epoch, message.step) == (self._view.epoch, self._view.work)
         ):
-            self._routes.heard(peer)
+            self._routes.received(peer)
             if isinstance(message, Books):
                 if message.stage == self._stage_of[peer]:
                     self._takeovers.hear(peer, message)
@@ -387,7 +387,7 @@ class Trainer:
                 self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now)
                 self._advance(m, now)
             elif isinstance(message, Missing):
-                m.gone(hop.stage, message.gradient)
+                m.forget_holders(hop.stage, message.gradient)
                 self._retry(m, now)
             else:
                 m.avoid = hop.peer
@@ -440,6 +440,10 @@ class Trainer:
         out = self._out[:]
         self._out.clear()
         return out
+
+
+def _owned_by(name: Peer, view: View) -> dict[Index, None]:
+    return {index: None for index, at in enumerate(view.owners) if view.members[at].peer == name}
 
 
 def _period(view: View) -> tuple[int, int, int, bool]:
