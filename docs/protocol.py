@@ -10,6 +10,7 @@ SOURCE = HERE.parent / "src" / "shoal" / "core" / "messages.py"
 PAGE = HERE / "protocol.md"
 KINDS = {
     "Value": "Values inside messages",
+    "Enum": "Enumerations",
     "Wire": "Messages between peers",
     "Event": "Events: what a machine is told",
     "Command": "Commands: what a machine wants done",
@@ -42,8 +43,12 @@ def page() -> str:
 
 
 def _fields(node: ast.ClassDef) -> str:
-    fields = [field for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)]
-    names = [f"{ast.unparse(field.target)}{'?' if field.value is not None else ''}" for field in fields]
+    names = []
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            names.append(f"{field.target.id}{'?' if field.value is not None else ''}")
+        elif isinstance(field, ast.Assign):  # of an enumeration
+            names.append(str(ast.literal_eval(field.value)))
     return ", ".join(names) or "none"
 
 
@@ -62,10 +67,11 @@ def _lane(node: ast.ClassDef) -> str:
 def _meaning(node: ast.ClassDef, lines: list[str]) -> str:
     words = [" ".join((ast.get_docstring(node) or "").split())]
     for field in node.body:
-        if isinstance(field, ast.AnnAssign) and field.end_lineno is not None:
+        if isinstance(field, ast.AnnAssign | ast.Assign) and field.end_lineno is not None:
             comment = lines[field.end_lineno - 1].partition("  # ")[2].strip()
             if comment:
-                words.append(f"`{ast.unparse(field.target)}`: {comment}.")
+                name = ast.unparse(field.target) if isinstance(field, ast.AnnAssign) else ast.literal_eval(field.value)
+                words.append(f"`{name}`: {comment}.")
     return " ".join(word for word in words if word)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.config import Config
-from shoal.core.messages import Account, Committed, Member, Share, View
+from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.launcher.watch import Resumed, Watch
 from shoal.runtime.records.report import Agreed, Listening, Progress, Told
 from shoal.traffic import Kept, Traffic
@@ -23,7 +23,15 @@ def a_view(number: int, step: int, epoch: int = 0, undone: int = 0, loss: float 
     groups = ((Share("a", ALL), Share("b", ())), (Share("c", ALL), Share("d", ())))
     last = None if loss is None else Committed(step - 1, number, 1.0, loss, ("x", "y"), groups)
     account = Account(issued=done, committed=done, undone=MICROBATCHES * undone)
-    return View(number, step, MEMBERS, started=loss is not None, epoch=epoch, last=last, account=account)
+    return View(
+        number,
+        step,
+        MEMBERS,
+        phase=Phase.GATHERING if loss is None else Phase.TRAINING,
+        epoch=epoch,
+        last=last,
+        account=account,
+    )
 
 
 HISTORY = (

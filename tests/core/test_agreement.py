@@ -20,6 +20,7 @@ from shoal.core.messages import (
     Member,
     Message,
     Note,
+    Phase,
     Proof,
     Propose,
     Received,
@@ -36,7 +37,7 @@ from shoal.core.peer import PeerMachine
 SETTINGS = Settings(stages=1, microbatches=2, steps=4)
 NAMES = ("a", "b", "c")
 MEMBERS = tuple(Member(name, 0) for name in NAMES)
-FIRST = View(number=2, step=0, members=MEMBERS, owners=(0, 1), started=True)
+FIRST = View(number=2, step=0, members=MEMBERS, owners=(0, 1), phase=Phase.TRAINING)
 ENTRY = Entry(term=1, view=FIRST, before=("a",))
 PROOF = Proof("a", tuple(Signed(name) for name in NAMES))
 
@@ -65,7 +66,7 @@ def successor(**changes: object) -> View:
 
 
 TAKEN = successor(members=(Member("x", 0),), owners=(0, 0))
-OVER = successor(step=4, finished=True)
+OVER = successor(step=4, phase=Phase.FINISHED)
 BY_X = Proof("x", (Signed("x"),))
 CLAIMS: tuple[Message, ...] = (
     Vote(2**31, granted=False),
@@ -223,8 +224,8 @@ WRONG = (
     ("epoch", successor(epoch=2)),
     ("skips", successor(step=2)),
     ("uncommitted", successor(step=1)),
-    ("unstarted", successor(started=False)),
-    ("finished", successor(finished=True)),
+    ("unstarted", successor(phase=Phase.GATHERING)),
+    ("finished", successor(phase=Phase.FINISHED)),
     ("norm", successor(step=1, last=msgspec.structs.replace(LAST, norm=float("inf")))),
     ("half", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0,)),),)))),
     ("double", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0, 0)),),)))),

@@ -22,6 +22,7 @@ from shoal.core.messages import (
     Command,
     Committed,
     Complaint,
+    Continued,
     Cut,
     Do,
     Done,
@@ -37,6 +38,7 @@ from shoal.core.messages import (
     Note,
     Output,
     Pending,
+    Phase,
     Published,
     PublishRequest,
     Query,
@@ -74,7 +76,7 @@ T = TypeVar("T")
 def a_view(number: int = 1, members: tuple[Member, ...] = MEMBERS, **changes: object) -> View:
     """OWNER owns 0 and 2, OTHER owns 1 and 3, or the first member owns everything."""
     owners = (0, 1, 0, 1) if OTHER in [member.peer for member in members] else (0, 0, 0, 0)
-    view = View(number=number, step=0, members=members, owners=owners, started=True)
+    view = View(number=number, step=0, members=members, owners=owners, phase=Phase.TRAINING)
     return msgspec.structs.replace(view, **changes)
 
 
@@ -1087,26 +1089,31 @@ def test_a_state_kept_from_before_it_was_put_out_serves_again_when_the_epoch_goe
     play.take(play.server.discard(keep=True))
     assert play.task(Reset) and not play.server.ready
     assert play.server.holding == Holding(epoch=0, stage=1, step=0)
-    rebuilt = a_view(9, epoch=1, kept=True, rebuilt=(Rebuilt(1),))
-    for unsuited in (a_view(9, epoch=1), a_view(9, epoch=2, kept=True), a_view(9, step=1, epoch=1, kept=True), rebuilt):
+    rebuilt = a_view(9, epoch=1, continued=Continued((Rebuilt(1),)))
+    for unsuited in (
+        a_view(9, epoch=1),
+        a_view(9, epoch=2, continued=Continued()),
+        a_view(9, step=1, epoch=1, continued=Continued()),
+        rebuilt,
+    ):
         other = Play()
         other.server.discard(keep=True)
         assert other.server.take_back(unsuited, 1, 0.0) is None and other.server.holding is None
-    play.view(a_view(9, epoch=1, kept=True))
-    assert play.server.take_back(a_view(9, epoch=1, kept=True), 1, 0.0) is not None
+    play.view(a_view(9, epoch=1, continued=Continued()))
+    assert play.server.take_back(a_view(9, epoch=1, continued=Continued()), 1, 0.0) is not None
     assert play.server.ready and (play.server.epoch, play.server.step, play.server.books) == (1, 0, ())
 
 
 def test_an_epoch_that_goes_on_voids_the_books_and_keeps_the_state() -> None:
     play = Play()
     play.book(0, 2)
-    play.view(a_view(2, epoch=1, kept=True))
+    play.view(a_view(2, epoch=1, continued=Continued()))
     assert play.task(Reset) and play.server.ready and play.server.epoch == 1 and play.booked() == []
 
 
 def test_whoever_lacks_what_an_epoch_goes_on_with_says_so_until_it_is_let_in_anew() -> None:
     play = Play()
-    play.view(a_view(4, step=1, epoch=1, kept=True))
+    play.view(a_view(4, step=1, epoch=1, continued=Continued()))
     assert not play.server.ready and "epoch 1" in play.server.stale
     play.server.stale = ""
     play.tick(2.0)

@@ -14,6 +14,7 @@ from shoal.core.messages import (
     Chunk,
     ChunkRequest,
     Command,
+    Continued,
     Do,
     Done,
     Export,
@@ -24,6 +25,7 @@ from shoal.core.messages import (
     Member,
     Note,
     Offer,
+    Phase,
     ReadChunk,
     Rebuilt,
     Result,
@@ -44,7 +46,7 @@ T = TypeVar("T")
 
 
 def a_view(number: int = 1, step: int = 5, **changes: object) -> View:
-    view = View(number=number, step=step, members=MEMBERS, joining=(Member("me", 1),), started=True)
+    view = View(number=number, step=step, members=MEMBERS, joining=(Member("me", 1),), phase=Phase.TRAINING)
     return msgspec.structs.replace(view, **changes)
 
 
@@ -243,7 +245,7 @@ def test_commits_do_not_disturb_a_download_until_they_cannot_be_heard() -> None:
 
 
 def test_a_first_stage_that_cannot_be_built_is_tried_again() -> None:
-    play = Play(a_view(step=0, started=False))
+    play = Play(a_view(step=0, phase=Phase.GATHERING))
     play.take(play.sync.on_failed(Failed(play.task(Init).id, "no memory"), play.now))
     play.wait(4.0)
     assert play.task(Init).step == 0
@@ -270,7 +272,7 @@ def exported(play: Play) -> None:
 @pytest.mark.parametrize("ends", [Done, Failed])
 def test_of_all_that_was_wanted_during_a_build_only_the_newest_is_built(ends: type[Done] | type[Failed]) -> None:
     """Found by simulation (fleet 1598): five rollbacks in 20 s, and a peer that built five stages one after the other for 90 s."""
-    view = a_view(step=0, started=False, members=MEMBERS, joining=(Member("me", 1),))
+    view = a_view(step=0, phase=Phase.GATHERING, members=MEMBERS, joining=(Member("me", 1),))
     play = Play(view)
     first = play.task(Init)
     for epoch, stage in ((1, 0), (2, 1), (3, 0)):
@@ -394,7 +396,7 @@ def test_of_a_stage_made_from_two_neighbours_the_chunks_of_both_are_counted() ->
     settings = msgspec.structs.replace(SETTINGS, stages=3)
     server = Server("me", settings)
     sync = Sync("me", settings, random.Random(1), server)
-    view = View(number=2, step=5, members=members, epoch=1, kept=True, rebuilt=rebuilt)
+    view = View(number=2, step=5, members=members, epoch=1, continued=Continued(rebuilt))
     server.on_view(view, 0.0)
     sync.on_view(view, 0.0)
     for number, (peer, stage) in enumerate((("a", 0), ("c", 2))):

@@ -25,6 +25,7 @@ from shoal.core.leader.progress import RoundWatch
 from shoal.core.leader.rules import commit, order, removal
 from shoal.core.leader.rules.order import Check, Rule
 from shoal.core.leader.rules.reassignment import reassign, takeovers
+from shoal.core.messages import View
 from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
@@ -98,7 +99,7 @@ def forgets_a_waiting_microbatch(patch: Patch) -> None:
     wait = Owned.wait
 
     def forgetful(self: Owned, one: Microbatch) -> None:
-        if one.phase is not microbatch.Phase.FINISHED:
+        if one.progress is not microbatch.Progress.FINISHED:
             wait(self, one)
 
     patch.setattr(Owned, "wait", forgetful)
@@ -190,8 +191,11 @@ def goes_on_without_asking_for_books(patch: Patch) -> None:
     """Whoever goes on with a step does not ask what of it is booked."""
     on_view = Trainer.on_view
 
+    class New(View, frozen=True):
+        begun = False  # type: ignore[assignment]
+
     def as_if_new(self: Trainer, view: Any, now: float) -> Any:
-        self._view = msgspec.structs.replace(self._view, begun=False)
+        self._view = New(*msgspec.structs.astuple(self._view))
         return on_view(self, view, now)
 
     patch.setattr(Trainer, "on_view", as_if_new)

@@ -31,6 +31,7 @@ from shoal.core.messages import (
     Gone,
     Member,
     Message,
+    Phase,
     Pull,
     Recall,
     Result,
@@ -105,7 +106,14 @@ class World:
             stays = before in peers and (old.step, old.epoch) == (step, epoch)
             owners.append(peers.index(before) if stays else self.rng.randrange(len(peers)))
         self.views.append(
-            View(number=old.number + 1, step=step, members=members, owners=tuple(owners), started=True, epoch=epoch)
+            View(
+                number=old.number + 1,
+                step=step,
+                members=members,
+                owners=tuple(owners),
+                phase=Phase.TRAINING,
+                epoch=epoch,
+            )
         )
 
     def start(self, member: Member) -> None:

@@ -44,6 +44,7 @@ from shoal.core.messages import (
     Message,
     Missing,
     Output,
+    Phase,
     Pull,
     Recall,
     ReduceChunk,
@@ -84,7 +85,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.server = Server(ME, Settings(stages=2, microbatches=INDICES, steps=99, queue_limit=3))
         self.server.leader = "a"
         members = (Member("a", 0), Member("b", 0), Member(ME, 1), Member(REPLICA, 1))
-        self.view = View(number=1, step=0, members=members, owners=(0, 1, 0, 1), started=True)
+        self.view = View(number=1, step=0, members=members, owners=(0, 1, 0, 1), phase=Phase.TRAINING)
         self.shown = 0  # views the server has seen
         self.views = [self.view]
         self.plans = [Plan() for _ in range(INDICES)]

@@ -33,6 +33,7 @@ from shoal.core.messages import (
     Message,
     Missing,
     Output,
+    Phase,
     Recall,
     Refused,
     Result,
@@ -203,7 +204,9 @@ class Swarm(RuleBasedStateMachine):
             before = old.members[old.owners[index]].peer if old.owners else ""
             stays = before in peers and (old.step, old.epoch) == (step, epoch)
             owners.append(peers.index(before) if stays else self.rng.randrange(len(peers)))
-        view = View(number=old.number + 1, step=step, members=members, owners=tuple(owners), started=True, epoch=epoch)
+        view = View(
+            number=old.number + 1, step=step, members=members, owners=tuple(owners), phase=Phase.TRAINING, epoch=epoch
+        )
         self.views.append(view)
 
     def show(self, peer: str, at: int) -> None:

@@ -8,11 +8,12 @@ is trained.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 16  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 17  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -115,6 +116,24 @@ class Evicted(Value, frozen=True):
     times: Count = 1
 
 
+class Continued(Value, frozen=True):
+    """An epoch goes on with states of the epoch before, but for these stages, which are made from their neighbours first. Books of
+    the epoch before are void."""
+
+    rebuilt: tuple[Rebuilt, ...] = ()
+
+
+class Phase(Enum):
+    """What a run does under a view. Legal transitions: core/consensus/phases.py."""
+
+    GATHERING = "gathering"  # no step is computed: peers join and prepare their stage's state
+    TRAINING = "training"  # `step` is computed, and averaged when its books are complete
+    OVERLAPPING = "overlapping"  # with delayed updates: `step` is averaged while the next one is computed
+    REOPENED = "reopened"  # with delayed updates: a death took books of `step`, which is computed again before the next one goes on
+    SAVING = "saving"  # all steps are committed, the last checkpoint is being written
+    FINISHED = "finished"  # the run is over
+
+
 class View(Value, frozen=True):
     """The replicated value. `members` vote, serve and train; `joining` download their stage's state. Who was a member before
     goes on voting while it does: otherwise two moves and two deaths would leave five peers without a majority."""
@@ -124,8 +143,7 @@ class View(Value, frozen=True):
     members: tuple[Member, ...]
     joining: tuple[Member, ...] = ()
     owners: tuple[Index, ...] = ()  # owners[i]: position in `members` of the trainer that owns microbatch i of `work`
-    started: bool = False
-    finished: bool = False
+    phase: Phase = Phase.GATHERING
     epoch: Count = 0  # raised when the run goes back to a checkpoint: everything of an older epoch is void
     last: Committed | None = None
     account: Account = Account()
@@ -134,13 +152,40 @@ class View(Value, frozen=True):
     fenced: tuple[
         Member, ...
     ] = ()  # served those stages in this step and do not any more: books there are void until the next
-    kept: bool = False  # this epoch began without going back: states of the epoch before stand, books do not
-    rebuilt: tuple[Rebuilt, ...] = ()  # stages that were made from their neighbours before this epoch's first step
-    # Only with delayed updates (Settings.staleness = 1):
-    ahead: bool = False  # the books of `step` are closed and it is averaged, while step + 1 is computed
-    begun: bool = False  # step + 1 was opened: `ahead`, or a death has opened `step` again
+    continued: Continued | None = (
+        None  # until this epoch's first commit; None: it began with a checkpoint, or the run with it
+    )
     since: Count = 0  # number of the view that set `work`, or set it again: requests of older views are void
     evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
+
+    @property
+    def started(self) -> bool:
+        """This epoch's first step has begun."""
+        return self.phase is not Phase.GATHERING
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    @property
+    def ahead(self) -> bool:
+        """The books of `step` are closed and it is averaged, while the next step is computed."""
+        return self.phase is Phase.OVERLAPPING
+
+    @property
+    def begun(self) -> bool:
+        """The next step was opened: it is computed, or waits for `step`, which was opened again."""
+        return self.phase in (Phase.OVERLAPPING, Phase.REOPENED)
+
+    @property
+    def kept(self) -> bool:
+        """This epoch began without going back to a checkpoint."""
+        return self.continued is not None
+
+    @property
+    def rebuilt(self) -> tuple[Rebuilt, ...]:
+        """Stages that are made from their neighbours before this epoch's first step."""
+        return self.continued.rebuilt if self.continued is not None else ()
 
     def keeps(self, holding: Holding) -> bool:
         """That state of the epoch before is what this epoch begins with, too."""

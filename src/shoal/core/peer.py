@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.leader import Leader
 from shoal.core.messages import (
     Accept,
     Asked,
@@ -121,7 +121,7 @@ class PeerMachine:
         self.server = Server(name, settings)
         self.trainer = Trainer(name, settings, rng)
         self.sync = Sync(name, settings, rng, self.server)
-        self.coordinator = Coordinator(name, settings)
+        self.leadership = Leader(name, settings)
         self.view: View | None = None  # newest agreed
         self.present: set[Peer] = set()  # its members and joiners
         self.last_now: float | None = None
@@ -129,7 +129,7 @@ class PeerMachine:
         self.find_at: float | None = None  # when to look for the run again
         self.outside = not found  # in no view, as far as I know
         self.known: tuple[Peer, ...] = ()  # peers to ask for admission
-        self.led = 0  # the term my coordinator has begun
+        self.led = 0  # the term that `leadership` has begun
         self.leaving = ""
         self.told = 0  # strangers in this beat that were given the newest view
         self.told_until = float("-inf")
@@ -197,7 +197,7 @@ class PeerMachine:
             self.register.forgive(gap, now)
             self.trainer.forgive(gap)
             if self.led:
-                self.coordinator.forgive(gap, now)
+                self.leadership.forgive(gap, now)
         return []
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
@@ -212,7 +212,7 @@ class PeerMachine:
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():
                 if self.led:
-                    self.coordinator.doubt(event.peer, now)
+                    self.leadership.doubt(event.peer, now)
                 self.server.on_unreachable(event.peer)
                 return self.trainer.on_unreachable(event.peer, now)
             case Found():
@@ -290,12 +290,12 @@ class PeerMachine:
 
     def _to_leader(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         if self.register.leading:
-            commands = self.coordinator.on_message(peer, message, now) if self.led == self.register.term else []
+            commands = self.leadership.on_message(peer, message, now) if self.led == self.register.term else []
             if isinstance(message, Pulse) and self._belongs(peer):
                 repaired = self.register.repair(peer, message.term, message.number)
                 behind = self.view is not None and message.number < self.view.number
                 commands += repaired or (self._newest(peer, message.number) if behind else [])
-            elif isinstance(message, Pulse) and not self.coordinator.asks_to_join(peer):
+            elif isinstance(message, Pulse) and not self.leadership.asks_to_join(peer):
                 commands += self._bring_up_to_date(peer, message.number, now)
             return commands
         leader = self.register.leader
@@ -389,17 +389,17 @@ class PeerMachine:
         assert view is not None
         if self.led != self.register.term:
             self.led = self.register.term
-            commands += self.coordinator.lead(view, self.register.term, now)
+            commands += self.leadership.lead(view, self.register.term, now)
             commands += self._pulse(now)
-        self.coordinator.bar(self.barred)
-        commands += self.coordinator.decide(self.register, now)
-        self.register.stalled = self.coordinator.stall
-        commands += self._tell_stall(self.coordinator.stall, now)
-        if self.coordinator.resigns:
-            commands.append(Note("leader", f"{self.name} leads no more: it {self.coordinator.resigns}"))
+        self.leadership.bar(self.barred)
+        commands += self.leadership.decide(self.register, now)
+        self.register.stalled = self.leadership.stall
+        commands += self._tell_stall(self.leadership.stall, now)
+        if self.leadership.resigns:
+            commands.append(Note("leader", f"{self.name} leads no more: it {self.leadership.resigns}"))
             self.register.resign(now)
             return commands
-        if self.coordinator.dismissed and not self.dismissing:
+        if self.leadership.dismissed and not self.dismissing:
             self.dismissing = True  # what says so is on its way: a process that ended now would take it along
             self.linger_at = now + 2 * self.settings.beat_s
         return commands
@@ -413,7 +413,7 @@ class PeerMachine:
         self.trainer.leader = self.server.leader = self.register.leader
         if self.register.leading:
             if self.led == self.register.term:
-                self.coordinator.on_view(view, now)
+                self.leadership.on_view(view, now)
             commands += _tell_change(before, view)
         if self.name not in self.present:
             if before is not None and self.leaving:
@@ -535,7 +535,7 @@ class PeerMachine:
         if leader == self.name:
             if self.led != self.register.term:
                 return []
-            return self.coordinator.on_message(self.name, message, now)
+            return self.leadership.on_message(self.name, message, now)
         return [Send(leader, message)]  # type: ignore[arg-type]
 
     def _belongs(self, peer: Peer) -> bool:

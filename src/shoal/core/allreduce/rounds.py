@@ -270,9 +270,7 @@ class Rounds:
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return self._go_on(current)
         commands = self._send_sum(current, message.chunk, blob)
-        if (
-            message.chunk in role.forwards and message.chunk in current.piece.cut
-        ):  # nobody asks for my row's part of it again
+        if message.chunk in role.forwards and message.chunk in current.piece.cut:  # nobody asks for it again
             commands += _forget(current, (current.piece.cut.pop(message.chunk),))
         return commands + self._go_on(current)
 

@@ -65,7 +65,7 @@ class Kind(Enum):
         return BACKWARD_SIZE if self is Kind.BACKWARD else FORWARD_SIZE
 
 
-class Phase(Enum):
+class Progress(Enum):
     WAITING = "waiting"
     ACTIVE = "active"
     FINISHED = "finished"
@@ -112,7 +112,7 @@ class Microbatch(msgspec.Struct, eq=False):
     x: list[Where]  # x[k]: where stage k's input is, () if nowhere; x[0]: the tokens, always my own blob
     g: list[Where]  # g[k]: the gradient of stage k's output; the last stage needs none
     booked: list[str]  # booked[k]: the server that added stage k's gradient to its sum, '' if none
-    phase: Phase = Phase.WAITING
+    progress: Progress = Progress.WAITING
     hop: Hop | None = None
     late: dict[int, Hop] = msgspec.field(default_factory=dict)  # abandoned forwards by attempt
     parked: int = -1  # stage without a free replica that it waits for
@@ -267,7 +267,7 @@ class Owned:
 
     def wait(self, m: Microbatch) -> None:
         self.held[m.index] = m
-        m.phase = Phase.WAITING
+        m.progress = Progress.WAITING
         heappush(self._waiting, m.index)
 
     def start(self, most: int) -> Microbatch | None:
@@ -275,13 +275,13 @@ class Owned:
         if not self._waiting or len(self.active) >= most:
             return None
         m = self.held[heappop(self._waiting)]
-        m.phase = Phase.ACTIVE
+        m.progress = Progress.ACTIVE
         self.active[m.index] = m
         return m
 
     def finish(self, m: Microbatch) -> None:
         """Its blobs stay: a booking can still be lost."""
-        m.phase = Phase.FINISHED
+        m.progress = Progress.FINISHED
         m.late.clear()
         del self.active[m.index]
 
@@ -327,7 +327,7 @@ class Owned:
             lost = [k for k, peer in enumerate(m.booked) if peer and peer not in members]
             for k in lost:
                 m.booked[k] = ""
-            if lost and m.phase is Phase.FINISHED:
+            if lost and m.progress is Progress.FINISHED:
                 self.wait(m)
 
     def load(self, taken_over: int) -> TrainerLoad:

@@ -52,7 +52,7 @@ from shoal.core.trainer.microbatch import (
     Microbatch,
     NextHop,
     Owned,
-    Phase,
+    Progress,
     TrainerLoad,
     new_microbatch,
     plan,
@@ -251,7 +251,7 @@ class Trainer:
 
     def _advance(self, m: Microbatch, now: float) -> None:
         """Nothing is in flight for it: do what comes next."""
-        assert m.hop is None and m.phase is Phase.ACTIVE
+        assert m.hop is None and m.progress is Progress.ACTIVE
         self._owned.leave_park(m)
         want = plan(m)
         if want.kind is Kind.FINISHED:

@@ -434,10 +434,10 @@ def coups(facts: edges.Facts) -> Iterator[m.Message]:
         yield m.Lead(term, view.number, facts.term, votes=proof.signed)
         after = replace(view, number=view.number + 1, reason="because I say so")
         alone = replace(after, members=(m.Member(facts.name, 0),), joining=(), owners=(0,) * len(view.owners))
-        for forged in (replace(after, finished=True), alone, replace(alone, epoch=view.epoch + 1, number=far)):
+        for forged in (replace(after, phase=m.Phase.FINISHED), alone, replace(alone, epoch=view.epoch + 1, number=far)):
             yield m.Propose(m.Entry(term, forged, view.voters), term, proof)
             yield m.Propose(m.Entry(term, forged, ()), term)
-    over = replace(view, number=view.number + 1, finished=True)
+    over = replace(view, number=view.number + 1, phase=m.Phase.FINISHED)
     yield m.Propose(m.Entry(facts.term, over, ()), facts.term, proof)
     yield m.Accept(facts.term, view.number + 1, digest(over), m.Signed(facts.name))
     yield m.Vote(facts.term, granted=True, by=m.Signed(facts.name))

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.leader import Leader
 from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.messages import (
     Accept,
@@ -22,6 +22,7 @@ from shoal.core.messages import (
     Leave,
     Member,
     Note,
+    Propose,
     Published,
     Pulse,
     Rebuilt,
@@ -45,16 +46,16 @@ def places(members: tuple[Member, ...]) -> tuple[Member, ...]:
     return tuple(msgspec.structs.replace(member, since=0) for member in members)
 
 
-class Leader:
+class LeaderRig:
     """A leader `a` at stage 0 and what it says; the others are only names."""
 
     def __init__(self, settings: Settings = SETTINGS) -> None:
         self.settings, self.now = settings, 0.0
         self.register = Register("a", settings, random.Random(1))
-        self.mind = Coordinator("a", settings)
+        self.machine = Leader("a", settings)
         self.said: list[Command] = list(self.register.found(View(number=1, step=0, members=(Member("a", 0),)), 0.0))
         self.register.take()
-        self.said += self.mind.lead(self.view, 1, 0.0)
+        self.said += self.machine.lead(self.view, 1, 0.0)
         self.digest = "same"
         self.reasons = ""  # of all views so far
 
@@ -66,7 +67,7 @@ class Leader:
     def decide(self) -> None:
         """Until nothing more is decided. Proposals that need others are accepted by them."""
         for _ in range(20):
-            self.said += self.mind.decide(self.register, self.now)
+            self.said += self.machine.decide(self.register, self.now)
             if self.register.proposing and self.register.accepted is not None:
                 view = self.register.accepted.view
                 for peer in [m.peer for m in view.members] + list(self.register.accepted.before):
@@ -75,13 +76,13 @@ class Leader:
             fresh = self.register.take()
             for view in fresh:
                 self.reasons += view.reason + "\n"
-                self.mind.on_view(view, self.now)
+                self.machine.on_view(view, self.now)
             if not fresh:
                 return
 
     def hear(self, peer: str, message: Wire) -> None:
         self.register.show_life(peer, self.now)
-        self.said += self.mind.on_message(peer, message, self.now)
+        self.said += self.machine.on_message(peer, message, self.now)
         self.decide()
 
     def wait(self, seconds: float, alive: tuple[str, ...] = ()) -> None:
@@ -145,7 +146,7 @@ class Leader:
 
 
 def test_joiners_get_the_stages_that_need_them_and_the_run_starts_when_all_are_ready() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.join("b")
     assert leader.view.joining == (Member("b", 1),)
     leader.join("c")
@@ -159,7 +160,7 @@ def test_joiners_get_the_stages_that_need_them_and_the_run_starts_when_all_are_r
 
 
 def test_a_step_is_averaged_when_the_books_are_whole_and_committed_when_all_hold_the_same_sums() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.pulse("a", (0, 2))
     leader.pulse("b", (0, 1, 2, 3))
@@ -178,7 +179,7 @@ def test_a_step_is_averaged_when_the_books_are_whole_and_committed_when_all_hold
 
 
 def test_a_silent_member_is_removed_its_work_goes_to_the_others_and_its_bookings_are_redone() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.pulse("c", (1, 3))
     leader.wait(5.0, alive=("b",))
@@ -189,7 +190,7 @@ def test_a_silent_member_is_removed_its_work_goes_to_the_others_and_its_bookings
 
 
 def test_what_a_dead_member_owned_goes_to_those_who_have_least_left_to_do() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, peers=4, microbatches=8))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, peers=4, microbatches=8))
     for peer in "bcd":
         leader.join(peer)
     for peer in "abcd":
@@ -209,23 +210,23 @@ def test_what_a_dead_member_owned_goes_to_those_who_have_least_left_to_do() -> N
 
 
 def test_a_member_heard_in_time_stays() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.wait(10.0, alive=("b", "c"))
     assert len(leader.view.members) == 3
 
 
 def test_a_leader_that_stood_still_blames_nobody() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.now += 60.0
-    leader.mind.forgive(60.0, leader.now)
+    leader.machine.forgive(60.0, leader.now)
     leader.decide()
     assert len(leader.view.members) == 3
 
 
 def test_a_round_is_given_up_and_made_anew_without_the_member_that_died() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     first = leader.rounds()[-1]
@@ -243,9 +244,9 @@ def test_a_round_is_given_up_and_made_anew_without_the_member_that_died() -> Non
 
 def test_no_round_is_begun_with_a_member_that_a_new_leader_has_not_heard() -> None:
     """Its old leader, say, who died in the middle of averaging: that round could only be given up (tests/sim/test_lines.py)."""
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
-    leader.said += leader.mind.lead(leader.view, 2, leader.now)
+    leader.said += leader.machine.lead(leader.view, 2, leader.now)
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 1, 2, 3))
     leader.wait(2.0, alive=("b",))
@@ -256,9 +257,9 @@ def test_no_round_is_begun_with_a_member_that_a_new_leader_has_not_heard() -> No
 
 
 def test_a_round_waits_for_a_member_whose_connections_broke_to_show_life_or_go() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
-    leader.mind.doubt("c", leader.now)
+    leader.machine.doubt("c", leader.now)
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 1, 2, 3))
     assert leader.rounds() == []
@@ -268,7 +269,7 @@ def test_a_round_waits_for_a_member_whose_connections_broke_to_show_life_or_go()
 
 
 def test_a_member_that_booked_what_another_had_booked_goes() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.pulse("b", (0, 1, 2, 3))
     leader.pulse("a", (0, 2, 3))
@@ -279,7 +280,7 @@ def test_a_member_that_booked_what_another_had_booked_goes() -> None:
 
 
 def test_replicas_with_different_sums_average_again_and_then_the_minority_downloads_its_state() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     leader.reduce(c="another sum")
@@ -292,7 +293,7 @@ def test_replicas_with_different_sums_average_again_and_then_the_minority_downlo
 
 
 def test_a_replica_with_other_parameters_downloads_its_state() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.pulse("a")
     leader.pulse("c", digest="something else")
@@ -303,7 +304,7 @@ def test_a_replica_with_other_parameters_downloads_its_state() -> None:
 
 
 def test_three_complaints_of_two_peers_evict_one_but_never_the_last_replica_for_a_bad_link() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     for _ in range(5):
         leader.hear("a", Complaint(about="b", reason="no answer", kind="unreachable"))
@@ -317,7 +318,7 @@ def test_three_complaints_of_two_peers_evict_one_but_never_the_last_replica_for_
 
 
 def test_a_failed_round_is_not_asked_for_again_at_once() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     failed = leader.rounds()[-1]
@@ -329,14 +330,14 @@ def test_a_failed_round_is_not_asked_for_again_at_once() -> None:
 
 
 def test_a_leaver_goes_at_the_end_of_the_step_unless_its_stage_would_be_empty() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.hear("b", Leave(reason="maintenance"))
     leader.hear("c", Leave(reason="maintenance"))
     leader.fill_books()
     leader.reduce()
     assert [m.peer for m in leader.view.members] == ["a", "b", "c"], "b is the last of stage 1: nobody goes"
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.hear("c", Leave(reason="maintenance"))
     leader.fill_books()
@@ -345,7 +346,7 @@ def test_a_leaver_goes_at_the_end_of_the_step_unless_its_stage_would_be_empty() 
 
 
 def test_a_joiner_that_holds_the_state_takes_part_in_the_round_and_becomes_a_member() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.join("d")
     assert leader.stage_of("d") == 1
@@ -358,7 +359,7 @@ def test_a_joiner_that_holds_the_state_takes_part_in_the_round_and_becomes_a_mem
 
 def test_a_round_that_lists_a_peer_which_loads_anew_is_not_committed() -> None:
     """The members have let go of it with that view: who committed it would leave them all without the gradient."""
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     asked = leader.rounds()[-1]
@@ -368,7 +369,7 @@ def test_a_round_that_lists_a_peer_which_loads_anew_is_not_committed() -> None:
 
 
 def test_nobody_waits_for_a_download_and_whoever_downloads_hears_the_round() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.join("d")
     leader.pulse("d", ready=False, digest="")
@@ -377,7 +378,7 @@ def test_nobody_waits_for_a_download_and_whoever_downloads_hears_the_round() -> 
 
 
 def test_a_whole_step_waits_for_a_joiner_that_is_nearly_there_but_not_for_ever() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     leader.reduce()
@@ -396,7 +397,7 @@ def test_a_whole_step_waits_for_a_joiner_that_is_nearly_there_but_not_for_ever()
 
 
 def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, save_every=1, steps=9))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, save_every=1, steps=9))
     leader.start()
     leader.fill_books()
     leader.reduce()
@@ -415,9 +416,20 @@ def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> Non
     assert leader.view.started and leader.view.account.committed == 4 and leader.view.account.issued == 8
 
 
-def without_stage_1(**changes: object) -> Leader:
+def test_a_view_that_goes_back_names_the_checkpoint_it_goes_back_to() -> None:
+    """Also one that was published when no view could say so any more: a later leader must not go back further."""
+    leader = without_stage_1()
+    leader.machine.facts.saving.published = 1
+    while not leader.view.epoch:
+        leader.wait(0.5, alive=("c",))
+    back = next(one.entry.view for _, one in leader.sent(Propose) if one.entry.view.epoch == 1)
+    assert "back from step 1 to the state of step 1" in back.reason
+    assert (back.step, back.saved) == (1, 1)
+
+
+def without_stage_1(**changes: object) -> LeaderRig:
     """a and c serve stage 0; b, the only one of stage 1, has booked half of step 1 and is gone."""
-    leader = Leader(msgspec.structs.replace(SETTINGS, steps=9, lost_wait_s=10.0, **changes))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=9, lost_wait_s=10.0, **changes))
     leader.start()
     leader.fill_books()
     leader.reduce()
@@ -471,13 +483,13 @@ def test_a_stage_at_the_end_cannot_be_made_from_neighbours() -> None:
 
 
 def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=4, lost="neighbours"))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=4, lost="neighbours"))
     for peer in ("b", "c", "d"):
         leader.join(peer)
     for peer in "abcd":
         leader.pulse(peer)
     assert [leader.stage_of(peer) for peer in "abcd"] == [0, 1, 2, 0]
-    leader.mind.facts.history.norms = (3.0, 5.0, 1.0)
+    leader.machine.facts.history.norms = (3.0, 5.0, 1.0)
     leader.wait(6.0, alive=("c", "d"))
     view = leader.view
     assert view.rebuilt == (Rebuilt(stage=1, below=0.75),) and (view.epoch, view.step, view.kept) == (1, 0, True)
@@ -489,7 +501,7 @@ def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone
 
 
 def test_a_neighbour_that_dies_while_a_stage_is_made_from_it_sends_all_back() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=5, lost="neighbours"))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=5, lost="neighbours"))
     for peer in ("b", "c", "d", "e"):
         leader.join(peer)
     for peer in "abcde":
@@ -503,7 +515,9 @@ def test_a_neighbour_that_dies_while_a_stage_is_made_from_it_sends_all_back() ->
 
 def test_nobody_is_moved_to_a_neighbour_whose_state_is_lost_while_a_stage_is_made_from_it() -> None:
     """Found by simulation (lost 281): a peer sat on that stage with nothing to hold, so that it did not count as lost any more."""
-    leader = Leader(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=8, lost="neighbours", lost_wait_s=3.0))
+    leader = LeaderRig(
+        msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=8, lost="neighbours", lost_wait_s=3.0)
+    )
     for peer in "bcdefgh":
         leader.join(peer)
     for peer in "abcdefgh":
@@ -516,7 +530,7 @@ def test_nobody_is_moved_to_a_neighbour_whose_state_is_lost_while_a_stage_is_mad
 
 
 def test_a_ready_joiner_takes_over_a_stage_that_lost_its_last_member() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.join("d")
     leader.pulse("d")
@@ -526,7 +540,7 @@ def test_a_ready_joiner_takes_over_a_stage_that_lost_its_last_member() -> None:
 
 
 def test_a_ready_joiner_serves_from_the_middle_of_a_step_whose_end_is_far() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.join("d")
     leader.wait(20.0, alive=("b", "c", "d"))
@@ -541,7 +555,7 @@ def test_a_ready_joiner_serves_from_the_middle_of_a_step_whose_end_is_far() -> N
 
 
 def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, peers=6))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, peers=6))
     for peer in "bcdef":
         leader.join(peer)
     for peer in "abcdef":
@@ -556,7 +570,7 @@ def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> 
     assert f"{moved.peer} serves stage 1 from the middle of the step" in leader.reasons
     rest = [one.peer for one in leader.view.members if one.stage == 0]
     leader.pulse(moved.peer, (0, 1), stage=0)  # late, from before it moved
-    assert leader.mind.facts.ledger(0).booked == 0
+    assert leader.machine.facts.ledger(0).booked == 0
     for peer, books in ((rest[0], (0, 2)), (rest[1], (1, 3)), (left, (0, 1)), (moved.peer, (2, 3))):
         leader.pulse(peer, books)
     assert {share.peer: share.indices for share in leader.rounds()[-1].groups[1]} == {left: (0, 1), moved.peer: (2, 3)}
@@ -565,7 +579,7 @@ def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> 
 
 
 def test_a_ready_joiner_waits_for_the_end_of_a_step_that_is_near() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.wait(8.0, alive=("b", "c"))
     leader.pulse("a", (0, 2))
@@ -577,7 +591,7 @@ def test_a_ready_joiner_waits_for_the_end_of_a_step_that_is_near() -> None:
 
 
 def test_a_member_put_out_does_not_come_back_in_the_middle_of_the_step() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.hear("c", Complaint(about="c", reason="missed a commit", kind="stale"))
     leader.wait(30.0, alive=("b", "c"))
@@ -585,7 +599,7 @@ def test_a_member_put_out_does_not_come_back_in_the_middle_of_the_step() -> None
 
 
 def test_a_checkpoint_goes_to_the_next_replica_when_one_cannot_write_and_is_given_up_when_none_can() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, save_every=1))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, save_every=1))
     leader.start()
     leader.fill_books()
     leader.reduce()
@@ -600,7 +614,7 @@ def test_a_checkpoint_goes_to_the_next_replica_when_one_cannot_write_and_is_give
 
 
 def test_the_run_is_finished_after_its_last_step_and_everyone_is_told() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, steps=1))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=1))
     leader.start()
     leader.fill_books()
     leader.reduce()
@@ -613,23 +627,23 @@ def test_the_run_is_finished_after_its_last_step_and_everyone_is_told() -> None:
     for peer in ("b", "c"):
         leader.pulse(peer)
     assert ("b", Dismissed(number=leader.view.number)) in leader.sent(Dismissed)
-    assert leader.mind.dismissed
+    assert leader.machine.dismissed
 
 
 def test_a_peer_whose_connections_broke_goes_sooner_unless_it_shows_life() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
-    leader.mind.doubt("c", leader.now)
+    leader.machine.doubt("c", leader.now)
     leader.wait(2.0, alive=("b", "c"))
     assert len(leader.view.members) == 3
-    leader.mind.doubt("c", leader.now)
+    leader.machine.doubt("c", leader.now)
     leader.wait(2.0, alive=("b",))
     assert [m.peer for m in leader.view.members] == ["a", "b"] and "cannot be reached" in leader.view.reason
 
 
 @pytest.mark.parametrize("norm_sq", [float("nan"), float("inf"), -1.0])
 def test_a_norm_that_is_none_never_reaches_the_optimizer(norm_sq: float) -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     round_ = leader.rounds()[-1]
@@ -641,7 +655,7 @@ def test_a_norm_that_is_none_never_reaches_the_optimizer(norm_sq: float) -> None
 
 
 def test_a_member_that_lost_its_books_does_not_come_back_in_the_same_step() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.pulse("b", (0, 1))
     leader.hear("b", Complaint(about="b", reason="missed a commit", kind="stale"))
@@ -652,7 +666,7 @@ def test_a_member_that_lost_its_books_does_not_come_back_in_the_same_step() -> N
 
 
 def test_what_a_peer_told_before_it_was_put_out_does_not_make_it_ready() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.join("d")
     leader.pulse("d")
@@ -667,14 +681,14 @@ def test_what_a_peer_told_before_it_was_put_out_does_not_make_it_ready() -> None
 
 
 def test_a_complaint_of_a_peer_about_its_own_blobs_is_not_a_request_for_state() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.hear("c", Complaint(about="c", reason="non-finite values"))
     assert Member("c", 0) in places(leader.view.members)
 
 
 def test_after_going_back_nobody_waits_for_ever_for_the_slowest() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, hold_s=3.0))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, hold_s=3.0))
     leader.start()
     for peer in ("d", "e"):
         leader.join(peer)
@@ -698,7 +712,7 @@ def test_after_going_back_nobody_waits_for_ever_for_the_slowest() -> None:
 
 
 def test_a_newcomer_that_is_moved_on_at_once_is_counted_as_joined() -> None:
-    leader = Leader(msgspec.structs.replace(SETTINGS, steps=9))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=9))
     leader.start()  # a and c serve stage 0, b stage 1
     for peer in ("d", "e", "f"):
         leader.join(peer)
