@@ -13,7 +13,7 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from shoal.core.allreduce.layout import SLICES, Place, owned, row_lengths, split
+from shoal.core.allreduce.layout import SLICES, Role, owned, row_lengths, split
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.lines import Lines
@@ -48,9 +48,9 @@ class _Round:
     def __init__(self, lines: Lines, group: list[int], gradient_bytes: float, widths: tuple[int, ...]) -> None:
         self._lines = lines
         self._group = group
-        self._places = _places(len(group), widths)
+        self._roles = _roles(len(group), widths)
         self._value_bytes = gradient_bytes / (len(group) * VALUES)
-        self._missing = [{number: len(peers) for number, peers in place.adds.items()} for place, _ in self._places]
+        self._missing = [{number: len(peers) for number, peers in role.adds.items()} for role, _ in self._roles]
         # By replica, the first queue before the second; (to, chunk, is a sum).
         self._waiting = [(deque[tuple[int, int, bool]](), deque[tuple[int, int, bool]]()) for _ in group]
         self._sums_first = bool(owned(widths))
@@ -61,8 +61,8 @@ class _Round:
     def play(self) -> float:
         """Seconds until every replica has every sum."""
         end_s = 0.0
-        for at, (place, _) in enumerate(self._places):
-            self._send_chunks(place.brings, at, 0.0)
+        for at, (role, _) in enumerate(self._roles):
+            self._send_chunks(role.sends, at, 0.0)
         while self._events:
             now, _, source, target, number, is_sum = heappop(self._events)
             if target < 0:
@@ -71,7 +71,7 @@ class _Round:
                 end_s = now
                 (self._on_sum if is_sum else self._on_chunk)(target, number, now)
             else:
-                nbytes = self._value_bytes * self._places[source][1][number]
+                nbytes = self._value_bytes * self._roles[source][1][number]
                 done_s = self._lines.arrive(self._group[source], self._group[target], nbytes, now)
                 heappush(self._events, (done_s, next(self._serial), -1, target, number, is_sum))
         return end_s
@@ -89,14 +89,14 @@ class _Round:
         """A replica adds a chunk; once it has all of them it sends the sum on."""
         self._missing[at][number] -= 1
         if not self._missing[at][number]:
-            place = self._places[at][0]
-            if number in place.hears:
+            role = self._roles[at][0]
+            if number in role.receives:
                 self._on_sum(at, number, now)
             else:
-                self._send_chunks(place.passes, at, now)
+                self._send_chunks(role.forwards, at, now)
 
     def _on_sum(self, at: int, number: int, now: float) -> None:
-        for peer in self._places[at][0].tells.get(number, ()):
+        for peer in self._roles[at][0].broadcasts.get(number, ()):
             self._send(at, int(peer), number, now, True)
 
     def _send(self, source: int, target: int, number: int, now: float, is_sum: bool) -> None:
@@ -109,7 +109,7 @@ class _Round:
         if not first and not second:
             return
         target, number, is_sum = (first or second).popleft()
-        nbytes = self._value_bytes * self._places[source][1][number]
+        nbytes = self._value_bytes * self._roles[source][1][number]
         at = self._lines.leave(self._group[source], self._group[target], nbytes, now)
         heappush(self._events, (at, next(self._serial), source, target, number, is_sum))
         free_s = self._lines.free(self._group[source])
@@ -117,15 +117,15 @@ class _Round:
 
 
 @cache
-def _places(replicas: int, widths: tuple[int, ...] = ()) -> tuple[tuple[Place, dict[int, int]], ...]:
+def _roles(replicas: int, widths: tuple[int, ...] = ()) -> tuple[tuple[Role, dict[int, int]], ...]:
     """Of every replica, by number; and the values of each chunk that it sends, of VALUES for each replica."""
     names = tuple(map(str, range(replicas)))
     layout = split(replicas * VALUES, names, widths=widths)
     whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
     found = []
-    for place in map(layout.place, names):
-        cut = [high - low for low, high in pairwise(place.cuts)]
-        found.append((place, whole | dict(zip(sorted(place.brings), cut, strict=True))))
+    for role in map(layout.role, names):
+        cut = [high - low for low, high in pairwise(role.cuts)]
+        found.append((role, whole | dict(zip(sorted(role.sends), cut, strict=True))))
     return tuple(found)
 
 

@@ -66,7 +66,7 @@ class Kinds:
 
     def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
         if isinstance(message, ReduceChunk | GatherChunk):
-            heard = isinstance(message, GatherChunk) and message.heard
+            heard = isinstance(message, GatherChunk) and message.to_listener
             most = length or (self._most if heard else 0)
             # A lone replica tells listeners its sum as it applies it: not encoded.
             codecs = (codec.RAW, self._averaging) if heard else (self._averaging,)
