@@ -22,17 +22,18 @@ from typing import IO
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli.plan import refuse_other_size, tensor_bytes
 from shoal.config import Config
 from shoal.core.names import invite_of
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Snapshot, Terminal
 from shoal.escaping import describe, escaped_json, escaped_lines
-from shoal.launcher import checkpoints, plan_settings, rundir
+from shoal.launcher import checkpoints, rundir
 from shoal.launcher.invites import Office
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses, PeerSpec, Start
 from shoal.launcher.output_files import OutputFiles
+from shoal.launcher.planning import plan_settings
+from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
 from shoal.launcher.process import identify
 from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from shoal.dashboard.terminal import Snapshot
-from shoal.launcher import plan_settings, rundir
+from shoal.launcher import rundir
+from shoal.launcher.planning import plan_settings
 from shoal.planner.strategy import choices, plan, replan
 from shoal.planner.strategy.replan import Running, Verdict
 from shoal.planner.strategy.strategy import Problem
