@@ -258,8 +258,15 @@ def choose(act: Act, run: PeersFile, away: frozenset[str], rng: Random, lose_sta
         labels = tuple(peer.label for peer in meant)
         why_not = _majority(run, away | set(labels))
         return DisturbanceChoice(why_not=why_not, later=True) if why_not else DisturbanceChoice(labels=labels)
+    return _choose_one(meant, run, away, rng, lose_stages)
+
+
+def _choose_one(
+    candidates: list[LocalPeer], run: PeersFile, away: frozenset[str], rng: Random, lose_stages: bool
+) -> DisturbanceChoice:
+    """One that leaves the run a majority and, unless `lose_stages`, a replica of every stage."""
     why_not = ""
-    for peer in rng.sample(meant, len(meant)):
+    for peer in rng.sample(candidates, len(candidates)):
         gone = away | {peer.label}
         why_not = _majority(run, gone) or ("" if lose_stages else _last(run, peer, gone))
         if not why_not:
