@@ -122,6 +122,11 @@ class PeerProcesses:
     def living(self) -> list[PeerProcess]:
         return [child for child in self.children if child.alive]
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where joiners find the run: through the peers that listen."""
+        return tuple(address for child in self.living for address in child.addresses)[:32]
+
     async def start(self, spec: PeerSpec) -> PeerProcess:
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
