@@ -1,8 +1,8 @@
 """`shoal revoke CONFIG WHO ...`: shut invites or peers out of a run, for good.
 
-Signed with the run's key, kept in the run's directory and told to every peer: the others refuse and cut whoever is revoked, the leader
-removes it from the View, and its process ends and says why. An invite takes all its peers along and whoever would come by it; a key only
-the peers with that key: their holder can come again by the same invite, under another.
+Signed with the run's key, kept in the run's directory and sent to every peer: the others refuse and disconnect a revoked peer, the leader
+removes it from the View, and its process ends and says why. Revoking an invite shuts out all its peers, present and future; revoking a
+key only the peers with that key: their holder can join again by the same invite, under another key.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"revoked: invite {invite} ({book.invites[invite].title or 'for nobody by name'})")
     for key in targets.keys:
         print(f"revoked: key {key}{_still(key, here(run.directory))}")
-    run.tell(pass_list)
+    run.distribute(pass_list)
     for invite in targets.invites if args.rotate else ():
         old = book.invites[invite]
         hand_over(run.invite(old.granted.lifetime_s, old.granted.peers, old.title, old.renews), args.out)
@@ -92,7 +92,7 @@ def _warn_of_lost_majority(targets: Targets, present: tuple[Peer, ...]) -> None:
 
 
 def _meant(word: str, book: InviteBook, labels: dict[str, Peer], present: tuple[Peer, ...]) -> tuple[str, str]:
-    """('invite' or 'key', its id). ValueError: it is nothing, or may be several."""
+    """('invite' or 'key', its id). ValueError: the word names nothing, or several."""
     if word in labels:
         return "key", key_of(labels[word])
     try:
@@ -115,7 +115,7 @@ def _meant(word: str, book: InviteBook, labels: dict[str, Peer], present: tuple[
 
 
 def _still(key: str, present: tuple[Peer, ...]) -> str:
-    """By which invite its holder could come again."""
+    """The invite by which the key's holder could join again."""
     by = sorted({invite_of(peer) for peer in present if key_of(peer) == key})
     return f"; its invite {by[0]} still stands: revoke that too, or its holder can come again" if by else ""
 

@@ -1,7 +1,7 @@
 """`shoal run`: train with local peers, each a process of its own, watch them, and account for every sample at the end.
 
-It starts peers, kills some when asked to (--kill-every), hears what they agree on, shows it and writes runs/NAME/ (rundir.py). It
-takes no part in the training. Exit code 0 only when all steps are committed, the account balances and the newest checkpoint that was due
+It starts peers, kills some when asked to (--kill-every), reads their reports, shows them and writes runs/NAME/ (rundir.py). It takes
+no part in the training. Exit code 0 only when all steps are committed, the account balances and the newest checkpoint that was due
 is saved.
 """
 
@@ -57,7 +57,7 @@ FAILED = 1
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for."""
+    """The command's arguments, checked."""
 
     config: Config
     directory: Path
@@ -285,7 +285,7 @@ class Run:
     # ----------------------------------------------------------------------------------------------------- peers
 
     async def _start_all(self) -> None:
-        """The founder, and as soon as it listens all others; their processes get ready meanwhile."""
+        """Start all processes; introduce the founder first, and the others when it listens."""
         children = [
             await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
         ]
@@ -299,7 +299,7 @@ class Run:
             self._starter.introduce(child)
 
     async def _keep(self) -> None:
-        """While `shoal chaos` is at work it says how many peers there are to be; who is to go it signals itself."""
+        """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""
         while True:
             await asyncio.sleep(SHOW_S)
             wanted = rundir.wanted(self.directory) if self.watch.started and self.authority is not None else None
@@ -345,7 +345,7 @@ class Run:
         expendable = set(self.watch.expendable())
         return [child for child in self.crew.living if child.label in expendable and not child.killed]
 
-    # -------------------------------------------------------------------------------------------------- hearing
+    # -------------------------------------------------------------------------------------------------- reports
 
     def _hear(self, child: PeerProcess, line: AnyLine) -> None:
         step: Step | None = self.watch.hear(child.label, line, time.monotonic())
@@ -371,9 +371,9 @@ class Run:
         """A month of churn leaves many traces: those of the dead get as much room as those of the living."""
         ended = [child.label for child in self.crew.children if not child.alive]
         with contextlib.suppress(OSError):  # no directory any more: said elsewhere
-            gone = rundir.thin_traces(self.directory, ended, self.config.run.trace_bytes * self.job.here)
-            if gone:
-                words = f"the traces of {', '.join(gone)}, which have ended, are removed: run.trace_bytes"
+            removed = rundir.thin_traces(self.directory, ended, self.config.run.trace_bytes * self.job.here)
+            if removed:
+                words = f"the traces of {', '.join(removed)}, which have ended, are removed: run.trace_bytes"
                 self.watch.tell("trace", words, time.monotonic())
 
     def _by_chaos(self, child: PeerProcess) -> bool:
@@ -385,7 +385,7 @@ class Run:
         return by_chaos and bool(self.crew.living)
 
     def _lost(self, child: PeerProcess) -> None:
-        """A peer has ended and nobody asked it to."""
+        """A peer has ended by itself."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
         if child is self.crew.children[0] and self.authority is not None and not self.watch.started:
@@ -430,7 +430,7 @@ class Run:
             self._give_up(self._output.lost)
 
     def _locals(self) -> rundir.PeersFile:
-        """What `shoal chaos` needs to know."""
+        """The contents of peers.json, which `shoal chaos` reads."""
         standing = self.watch.standing
         names = {label: peer for peer, label in self.watch.labels.items()}
         view = self.watch.books.view

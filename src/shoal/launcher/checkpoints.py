@@ -52,7 +52,7 @@ def begin(config: Config, directory: Path, *, adopt: bool) -> None:
 
 
 def refuse_others(config: Config, run: str) -> None:
-    """For a guest in `run`: where it was told to write, no other run's checkpoints lie."""
+    """For a guest in `run`: where it writes, there are no checkpoints of another run."""
     catalog = Catalog(url_of(config), run)
     others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
     if others and config.checkpoint.url:  # else they are set aside with the directory
@@ -62,8 +62,8 @@ def refuse_others(config: Config, run: str) -> None:
 
 
 def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0) -> Training | None:
-    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. `saved`: the step of
-    the newest, as far as the run's commits tell."""
+    """The checkpoint to go on from, every byte of which was checked; None when there never was one. `saved`: the step of
+    the newest, according to the run's commits."""
     run = authority(directory)
     catalog = Catalog(url_of(config), run)
     others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
