@@ -157,7 +157,7 @@ def kill(directory: Path, running: subprocess.Popen[bytes], peers: int, steps: i
     while newest < steps:
         wait(running)
         local = rundir.locals_of(directory).peers
-        for news in traces.news(one.label for one in local).values():
+        for news in traces.new_lines(one.label for one in local).values():
             newest = max([newest, *(int(step) for step in CUT_OF.findall(news))])
     time.sleep(half_s)
     victim = next(one for one in local if one.leads is (whom == "leader"))

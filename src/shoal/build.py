@@ -224,7 +224,7 @@ def _transport(
             daemon,
             (network.host, port),
             limits,
-            tell=tell,
+            report=tell,
         )
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)

@@ -30,9 +30,9 @@ def test_only_whole_lines_are_news_and_each_once(tmp_path: Path) -> None:
     line = a_line(Note("commit", "new"))
     with open(path, "ab", buffering=0) as file:
         file.write(line[:-4])
-        assert traces.news(["p1", "p2"]) == {"p1": b"", "p2": b""}
+        assert traces.new_lines(["p1", "p2"]) == {"p1": b"", "p2": b""}
         file.write(line[-4:])
-    assert traces.news(["p1"]) == {"p1": line}
-    assert traces.news(["p1"]) == {"p1": b""}
+    assert traces.new_lines(["p1"]) == {"p1": line}
+    assert traces.new_lines(["p1"]) == {"p1": b""}
     (tmp_path / "traces/p2.jsonl").write_bytes(line)  # a peer that came later: all of it is news
-    assert traces.news(["p2"]) == {"p2": line}
+    assert traces.new_lines(["p2"]) == {"p2": line}

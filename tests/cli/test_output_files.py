@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.cli.run import STATUS_BPS, Status
 from shoal.core.messages import Committed
 from shoal.dashboard.plot import THINNED, curve
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.launcher.output_files import OutputFiles
+from shoal.launcher.run_directory import STATUS_BPS, StatusFile
 from shoal.runtime.records.account import Step
 from shoal.traffic import Traffic
 
@@ -100,7 +100,7 @@ def test_status_costs_little_however_long_the_run_and_shows_the_same_curve(tmp_p
             return super().put(name, data)
 
     files = Counted(tmp_path, lambda text: None)
-    status = Status(files)
+    status = StatusFile(files)
     for second in range(3600):
         status.write(a_snapshot(10_000 + second, float(second)), float(second))
     assert sum(written) <= 3600 * STATUS_BPS + max(written) and len(written) > 300

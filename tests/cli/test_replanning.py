@@ -10,7 +10,8 @@ import pytest
 
 from shoal.cli import main as program
 from shoal.dashboard.terminal import Snapshot
-from shoal.launcher import replanning, rundir
+from shoal.launcher import rundir
+from shoal.launcher.planning import replanning
 from shoal.launcher.process import identify
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan, StagePlan

@@ -10,9 +10,9 @@ import pytest
 
 from shoal import config as configuration
 from shoal.cli import main as program
-from shoal.cli import plan as plan_command
 from shoal.core.messages import Committed
-from shoal.launcher import plan_settings
+from shoal.launcher.planning import plan_settings
+from shoal.launcher.planning import problem as planning_problem
 from shoal.planner.inputs.profile import profile
 from shoal.planner.strategy.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.strategy.plan import save as save_plan
@@ -54,15 +54,15 @@ def test_a_plan_of_a_model_with_as_many_blocks_but_of_another_size_is_refused_be
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text("[model]\nlayers = 6\nhidden_size = 64\nheads = 4\nkv_heads = 4\n")
     config = configuration.load("run.toml", [])
-    made = profile(plan_command.shape(config), plan_command.work(config))
+    made = profile(planning_problem.shape(config), planning_problem.work(config))
     cut = (range(3), range(3, 6))
     stages = tuple(
         msgspec.structs.replace(stage, gradient_bytes=gradient_bytes(made, span, "none"))
         for stage, span in zip(EVEN.stages, cut, strict=True)
     )
     right = msgspec.structs.replace(EVEN, stages=stages)
-    plan_command.refuse_other_size(right, config, "plan.json")
-    plan_command.refuse_other_size(EVEN, config, "plan.json")  # by hand: it does not say how large they are
+    planning_problem.refuse_other_size(right, config, "plan.json")
+    planning_problem.refuse_other_size(EVEN, config, "plan.json")  # by hand: it does not say how large they are
     save_plan(right, "plan.json")
     settings = ["model.hidden_size=128", "model.heads=8", "model.kv_heads=8"]
     assert program.main(["run", "run.toml", *settings, "--plan", "plan.json"]) == 2

@@ -157,11 +157,11 @@ def test_a_node_taken_away_can_be_a_peer_cut_off_until_one_comes_again() -> None
 
 def test_drawn_cuts_go_in_every_direction_and_change_no_other_kind() -> None:
     acts = drawn(Rates(kill_every_s=10.0, cut_every_s=10.0, lag_every_s=20.0), 3, 1000.0)
-    assert {act.way for act in acts if act.kind == "cut"} == {"both", "out", "in"}
+    assert {act.direction for act in acts if act.kind == "cut"} == {"both", "out", "in"}
     assert {act.length_s for act in acts if act.kind == "lag"} == {20.0}
     assert tuple(act for act in acts if act.kind == "kill") == drawn(Rates(kill_every_s=10.0), 3, 1000.0)
     inwards = drawn(Rates(cut_every_s=10.0, cut_direction="in"), 3, 1000.0)
-    assert {act.way for act in inwards} == {"in"}
+    assert {act.direction for act in inwards} == {"in"}
 
 
 @pytest.mark.parametrize("one_of", [1, 2, 4])

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from shoal.sim.scenario import SCENARIOS, draw
 
 from shoal.core.consensus.phases import TRANSITIONS, Transition, transition
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.rules import order, proposal
 from shoal.core.leader.rules.order import Rule
 from shoal.core.messages import Phase, Settings, View
-from shoal.sim.scenario import SCENARIOS, draw
 from shoal.sim.swarm import Swarm
 
 SEEDS = 40

@@ -84,7 +84,7 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
     assert f"{bobs}  bob" in listed and "1 of 16" in listed and "1 of 2" in listed, listed
 
     said = end(start("revoke", "tiny.toml", "bob"))
-    assert f"revoked: invite {bobs} (bob)" in said and "peers have heard" in said, said
+    assert f"revoked: invite {bobs} (bob)" in said and "peers have received it" in said, said
     told = end(guest, code=1)
     assert f"its invite {bobs} was revoked by the run's authority" in told, told
     until(lambda: bobs not in invites_in_view(tmp_path), host)
@@ -161,6 +161,6 @@ def test_guests_that_go_on_without_the_founders_machine_are_told_by_way_of_one_o
     end(start("revoke", "tiny.toml", "bob"))  # nobody answers: kept for later
     (via, *_) = json.loads((tmp_path / "ann-runs/tiny/bootstrap.json").read_bytes())
     said = end(start("invite", "tiny.toml", "--renew", "--via", via))
-    assert "peers have heard" in said, said
+    assert "peers have received it" in said, said
     assert f"its invite {ids['bob']} was revoked" in end(guest, code=1)
     wait_for(lambda: others() == [ids["ann"]] * 2)

@@ -51,7 +51,7 @@ def test_survivors_go_on_by_the_operators_word_and_only_when_the_others_are_gone
 
     said = end(start("recover", "runs/tiny", "--wait", "30", "--gone", *(name[:8] for name in names)))
     assert re.search(r"given up 3 of 5 peers: 2 go on from step \d+ back at the state of step \d+", said), said
-    assert "they train again" in said
+    assert "the survivors train again" in said
     output = end(host)
     found = summary(tmp_path)
     assert found["balanced"], found["reason"]

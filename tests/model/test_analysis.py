@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal import config
-from shoal.cli.plan import shape, work
+from shoal.launcher.planning.problem import shape, work
 from shoal.model import analysis
 from shoal.model.cut import spans
 from shoal.model.stages import build

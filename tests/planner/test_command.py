@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shoal.cli import main as program
-from shoal.cli import plan as command
 from shoal.config import load
+from shoal.launcher.planning import problem as planning_problem
 from shoal.model import analysis
 from shoal.planner.strategy.plan import load as load_plan
 
@@ -179,11 +179,11 @@ def test_the_shape_of_a_model_directory_is_read_from_its_config(tmp_path: Path) 
         "vocab_size": 99,
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    found = command.shape(load(None, [f"model.path={tmp_path}"]))
+    found = planning_problem.shape(load(None, [f"model.path={tmp_path}"]))
     assert (found.hidden, found.layers, found.kv_heads, found.head_dim, found.tied) == (64, 2, 4, 16, False)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
-        command.shape(load(None, [f"model.path={tmp_path}"]))
+        planning_problem.shape(load(None, [f"model.path={tmp_path}"]))
 
 
 def test_dtfms_own_problem_wants_a_link_for_every_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +219,7 @@ def test_an_activation_store_too_small_for_the_planned_stages_is_told(
 
 def test_with_local_steps_a_step_of_the_run_has_the_microbatches_of_all_of_them() -> None:
     tree = load(CONFIGS / "quickstart.toml", ["run.stages=1", "train.local_steps=6", "run.peers=4"])
-    assert command.work(tree).microbatches == 6 * tree.train.batch // tree.train.microbatch
+    assert planning_problem.work(tree).microbatches == 6 * tree.train.batch // tree.train.microbatch
 
 
 def test_what_is_allowed_is_priced_printed_and_written_and_nothing_else_is_chosen(

@@ -35,7 +35,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(kind: type[Daemon] = Daemon) -> tuple[AutoTransport, list[str]]:
     identity, told = Identity.new(), list[str]()
-    return AutoTransport(identity, INVITE.membership(identity), kind(identity), tell=told.append), told
+    return AutoTransport(identity, INVITE.membership(identity), kind(identity), report=told.append), told
 
 
 def control(index: int) -> Cancelled:

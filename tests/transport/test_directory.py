@@ -321,13 +321,13 @@ def test_the_nodes_own_loop_does_nothing_of_it(ann: Someone) -> None:
 
     async def run() -> None:
         async with serving(ann) as there:
-            plain = there._records.hear
+            plain = there._records.add
 
-            def hear(*args: object, **more: object) -> PeerRecord:
+            def add(*args: object, **more: object) -> PeerRecord:
                 host_of["thread"] = threading.get_ident()
                 return plain(*args, **more)  # type: ignore[arg-type]
 
-            there._records.hear = hear  # type: ignore[method-assign,assignment]
+            there._records.add = add  # type: ignore[method-assign,assignment]
             for at in range(0, len(made), 4):
                 await called(there, made[at : at + 4])
             assert host_of["thread"] != threading.get_ident()

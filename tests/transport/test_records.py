@@ -53,25 +53,25 @@ def forged(count: int) -> list[bytes]:
 
 def refused(table: Records, data: bytes, source: str = "s", now: float = NOW) -> str:
     with pytest.raises(ValueError) as error:
-        table.hear(data, source, now)
+        table.add(data, source, now)
     return str(error.value)
 
 
 def test_four_hundred_peers_behind_one_address_are_all_taken_at_once() -> None:
     table, learnt, _ = a_table()
     for identity in (Identity.new() for _ in range(400)):
-        table.hear(a_record(identity), "10.0.0.1", NOW)
+        table.add(a_record(identity), "10.0.0.1", NOW)
     assert len(table.held) == len(learnt) == 400
 
 
 def test_what_is_known_is_not_verified_again_good_or_bad() -> None:
     table, learnt, _ = a_table()
     good, (bad,) = a_record(Identity.new()), forged(1)
-    table.hear(good, "s", NOW)
+    table.add(good, "s", NOW)
     refused(table, bad)
     before = table.verified
     for _ in range(100):
-        assert table.hear(good, "anybody", NOW).run == INVITE.run
+        assert table.add(good, "anybody", NOW).run == INVITE.run
         assert "pass" in refused(table, bad, "anybody")
     assert table.verified == before and len(learnt) == 1
 
@@ -80,7 +80,7 @@ def test_a_pass_is_checked_once_for_all_records_of_its_key() -> None:
     table, _, _ = a_table()
     identity = Identity.new()
     for number in range(5):
-        table.hear(a_record(identity, expires_s=NOW + 50 + number), "s", NOW)
+        table.add(a_record(identity, expires_s=NOW + 50 + number), "s", NOW)
     assert table.verified == 3 + 4
 
 
@@ -98,7 +98,7 @@ def test_what_is_cheap_to_see_costs_no_signature(what: str) -> None:
         "long": a_record(identity, expires_s=NOW + 100 * TTL_S),
         "older": a_record(identity, expires_s=NOW + 30),
     }[what]
-    table.hear(a_record(identity), "s", NOW)
+    table.add(a_record(identity), "s", NOW)
     before = table.verified
     refused(table, data)
     assert table.verified == before
@@ -110,7 +110,7 @@ def test_a_flood_of_forgeries_costs_a_budget_and_leaves_others_theirs() -> None:
         refused(table, data, "10.0.0.66")
     assert table.verified <= 60
     for _ in range(20):
-        table.hear(a_record(Identity.new()), "10.0.0.1", NOW)
+        table.add(a_record(Identity.new()), "10.0.0.1", NOW)
     for number, data in enumerate(forged(300)):
         refused(table, data, f"2001:db8::{number}")
     assert table.verified <= 200, "addresses may be free: all have one bound"
@@ -119,24 +119,24 @@ def test_a_flood_of_forgeries_costs_a_budget_and_leaves_others_theirs() -> None:
 def test_what_was_not_looked_at_is_taken_when_it_comes_again() -> None:
     table, _, _ = a_table(from_one=Allowance(3.0, 3.0))
     first, second = a_record(Identity.new()), a_record(Identity.new())
-    table.hear(first, "s", NOW)
+    table.add(first, "s", NOW)
     with pytest.raises(BudgetSpent):
-        table.hear(second, "s", NOW)
-    table.hear(first, "s", NOW)  # a good one that is known always passes
-    assert table.hear(second, "s", NOW + 1.0)
+        table.add(second, "s", NOW)
+    table.add(first, "s", NOW)  # a good one that is known always passes
+    assert table.add(second, "s", NOW + 1.0)
 
 
 def test_of_nine_thousand_names_of_one_key_few_are_held_and_few_verified() -> None:
     table, learnt, gone = a_table()
     honest = [Identity.new() for _ in range(3)]
     for one in honest:
-        table.hear(a_record(one), "10.0.0.1", NOW)
+        table.add(a_record(one), "10.0.0.1", NOW)
     key = Identity.new().key
     before = table.verified
     made = [a_record(Identity(key, f"{number:x}"), expires_s=NOW + 50 + number / 1000) for number in range(400)]
     for number in range(9000):
         try:
-            table.hear(made[number % 400], f"10.0.{number % 9}.1", NOW + number / 1000)  # nine seconds
+            table.add(made[number % 400], f"10.0.{number % 9}.1", NOW + number / 1000)  # nine seconds
         except ValueError:
             continue
     names = [peer for peer in table.held if peer not in {one.name for one in honest}]
@@ -152,7 +152,7 @@ def test_a_restarted_peer_is_held_though_its_key_has_names_enough() -> None:
     key = Identity.new().key
     started = [Identity(key, f"{number}") for number in range(KEY_RECORDS + 1)]
     for number, one in enumerate(started):
-        table.hear(a_record(one, expires_s=NOW + 40 + number), "s", NOW)
+        table.add(a_record(one, expires_s=NOW + 40 + number), "s", NOW)
     names = [one.name for one in started]
     assert set(table.held) == set(names[1:]) and gone == names[:1]
 
@@ -163,14 +163,14 @@ def test_where_the_table_is_full_the_invite_that_filled_it_gets_no_more(monkeypa
     greedy, honest = an_invite(), an_invite()
     mine = [Identity.new() for _ in range(8)]
     for one in mine[:4]:
-        table.hear(a_record(one, honest), "10.0.0.1", NOW)
+        table.add(a_record(one, honest), "10.0.0.1", NOW)
     for number in range(60):
         try:
-            table.hear(a_record(Identity.new(), greedy), "10.0.0.66", NOW)
+            table.add(a_record(Identity.new(), greedy), "10.0.0.66", NOW)
         except BudgetSpent:
             assert number >= 26
     for one in mine[4:]:
-        table.hear(a_record(one, honest), "10.0.0.1", NOW)
+        table.add(a_record(one, honest), "10.0.0.1", NOW)
     assert all(one.name in table.held for one in mine) and len(table.held) == 30
 
 
@@ -179,7 +179,7 @@ def test_the_table_has_a_bound_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> 
     table, _, _ = a_table()
     for _ in range(40):
         try:
-            table.hear(a_record(Identity.new(), addresses=("x" * 450,) * 4), "s", NOW)
+            table.add(a_record(Identity.new(), addresses=("x" * 450,) * 4), "s", NOW)
         except BudgetSpent:
             continue
     assert sum(len(held.data) for held in table.held.values()) <= 20_000
@@ -188,7 +188,7 @@ def test_the_table_has_a_bound_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_records_that_have_ended_make_room() -> None:
     table, _, _ = a_table()
     for _ in range(3):
-        table.hear(a_record(Identity.new()), "s", NOW)
+        table.add(a_record(Identity.new()), "s", NOW)
     assert len(table.fresh(NOW)) == 3
     assert table.fresh(NOW + TTL_S + 1) == [] and not table.held
 
@@ -196,7 +196,7 @@ def test_records_that_have_ended_make_room() -> None:
 def test_a_changed_body_under_a_good_pass_is_refused_once_it_is_looked_at() -> None:
     table, _, _ = a_table()
     identity = Identity.new()
-    table.hear(a_record(identity), "s", NOW)
+    table.add(a_record(identity), "s", NOW)
     sealed = msgspec.msgpack.decode(a_record(identity), type=Sealed)
     body = msgspec.msgpack.encode(PeerRecord(INVITE.run, identity.name, "evil", 6, expires_s=NOW + 2 * TTL_S))
     forgery = msgspec.msgpack.encode(msgspec.structs.replace(sealed, body=body))
@@ -212,26 +212,26 @@ def test_a_revocation_counts_at_once_and_a_renewal_too_whatever_was_looked_at_be
     gone: list[str] = []
     table = Records(membership, lambda _: None, gone.append)
     data, next_one = a_record(member, invite), a_record(member, invite, expires_s=NOW + TTL_S + 1)
-    table.hear(data, "s", NOW)
+    table.add(data, "s", NOW)
     membership.take_list(RUN.pass_list(1, (), (RUN.revoked(invite.grant.id, NOW),)))
     for told in (data, next_one):
         assert "its invite" in refused(table, told)
     assert table.fresh(NOW) == [] and gone == [member.name] and table.verified == 4
     membership.take_list(RUN.pass_list(2, (), ()))
-    table.hear(next_one, "s", NOW)
+    table.add(next_one, "s", NOW)
     assert member.name in table.held
 
     short = read_invite(RUN.invite((), NOW + 1, issued=NOW - 100), NOW)
     late = a_record(Identity.new(), short, expires_s=NOW + 100 + TTL_S)
     assert "expired" in refused(table, late, now=NOW + 100)
     membership.take_list(RUN.pass_list(3, (RUN.renewed(short.grant, NOW, NOW + 3600),), ()))
-    table.hear(late, "s", NOW + 100)
+    table.add(late, "s", NOW + 100)
 
 
 def test_a_pass_that_was_checked_lets_no_name_claim_another_invite() -> None:
     table, _, _ = a_table()
     identity = Identity.new()
-    table.hear(a_record(identity), "s", NOW)
+    table.add(a_record(identity), "s", NOW)
     fields = identity.name.split(".")
     for wrong in (".".join((*fields[:2], "q" * 12, fields[3])), ".".join((*fields[:3], "999")), ".".join(fields[:2])):
         assert "by which invite" in refused(table, a_record(identity, peer=wrong, expires_s=NOW + 40))

@@ -186,7 +186,7 @@ class Chaos:
     def __init__(self, directory: Path, rng: Random, lose_stages: bool) -> None:
         self.directory, self.rng, self.lose_stages = directory, rng, lose_stages
         self.locals: PeersFile = rundir.locals_of(directory)
-        self.over = False  # the run is finished, or its launcher is gone
+        self.over = False  # the run is finished, or its launcher has ended
         self._began_s = time.monotonic()
         self._wanted = 0
         self._away: set[str] = set()  # killed or stopped by this
@@ -332,7 +332,7 @@ class Chaos:
         """At the first peer that is seen to begin what an act waits for. Should the run have to be spared, at the next."""
         if not self._armed:
             return
-        news = self._traces.news(peer.label for peer in self.locals.peers)
+        news = self._traces.new_lines(peer.label for peer in self.locals.peers)
         for act, until_s in list(self._armed):
             if self._strike_with(act, news):
                 self._armed.remove((act, until_s))
@@ -373,7 +373,7 @@ class Chaos:
         self._looked_s = self._now()
         try:
             self.locals = rundir.locals_of(self.directory)
-        except ValueError:  # its launcher is gone
+        except ValueError:  # its launcher has ended
             self.over = True
         self.over = self.over or self.locals.finished
 

@@ -18,11 +18,11 @@ from shoal.config import Config
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
 from shoal.launcher import rundir
-from shoal.launcher.invites import Issued, Office, tell
+from shoal.launcher.invites import Issued, Office, distribute
 from shoal.transport.identity.invite import PEERS, Authority
 from shoal.transport.identity.passes import MAX_PEERS, date
 
-TELL_S = 20.0  # for the peers of a run to hear of a new list
+DISTRIBUTE_S = 20.0  # for the peers of a run to receive a new list
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,22 +98,25 @@ class Founded:
             self.addresses, lifetime_s, name, shared, peers=peers, title=title[:100], renews=renews
         )
 
-    def tell(self, data: bytes) -> None:
-        """The run's peers, and say who has heard."""
-        heard, found = 0, 0
+    def distribute(self, data: bytes) -> None:
+        """Send the list to the run's peers, and print how many have received it."""
+        received, found = 0, 0
         if self.addresses:
             try:
-                heard, found = asyncio.run(tell(self.config, self.office.authority, self.addresses, data, TELL_S))
+                received, found = asyncio.run(
+                    distribute(self.config, self.office.authority, self.addresses, data, DISTRIBUTE_S)
+                )
             except ValueError as error:  # a directory that nobody answers from
                 print(error)
         if not found:
             print(
-                "no peer of the run answers. It is written down, and told when `shoal run` goes on here; if guests go on without this "
-                "machine, tell them now: `shoal invite CONFIG --renew --via ADDRESS`, of one of them"
+                "no peer of the run answers. The list is saved, and sent when `shoal run` goes on here; if guests go on without this "
+                "machine, send it to them now: `shoal invite CONFIG --renew --via ADDRESS`, of one of them"
             )
         else:
             print(
-                f"{heard} of {found} peers have heard" + ("" if heard == found else "; the others hear it from these")
+                f"{received} of {found} peers have received it"
+                + ("" if received == found else "; they send it to the others")
             )
 
     def _with_digest(self) -> Config:
@@ -137,7 +140,7 @@ def hand_over(text: str, out: str | None) -> None:
 
 
 def here(directory: Path) -> tuple[Peer, ...]:
-    """Everybody who takes part now, as far as the launcher has heard."""
+    """All peers of the newest view that the launcher knows."""
     try:
         return rundir.locals_of(directory).names
     except ValueError:  # no launcher
@@ -172,7 +175,7 @@ def _renew(run: Founded) -> int:
     if not data:
         raise ValueError(f"{run.directory}: there is no invite to renew; make one without --renew")
     print(table(run.office, here(run.directory)))
-    run.tell(data)
+    run.distribute(data)
     return 0
 
 

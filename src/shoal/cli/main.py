@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe (head, less) has left: nothing to tell and nobody to tell it to
+    except BrokenPipeError:  # the reader of a pipe (head, less) has closed it: nothing can be printed
         sys.stderr.close()
         return INTERRUPTED
     except (ValueError, OSError) as error:

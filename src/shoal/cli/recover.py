@@ -1,4 +1,4 @@
-"""`shoal recover RUNDIR --gone P ...`: the operator's word that most of a run's peers are gone for good, so that the others go on.
+"""`shoal recover RUNDIR --gone P ...`: the operator states that most of a run's peers are lost for good, so that the others go on.
 
 Asks every peer of the run that can be found how it stands, refuses wherever it can see that those given up may live
 (core/consensus/override.py), signs the override with the run's key, tells the survivors and waits until they train. Only where
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
                 return 0
             override = authority.override(view, term)
             replace(directory / OVERRIDE, msgspec.json.encode(override))  # first: two sides are never chosen
-            return 0 if await desk.tell(override) else 1
+            return 0 if await desk.send_override(override) else 1
 
     return asyncio.run(recover())
 
@@ -98,7 +98,7 @@ class Desk:
         print(f"{len(self.standings)} answer: {', '.join(sorted(peer[:6] for peer in self.standings)) or 'nobody'}")
         return self.standings
 
-    async def tell(self, override: Override) -> bool:
+    async def send_override(self, override: Override) -> bool:
         """Until the survivors train again."""
         members = [member.peer for member in override.view.members]
         listening = asyncio.create_task(self._listen())
@@ -111,15 +111,15 @@ class Desk:
                 await asyncio.sleep(ASK_S)
                 views = [self.standings[peer].view for peer in members if peer in self.standings]
                 if any(view.epoch >= override.view.epoch and view.started for view in views):
-                    print("they train again")
+                    print("the survivors train again")
                     return True
                 if all(view.epoch >= override.view.epoch for view in views) and sys.stderr.isatty():
-                    print("they have heard, and load the checkpoint", file=sys.stderr)
+                    print("the survivors have received it, and load the checkpoint", file=sys.stderr)
         finally:
             listening.cancel()
         stages = {member.stage for member in override.view.members}
         print(
-            f"told, but training has not begun after {RELOAD_S:g} s: {len(stages)} stages have a peer; let others join"
+            f"sent, but training has not begun after {RELOAD_S:g} s: {len(stages)} stages have a peer; let others join"
         )
         return False
 
@@ -168,7 +168,7 @@ def _refuse_running(directory: Path, gone: frozenset[Peer], labels: dict[str, Pe
     """Local processes are looked at, not only asked."""
     try:
         here = rundir.locals_of(directory).peers
-    except ValueError:  # its launcher is gone, and its peers with it
+    except ValueError:  # its launcher has ended, and its peers with it
         return
     for peer in here:
         if labels.get(peer.label, peer.peer) in gone and process.lives(peer.process):

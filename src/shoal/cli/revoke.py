@@ -1,8 +1,8 @@
 """`shoal revoke CONFIG WHO ...`: shut invites or peers out of a run, for good.
 
-Signed with the run's key, kept in the run's directory and told to every peer: the others refuse and cut whoever is revoked, the leader
-removes it from the View, and its process ends and says why. An invite takes all its peers along and whoever would come by it; a key only
-the peers with that key: their holder can come again by the same invite, under another.
+Signed with the run's key, kept in the run's directory and sent to every peer: the others refuse and disconnect a revoked peer, the leader
+removes it from the View, and its process ends and says why. Revoking an invite shuts out all its peers, present and future; revoking a
+key only the peers with that key: their holder can join again by the same invite, under another key.
 """
 
 from __future__ import annotations
@@ -34,43 +34,65 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="with --rotate: write it there, for your eyes only")
 
 
+class Targets(msgspec.Struct, frozen=True):
+    """What is to be revoked, by id."""
+
+    invites: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
 def main(args: argparse.Namespace) -> int:
     settings = [word for word in args.who if "=" in word]
-    words = [word for word in args.who if "=" not in word]
+    names = [word for word in args.who if "=" not in word]
     run = Founded(rundir.place(configuration.load(args.config, settings)), args.via)
     book = run.office.book()
-    if not words:
+    if not names:
         raise ValueError(f"whom? There are these invites:\n{table(run.office, here(run.directory))}")
-    found = [_meant(word, book, _labels(run.directory), here(run.directory)) for word in words]
-    invites = [what for kind, what in found if kind == "invite"]
-    keys = [what for kind, what in found if kind == "key"]
-    if args.rotate and not invites:
-        raise ValueError("--rotate puts a new invite in the place of another: name an invite to revoke")
-    if args.out and len(invites) > 1:
-        raise ValueError(f"--out {args.out}: one file for {len(invites)} invites; revoke them one after the other")
-    for each in invites:
-        if book.invites[each].local:
-            raise ValueError(f"invite {each} is that of this machine's own peers; to end them, end `shoal run`")
-    present = here(run.directory)
-    gone = [peer for peer in present if invite_of(peer) in invites or key_of(peer) in keys]
-    if 2 * len(gone) >= len(present) > 0:
-        print(
-            f"warning: these are {len(gone)} of {len(present)} peers of the run; without a majority the others need `shoal recover`"
-        )
-    data = run.office.revoke(invites, keys)
-    for each in invites:
-        print(f"revoked: invite {each} ({book.invites[each].title or 'for nobody by name'})")
-    for key in keys:
+    targets = _targets(names, book, run.directory)
+    _check(targets, book, args)
+    _warn_of_lost_majority(targets, here(run.directory))
+    pass_list = run.office.revoke(list(targets.invites), list(targets.keys))
+    for invite in targets.invites:
+        print(f"revoked: invite {invite} ({book.invites[invite].title or 'for nobody by name'})")
+    for key in targets.keys:
         print(f"revoked: key {key}{_still(key, here(run.directory))}")
-    run.tell(data)
-    for each in invites if args.rotate else ():
-        old = book.invites[each]
+    run.distribute(pass_list)
+    for invite in targets.invites if args.rotate else ():
+        old = book.invites[invite]
         hand_over(run.invite(old.granted.lifetime_s, old.granted.peers, old.title, old.renews), args.out)
     return 0
 
 
+def _targets(names: list[str], book: InviteBook, directory: Path) -> Targets:
+    found = [_meant(name, book, _labels(directory), here(directory)) for name in names]
+    return Targets(
+        invites=tuple(target for kind, target in found if kind == "invite"),
+        keys=tuple(target for kind, target in found if kind == "key"),
+    )
+
+
+def _check(targets: Targets, book: InviteBook, args: argparse.Namespace) -> None:
+    if args.rotate and not targets.invites:
+        raise ValueError("--rotate puts a new invite in the place of another: name an invite to revoke")
+    if args.out and len(targets.invites) > 1:
+        raise ValueError(
+            f"--out {args.out}: one file for {len(targets.invites)} invites; revoke them one after the other"
+        )
+    for invite in targets.invites:
+        if book.invites[invite].local:
+            raise ValueError(f"invite {invite} is that of this machine's own peers; to end them, end `shoal run`")
+
+
+def _warn_of_lost_majority(targets: Targets, present: tuple[Peer, ...]) -> None:
+    revoked = [peer for peer in present if invite_of(peer) in targets.invites or key_of(peer) in targets.keys]
+    if 2 * len(revoked) >= len(present) > 0:
+        print(
+            f"warning: these are {len(revoked)} of {len(present)} peers of the run; without a majority the others need `shoal recover`"
+        )
+
+
 def _meant(word: str, book: InviteBook, labels: dict[str, Peer], present: tuple[Peer, ...]) -> tuple[str, str]:
-    """('invite' or 'key', its id). ValueError: it is nothing, or may be several."""
+    """('invite' or 'key', its id). ValueError: the word names nothing, or several."""
     if word in labels:
         return "key", key_of(labels[word])
     try:
@@ -93,7 +115,7 @@ def _meant(word: str, book: InviteBook, labels: dict[str, Peer], present: tuple[
 
 
 def _still(key: str, present: tuple[Peer, ...]) -> str:
-    """By which invite its holder could come again."""
+    """The invite by which the key's holder could join again."""
     by = sorted({invite_of(peer) for peer in present if key_of(peer) == key})
     return f"; its invite {by[0]} still stands: revoke that too, or its holder can come again" if by else ""
 

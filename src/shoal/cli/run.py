@@ -1,7 +1,7 @@
 """`shoal run`: train with local peers, each a process of its own, watch them, and account for every sample at the end.
 
-It starts peers, kills some when asked to (--kill-every), hears what they agree on, shows it and writes runs/NAME/ (rundir.py). It
-takes no part in the training. Exit code 0 only when all steps are committed, the account balances and the newest checkpoint that was due
+It starts peers, kills some when asked to (--kill-every), reads their reports, shows them and writes runs/NAME/ (rundir.py). It takes
+no part in the training. Exit code 0 only when all steps are committed, the account balances and the newest checkpoint that was due
 is saved.
 """
 
@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import IO
@@ -22,31 +21,29 @@ from typing import IO
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli.plan import refuse_other_size, tensor_bytes
 from shoal.config import Config
-from shoal.core.names import invite_of
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
-from shoal.dashboard.terminal import Snapshot, Terminal
-from shoal.escaping import describe, escaped_json, escaped_lines
-from shoal.launcher import checkpoints, plan_settings, rundir
-from shoal.launcher.invites import Office
-from shoal.launcher.launch import News, PeerProcess, PeerProcesses, PeerSpec, Start
-from shoal.launcher.output_files import OutputFiles
+from shoal.dashboard.terminal import Terminal
+from shoal.escaping import escaped_lines
+from shoal.launcher import checkpoints, rundir
+from shoal.launcher.launch import News, PeerProcess, PeerProcesses
+from shoal.launcher.local_peers import RunPasses, Starter
+from shoal.launcher.planning import plan_settings
+from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
 from shoal.launcher.process import identify
-from shoal.launcher.watch import Resumed, RunMonitor
+from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
 from shoal.runtime.records.account import Step
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.transport.emulated.faulty import FAULTS
-from shoal.transport.identity.invite import Authority, read_invite
+from shoal.transport.identity.invite import Authority
 
 SHOW_S = 0.25
 STATUS_S = 1.0
-STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
-STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
 FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
 LEAVE_S = 120.0  # for a guest's step to end
 LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
@@ -60,7 +57,7 @@ FAILED = 1
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for."""
+    """The command's arguments, checked."""
 
     config: Config
     directory: Path
@@ -95,15 +92,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
-    plan = plans.load(args.plan) if args.plan else None
-    if plan is not None:
-        config = plan_settings.load(args.config, args.settings, plan, args.plan)
-        refuse_other_size(plan, config, args.plan)
-    else:
-        config = configuration.load(args.config, args.settings)
-    if args.cluster and plan is None:
-        raise ValueError("--cluster says what the peers of a plan are; name the plan too, with --plan FILE")
-    cluster = plan_settings.read_cluster(args.cluster, plan, config) if args.cluster and plan is not None else None
+    plan, config, cluster = _configured(args)
     if text := _slow_store(config, plan):
         print(f"warning: {text}", file=sys.stderr)
     kill_every_s, peers = args.kill_every, config.run.peers
@@ -135,6 +124,20 @@ def main(args: argparse.Namespace) -> int:
         return asyncio.run(Run(job).run())
 
 
+def _configured(args: argparse.Namespace) -> tuple[Plan | None, Config, Cluster | None]:
+    """The plan, the configuration with what the plan decides, and the cluster whose lines the peers get."""
+    plan = plans.load(args.plan) if args.plan else None
+    if plan is not None:
+        config = plan_settings.load(args.config, args.settings, plan, args.plan)
+        refuse_other_size(plan, config, args.plan)
+    else:
+        config = configuration.load(args.config, args.settings)
+    if args.cluster and plan is None:
+        raise ValueError("--cluster says what the peers of a plan are; name the plan too, with --plan FILE")
+    cluster = plan_settings.read_cluster(args.cluster, plan, config) if args.cluster and plan is not None else None
+    return plan, config, cluster
+
+
 def _slow_store(config: Config, plan: Plan | None) -> str:
     """Why the run would be slow for want of room for boundary tensors; '' when it would not."""
     if config.run.stages == 1:
@@ -155,57 +158,44 @@ def _ended(config: Config, directory: Path) -> Summary | None:
     return summary if whole else None
 
 
-class Status:
-    """status.json: written when somebody could see a difference, and at most so many bytes a second as STATUS_BPS says."""
-
-    def __init__(self, files: OutputFiles) -> None:
-        self._files = files
-        self._told: object = None  # what was news in the last one
-        self._next_s = self._due_s = float("-inf")
-
-    def write(self, snapshot: Snapshot, now: float) -> None:
-        """`now` infinite: at the end, whatever was written before."""
-        news = (snapshot.step, snapshot.state, len(snapshot.peers), snapshot.happenings[-1:])
-        if now < self._next_s or (news == self._told and now < self._due_s):
-            return
-        data = escaped_json(
-            msgspec.json.encode(msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses)))
-        )
-        if self._files.put("status.json", data):
-            self._told = news
-            self._next_s, self._due_s = now + len(data) / STATUS_BPS, now + STATUS_IDLE_S
-
-
 class Run:
     """One call of the command. With `job.invite` it is a guest in somebody else's run."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.config, self.directory = job, job.config, job.directory
+        self.job = job
         self.watch = RunMonitor(job.config, job.started_s, job.resumed)
         self.crew = PeerProcesses(job.directory, self._hear, self._ended)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
-        self.run_id = self.authority.run if self.authority is not None else read_invite(job.invite, 0.0).run
-        self.office = Office(job.directory, self.authority) if self.authority is not None else None
-        self.untended = ""  # why passes could not be looked after
-        self.rng = Random(f"{job.config.run.seed}/kill")
         self.over = asyncio.Event()
         self.early = ""  # why the run ended before its last step
         self.user_error = ""
         self.interrupted = False
         self.spares = SPARES
-        self.hopeless: tuple[int, float] | None = None  # since when no majority is left, in which view
-        self._number = 0
-        self._joining: set[asyncio.Task[None]] = set()
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
         (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
-        self.files = OutputFiles(job.directory, lambda words: self.watch.tell("trouble", words, time.monotonic()))
+        self._output = RunDirectory(job.directory, job.claim, self._warn)
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
-        self._claim, self._founding = job.claim, rundir.founding(job.directory)
-        self._place = rundir.identity(job.directory)
-        self._placeless = ""  # why a directory that is gone cannot be made anew
-        self._taken = False  # the directory is another launcher's now: nothing may be written there
-        self._status = Status(self.files)
+        self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
+        self._starter = Starter(self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step)
+        self._majority = MajorityWatch(self.watch)
+
+    @property
+    def config(self) -> Config:
+        return self.job.config
+
+    @property
+    def directory(self) -> Path:
+        return self.job.directory
+
+    def _config_of(self, number: int) -> Config:
+        """Of the local peer with that number, from 0."""
+        if self.job.plan is None:
+            return self.config
+        return plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+
+    def _warn(self, text: str) -> None:
+        self.watch.tell("trouble", text, time.monotonic())
 
     async def run(self) -> int:
         if self.watch.finished:  # by an earlier session
@@ -228,12 +218,13 @@ class Run:
         return self._end()
 
     def _end(self) -> int:
-        self._look_after_directory()
-        self.files.close()
-        if self._taken:
+        self._keep_directory()
+        if self._output.lost:
+            self._output.close()
             print(escaped_lines(account.text(self.watch.summary(time.monotonic(), self.early))))
             return FAILED
-        self._status.write(self.watch.snapshot(time.monotonic()), float("inf"))
+        self._output.write_status(self.watch.snapshot(time.monotonic()), float("inf"))
+        self._output.close()
         if self.user_error:
             self._gather_traces()
             raise ValueError(self.user_error)
@@ -270,10 +261,7 @@ class Run:
     def _conclude(self) -> int:
         finished = self.watch.finished
         if self.authority is None:
-            print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
-            if unsaved := self.watch.unsaved(ended=True):
-                print(f"{unsaved}. What was trained since is lost.")
-            return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
+            return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         replace(self.directory / "summary.json", account.encode(summary))
         if summary.losses:
@@ -288,123 +276,81 @@ class Run:
         done = summary.balanced and summary.steps == self.config.run.steps
         return 0 if done and not summary.unsaved else FAILED
 
+    def _conclude_guest(self, finished: bool) -> int:
+        print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
+        if unsaved := self.watch.unsaved(ended=True):
+            print(f"{unsaved}. What was trained since is lost.")
+        return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
+
     # ----------------------------------------------------------------------------------------------------- peers
 
     async def _start_all(self) -> None:
-        """The founder, and as soon as it listens all others; their processes get ready meanwhile."""
-        children = [await self._spawn(found=self.authority is not None and n == 0) for n in range(self.job.here)]
-        self._introduce(children[0])
+        """Start all processes; introduce the founder first, and the others when it listens."""
+        children = [
+            await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
+        ]
+        self._starter.introduce(children[0])
         try:
             async with asyncio.timeout(LISTEN_S):
                 await children[0].listening.wait()
         except TimeoutError:
             self._give_up(f"{children[0].label} does not listen after {LISTEN_S:.0f} s; see {children[0].log}")
         for child in children[1:]:
-            self._introduce(child)
+            self._starter.introduce(child)
 
     async def _keep(self) -> None:
-        """While `shoal chaos` is at work it says how many peers there are to be; who is to go it signals itself."""
+        """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""
         while True:
             await asyncio.sleep(SHOW_S)
             wanted = rundir.wanted(self.directory) if self.watch.started and self.authority is not None else None
             if wanted is not None and self.crew.living and len(self.crew.living) < wanted.peers:
-                await self._join()
-            self._tend(self.office)
-            self._look_for_a_majority(time.monotonic())
+                await self._starter.join()
+            self._tend_passes()
+            self._check_majority(time.monotonic())
 
-    def _tend(self, office: Office | None) -> None:
-        """Passes of those who take part are renewed; whoever was renewed or revoked, here or by a command, is told to the peers."""
-        if office is None:
-            return
-        view = self.watch.books.view
-        everyone = view.members + view.joining if view is not None else ()
-        news = self._passes(lambda: office.tend({invite_of(each.peer) for each in everyone}))
+    def _tend_passes(self) -> None:
+        """Renew the passes of those who take part; send renewals and revocations, made here or by a command, to the peers."""
+        passes = self._passes.tend(self.watch.books.view)
         for child in self.crew.living:
-            if news and child.introduced:
-                child.write(News(passes=news))
+            if passes and child.introduced:
+                child.write(News(passes=passes))
 
-    def _passes(self, ask: Callable[[], bytes]) -> bytes:
-        """What the office says. Training goes on where it cannot: on a full disk, say, there is time until passes end."""
-        try:
-            passes = ask()
-        except (OSError, ValueError) as error:
-            if str(error) != self.untended:
-                self.untended = str(error)
-                self.watch.tell("trouble", f"passes are not renewed: {describe(error)}", time.monotonic())
-            return b""
-        self.untended = ""
-        return passes
-
-    def _look_for_a_majority(self, now: float) -> None:
-        """Peers without a majority wait for ever, by right: somebody must tell the user."""
-        view = self.watch.books.view
-        if view is None or not self.watch.hopeless({child.label for child in self.crew.living}):
-            self.hopeless = None
-        elif self.hopeless is None or self.hopeless[0] != view.number:
-            self.hopeless = view.number, now
+    def _check_majority(self, now: float) -> None:
+        """Peers without a majority wait for ever, as they must: the user has to be told."""
+        lost_s = self._majority.lost_s({child.label for child in self.crew.living}, now)
+        if lost_s == 0.0:
             self.watch.tell("trouble", f"{NO_MAJORITY}; see `shoal recover {self.directory}`", now)
-        elif now - self.hopeless[1] >= (RECOVER_S if self.watch.elsewhere() else HOPELESS_S):
+        elif lost_s is not None and lost_s >= (RECOVER_S if self.watch.elsewhere() else HOPELESS_S):
             self._give_up(f"{NO_MAJORITY}; `--resume` goes on from the newest checkpoint")
-
-    async def _join(self) -> None:
-        """One more peer, in the place of one that is gone."""
-        self._introduce(await self._spawn(found=False))
-
-    async def _spawn(self, found: bool) -> PeerProcess:
-        self._number += 1
-        config = self.config
-        if self.job.plan is not None:
-            config = plan_settings.of_seat(config, self.job.plan, self._number - 1, self.job.cluster)
-        return await self.crew.start(
-            PeerSpec(
-                config=configuration.to_tree(config),
-                directory=str(self.directory),
-                label=f"p{self._number}",
-                found=found,
-                first_step=self.job.resumed.first_step,
-                run=self.run_id,
-            )
-        )
-
-    def _introduce(self, child: PeerProcess) -> None:
-        invite, passes = self.job.invite, b""
-        if self.office is not None:
-            invite = self.office.local(self._addresses(), self.config.network.pass_s, self.config.run.name)
-            passes = self._passes(self.office.pass_list)
-        child.write(Start(invite=invite, passes=passes))
-        child.introduced = True
-
-    def _addresses(self) -> tuple[str, ...]:
-        """Where newcomers find the run: through those that listen."""
-        return tuple(address for child in self.crew.living for address in child.addresses)[:32]
 
     async def _kill(self) -> None:
         if self.job.kill_every_s is None:
             return
+        rng = Random(f"{self.config.run.seed}/kill")
         while not self.watch.started:
             await asyncio.sleep(SHOW_S)
         while True:
             await asyncio.sleep(self.job.kill_every_s)
             while not (victims := self._victims()):
                 await asyncio.sleep(SHOW_S)
-            child = self.rng.choice(victims)
+            child = rng.choice(victims)
             self.watch.killed += 1
             self.watch.tell(
                 "killed", f"{child.label} by SIGKILL, as --kill-every asks; another joins", time.monotonic()
             )
             child.kill()
-            await self._join()
+            await self._starter.join()
 
     def _victims(self) -> list[PeerProcess]:
         expendable = set(self.watch.expendable())
         return [child for child in self.crew.living if child.label in expendable and not child.killed]
 
-    # -------------------------------------------------------------------------------------------------- hearing
+    # -------------------------------------------------------------------------------------------------- reports
 
     def _hear(self, child: PeerProcess, line: AnyLine) -> None:
         step: Step | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
-            self.files.commit(step)
+            self._output.commit(step)
         if self.watch.finished:
             self.over.set()
 
@@ -425,9 +371,9 @@ class Run:
         """A month of churn leaves many traces: those of the dead get as much room as those of the living."""
         ended = [child.label for child in self.crew.children if not child.alive]
         with contextlib.suppress(OSError):  # no directory any more: said elsewhere
-            gone = rundir.thin_traces(self.directory, ended, self.config.run.trace_bytes * self.job.here)
-            if gone:
-                words = f"the traces of {', '.join(gone)}, which have ended, are removed: run.trace_bytes"
+            removed = rundir.thin_traces(self.directory, ended, self.config.run.trace_bytes * self.job.here)
+            if removed:
+                words = f"the traces of {', '.join(removed)}, which have ended, are removed: run.trace_bytes"
                 self.watch.tell("trace", words, time.monotonic())
 
     def _by_chaos(self, child: PeerProcess) -> bool:
@@ -439,16 +385,14 @@ class Run:
         return by_chaos and bool(self.crew.living)
 
     def _lost(self, child: PeerProcess) -> None:
-        """A peer has ended and nobody asked it to."""
+        """A peer has ended by itself."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
         if child is self.crew.children[0] and self.authority is not None and not self.watch.started:
             self._give_up(f"the first peer is gone before training began: {why}\n{child.last_words()}")
         elif self.spares and self.authority is not None and self.crew.living:
             self.spares -= 1
-            task = asyncio.get_running_loop().create_task(self._join())
-            self._joining.add(task)
-            task.add_done_callback(self._joining.discard)
+            self._starter.join_soon()
         elif not self.crew.living:
             self._give_up(f"no peer is left here; {child.label}: {why}\n{child.last_words()}")
 
@@ -464,62 +408,29 @@ class Run:
 
     async def _show(self, terminal: Terminal) -> None:
         written_s = 0.0
-        known: tuple[str, ...] = ()
-        listed: rundir.PeersFile | None = None
-        named = 0
-        place = self._place
         while True:
             now = time.monotonic()
             snapshot = self.watch.snapshot(now)
             terminal.show(snapshot)
             if now - written_s >= STATUS_S:
                 written_s = now
-                self._look_after_directory()
-                if place != self._place:
-                    place, known, listed, named = self._place, (), None, 0
-                    self._status = Status(self.files)
-                if self._taken:
+                self._keep_directory()
+                if self._output.lost:
                     return
-                self._status.write(snapshot, now)
-                self.files.flush()
-                with contextlib.suppress(OSError):  # a full disk, or no directory any more: said elsewhere
+                self._output.write_status(snapshot, now)
+                with contextlib.suppress(OSError):  # a full disk, or no directory any more: the user was told
                     self.crew.trim_logs()
-            addresses, peers = self._addresses(), self._locals()
-            if addresses != known and self.files.put("bootstrap.json", msgspec.json.encode(addresses)):
-                known = addresses
-            if peers != listed and self.files.put("peers.json", msgspec.json.encode(peers)):
-                listed = peers
             names = {label: peer for peer, label in self.watch.labels.items()}
-            if len(names) != named and self.files.put("names.json", msgspec.json.encode(names)):
-                named = len(names)
+            self._output.write_lists(self.crew.addresses, self._locals(), names)
             await asyncio.sleep(SHOW_S)
 
-    def _look_after_directory(self) -> None:
-        """Somebody may delete it, or move it away, in the middle of a run: said, and made anew with all that is known here."""
-        if self._taken or rundir.identity(self.directory) == self._place:
-            return
-        try:
-            self._claim = rundir.make_anew(self.directory, self._founding, self._claim)
-            self.files.rewrite(self.watch.books.steps)
-        except ValueError as error:
-            self._taken = True
-            self._give_up(str(error))
-            return
-        except OSError as error:
-            if error.strerror != self._placeless:
-                self._placeless = error.strerror or str(error)
-                words = f"{self.directory} was deleted or moved away, and cannot be made anew: {self._placeless}; nothing is written down"
-                self.watch.tell("trouble", words, time.monotonic())
-            return
-        self._place, self._placeless = rundir.identity(self.directory), ""
-        words = (
-            f"{self.directory} was deleted or moved away; it is made anew, with the commits so far, and training goes on."
-            " Checkpoints, logs and traces that lay in it are gone: the next checkpoint is the first again"
-        )
-        self.watch.tell("trouble", words, time.monotonic())
+    def _keep_directory(self) -> None:
+        self._output.keep(self.watch.books.steps)
+        if self._output.lost:
+            self._give_up(self._output.lost)
 
     def _locals(self) -> rundir.PeersFile:
-        """What `shoal chaos` needs to know."""
+        """The contents of peers.json, which `shoal chaos` reads."""
         standing = self.watch.standing
         names = {label: peer for peer, label in self.watch.labels.items()}
         view = self.watch.books.view

@@ -52,7 +52,7 @@ def begin(config: Config, directory: Path, *, adopt: bool) -> None:
 
 
 def refuse_others(config: Config, run: str) -> None:
-    """For a guest in `run`: where it was told to write, no other run's checkpoints lie."""
+    """For a guest in `run`: where it writes, there are no checkpoints of another run."""
     catalog = Catalog(url_of(config), run)
     others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
     if others and config.checkpoint.url:  # else they are set aside with the directory
@@ -62,8 +62,8 @@ def refuse_others(config: Config, run: str) -> None:
 
 
 def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0) -> Training | None:
-    """The checkpoint to go on from, every byte of which was looked at; None when there never was one. `saved`: the step of
-    the newest, as far as the run's commits tell."""
+    """The checkpoint to go on from, every byte of which was checked; None when there never was one. `saved`: the step of
+    the newest, according to the run's commits."""
     run = authority(directory)
     catalog = Catalog(url_of(config), run)
     others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
@@ -84,10 +84,7 @@ def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0) -> T
         )
     if training is not None:
         marker.refuse_foreign(training, config)
-    for entry in refused:
-        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
-        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
-            print(escaped(f"what is left of it is now {catalog.set_aside(entry.step)}"))
+    _set_damaged_aside(catalog, refused)
     if training is not None and (training.step < saved or any(not catalog.unfinished(entry) for entry in refused)):
         print(f"GOING BACK to step {training.step}: its checkpoint is the newest that is whole")
     return training
@@ -139,32 +136,44 @@ def _refuse_unusable(catalog: Catalog, training: Training | None, refused: Seque
         )
 
 
+def _set_damaged_aside(catalog: Catalog, refused: Sequence[Entry]) -> None:
+    for entry in refused:
+        print(escaped(f"passed over {entry.path}: {entry.wrong}"))
+        if entry.wrong.startswith("damaged"):  # or the run would take it for the one that it is about to write there
+            print(escaped(f"what is left of it is now {catalog.set_aside(entry.step)}"))
+
+
 def _take_over(catalog: Catalog, config: Config, others: Sequence[Entry]) -> None:
-    """What lies there becomes this run's: where it has a whole checkpoint of its own, the others' are renamed; else those of
-    the run that saved last get this run's key, after every byte of the newest was looked at."""
-    assert catalog.authority is not None
-    if any(not entry.wrong for entry in catalog.entries()):
-        aside = list(others)
-    else:
-        last = others[0].training
-        assert last is not None
-        theirs = Catalog(catalog.url, last.authority)
-        training, refused = theirs.soundest()
-        if training is None:
-            raise ValueError(f"--adopt: none of {listed(others)} is whole: {wrongs(refused)}")
-        marker.refuse_foreign(training, config)
-        mine = [entry for entry in others if entry.training is not None and entry.training.authority == last.authority]
-        damaged = {entry.step for entry in refused}
-        taken = [entry for entry in mine if entry.step not in damaged and not theirs.inspect(entry.step).wrong]
-        aside = [entry for entry in others if entry not in taken]
-        for entry in taken:
-            catalog.adopt(entry.step, config.run.name)
-        steps = _joined(sorted(entry.step for entry in taken))
-        print(escaped(f"--adopt: the checkpoints of steps {steps} of {whose(last)} are now this run's"))
-    for entry in aside:
+    """Other runs' checkpoints become this run's. Where it has a whole checkpoint of its own, they are renamed. Otherwise those of the
+    run that saved last get this run's key, after every byte of the newest was checked."""
+    own = any(not entry.wrong for entry in catalog.entries())
+    taken = [] if own else _rekey(catalog, config, others)
+    for entry in others:
+        if entry in taken:
+            continue
         if not catalog.storage.local:
             raise ValueError(f"--adopt: {entry.path} ({whose(entry.training)}) cannot be renamed there; move it away")
         print(escaped(f"--adopt: {entry.path} is now {catalog.set_aside(entry.step, 'before')}"))
+
+
+def _rekey(catalog: Catalog, config: Config, others: Sequence[Entry]) -> list[Entry]:
+    """The whole checkpoints of the run that saved last, which are this run's from now on."""
+    assert catalog.authority is not None
+    last = others[0].training
+    assert last is not None
+    theirs = Catalog(catalog.url, last.authority)
+    training, refused = theirs.soundest()
+    if training is None:
+        raise ValueError(f"--adopt: none of {listed(others)} is whole: {wrongs(refused)}")
+    marker.refuse_foreign(training, config)
+    same_run = [entry for entry in others if entry.training is not None and entry.training.authority == last.authority]
+    damaged = {entry.step for entry in refused}
+    taken = [entry for entry in same_run if entry.step not in damaged and not theirs.inspect(entry.step).wrong]
+    for entry in taken:
+        catalog.adopt(entry.step, config.run.name)
+    steps = _joined(sorted(entry.step for entry in taken))
+    print(escaped(f"--adopt: the checkpoints of steps {steps} of {whose(last)} are now this run's"))
+    return taken
 
 
 def _joined(steps: Sequence[int]) -> str:

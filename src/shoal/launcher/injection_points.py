@@ -1,7 +1,7 @@
-"""Moments at which `shoal chaos` can strike: a peer begins something, and its trace says so while it is at it.
+"""Points at which `shoal chaos` can disturb a peer: it begins a task, and its trace says so while the task runs.
 
 A run with network.faults writes its peers' traces at once (runtime/records/record.py), so what is read here is milliseconds old. Only
-bytes are looked for: a task's tag stands in a trace nowhere but in the command that begins it.
+bytes are searched: a task's tag occurs in a trace only in the command that begins it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.core.messages import Apply, CheckChunk, Cut, ReadChunk, RunBackward, 
 
 
 class InjectionPoint(msgspec.Struct, frozen=True):
-    """The task that begins it, and what the peer is doing then, in words."""
+    """The task that begins there, and a description of it for messages."""
 
     task: type[msgspec.Struct]
     words: str
@@ -38,31 +38,31 @@ INJECTION_POINTS = {
 
 
 class TraceTail:
-    """What has been added to the traces of a run's peers since the last look."""
+    """Follows the traces of a run's peers."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / "traces"
         self._read: dict[str, int] = {}  # bytes of each, by label
 
     def skip(self) -> None:
-        """What is there already is no news."""
+        """Skip what has been written so far."""
         self._read = {path.stem: path.stat().st_size for path in self._directory.glob("*.jsonl")}
 
-    def news(self, labels: Iterable[str]) -> dict[str, bytes]:
-        """Whole lines of these peers since the last look."""
-        return {label: self._news(label) for label in labels}
+    def new_lines(self, labels: Iterable[str]) -> dict[str, bytes]:
+        """Complete lines that were added to these peers' traces since the last call."""
+        return {label: self._new_lines(label) for label in labels}
 
-    def _news(self, label: str) -> bytes:
+    def _new_lines(self, label: str) -> bytes:
         path = self._directory / f"{label}.jsonl"
         begin = self._read.get(label, 0)
         try:
             with open(path, "rb") as file:
-                if begin > os.fstat(file.fileno()).st_size:  # another segment has begun
+                if begin > os.fstat(file.fileno()).st_size:  # the trace was rotated
                     begin = 0
                 file.seek(begin)
-                news = file.read()
-        except FileNotFoundError:  # it has not begun yet
+                added = file.read()
+        except FileNotFoundError:  # the peer has not begun its trace
             return b""
-        whole = news.rfind(b"\n") + 1  # half a line is read again
+        whole = added.rfind(b"\n") + 1  # an incomplete line is read again
         self._read[label] = begin + whole
-        return news[:whole]
+        return added[:whole]

@@ -198,14 +198,14 @@ def invite_named(word: str, book: InviteBook) -> list[str]:
     return by_title or [each for each in book.invites if each.startswith(word) and 4 <= len(word) <= INVITE_CHARS]
 
 
-async def tell(
+async def distribute(
     config: Config, authority: Authority, addresses: tuple[str, ...], data: bytes, wait_s: float
 ) -> tuple[int, int]:
-    """Tell every peer of the run that can be found; how many have it in the end, of how many."""
+    """Send the list to every peer of the run that is found. Returns how many have received it, of how many."""
     from shoal.build import operator
 
     invite = read_invite(authority.invite(addresses, time.time() + OPERATOR_S, config.run.name), 0.0)
-    heard: set[Peer] = set()
+    received: set[Peer] = set()
     found: set[Peer] = set()
     async with operator(config, invite, data) as (transport, directory):
         version = msgspec.msgpack.decode(data, type=PassList).version
@@ -214,7 +214,7 @@ async def tell(
             while True:
                 item = await transport.receive()
                 if isinstance(item, Incoming) and isinstance(item.message, Passes) and item.message.version >= version:
-                    heard.add(item.peer)
+                    received.add(item.peer)
 
         listening = asyncio.create_task(listen())
         try:
@@ -222,9 +222,9 @@ async def tell(
                 while True:
                     await directory.announce()
                     found = {record.peer for record in await directory.peers()} - {transport.name}
-                    if found and found <= heard:
+                    if found and found <= received:
                         break
-                    for peer in found - heard:
+                    for peer in found - received:
                         transport.send(peer, Passes(version, data))
                         transport.send(peer, PassesRequest(version))
                     await asyncio.sleep(ASK_S)
@@ -232,7 +232,7 @@ async def tell(
             pass
         finally:
             listening.cancel()
-    return len(found & heard), len(found)
+    return len(found & received), len(found)
 
 
 def _encoded(grant: Grant) -> bytes:

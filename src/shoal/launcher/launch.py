@@ -1,4 +1,4 @@
-"""Local peers as processes of their own: started, heard, killed, and never left behind. For `shoal run`.
+"""Local peers as processes: started, read from, killed, and never left behind. For `shoal run`.
 
 A peer reads who it is from its standard input (launcher/peer.py), writes reports to its standard output and words for people to a log
 file. Each leads a process group of its own, so that a Ctrl-C reaches the launcher alone, and a kill takes a peer with all
@@ -59,11 +59,11 @@ class PeerProcess:
     def __init__(self, label: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.label, self.process, self.log = label, process, log
         self.identity = identify(process.pid)
-        self.listening = asyncio.Event()  # or gone without ever listening
+        self.listening = asyncio.Event()  # or ended without listening
         self.addresses: tuple[str, ...] = ()
         self.ended: Ended | None = None
         self.killed = False
-        self.introduced = False  # it has been told how to find the run, and takes news
+        self.introduced = False  # it was sent its invite, and accepts News
 
     @property
     def alive(self) -> bool:
@@ -101,7 +101,7 @@ class PeerProcess:
         """The end of its log."""
         try:
             file = open(self.log, "rb")
-        except OSError as error:  # the run's directory is gone
+        except OSError as error:  # the run's directory was removed
             return f"(its log cannot be read: {error.strerror})"
         with file:
             file.seek(max(0, self.log.stat().st_size - 20_000))
@@ -109,7 +109,7 @@ class PeerProcess:
 
 
 class PeerProcesses:
-    """All peer processes of a launcher. `hear` is called with every report; `end` with every process that is over."""
+    """All peer processes of a launcher. `hear` is called with every report, `end` with every process that has ended."""
 
     def __init__(
         self, directory: Path, hear: Callable[[PeerProcess, AnyLine], None], end: Callable[[PeerProcess], None]
@@ -121,6 +121,11 @@ class PeerProcesses:
     @property
     def living(self) -> list[PeerProcess]:
         return [child for child in self.children if child.alive]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where joiners find the run: through the peers that listen."""
+        return tuple(address for child in self.living for address in child.addresses)[:32]
 
     async def start(self, spec: PeerSpec) -> PeerProcess:
         logs = self.directory / "logs"
@@ -146,9 +151,9 @@ class PeerProcesses:
         return child
 
     def trim_logs(self) -> None:
-        """For a run of months: no log grows without end, and peers that are long gone leave none."""
-        gone = [child for child in self.children if not child.alive][:-LOGS]
-        for child in gone:
+        """For a run of months: no log grows without end, and the logs of peers that ended long ago are removed."""
+        ended = [child for child in self.children if not child.alive][:-LOGS]
+        for child in ended:
             child.log.unlink(missing_ok=True)
             child.log.with_name(f"{child.log.name}.1").unlink(missing_ok=True)
         for child in self.living:
@@ -201,5 +206,5 @@ class PeerProcesses:
 def _environment(spec: PeerSpec) -> dict[str, str]:
     """Threads that wait by spinning would take the cores from the other peers of this machine."""
     threads = spec.config["device"]["threads"]
-    told = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
-    return {**told, "OMP_NUM_THREADS": str(threads)} if threads else told
+    environment = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
+    return {**environment, "OMP_NUM_THREADS": str(threads)} if threads else environment

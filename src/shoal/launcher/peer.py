@@ -36,10 +36,10 @@ def main() -> int:
     die_with(int(sys.argv[1]))
     out = _own_output()
     write_log()
-    told = _lines()
-    spec = msgspec.json.decode(next(told), type=PeerSpec)
+    lines = _lines()
+    spec = msgspec.json.decode(next(lines), type=PeerSpec)
     try:
-        ended = _take_part(spec, told, out)
+        ended = _take_part(spec, lines, out)
     except (ValueError, OSError) as error:
         ended = Ended(ok=False, reason=describe(error), user_error=isinstance(error, ValueError))
     out.write(encode(ended))
@@ -88,17 +88,17 @@ def _lines() -> Iterator[bytes]:
             yield from whole
 
 
-def _take_part(spec: PeerSpec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
+def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
     from shoal import build  # imports torch; every process does so while the first one is not yet listening
     from shoal.transport.identity.invite import read_invite
 
     config = configuration.from_tree(spec.config)
     runner = build.runner(config, spec.first_step, spec.run)
-    start = msgspec.json.decode(next(told, b"null"), type=Start | None)
+    start = msgspec.json.decode(next(lines, b"null"), type=Start | None)
     if start is None:
-        return Ended(ok=False, reason="the launcher is gone")
+        return Ended(ok=False, reason="the launcher has ended")
     news = _News(start.passes)
-    threading.Thread(target=_watch_launcher, args=(told, news), name="launcher", daemon=True).start()
+    threading.Thread(target=_watch_launcher, args=(lines, news), name="launcher", daemon=True).start()
     traces = Path(spec.directory) / "traces"
     traces.mkdir(exist_ok=True)
     role = build.Role(
@@ -120,14 +120,14 @@ def _take_part(spec: PeerSpec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
 
 
 class _News:
-    """The newest list of passes that the launcher has told, from its thread to the node's loop."""
+    """Hands the newest pass list from the launcher's thread to the node's loop."""
 
     def __init__(self, passes: bytes) -> None:
         self._passes = passes
         self._tell: Callable[[], object] = lambda: None
 
     def reach(self, node: Node) -> None:
-        """In the node's loop: from now on it hears at once."""
+        """In the node's loop: from now on it receives each list at once."""
         loop, gate = asyncio.get_running_loop(), node.gate
         assert gate is not None
 
@@ -144,9 +144,9 @@ class _News:
             self._tell()
 
 
-def _watch_launcher(told: Iterator[bytes], news: _News) -> None:
-    """An end of input means that the launcher is gone."""
-    for line in told:
+def _watch_launcher(lines: Iterator[bytes], news: _News) -> None:
+    """The end of input means that the launcher has ended."""
+    for line in lines:
         news.take(msgspec.json.decode(line, type=News).passes)
     os._exit(ORPHANED)
 

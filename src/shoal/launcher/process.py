@@ -34,7 +34,7 @@ def lives(process: Process) -> bool:
 
 
 def send(process: Process, number: signal.Signals) -> bool:
-    """Signal exactly that process. False: it is gone, whatever has its number now."""
+    """Signal exactly that process. False: it has ended, even if another process has its number now."""
     if not hasattr(os, "pidfd_open"):
         if not lives(process):
             return False
@@ -69,7 +69,7 @@ def _began_linux(pid: int) -> str:
 
 
 def _began(pid: int) -> str:
-    """To the second, which is what other systems tell without further libraries."""
-    told = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    state, _, began = told.stdout.strip().partition(" ")
+    """To the second, which is what other systems report without further libraries."""
+    result = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, began = result.stdout.strip().partition(" ")
     return "" if not state or state.startswith("Z") else began.strip()

@@ -1,6 +1,6 @@
 """A run's directory, runs/NAME/: who may write it, what an earlier run left there, and where a resumed one goes on.
 
-    summary.json   the account and the losses            trace.jsonl  what every peer was told and said (`shoal replay`), or .gz
+    summary.json   the account and the losses            trace.jsonl  events and commands of every peer (`shoal replay`), or .gz
     commits.jsonl  each committed step with its round    status.json  the newest snapshot (`shoal status`)
     loss.png       checkpoints/step-N/                   logs/        each peer's words for people
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
@@ -217,7 +217,7 @@ def _summary_saved(directory: Path) -> int:
 
 
 def _written(directory: Path) -> list[Step]:
-    """Every commit in commits.jsonl, in the order in which they were heard of."""
+    """Every commit in commits.jsonl, in the order in which they were received."""
     path = directory / "commits.jsonl"
     steps: list[Step] = []
     for text in path.read_bytes().splitlines() if path.exists() else ():

@@ -247,7 +247,7 @@ class DisturbanceChoice(msgspec.Struct, frozen=True):
 
 
 def choose(act: Act, run: PeersFile, away: frozenset[str], rng: Random, lose_stages: bool = False) -> DisturbanceChoice:
-    """`away`: labels that were killed or stopped and of which the run may not know yet."""
+    """`away`: labels of peers that were killed or stopped; the run may not know of it yet."""
     here = [peer for peer in run.peers if peer.label not in away and (peer.peer or act.kind not in LINKS)]
     meant = _meant(act.who, here, run)
     if not meant:
@@ -258,10 +258,17 @@ def choose(act: Act, run: PeersFile, away: frozenset[str], rng: Random, lose_sta
         labels = tuple(peer.label for peer in meant)
         why_not = _majority(run, away | set(labels))
         return DisturbanceChoice(why_not=why_not, later=True) if why_not else DisturbanceChoice(labels=labels)
+    return _choose_one(meant, run, away, rng, lose_stages)
+
+
+def _choose_one(
+    candidates: list[LocalPeer], run: PeersFile, away: frozenset[str], rng: Random, lose_stages: bool
+) -> DisturbanceChoice:
+    """One that leaves the run a majority and, unless `lose_stages`, a replica of every stage."""
     why_not = ""
-    for peer in rng.sample(meant, len(meant)):
-        gone = away | {peer.label}
-        why_not = _majority(run, gone) or ("" if lose_stages else _last(run, peer, gone))
+    for peer in rng.sample(candidates, len(candidates)):
+        removed = away | {peer.label}
+        why_not = _majority(run, removed) or ("" if lose_stages else _last(run, peer, removed))
         if not why_not:
             return DisturbanceChoice(labels=(peer.label,))
     return DisturbanceChoice(why_not=why_not, later=True)
@@ -285,16 +292,16 @@ def _meant(who: str, here: list[LocalPeer], run: PeersFile) -> list[LocalPeer]:
     return [peer for peer in here if peer.label == who]
 
 
-def _majority(run: PeersFile, gone: frozenset[str] | set[str]) -> str:
+def _majority(run: PeersFile, removed: frozenset[str] | set[str]) -> str:
     voters = run.voters or tuple(seat.label for seat in run.members)
-    left = sum(label not in gone for label in voters)
+    left = sum(label not in removed for label in voters)
     if 2 * left > len(voters):
         return ""
     return f"of {len(voters)} members {left} would be left, and the run can do nothing without a majority"
 
 
-def _last(run: PeersFile, peer: LocalPeer, gone: frozenset[str] | set[str]) -> str:
-    held = Counter(seat.stage for seat in run.members if seat.label not in gone)
+def _last(run: PeersFile, peer: LocalPeer, removed: frozenset[str] | set[str]) -> str:
+    held = Counter(seat.stage for seat in run.members if seat.label not in removed)
     seat = next((seat for seat in run.members if seat.label == peer.label), None)
     if seat is None or held[seat.stage]:
         return ""

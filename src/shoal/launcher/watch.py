@@ -264,6 +264,24 @@ class RunMonitor:
         return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
 
 
+class MajorityWatch:
+    """How long the run has had no majority, as far as its launcher knows."""
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self._monitor = monitor
+        self._lost: tuple[int, float] | None = None  # in which view, since when
+
+    def lost_s(self, living: set[str], now: float) -> float | None:
+        """Seconds without a majority in the newest view; 0.0 once, when it was just lost; None: there is one. `living`: labels."""
+        view = self._monitor.books.view
+        if view is None or not self._monitor.hopeless(living):
+            self._lost = None
+            return None
+        if self._lost is None or self._lost[0] != view.number:
+            self._lost = view.number, now
+        return now - self._lost[1]
+
+
 def _peer_line(label: str, standing: Progress) -> PeerLine:
     return PeerLine(
         label=label,

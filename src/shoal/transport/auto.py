@@ -1,9 +1,9 @@
-"""TLS to whom it reaches, libp2p streams to whom it does not: one run of peers with open ports and peers without.
+"""TLS to peers that it reaches, libp2p streams to the others: one run of peers with and without open ports.
 
-The carrier under streams.py that has both of the others. Each direction of each pair is decided by whoever sends, who
-goes directly first: a peer behind a router sends over TLS to one with an open port, and is answered over libp2p. That
-costs DIRECT_S once, is told in words, and holds while the stream stands. Whoever has failed is tried directly again when its address
-changes, when libp2p does not reach it either, or at the first new stream after AGAIN_S. That libp2p can reach a peer without an open
+A carrier that combines the other two. The sender decides for its direction of each pair and tries TLS first: a peer behind a router
+sends over TLS to one with an open port, and is answered over libp2p. A failed try costs DIRECT_S once, is reported, and the choice
+holds while the stream is open. TLS is tried again when the peer's address changes, when libp2p does not reach it either, or with the
+first new stream after AGAIN_S. That libp2p can reach a peer without an open
 port, through a connection that this one has made, a relay or a punched hole, needs every peer to call every other's daemon.
 """
 
@@ -49,8 +49,8 @@ class DirectFailure(msgspec.Struct, frozen=True):
 
 
 class AutoTransport(StreamTransport[tls.Address | Route]):
-    """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory. `tell` is
-    called, from any thread, with what people should know."""
+    """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory. `report` is
+    called, from any thread, with messages for the user."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class AutoTransport(StreamTransport[tls.Address | Route]):
         daemon: Daemon,
         place: tls.Address = ("127.0.0.1", 0),
         limits: Limits = Limits(),
-        tell: Callable[[str], None] = log.warning,
+        report: Callable[[str], None] = log.warning,
     ) -> None:
-        self._both = EitherCarrier(Tls(identity, *place), Libp2p(daemon), tell)
+        self._both = EitherCarrier(Tls(identity, *place), Libp2p(daemon), report)
         super().__init__(identity.name, membership, self._both, limits)
         daemon.revived.append(lambda: self._both.libp2p.again(self.listen, self._engines.control))
 
@@ -77,16 +77,16 @@ class AutoTransport(StreamTransport[tls.Address | Route]):
         self._both.tls.learn(peer, address.direct)
         route = self._both.libp2p.learn(peer, address.streams)
         if route is not None:
-            self._engines.control.post(lambda: self._engines.control.adopt(self._both.libp2p.call(route)))
+            self._engines.control.post(lambda: self._engines.control.adopt(self._both.libp2p.connect_daemons(route)))
 
 
 class EitherCarrier:
     """The carrier. The node's thread and two engines read and write its table, each entry by one operation."""
 
-    def __init__(self, direct: Tls, libp2p: Libp2p, tell: Callable[[str], None]) -> None:
-        self.tls, self.libp2p, self._tell = direct, libp2p, tell
+    def __init__(self, direct: Tls, libp2p: Libp2p, report: Callable[[str], None]) -> None:
+        self.tls, self.libp2p, self._report = direct, libp2p, report
         self._failed: dict[Peer, DirectFailure] = {}
-        self._told: dict[Peer, tls.Address] = {}
+        self._reported: dict[Peer, tls.Address] = {}
 
     async def start(self) -> tuple[socket.socket, ...]:
         listening = await self.tls.start()
@@ -120,12 +120,12 @@ class EitherCarrier:
         failed = self._failed.get(peer)
         if not isinstance(route, Route):
             self._failed.pop(peer, None)
-            if self._told.pop(peer, None) is not None:
-                self._tell(f"{peer} is reached directly again: TLS to it from now on")
-        elif failed is not None and self._told.get(peer) != failed.address:
-            self._told[peer] = failed.address
+            if self._reported.pop(peer, None) is not None:
+                self._report(f"{peer} is reached directly again: TLS to it from now on")
+        elif failed is not None and self._reported.get(peer) != failed.address:
+            self._reported[peer] = failed.address
             host, port = failed.address
-            self._tell(f"{peer} cannot be reached at {host}:{port} ({failed.reason}): libp2p to it instead of TLS")
+            self._report(f"{peer} cannot be reached at {host}:{port} ({failed.reason}): libp2p to it instead of TLS")
 
     def failed(self, peer: Peer, route: tls.Address | Route, reason: str) -> bool:
         if isinstance(route, Route):
@@ -140,7 +140,7 @@ class EitherCarrier:
         self.tls.forget(peer)
         self.libp2p.forget(peer)
         self._failed.pop(peer, None)
-        self._told.pop(peer, None)
+        self._reported.pop(peer, None)
 
     async def close(self) -> None:
         await self.tls.close()

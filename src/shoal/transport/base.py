@@ -23,7 +23,7 @@ STREAM_KINDS: tuple[StreamKind, StreamKind] = ("control", "bulk")
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """A tensor on its way: its bytes, and what they mean.
+    """A tensor as it is sent: its bytes, and what they mean.
 
     `dtype` is one of DTYPES; `codec` (shoal/codec.py) says how `data` encodes the values: raw is little-endian, row-major."""
 
@@ -77,6 +77,6 @@ class Transport(Protocol):
         """The next thing that happened. A peer that sends malformed or oversized data is dropped and reported as Lost."""
 
     def forget(self, peer: Peer) -> None:
-        """That peer is gone for good: close connections to it, drop what waits for it."""
+        """That peer has left for good: close connections to it, drop what waits for it."""
 
     async def close(self) -> None: ...

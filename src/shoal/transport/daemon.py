@@ -60,6 +60,52 @@ _WATCH = '"$@" & exec >/dev/null 2>&1; read -r word; kill -KILL $!; wait; [ -n "
 _NEEDED = "network.transport = 'libp2p' and network.discovery = 'dht' need it; 'tls' and 'gossip' do not"
 
 
+class Endpoint:
+    """Where a daemon listens: as configured, then as it turned out."""
+
+    def __init__(self, host: str, port: int, relays: tuple[str, ...]) -> None:
+        self.host, self.port, self.relays = host, port, relays
+        self.family: int = socket.AF_INET
+
+    def arguments(self) -> list[str]:
+        local = ipaddress.ip_address(self.host).is_loopback
+        kind = "ip6" if ":" in self.host else "ip4"
+        arguments = [
+            f"-hostAddrs=/{kind}/{self.host}/tcp/{self.port}",
+            f"-natPortMap={int(not local)}",
+            f"-autonat={int(not local)}",
+        ]
+        if self.relays:
+            arguments += ["-autoRelay", f"-trustedRelays={','.join(self.relays)}"]
+        return arguments
+
+
+class Output:
+    """What a daemon prints, line by line."""
+
+    def __init__(self) -> None:
+        self.last_line = ""
+        self.listening: asyncio.Future[bool] | None = None  # True when it listens, False when it ends before
+        self._partial_line = b""
+
+    def begin(self) -> asyncio.Future[bool]:
+        """A daemon was started."""
+        self._partial_line = b""
+        self.listening = asyncio.get_running_loop().create_future()
+        return self.listening
+
+    def feed(self, data: bytes) -> None:
+        """b"": its end."""
+        assert self.listening is not None
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        self._partial_line = self._partial_line[:MAX_LINE_BYTES]
+        for line in [*lines, *([self._partial_line] if self._partial_line and not data else [])]:
+            self.last_line = line.decode(errors="replace").strip()
+            log.debug("p2pd: %s", self.last_line)
+            if line.startswith(b"Peer ID:") and not self.listening.done():
+                self.listening.set_result(True)
+
+
 class Daemon:
     """Used by several: each starts and closes it, and it runs in between."""
 
@@ -75,22 +121,19 @@ class Daemon:
         ends and when it runs again."""
         self.peer_id = _ED25519 + identity.public
         self._identity = identity
-        self._host, self._port, self._relays = host, port, relays
+        self._endpoint = Endpoint(host, port, relays)
         self.ended = False  # by itself, and it does not run again yet
         self.revived: list[Callable[[], Awaitable[None]]] = []  # called each time that it runs again
         self._tell = tell
         self._pause_s: float = FIRST_PAUSE_S
         self._began_s = 0.0
         self._reviving: asyncio.Task[None] | None = None
-        self._family: int = socket.AF_INET
         self._users = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self._kept: socket.socket | None = None
         self._addresses: tuple[str, ...] = ()
-        self._words = b""  # the line it is printing
-        self._last = ""  # the last line it has printed
-        self._listens: asyncio.Future[bool] | None = None
+        self._output = Output()
 
     @property
     def control(self) -> str:
@@ -177,12 +220,13 @@ class Daemon:
     async def _start(self) -> None:
         program = _program()
         load()
-        self._family, (self._host, _) = await resolved(self._host, self._port)
-        _check_free(self._family, self._host, self._port)
+        endpoint = self._endpoint
+        endpoint.family, (endpoint.host, _) = await resolved(endpoint.host, endpoint.port)
+        _check_free(self._endpoint.family, self._endpoint.host, self._endpoint.port)
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-"))  # mode 700
         self._run(program)
         await self._begin()
-        self._port = self._port or _port_of(self._addresses)  # others know it by now
+        endpoint.port = endpoint.port or _port_of(self._addresses)  # others know it by now
 
     async def _begin(self) -> None:
         await self._wait()
@@ -195,7 +239,7 @@ class Daemon:
             if time.monotonic() - self._began_s > STEADY_S:
                 self._pause_s = FIRST_PAUSE_S
             self._tell(
-                f"the libp2p daemon of this peer has ended, nobody is reached through it ({self._last or 'without a word'});"
+                f"the libp2p daemon of this peer has ended, nobody is reached through it ({self._output.last_line or 'without a word'});"
                 f" it is started again in {self._pause_s:g} s"
             )
             await asyncio.sleep(self._pause_s)
@@ -203,7 +247,7 @@ class Daemon:
             try:
                 await self._start_again()
             except (OSError, ValueError) as error:
-                self._last = str(error)
+                self._output.last_line = str(error)
                 continue
             self.ended = False
             self._tell("the libp2p daemon of this peer runs again")
@@ -226,10 +270,9 @@ class Daemon:
         for name in ("control", "key"):
             (self.directory / name).unlink(missing_ok=True)
         try:
-            _check_free(self._family, self._host, self._port)
+            _check_free(self._endpoint.family, self._endpoint.host, self._endpoint.port)
         except ValueError:  # somebody has taken it meanwhile
-            self._port = 0
-        self._words = b""
+            self._endpoint.port = 0
         self._run(_program())
         with contextlib.suppress(OSError, ValueError):  # its shell may have ended too
             assert before.stdin is not None
@@ -253,63 +296,54 @@ class Daemon:
         )
 
     def _arguments(self, key: Path) -> list[str]:
-        local = ipaddress.ip_address(self._host).is_loopback
-        kind = "ip6" if ":" in self._host else "ip4"
-        found = [
+        return [
             f"-id={key}",
             f"-listen=/unix{self.control}",
-            f"-hostAddrs=/{kind}/{self._host}/tcp/{self._port}",
             "-dhtServer",
             "-connManager",
             f"-idleTimeout={IDLE_S:.0f}s",
             f"-relayDataLimit={RELAYED_BYTES}",
             "-relayTimeLimit=8760h",
-            f"-natPortMap={int(not local)}",
-            f"-autonat={int(not local)}",
+            *self._endpoint.arguments(),
         ]
-        if self._relays:
-            found += ["-autoRelay", f"-trustedRelays={','.join(self._relays)}"]
-        return found
 
     async def _wait(self) -> None:
         """Until it listens; its own words when it does not."""
         assert self._process is not None and self._process.stdout is not None
-        loop = asyncio.get_running_loop()
-        self._listens = loop.create_future()
+        loop, listening = asyncio.get_running_loop(), self._output.begin()
         pipe = self._process.stdout.fileno()
         os.set_blocking(pipe, False)
         loop.add_reader(pipe, self._hear)
         try:
             async with asyncio.timeout(START_S):
-                listens = await self._listens
+                listens = await listening
         except TimeoutError:
-            raise ValueError(f"the libp2p daemon does not begin to listen within {START_S:g} s: {self._last}") from None
+            raise ValueError(
+                f"the libp2p daemon does not begin to listen within {START_S:g} s: {self._output.last_line}"
+            ) from None
         (self.directory / "key").unlink()
         if not listens:
-            raise ValueError(f"the libp2p daemon cannot start: {self._last or 'it ended without a word'}; {_NEEDED}")
+            raise ValueError(
+                f"the libp2p daemon cannot start: {self._output.last_line or 'it ended without a word'}; {_NEEDED}"
+            )
 
     def _hear(self) -> None:
-        """What it prints. In the loop, as there is nobody else to empty the pipe."""
-        assert self._process is not None and self._process.stdout is not None and self._listens is not None
+        """Read what it prints. In the loop, as nothing else empties the pipe."""
+        assert self._process is not None and self._process.stdout is not None and self._output.listening is not None
         try:
-            words = os.read(self._process.stdout.fileno(), MAX_LINE_BYTES)
+            data = os.read(self._process.stdout.fileno(), MAX_LINE_BYTES)
         except BlockingIOError:
             return
-        *lines, self._words = (self._words + words).split(b"\n")
-        self._words = self._words[:MAX_LINE_BYTES]
-        for line in [*lines, *([self._words] if self._words and not words else [])]:
-            self._last = line.decode(errors="replace").strip()
-            log.debug("p2pd: %s", self._last)
-            if line.startswith(b"Peer ID:") and not self._listens.done():
-                self._listens.set_result(True)
-        if not words:
-            asyncio.get_running_loop().remove_reader(self._process.stdout.fileno())
-            if not self._listens.done():
-                self._listens.set_result(False)
-            elif self._users:
-                self.ended = True
-                if self._reviving is None or self._reviving.done():
-                    self._reviving = asyncio.get_running_loop().create_task(self._revive())
+        self._output.feed(data)
+        if data:
+            return
+        asyncio.get_running_loop().remove_reader(self._process.stdout.fileno())
+        if not self._output.listening.done():
+            self._output.listening.set_result(False)
+        elif self._users:
+            self.ended = True
+            if self._reviving is None or self._reviving.done():
+                self._reviving = asyncio.get_running_loop().create_task(self._revive())
 
     def _keep(self) -> None:
         """The connection without which it ends itself."""

@@ -1,9 +1,8 @@
-"""libp2p streams between peers: for those that have no port which others can reach, and go through relays and punched holes.
+"""libp2p streams between peers: for peers without a port that others can reach, through relays and punched holes.
 
-The carrier under streams.py, through this peer's libp2p daemon (daemon.py). For each stream that is opened here we make
-a connection to the daemon, which from then on is that stream; for each that comes in the daemon makes one to us, and says
-first which libp2p peer is at the other end. That peer's id, which libp2p has checked, holds its key. No byte is looked at by
-hivemind's Python, so that the daemon's own speed is what remains.
+A carrier (streams/carrier.py) that uses this peer's libp2p daemon (daemon.py). To open a stream we connect to the daemon, and that
+connection becomes the stream. For an incoming stream the daemon connects to us and states first which libp2p peer is at the other
+end; libp2p has checked that this peer's id holds its key. hivemind's Python handles no byte of it, so the daemon's speed is the limit.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_NAME = "/shoal/stream/2"
 MAX_ROUTES = 16
-PEERS = 4096  # whose routes are remembered; of those heard of longest ago they are forgotten
+PEERS = 4096  # whose routes are remembered; the ones updated longest ago are forgotten
 SOCKET_BYTES = 1 << 20  # of one unix socket's buffer, as far as the system allows
 _ACK = memoryview(b"\6")
 
@@ -42,7 +41,7 @@ Address = tuple[str, ...]  # libp2p multiaddrs of one peer, each with its peer i
 
 
 class Route(msgspec.Struct, frozen=True):
-    """`request`: first "connect" with all addresses, then "open a stream"; made once."""
+    """Requests to the daemon: connect to the peer, open a stream. Encoded once."""
 
     connect: bytes
     open: bytes
@@ -67,11 +66,11 @@ class Libp2pTransport(StreamTransport[Route]):
         through relays."""
         route = self._libp2p.learn(peer, address) if peer != self.name else None
         if route is not None:
-            self._engines.control.post(lambda: self._engines.control.adopt(self._libp2p.call(route)))
+            self._engines.control.post(lambda: self._engines.control.adopt(self._libp2p.connect_daemons(route)))
 
 
 class Libp2p:
-    """The carrier, and its address book."""
+    """The carrier, with the routes to peers."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
@@ -87,10 +86,10 @@ class Libp2p:
         return (listener,)
 
     async def again(self, listen: Callable[[socket.socket], None], control: Engine) -> None:
-        """Another daemon runs: it hears where streams go, and calls whom the one before had called."""
+        """Another daemon runs: register with it, and connect it to the peers of the one before."""
         if not self._started:
             return
-        if not self._place.exists():  # it has gone with the old daemon's directory
+        if not self._place.exists():  # it was removed with the old daemon's directory
             listen(self._listener())
         await self._register()
         for route in list(self._routes.values()):
@@ -127,10 +126,10 @@ class Libp2p:
         return stream, key_id(public_key(opened.streamInfo.peer))
 
     def _call_from(self, control: Engine, route: Route) -> None:
-        control.adopt(self.call(route))
+        control.adopt(self.connect_daemons(route))
 
-    def call(self, route: Route) -> Connection:
-        """Have the daemons know each other; no stream yet."""
+    def connect_daemons(self, route: Route) -> Connection:
+        """Connect the daemons; opens no stream."""
         connection = Connection(self.socket(route), lambda error: log.debug("a peer cannot be called: %s", error))
         connection.steps = self._connect(PlainStream(connection), route)
         connection.deadline = time.monotonic() + handshake.CONNECT_S
@@ -185,7 +184,7 @@ class Libp2p:
 
 
 class PlainStream:
-    """A socket as it is: libp2p has encrypted already what comes to the daemon from outside."""
+    """A plain socket: libp2p encrypts what the daemon exchanges with others."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -228,11 +227,11 @@ class PlainStream:
                 yield WaitFor.AGAIN
 
     def check_open(self) -> None:
-        if self.heard(1):
-            raise ConnectionError("the other side speaks out of turn")
+        if self.received(1):
+            raise ConnectionError("the other side sent data on a stream of this side's")
 
-    def heard(self, most: int) -> bytes:
-        """What is there, without waiting."""
+    def received(self, most: int) -> bytes:
+        """The bytes that have arrived, without waiting."""
         try:
             words = self._sock.recv(most)
         except BlockingIOError:
@@ -251,15 +250,15 @@ class WindowedStream:
     def __init__(self, plain: PlainStream) -> None:
         self._plain = plain
         self._window = CongestionWindow()
-        self._unsaid = ACK_BYTES  # to be read before the next acknowledgement
+        self._unacknowledged = ACK_BYTES  # bytes to be read before the next acknowledgement
 
     def read(self, view: memoryview) -> Steps:
         while view:
-            part, view = view[: self._unsaid], view[self._unsaid :]
+            part, view = view[: self._unacknowledged], view[self._unacknowledged :]
             yield from self._plain.read(part)
-            self._unsaid -= part.nbytes
-            if not self._unsaid:
-                self._unsaid = ACK_BYTES
+            self._unacknowledged -= part.nbytes
+            if not self._unacknowledged:
+                self._unacknowledged = ACK_BYTES
                 yield from self._plain.write(_ACK)
 
     def write(self, view: memoryview) -> Steps:
@@ -279,7 +278,7 @@ class WindowedStream:
                 yield WaitFor.AGAIN
 
     def check_open(self) -> None:
-        words = self._plain.heard(CEILING_BYTES // ACK_BYTES)
+        words = self._plain.received(CEILING_BYTES // ACK_BYTES)
         if words:
             self._window.acknowledged(len(words), time.monotonic())
 
@@ -288,7 +287,7 @@ class WindowedStream:
 
 
 def _reply(stream: PlainStream) -> Generator[WaitFor | Engine, None, bytearray]:
-    """What the daemon says, behind its length."""
+    """The daemon's answer, which follows its length."""
     byte = bytearray(1)
     length = shift = 0
     while True:

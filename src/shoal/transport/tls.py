@@ -1,6 +1,6 @@
 """TLS 1.3 over TCP between peers that reach one another directly: the network of real runs.
 
-The carrier under streams.py: it dials and accepts TCP connections, and a peer proves its key by its certificate.
+A carrier (streams/carrier.py): it dials and accepts TCP connections; a peer proves its key by its certificate.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from shoal.transport.streams.streams import StreamTransport
 log = logging.getLogger(__name__)
 
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
-ADDRESSES = (
-    4096  # remembered; that of the peer that was heard of longest ago makes room: those that live are heard of again
-)
+ADDRESSES = 4096  # remembered; the one updated longest ago is forgotten, as peers that live are announced again
 UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 Address = tuple[str, int]
@@ -55,7 +53,7 @@ class TlsTransport(StreamTransport[Address]):
 
 
 class Tls:
-    """The carrier, and its address book."""
+    """The carrier, with the addresses of peers."""
 
     def __init__(self, identity: Identity, host: str, port: int) -> None:
         self._asked: Address = (host, port)

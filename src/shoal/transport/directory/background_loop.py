@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, for what strangers may keep busy: a node's own loop never waits for it.
+"""An event loop in a thread of its own, for work that outsiders can cause: the node's own loop never waits for it.
 
-For directories. The thread ranks lower than the node's. Verifying a signature lets other threads run meanwhile.
+For directories. The thread has a lower priority than the node's. Verifying a signature lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Started and closed from the node's loop."""
+    """Started and closed in the owner's loop, which is the node's."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owner: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # background thread only
 
     def start(self) -> None:
         self._owner = asyncio.get_running_loop()
@@ -31,22 +32,29 @@ class BackgroundLoop:
         self._thread.start()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, and what it raises. Cancelled with whoever waits for it."""
+        """The result of `work`, which runs in the background, or the exception that it raises. Cancelled with the caller."""
         if self._loop is None:
             work.close()
             raise RuntimeError(f"{self._name} is not running")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def tell(self, call: Callable[[], object]) -> None:
-        """In the owner's loop, before it hears of the end of what runs here now."""
+    def create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """In the background thread: a task that runs until `close`."""
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def call_in_owner(self, call: Callable[[], object]) -> None:
+        """Call it in the owner's loop, before `run` returns there what runs here now."""
         assert self._owner is not None
         try:
             self._owner.call_soon_threadsafe(call)
-        except RuntimeError:  # it is closed: nobody is left to tell
+        except RuntimeError:  # the owner's loop is closed
             pass
 
     def close(self) -> None:
-        """Whatever runs there is cancelled."""
+        """Cancel everything that runs in the background."""
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -58,10 +66,10 @@ class BackgroundLoop:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
-            left = asyncio.all_tasks(loop)
-            for task in left:
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
                 task.cancel()
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             loop.close()

@@ -1,15 +1,14 @@
-"""The distributed directory: signed records in a Kademlia table that the peers of the run keep among themselves.
+"""The distributed directory: signed records in a Kademlia table that the peers of the run keep together.
 
-Behind the contract of directory.py, on hivemind's DHT in this process and this peer's libp2p daemon (daemon.py), which may
-be shared with the transport. All records of a run lie under one key of the table, each under its peer's name as subkey, on
-the twenty peers nearest to that key. Whoever stores or hands on a record cannot make one: every peer checks what it is asked
-to keep and what it is told (signature, pass, name, expiry, size), and what fails is neither kept nor believed.
+It implements the contract of directory.py with hivemind's DHT in this process and this peer's libp2p daemon (daemon.py), which
+the transport may share. All records of a run lie under one key of the table, each under its peer's name as subkey, on the twenty
+peers nearest to that key. A peer that stores or forwards a record cannot forge one: every peer checks each record that it is asked
+to store and each that it receives (signature, pass, name, expiry, size), and rejects what fails.
 
-hivemind throws away all records of an answer when one of them is refused; here only those are left out, since nobody verifies
-more than a budget allows (records.py). hivemind's part runs in a background loop (background_loop.py), as any libp2p peer can call it, and
-how often and with how much is bounded before a byte of it is parsed. So the record of a peer that was revoked is passed on by those who
-have not heard of it, which is no fault; whoever has heard neither keeps nor believes it. And a peer whose own pass is over announces
-nothing until a renewal has come.
+hivemind discards all records of an answer when one is rejected. Here only the rejected ones are left out, since a budget limits how
+many are verified (records.py). hivemind's part runs in a background loop (background_loop.py), as any libp2p peer can call it; the
+number and size of calls are bounded before a byte is parsed. Peers that do not yet know of a revocation still forward the record of
+a revoked peer; peers that know of it reject the record. A peer whose own pass has expired announces nothing until it is renewed.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ class CallBudgets(msgspec.Struct, frozen=True):
     verified: tuple[Allowance, Allowance]
 
 
-# Whose record is held here, and who was asked. 400 peers that look for somebody ask twice a second; at first all records are new,
+# Peers with a record here, and peers that were asked. 400 peers that look for others ask twice a second; at first all records are new,
 # three signatures each.
 MEMBERS = CallBudgets(
     (Allowance(50.0, 400.0), Allowance(400.0, 4000.0)),
     (Allowance(256 << 10, 4 << 20), Allowance(2 << 20, 16 << 20)),
     (Allowance(200.0, 3.0 * MAX_RECORDS), Allowance(500.0, 6.0 * MAX_RECORDS)),
 )
-# All others. A libp2p peer id costs no more than a handshake. A newcomer calls a few times and brings its own record; 400 come at once.
+# All others. A libp2p peer id costs no more than a handshake. A newcomer calls a few times and sends its own record; 400 may start at once.
 STRANGERS = CallBudgets(
     (Allowance(5.0, 60.0), Allowance(100.0, 2500.0)),
     (Allowance(16 << 10, 128 << 10), Allowance(512 << 10, 4 << 20)),
@@ -65,15 +64,15 @@ STRANGERS = CallBudgets(
 
 
 class Spent:
-    """Of a CallBudgets."""
+    """What callers have used of CallBudgets."""
 
-    def __init__(self, share: CallBudgets) -> None:
+    def __init__(self, budgets: CallBudgets) -> None:
         self.calls, self.nbytes, self.verified = (
-            Budgets(*pair) for pair in (share.calls, share.nbytes, share.verified)
+            Budgets(*pair) for pair in (budgets.calls, budgets.nbytes, budgets.verified)
         )
 
 
-# Who brings the records that are looked at, and of which share; None: who was asked for them.
+# The sender of the records being checked, and its budgets; None: a peer that was asked for them.
 _source: contextvars.ContextVar[tuple[str, Spent] | None] = contextvars.ContextVar("source", default=None)
 
 
@@ -93,7 +92,9 @@ class Dht:
         self.bootstrap, self._daemon = bootstrap, daemon
         self._key = f"shoal/{membership.run}"
         self._background = BackgroundLoop("shoal directory")
-        self._records = Records(membership, lambda record: self._background.tell(lambda: learn(record)), self._remove)
+        self._records = Records(
+            membership, lambda record: self._background.call_in_owner(lambda: learn(record)), self._remove
+        )
         self._members, self._strangers = Spent(MEMBERS), Spent(STRANGERS)
         self._p2p: Any = None
         self._node: Any = None
@@ -159,7 +160,7 @@ class Dht:
         await self._p2p.shutdown()
 
     async def _give_up(self) -> None:
-        """What belongs to a daemon that is gone."""
+        """Release what belongs to a daemon that has ended."""
         if self._node is not None:
             with contextlib.suppress(OSError, EOFError, hivemind("p2p").P2PDaemonError):
                 async with asyncio.timeout(ANSWER_S):
@@ -193,7 +194,7 @@ class Dht:
         await self._background.run(self._store(own, seal(self.identity, self.membership, own)))
 
     async def peers(self) -> list[PeerRecord]:
-        """What the look-up brings passes `_accept`."""
+        """What the look-up returns passes `_accept`."""
         if self.bootstrap and not await self._background.run(self._is_acquainted()):
             await asyncio.gather(
                 *(self._daemon.connect(address, ANSWER_S) for address in self.bootstrap), return_exceptions=True
@@ -218,7 +219,7 @@ class Dht:
         return bool(self._node.protocol.routing_table.uid_to_peer_id)
 
     def _bootstrap_ids(self) -> list[str]:
-        """Without the way to them: the daemon knows it by now."""
+        """Without their addresses: the daemon knows those already."""
         return [f"/p2p/{written(parsed_address(address)[0])}" for address in self.bootstrap]
 
     async def _call_bootstrap(self) -> None:
@@ -254,7 +255,7 @@ class Dht:
         )
 
     async def _meet_bootstrap(self) -> None:
-        """All contacts are gone (a cable was pulled): begin again."""
+        """All contacts are lost (a cable was pulled): join the table again."""
         for address in self.bootstrap:
             await self._node.protocol.call_ping(hivemind("p2p").PeerID(parsed_address(address)[0]))
 
@@ -262,7 +263,7 @@ class Dht:
         try:
             await self._daemon.refresh()
         except OSError as error:
-            log.warning("the libp2p daemon does not tell its addresses: %s", error)
+            log.warning("the libp2p daemon does not state its addresses: %s", error)
 
     async def _ask(self, call: Callable[[], Any]) -> None:
         try:
@@ -323,14 +324,14 @@ class Dht:
             data = msgspec.msgpack.decode(value, type=bytes)
             peer = msgspec.msgpack.decode(subkey, type=str)
             caller, spent = _source.get() or ("asked", self._members)
-            self._records.hear(data, caller, time.time(), (peer, expires_s), spent.verified)
+            self._records.add(data, caller, time.time(), (peer, expires_s), spent.verified)
         except (ValueError, msgspec.MsgspecError) as error:
             log.debug("a record is refused: %s", error)
             return False
         return not self._kept(peer, expires_s)
 
     def _kept(self, peer: Peer, expires_s: float) -> bool:
-        """It is brought again: hivemind's table remembers every time that something is stored, for as long as it is good."""
+        """A repeated store: hivemind's table remembers each one until the record expires."""
         if _source.get() is None:
             return False
         stored = self._node.protocol.storage.get(hivemind("dht.routing").DHTID.generate(self._key))
@@ -351,7 +352,7 @@ def _validator(accept: Callable[[bytes, bytes, bytes, float], bool]) -> Any:
 
 
 def _short(error: OSError) -> str:
-    """The last of libp2p's words says why; before it come those of every layer."""
+    """libp2p's last words are the reason; before them stand those of every layer."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error).strip().splitlines()[-1].rpartition("dial ")[2].strip(" *\t")[:200]

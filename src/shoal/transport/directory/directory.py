@@ -1,9 +1,9 @@
 """Where the peers of a run are found: the contract of every directory, and the plain directory.
 
-A directory passes signed records on (records.py) but cannot make them. The plain directory (`Gossip`) needs nothing but the address
-of one peer of the run: a caller brings its own record and a few others, and is told all that are held. Only who brings a good record
-is told anything. It serves local runs and small groups; a distributed hash table (dht.py) serves the others behind the same
-contract. All of it runs in a thread of its own (background_loop.py), as anybody can call.
+A directory forwards signed records (records.py) but cannot forge them. The plain directory (`Gossip`) needs only the address of one
+peer of the run: a caller sends its own record and a few others, and receives all that are held, provided one of its records is valid.
+It serves local runs and small groups; a distributed hash table (dht.py) serves the others behind the same contract. All of it runs in
+a background loop (background_loop.py), as anybody can call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -40,27 +40,27 @@ from shoal.transport.tls import resolved
 
 __all__ = ["MAX_RECORDS", "MAX_SEALED_BYTES", "TTL_S", "Directory", "Gossip", "PeerRecord", "Sealed", "seal", "unseal"]
 
-TOLD = 4  # records that a caller brings: its own, and some of others
-MAX_TOLD_BYTES = TOLD * (MAX_SEALED_BYTES + 8) + 8
+SENT = 4  # records that a caller sends: its own, and some of others
+MAX_SENT_BYTES = SENT * (MAX_SEALED_BYTES + 8) + 8
 MAX_ANSWER_BYTES = MAX_RECORDS_BYTES + 8 * MAX_RECORDS
-EXCHANGE_S = 3.0  # to connect, tell and be told
-CONTACTS = 16  # peers told at once, besides the bootstrap ones
-CALLERS = 128  # that have not yet told anything; then the oldest of the address with most of them gives way
-ANSWERED = 128  # that are being told
-EVERY = 32  # records heard, before others have their turn
-REFUSED_S = 0.002  # pause after a caller that may not come
+EXCHANGE_S = 3.0  # to connect, send and receive
+CONTACTS = 16  # peers called at once, besides the bootstrap ones
+CALLERS = 128  # that have not sent a valid record yet; beyond it the oldest of the busiest address is dropped
+ANSWERED = 128  # answers being sent
+EVERY = 32  # records checked before other tasks have their turn
+REFUSED_S = 0.002  # pause after a caller was refused
 # Calls. 400 peers behind one address that have just been started ask twice a second whoever founded the run.
 CALLS_FROM_ONE = Allowance(per_s=200.0, at_once=2000.0)
 CALLS_FROM_ALL = Allowance(per_s=400.0, at_once=4000.0)
-RECORDS_FROM_ONE, RECORDS_FROM_ALL = PER_ADDRESS, ALL_ADDRESSES  # verifications of what callers bring
+RECORDS_FROM_ONE, RECORDS_FROM_ALL = PER_ADDRESS, ALL_ADDRESSES  # verifications of what callers send
 # Verifications of what was asked for, by the address asked: at first all records are new, three signatures each.
 ASKED_ONE = Allowance(per_s=200.0, at_once=3.0 * MAX_RECORDS)
 ASKED_ALL = Allowance(per_s=500.0, at_once=6.0 * MAX_RECORDS)
 
 
 class Directory(Protocol):
-    """Both calls may take seconds; neither raises for a network that does not answer. Every record that comes to be known is
-    handed at once to the `learn` that the directory was made with, so that the transport knows the way."""
+    """Both calls may take seconds; neither raises for a network that does not answer. Every new record is
+    handed at once to the `learn` that the directory was made with, so that the transport knows the address."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -72,14 +72,27 @@ class Directory(Protocol):
     async def close(self) -> None: ...
 
     async def announce(self) -> None:
-        """Tell of this peer; called again well within TTL_S."""
+        """Announce this peer; called again well within TTL_S."""
 
     async def peers(self) -> list[PeerRecord]:
         """Records of the run that have not expired."""
 
 
+class AnswerCache:
+    """The answer to every caller, made once a second at most, as anybody can ask; empty when it has to be made."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self._until_s = 0.0
+        self._version = 0  # of the authority's list, when the answer was made
+
+    def check(self, now: float, version: int) -> None:
+        if now >= self._until_s or version != self._version:
+            self.data, self._until_s, self._version = b"", now + 1.0, version
+
+
 class Gossip:
-    """The plain directory. `own` is this peer's record; its expiry and directory port are filled in here. `learn` is called in the
+    """The plain directory. `own` is this peer's record, without its expiry and directory port, which are set here. `learn` is called in the
     loop that `start` was called in."""
 
     def __init__(
@@ -95,7 +108,7 @@ class Gossip:
         self._background = BackgroundLoop("shoal directory")
         self._records = Records(
             membership,
-            lambda record: self._background.tell(lambda: learn(record)),
+            lambda record: self._background.call_in_owner(lambda: learn(record)),
             from_one=RECORDS_FROM_ONE,
             from_all=RECORDS_FROM_ALL,
         )
@@ -103,14 +116,12 @@ class Gossip:
         self._calls = Budgets(CALLS_FROM_ONE, CALLS_FROM_ALL)
         self._unverified_callers: dict[
             asyncio.Task[None], str
-        ] = {}  # that have told nothing yet, the oldest first, with their address
+        ] = {}  # that have not sent a valid record yet, the oldest first, with their address
         self._answered = 0
-        self._answer: tuple[float, bytes] = (0.0, b"")  # until when it is used again, and what all are told
-        self._answer_version = 0  # of the authority's list, when that was made
+        self._answer = AnswerCache()
         self._sealed = b""  # this peer's record
-        self._told: set[str] = set()  # addresses that have heard of this peer
+        self._informed: set[str] = set()  # addresses that this peer's record was sent to
         self._listener: socket.socket | None = None
-        self._work: set[asyncio.Task[None]] = set()
         self._rng = random.Random(own.peer)
 
     async def start(self) -> None:
@@ -143,17 +154,11 @@ class Gossip:
         if self._listener is not None:
             self._listener.close()
 
-    # ---------------------------------------------------------------------------------------------- in the thread aside
+    # -------------------------------------------------------------------------------------------- in the background
 
     async def _begin(self, listener: socket.socket) -> None:
         self._renew()
-        self._start(self._accept(listener))
-
-    def _start(self, work: Coroutine[object, None, None]) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        return task
+        self._background.create_task(self._accept(listener))
 
     def _renew(self) -> None:
         self.own = msgspec.structs.replace(self.own, expires_s=time.time() + TTL_S)
@@ -162,19 +167,19 @@ class Gossip:
 
     async def _announce(self) -> None:
         self._renew()
-        self._told.clear()
+        self._informed.clear()
         await self._exchange()
 
     async def _peers(self) -> list[PeerRecord]:
-        if self.own.expires_s < time.time() + TTL_S / 2:  # nobody would be told anything for one that has ended
+        if self.own.expires_s < time.time() + TTL_S / 2:  # an expired record gets no answer
             self._renew()
         await self._exchange()
         return self._records.fresh(time.time())
 
     async def _exchange(self) -> None:
-        """Ask the bootstrap peers and some others; then those that are new and have not heard of this peer."""
+        """Ask the bootstrap peers and some others; then new ones that do not have this peer's record yet."""
         await self._ask_all(dict.fromkeys((*self.bootstrap, *self._some(self._contacts()))))
-        await self._ask_all(self._some([address for address in self._contacts() if address not in self._told]))
+        await self._ask_all(self._some([address for address in self._contacts() if address not in self._informed]))
 
     def _contacts(self) -> list[str]:
         return [
@@ -195,19 +200,19 @@ class Gossip:
             async with asyncio.timeout(EXCHANGE_S):
                 reader, writer = await asyncio.open_connection(host, int(port))
                 try:
-                    writer.write(self._bring())
+                    writer.write(self._own_records())
                     size = _announced(await reader.readexactly(4), MAX_ANSWER_BYTES)
-                    await self._hear(_decoded(await reader.readexactly(size))[:MAX_RECORDS], address, self._asked)
-                    self._told.add(address)
+                    await self._check(_decoded(await reader.readexactly(size))[:MAX_RECORDS], address, self._asked)
+                    self._informed.add(address)
                 finally:
                     writer.close()
         except (OSError, TimeoutError, ValueError, OverflowError, asyncio.IncompleteReadError):
-            return  # gone, or it talks nonsense: another contact will do
+            return  # it is down, or its answer is malformed: another contact will do
 
-    def _bring(self) -> bytes:
-        """This peer's record, which entitles it to an answer, and some of others', in case that they have called nobody."""
+    def _own_records(self) -> bytes:
+        """This peer's record, which entitles it to an answer, and some of others, in case they have called nobody."""
         others = [held.data for peer, held in self._records.held.items() if peer != self.own.peer]
-        some = self._rng.sample(others, min(TOLD - 1, len(others)))
+        some = self._rng.sample(others, min(SENT - 1, len(others)))
         return _framed([self._sealed, *some])
 
     # -------------------------------------------------------------------------------------------------- being called
@@ -217,7 +222,7 @@ class Gossip:
         while True:
             try:
                 sock, address = await loop.sock_accept(listener)
-            except OSError:  # the caller is gone again, or no file descriptor is left
+            except OSError:  # the caller has closed already, or no file descriptor is left
                 await asyncio.sleep(EXCHANGE_S / 30)
                 continue
             place = address_group(address[0])
@@ -227,7 +232,7 @@ class Gossip:
                 continue
             if len(self._unverified_callers) >= CALLERS:
                 self._turn_away()
-            task = self._start(self._serve(sock, place))
+            task = self._background.create_task(self._serve(sock, place))
             self._unverified_callers[task] = place
             await asyncio.sleep(0)  # accepting does not wait, and would keep others from their turn
 
@@ -242,15 +247,15 @@ class Gossip:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(EXCHANGE_S):
-                size = _announced(await _received(sock, 4), MAX_TOLD_BYTES)
-                brought = _decoded(await _received(sock, size))[:TOLD]
-                good = await self._hear(brought, place)
+                size = _announced(await _received(sock, 4), MAX_SENT_BYTES)
+                records = _decoded(await _received(sock, size))[:SENT]
+                valid = await self._check(records, place)
                 self._forget_caller()
-                if good is None or self._answered >= ANSWERED:
+                if valid is None or self._answered >= ANSWERED:
                     return
                 self._answered += 1
                 try:
-                    await loop.sock_sendall(sock, self._all() if good else _framed([self._sealed]))
+                    await loop.sock_sendall(sock, self._all() if valid else _framed([self._sealed]))
                 finally:
                     self._answered -= 1
         except (OSError, TimeoutError, ValueError):
@@ -265,38 +270,36 @@ class Gossip:
         self._unverified_callers.pop(task, None)
 
     def _all(self) -> bytes:
-        """What every caller is told; made once a second at most, as anybody can ask."""
-        now, version = time.monotonic(), self.membership.standing.version
-        if now >= self._answer[0] or version != self._answer_version:
+        """The answer to every caller."""
+        self._answer.check(time.monotonic(), self.membership.standing.version)
+        if not self._answer.data:
             self._records.fresh(time.time())
-            self._answer, self._answer_version = (now + 1.0, b""), version
-        if not self._answer[1]:
-            self._answer = (self._answer[0], _framed([held.data for held in self._records.held.values()]))
-        return self._answer[1]
+            self._answer.data = _framed([held.data for held in self._records.held.values()])
+        return self._answer.data
 
-    async def _hear(self, told: list[bytes], source: str, budgets: Budgets | None = None) -> bool | None:
-        """Is any of them believed? What is expired, of another run or forged is not passed on either. None: not even one of a peer that was
-        revoked, which is told of me alone: it learns from my transport why it is refused."""
-        good: bool | None = None
-        for number, data in enumerate(told):
+    async def _check(self, records: list[bytes], source: str, budgets: Budgets | None = None) -> bool | None:
+        """True: one of them is valid. False: only because its peer was revoked none is; such a peer receives this peer's record alone, as
+        its transport then learns why it is refused. None: none is. Only valid records are forwarded."""
+        valid: bool | None = None
+        for number, data in enumerate(records):
             if number % EVERY == EVERY - 1:
                 await asyncio.sleep(0)
             before = len(self._records.held)
             try:
-                self._records.hear(data, source, time.time(), budgets=budgets)
-                good = True
+                self._records.add(data, source, time.time(), budgets=budgets)
+                valid = True
             except NotWelcome:
-                good = good or False
+                valid = valid or False
             except ValueError:
                 continue
             if len(self._records.held) != before:
-                self._answer = (self._answer[0], b"")
-        return good
+                self._answer.data = b""
+        return valid
 
 
 def _framed(records: list[bytes]) -> bytes:
-    told = msgspec.msgpack.encode(records)
-    return len(told).to_bytes(4, "big") + told
+    encoded = msgspec.msgpack.encode(records)
+    return len(encoded).to_bytes(4, "big") + encoded
 
 
 def _announced(prefix: bytes, most: int) -> int:
@@ -315,10 +318,10 @@ def _decoded(data: bytes) -> list[bytes]:
 
 async def _received(sock: socket.socket, size: int) -> bytes:
     loop = asyncio.get_running_loop()
-    found = bytearray()
-    while len(found) < size:
-        piece = await loop.sock_recv(sock, size - len(found))
+    received = bytearray()
+    while len(received) < size:
+        piece = await loop.sock_recv(sock, size - len(received))
         if not piece:
             raise ConnectionError("closed by the other side")
-        found += piece
-    return bytes(found)
+        received += piece
+    return bytes(received)

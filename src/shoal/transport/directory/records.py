@@ -1,10 +1,10 @@
-"""Signed records of who takes part in a run, and the table of those that a directory believes.
+"""Signed records of the peers of a run, and the table of those that a directory holds.
 
-A record is signed by the peer it speaks of and expires. Anybody may bring any number, so what is cheap is checked first (size, form,
-run, name, expiry, whether a newer one of that peer is held), signatures have a budget for whoever brings them and for all, and
-nothing is verified twice. Of a key a few names are held, the newest ones, and where the table is full, whoever has most of it by one
-invite gets no more. Who is revoked is looked up each time, so that it takes effect at once. For directory.py and dht.py, in their thread;
-decides only: it is told the time.
+A record is signed by the peer it describes, and expires. Any sender may send any number, so the cheap checks come first (size, form,
+run, name, expiry, whether a newer record of that peer is held), signatures have a budget per sender and in total, and nothing is
+verified twice. The table holds a few names per key, the newest, and when it is full the invite with the most records gets no more.
+Revocations are looked up each time, so they take effect at once. For directory.py and dht.py, in their thread. Decides only: the
+caller passes the time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sealed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BudgetSpent(ValueError):
-    """More is brought than is verified: this record may be good, and come again."""
+    """More records are sent than are verified: this one may be valid, and may be sent again."""
 
 
 def seal(identity: Identity, membership: Membership, record: PeerRecord) -> bytes:
@@ -108,17 +108,17 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Records:
-    """`learn` hears of every record that is taken, `gone` of every peer whose record made room for another's."""
+    """`learn` is called with every record that is accepted, `forget` with every peer whose record made room for another's."""
 
     def __init__(
         self,
         membership: Membership,
         learn: Callable[[PeerRecord], None],
-        gone: Callable[[Peer], None] = lambda _: None,
+        forget: Callable[[Peer], None] = lambda _: None,
         from_one: Allowance = PER_ADDRESS,
         from_all: Allowance = ALL_ADDRESSES,
     ) -> None:
-        self._membership, self._learn, self._gone = membership, learn, gone
+        self._membership, self._learn, self._forget = membership, learn, forget
         self.held: dict[Peer, Held] = {}
         self._keys: Counter[str] = Counter()  # of those held
         self._own: Peer = ""
@@ -137,7 +137,7 @@ class Records:
         self._believed.put(hashlib.sha256(data).digest(), record)
         self._put(Held(record, data, key_id_of(record.peer), ""))
 
-    def hear(
+    def add(
         self,
         data: bytes,
         source: str,
@@ -145,10 +145,10 @@ class Records:
         label: tuple[Peer, float] | None = None,
         budgets: Budgets | None = None,
     ) -> PeerRecord:
-        """A record that `source` brings, believed. Its signatures count against the source's budget, among `budgets` if given.
+        """Verify and hold a record that `source` sent. Its signatures count against the source's budget, among `budgets` if given.
 
-        `label`: whose it is said to be, and until when; then it is checked as of the moment when it was made, not as of now.
-        ValueError says what is wrong, NotWelcome that its peer is revoked and else nothing is, BudgetSpent that it was not looked at."""
+        `label`: the peer and expiry that the sender states; then the record is checked as of the time it was made, not as of now.
+        ValueError says what is wrong, NotWelcome that only a revocation speaks against it, BudgetSpent that it was not verified."""
         if len(data) > MAX_SEALED_BYTES:
             raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
         digest = hashlib.sha256(data).digest()
@@ -179,7 +179,7 @@ class Records:
         for peer in [peer for peer, held in self.held.items() if held.record.expires_s <= now]:
             self._drop(peer)
         for peer in [peer for peer in self.held if self._membership.revoked(peer)]:
-            self._drop(peer, tell=True)
+            self._drop(peer, notify=True)
         return [held.record for held in self.held.values()]
 
     # ------------------------------------------------------------------------------------------------------- private
@@ -205,7 +205,7 @@ class Records:
         known = checked is not None and made_s <= checked
         cost = 1.0 if known else 3.0
         if not pay(cost):
-            raise BudgetSpent("more records are brought than are verified")
+            raise BudgetSpent("more records are sent than are verified")
         self.verified += int(cost)
         try:
             if not known:
@@ -244,7 +244,7 @@ class Records:
                 if other.key == key and peer != self._own
             )
             if len(mine) >= KEY_RECORDS:
-                self._drop(mine[0][1], tell=True)
+                self._drop(mine[0][1], notify=True)
             self._make_room(held, now)
         self._put(held)
         self._learn(record)
@@ -265,7 +265,7 @@ class Records:
                     f"{held.record.peer}: {len(self.held)} records are held, most of them by the same invite"
                 )
             ends = min((one.record.expires_s, peer) for peer, one in self.held.items() if one.invite == largest)
-            self._drop(ends[1], tell=True)
+            self._drop(ends[1], notify=True)
 
     def _has_room(self, held: Held) -> bool:
         return len(self.held) < MAX_RECORDS and self._nbytes + len(held.data) <= MAX_RECORDS_BYTES
@@ -276,15 +276,15 @@ class Records:
         self._keys[held.key] += 1
         self._nbytes += len(held.data)
 
-    def _drop(self, peer: Peer, tell: bool = False) -> None:
+    def _drop(self, peer: Peer, notify: bool = False) -> None:
         held = self.held.pop(peer, None)
         if held is not None:
             self._nbytes -= len(held.data)
             self._keys[held.key] -= 1
             if not self._keys[held.key]:
                 del self._keys[held.key]
-            if tell:
-                self._gone(peer)
+            if notify:
+                self._forget(peer)
 
 
 class Recent(Generic[T]):

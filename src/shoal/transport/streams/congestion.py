@@ -1,11 +1,10 @@
-"""How much bulk may be on its way at once over a line that it shares with control messages: enough to fill the line, hardly more.
+"""The congestion window of bulk on a line that it shares with control messages: enough to fill the line, hardly more.
 
-For libp2p.py, where all streams to a peer share one connection. What its queues hold (unix sockets, 64 frames in each
-daemon, TCP) is megabytes, and a small message waits behind all of it. So the reader of bulk acknowledges every ACK_BYTES with
-one byte, and the sender keeps within a window that follows the round trip of its own bytes, as in FAST TCP (Wei, Jin, Low
-and Hegde 2006): w <- w * (base + allowance) / rtt. Where FAST allows a number of packets in the queues we allow a time, since
-that is what control waits; and the base is measured anew every so often, with little on its way. Decides only: no clock, no
-socket.
+For libp2p.py, where all streams to a peer share one connection. Its queues (unix sockets, 64 frames in each daemon, TCP) hold
+megabytes, and a small message waits behind all of them. So the reader of bulk acknowledges every ACK_BYTES with one byte, and the
+sender keeps within a window that follows the round trip of its own bytes, as in FAST TCP (Wei, Jin, Low and Hegde 2006):
+w <- w * (base + allowance) / rtt. FAST allows a number of packets in the queues; here the allowance is a time, as control waits for
+that long. The base is measured again from time to time, with a small window. Decides only: no clock, no socket.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class CongestionWindow:
         self.size_bytes = FLOOR_BYTES
         self._aim_bytes = FLOOR_BYTES  # what the size grows to, as fast as acknowledgements come: no bursts
         self._sent = self._acked = 0  # bytes since the stream began
-        self._marks: deque[float] = deque()  # when each whole ACK_BYTES that is on its way was handed over
-        self._base_s = math.inf  # round trip with little on its way
+        self._marks: deque[float] = deque()  # when each whole ACK_BYTES in flight was sent
+        self._base_s = math.inf  # round trip with a small window
         self._base_until = 0.0
         self._base_after: int | None = FLOOR_BYTES  # while it is measured: the window's size before
         self._growth = FIRST_GROWTH
@@ -40,7 +39,7 @@ class CongestionWindow:
         self._used = False  # all of the window was, in this round
 
     def room_bytes(self) -> int:
-        """That may be sent now, up to the next acknowledgement's end. 0: wait for one, which will come."""
+        """Bytes that may be sent now, up to the next acknowledgement. 0: wait for an acknowledgement."""
         room = self.size_bytes - (self._sent - self._acked)
         if room <= 0:
             self._used = True
@@ -52,7 +51,7 @@ class CongestionWindow:
         self._marks.extend([now] * (self._sent // ACK_BYTES - whole))
 
     def acknowledged(self, count: int, now: float) -> None:
-        """Of so many times ACK_BYTES. ValueError when that many are not on their way."""
+        """`count` times ACK_BYTES. ValueError when fewer are in flight."""
         if count > len(self._marks):
             raise ValueError(f"{count} acknowledgements where there can be {len(self._marks)}")
         for _ in range(count):
@@ -73,7 +72,7 @@ class CongestionWindow:
             self._base_after, self._base_s = self.size_bytes, math.inf
             aim = FLOOR_BYTES
         else:
-            # The middle one: some come late because packets were lost or a machine was busy, and no queue is to blame.
+            # The median: some are late because of lost packets or a busy machine, not because of a queue.
             aim = int(self._aim_bytes * self._factor(statistics.median_low(self._trips_s)))
         self._aim_bytes = min(CEILING_BYTES, max(FLOOR_BYTES, aim))
         self.size_bytes = min(self.size_bytes, self._aim_bytes)

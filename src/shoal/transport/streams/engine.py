@@ -1,6 +1,6 @@
 """Threads that move bytes: each turns one selector over many connections, whose steps are written as generators.
 
-For streams.py. A step runs until its connection would block and yields what it waits for. TLS works on memory here and
+For streams.py and its carriers. A step runs until its connection would block and yields what it waits for. TLS works on memory here and
 the socket is read in large pieces, because that takes a third of the system calls of ssl's own sockets (and they allow no
 reading beside writing); crypto and copies run outside the interpreter's lock.
 """
@@ -37,7 +37,7 @@ class WaitFor(enum.Enum):
 
     READ = selectors.EVENT_READ
     WRITE = selectors.EVENT_WRITE
-    AGAIN = 4  # nothing: the others' turn
+    AGAIN = 4  # nothing: the other connections have their turn
     WOKEN = 8  # Engine.wake
 
 
@@ -64,40 +64,40 @@ class Connection:
 
 class Engine:
     def __init__(self, name: str, yields: bool = False) -> None:
-        """`yields`: this thread steps back when there are fewer cores than work."""
+        """`yields`: this thread has a lower priority."""
         self._yields = yields
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         # From `start` to the end: an engine that never starts has no descriptor that nobody would close
         self._selector: selectors.BaseSelector
-        self._bell: socket.socket | None = None
-        self._button: socket.socket
+        self._wake_receiver: socket.socket | None = None
+        self._wake_sender: socket.socket
         self._connections: set[Connection] = set()
         self._ready: deque[Connection] = deque()
         self._queued: set[Connection] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._handed: deque[Connection] = deque()  # from another engine, not yet adopted
         self._stopping = self._over = False
-        self._rung = True  # `start` rings for all calls that were posted before it
+        self._waking = True  # `start` wakes the thread for all calls that were posted before it
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._bell, self._button = socket.socketpair()
-        self._bell.setblocking(False)
-        self._button.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        self._button.send(b"!")
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._wake_sender.send(b"!")
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------- from other threads
 
     def post(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
-        if not self._rung:  # a race here rings twice, never too seldom: the thread clears it before it looks
-            self._rung = True
+        if not self._waking:  # a race here wakes it twice, never too seldom: the thread clears it before it looks
+            self._waking = True
             try:
-                self._button.send(b"!")
-            except OSError:  # full: it rings already; closed: nobody is left to hear
+                self._wake_sender.send(b"!")
+            except OSError:  # full: the thread wakes already; closed: it has ended
                 pass
 
     def hand(self, connection: Connection) -> None:
@@ -131,7 +131,7 @@ class Engine:
         self._enqueue(connection)
 
     def drop(self, connection: Connection) -> None:
-        """Close the connection; it will not fail any more."""
+        """Close the connection; `failed` is not called any more."""
         if connection.closed:
             return
         connection.closed = True
@@ -147,15 +147,15 @@ class Engine:
         while not self._stopping:
             try:
                 self._turn()
-            except Exception:  # whatever a peer or the system brings about, every other connection lives on this thread
+            except Exception:  # every other connection depends on this thread
                 log.exception("%s: an unforeseen fault; the thread goes on", self._thread.name)
-                time.sleep(FAULT_S)  # one that comes back at once must not fill the disk
+                time.sleep(FAULT_S)  # a fault that repeats at once must not fill the log
         self._close()
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(0 if self._ready else self._patience()):
+        for key, _ in self._selector.select(0 if self._ready else self._timeout_s()):
             if key.data is None:
-                self._answer()
+                self._clear_wake()
             else:
                 self._enqueue(key.data)
         while self._calls:
@@ -182,20 +182,20 @@ class Engine:
         self._take_over()
         for connection in list(self._connections):
             self.drop(connection)
-        if self._bell is not None:
+        if self._wake_receiver is not None:
             self._selector.close()
-            self._bell.close()
-            self._button.close()
+            self._wake_receiver.close()
+            self._wake_sender.close()
 
-    def _answer(self) -> None:
-        assert self._bell is not None
+    def _clear_wake(self) -> None:
+        assert self._wake_receiver is not None
         try:
-            self._bell.recv(64)
+            self._wake_receiver.recv(64)
         except BlockingIOError:
             pass
-        self._rung = False
+        self._waking = False
 
-    def _patience(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         moments = (
             at
             for connection in self._connections
@@ -256,7 +256,7 @@ class Engine:
         try:
             connection.failed(error)
         except Exception:  # the mistake of one connection's owner
-            log.exception("%s: telling of a failed connection failed", self._thread.name)
+            log.exception("%s: reporting a failed connection failed", self._thread.name)
 
     def _register(self, connection: Connection, mask: int) -> None:
         if mask == connection.mask:

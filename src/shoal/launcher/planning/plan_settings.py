@@ -1,4 +1,4 @@
-"""What `shoal run --plan PLAN` makes of a plan: settings of the run, and of each local peer. For cli/run.py.
+"""A plan as settings: of the run, and of each local peer. For `shoal run --plan PLAN`.
 
 A plan's seats are taken by the local peers in their order; peers elsewhere take theirs with `shoal join INVITE device.seat=NAME`.
 With `--cluster FILE` each local peer also gets the lines and links of its machine, modelled, and, where the executor is emulated
@@ -44,7 +44,7 @@ def as_long(plan: Plan, given: Config) -> list[str]:
 
 
 def decided(plan: Plan, where: str) -> list[str]:
-    """What a plan decides, as settings: stages, blocks, peers, who sits where, how they are wired, and the expected costs."""
+    """What a plan decides, as settings: stages, blocks, peers, seats, routes and the expected costs."""
     if not plan.stages:
         raise ValueError(
             f"{where}: the plan has no stages; make one with `shoal plan CONFIG --cluster FILE --out {where}`"
@@ -58,7 +58,7 @@ def decided(plan: Plan, where: str) -> list[str]:
         f"run.stage_seconds={known}",
         f"run.seats={_toml(plan.seats)}",
         f"run.widths={list(plan.widths)}",
-        f"run.routes={[[list(turns) for turns in ways] for ways in plan.routes]}",
+        f"run.routes={[[list(turns) for turns in directions] for directions in plan.routes]}",
     ]
     settings += [f"train.microbatch={plan.microbatch}"] if plan.microbatch else []
     settings += [f"run.inflight={plan.inflight}"] if plan.inflight else []
@@ -77,7 +77,7 @@ def refuse_other_model(plan: Plan, config: Config, where: str) -> None:
 
 
 def of_seat(config: Config, plan: Plan, number: int, cluster: Cluster | None) -> Config:
-    """The configuration of the local peer on that seat; of one without a seat for a number beyond them."""
+    """The configuration of the local peer on that seat; for a number beyond the plan's seats: the run's own."""
     names = list(plan.seats)
     if number >= len(names):
         return config
@@ -106,25 +106,27 @@ def read_cluster(path: str, plan: Plan, config: Config) -> Cluster:
 
 def against(plan: Plan, steps: tuple[Step, ...]) -> str:
     """Predicted against measured seconds per step: the median time between commits."""
-    heard = [step.heard_s for step in steps]
-    apart = sorted(later - earlier for earlier, later in pairwise(heard))
-    if plan.predicted is None or not apart:
+    commit_times_s = [step.heard_s for step in steps]
+    intervals_s = sorted(later - earlier for earlier, later in pairwise(commit_times_s))
+    if plan.predicted is None or not intervals_s:
         return ""
-    predicted_s, measured_s = plan.predicted.step_s, apart[len(apart) // 2]
+    predicted_s, measured_s = plan.predicted.step_s, intervals_s[len(intervals_s) // 2]
     off = measured_s / predicted_s - 1
-    return f"the plan predicted {predicted_s:.2f} s a step; measured {measured_s:.2f} s ({off:+.0%}), median of {len(apart)}"
+    return f"the plan predicted {predicted_s:.2f} s a step; measured {measured_s:.2f} s ({off:+.0%}), median of {len(intervals_s)}"
 
 
 def _rehearse(tree: Tree, plan: Plan, number: int) -> None:
     device, peer = tree["device"], plan.peers[number]
     device["emulated_s"], device["emulated_backward_s"] = peer.forward_s, peer.backward_s
-    value_bytes, sum_bytes = (codec.bytes_per_value(tree["network"][way], 4) for way in ("activations", "averaging"))
+    value_bytes, sum_bytes = (
+        codec.bytes_per_value(tree["network"][codec_of], 4) for codec_of in ("activations", "averaging")
+    )
     device["emulated_values"] = max(1, round(plan.boundary_bytes / value_bytes))
     device["emulated_gradient"] = max(1, round(plan.stages[plan.seats[peer.name]].gradient_bytes / sum_bytes))
 
 
 def _shape(tree: Tree, names: list[str], number: int, cluster: Cluster) -> None:
-    """Every seat listens on a loopback address of its own, by which the others know the link to it."""
+    """Every seat listens on its own loopback address, which identifies the link to it."""
     at = {device.name: index for index, device in enumerate(cluster.devices)}
     mine, network = at[names[number]], tree["network"]
     machine = cluster.devices[mine]

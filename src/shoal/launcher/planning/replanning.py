@@ -1,4 +1,4 @@
-"""`shoal plan --replan RUN`: a run as its launcher last wrote it down, and whether another plan is worth changing over to."""
+"""`shoal plan --replan RUN`: the state of a run, as its launcher last wrote it, and whether to change to another plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from shoal.dashboard.terminal import Snapshot
-from shoal.launcher import plan_settings, rundir
+from shoal.launcher import rundir
+from shoal.launcher.planning import plan_settings
 from shoal.planner.strategy import choices, plan, replan
 from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.replan import Running, Verdict
@@ -17,7 +18,7 @@ CHANGE_OVER = 3  # exit code when another plan is worth it, for scripts that wat
 
 
 def verdict(directory: Path, problem: Problem) -> Verdict:
-    """`problem` is the run's, on the machines that are there now."""
+    """`problem`: the run's, on the machines that are available now."""
     file = plan_settings.plan_file(directory)
     if not file.is_file():
         raise ValueError(f"{file} is not there: only a run that was started with --plan can be planned anew")
@@ -26,7 +27,7 @@ def verdict(directory: Path, problem: Problem) -> Verdict:
 
 
 def running(directory: Path) -> Running:
-    """Who serves what, and how much of the run is left."""
+    """Which peer serves which stage, and how many steps are left."""
     try:
         there = msgspec.json.decode((directory / "peers.json").read_bytes(), type=rundir.PeersFile)
         status = msgspec.json.decode((directory / "status.json").read_bytes(), type=Snapshot)

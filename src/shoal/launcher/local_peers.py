@@ -1,0 +1,102 @@
+"""Starting a run's local peers, and giving each its invite and the current passes. For cli/run.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal import config as configuration
+from shoal.config import Config
+from shoal.core.messages import View
+from shoal.core.names import invite_of
+from shoal.escaping import describe
+from shoal.launcher.invites import Office
+from shoal.launcher.launch import PeerProcess, PeerProcesses, PeerSpec, Start
+from shoal.transport.identity.invite import Authority, read_invite
+
+
+class RunPasses:
+    """The invite and the passes of local peers: from the run's own key, or the invite of somebody else's run.
+
+    `warn` is called when passes cannot be renewed. Training goes on: on a full disk, say, there is time until they expire."""
+
+    def __init__(
+        self, config: Config, directory: Path, authority: Authority | None, invite: str, warn: Callable[[str], None]
+    ) -> None:
+        self.run = authority.run if authority is not None else read_invite(invite, 0.0).run
+        self._office = Office(directory, authority) if authority is not None else None
+        self._config, self._invite, self._warn = config, invite, warn
+        self._failure = ""  # why passes could not be renewed, as last warned of
+
+    def start(self, addresses: tuple[str, ...]) -> Start:
+        """What a new peer is given. `addresses`: where it finds the run."""
+        if self._office is None:
+            return Start(invite=self._invite, passes=b"")
+        invite = self._office.local(addresses, self._config.network.pass_s, self._config.run.name)
+        return Start(invite=invite, passes=self._try(self._office.pass_list))
+
+    def tend(self, view: View | None) -> bytes:
+        """Renew the passes of those who take part. Returns the pass list when it has changed, here or by a command."""
+        office = self._office
+        if office is None:
+            return b""
+        everyone = view.members + view.joining if view is not None else ()
+        return self._try(lambda: office.tend({invite_of(member.peer) for member in everyone}))
+
+    def _try(self, call: Callable[[], bytes]) -> bytes:
+        try:
+            passes = call()
+        except (OSError, ValueError) as error:
+            if str(error) != self._failure:
+                self._failure = str(error)
+                self._warn(f"passes are not renewed: {describe(error)}")
+            return b""
+        self._failure = ""
+        return passes
+
+
+class Starter:
+    """Starts peer processes p1, p2, ... of one configuration."""
+
+    def __init__(
+        self,
+        config: Callable[[int], Config],
+        directory: Path,
+        processes: PeerProcesses,
+        passes: RunPasses,
+        first_step: int,
+    ) -> None:
+        """`config`: of the peer with that number, from 0."""
+        self._config, self._directory, self._first_step = config, directory, first_step
+        self._processes, self._passes = processes, passes
+        self._started = 0
+        self._joining: set[asyncio.Task[None]] = set()
+
+    async def start(self, found: bool) -> PeerProcess:
+        """Its process; it takes part when it is introduced. `found`: it founds the run."""
+        number = self._started
+        self._started += 1
+        return await self._processes.start(
+            PeerSpec(
+                config=configuration.to_tree(self._config(number)),
+                directory=str(self._directory),
+                label=f"p{number + 1}",
+                found=found,
+                first_step=self._first_step,
+                run=self._passes.run,
+            )
+        )
+
+    def introduce(self, child: PeerProcess) -> None:
+        child.write(self._passes.start(self._processes.addresses))
+        child.introduced = True
+
+    async def join(self) -> None:
+        """One more peer, which joins the run."""
+        self.introduce(await self.start(found=False))
+
+    def join_soon(self) -> None:
+        task = asyncio.get_running_loop().create_task(self.join())
+        self._joining.add(task)
+        task.add_done_callback(self._joining.discard)

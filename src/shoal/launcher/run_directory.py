@@ -1,0 +1,99 @@
+"""The directory of a run, as its launcher keeps it: status, addresses and peers for other commands, commits for the account.
+
+A user may delete or move the directory during a run. It is made again then, with everything the launcher knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from shoal.core.messages import Peer
+from shoal.dashboard import plot
+from shoal.dashboard.terminal import Snapshot
+from shoal.escaping import escaped_json
+from shoal.launcher import rundir
+from shoal.launcher.output_files import OutputFiles
+from shoal.runtime.records.account import Step
+
+STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
+STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
+
+
+class StatusFile:
+    """status.json: written when a reader could see a difference, and at most STATUS_BPS bytes a second."""
+
+    def __init__(self, files: OutputFiles) -> None:
+        self._files = files
+        self._written: object = None  # the facts of the last one
+        self._next_s = self._due_s = float("-inf")
+
+    def write(self, snapshot: Snapshot, now: float) -> None:
+        """`now` infinite: at the end, whatever was written before."""
+        facts = (snapshot.step, snapshot.state, len(snapshot.peers), snapshot.happenings[-1:])
+        if now < self._next_s or (facts == self._written and now < self._due_s):
+            return
+        data = escaped_json(
+            msgspec.json.encode(msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses)))
+        )
+        if self._files.put("status.json", data):
+            self._written = facts
+            self._next_s, self._due_s = now + len(data) / STATUS_BPS, now + STATUS_IDLE_S
+
+
+class RunDirectory:
+    """`warn` is called with what the user should know."""
+
+    def __init__(self, path: Path, claim: IO[str], warn: Callable[[str], None]) -> None:
+        """`claim`: on the directory, by which no second launcher uses it."""
+        self.path = path
+        self.lost = ""  # why nothing may be written any more: another launcher has the directory
+        self._claim, self._warn = claim, warn
+        self._founding, self._identity = rundir.founding(path), rundir.identity(path)
+        self._files = OutputFiles(path, warn)
+        self._unmakeable = ""  # why it could not be made again, as last warned of
+        self._listed: dict[str, object] = {}  # what was written to bootstrap.json, peers.json, names.json
+        self._status = StatusFile(self._files)
+
+    def commit(self, step: Step) -> None:
+        self._files.commit(step)
+
+    def write_status(self, snapshot: Snapshot, now: float) -> None:
+        self._status.write(snapshot, now)
+        self._files.flush()
+
+    def write_lists(self, addresses: tuple[str, ...], peers: rundir.PeersFile, names: dict[str, Peer]) -> None:
+        """For joiners, for `shoal chaos`, and for commands that name peers. Only what has changed is written."""
+        for name, content in (("bootstrap.json", addresses), ("peers.json", peers), ("names.json", names)):
+            if content and content != self._listed.get(name) and self._files.put(name, msgspec.json.encode(content)):
+                self._listed[name] = content
+
+    def keep(self, steps: Iterable[Step]) -> None:
+        """Make the directory again if it was deleted or moved away. `steps`: all commits so far."""
+        if self.lost or rundir.identity(self.path) == self._identity:
+            return
+        try:
+            self._claim = rundir.make_anew(self.path, self._founding, self._claim)
+            self._files.rewrite(steps)
+        except ValueError as error:
+            self.lost = str(error)
+            return
+        except OSError as error:
+            if error.strerror != self._unmakeable:
+                self._unmakeable = error.strerror or str(error)
+                self._warn(
+                    f"{self.path} was deleted or moved away, and cannot be made anew: {self._unmakeable}; nothing is written down"
+                )
+            return
+        self._identity, self._unmakeable, self._listed = rundir.identity(self.path), "", {}
+        self._status = StatusFile(self._files)
+        self._warn(
+            f"{self.path} was deleted or moved away; it is made anew, with the commits so far, and training goes on."
+            " Checkpoints, logs and traces that lay in it are gone: the next checkpoint is the first again"
+        )
+
+    def close(self) -> None:
+        self._files.close()
