@@ -561,7 +561,7 @@ def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone
     first = pair[0]._sums.reduced[0, 0].reduced.clone()
     for held in pair:
         done(held, m.Apply("s/y", 0, 0, 1.0, False))
-    left = [held._sums.averaging._left for held in pair]
+    left = [held._sums.averaging._residual for held in pair]
     assert left[0] is not None and left[1] is not None
     assert torch.allclose(first + left[0] + left[1], 2 * grad, atol=1e-6)
     for held, owed in zip(pair, left, strict=True):

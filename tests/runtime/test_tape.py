@@ -57,7 +57,9 @@ def test_a_trace_of_a_month_stays_within_its_room_and_keeps_its_newest_part(plac
     assert max(most, disk_bytes(place)) <= limit
     header, *kept = trace.read(merged(place))
     assert isinstance(header, trace.Header) and header.before == count - len(kept) > 0
-    assert [int(item.time_s) for item in kept if isinstance(item, trace.Record)] == [*range(count - len(kept), count)]
+    assert [int(item.time_s) for item in kept if isinstance(item, trace.TraceRecord)] == [
+        *range(count - len(kept), count)
+    ]
     assert len(kept) * len(each) > limit, "compressed, more than its room is kept"
 
 
@@ -124,7 +126,7 @@ def test_the_trace_gives_way_to_the_next_checkpoint_and_goes_on_when_there_is_ro
     told.close()
     *_, header, last = trace.read(merged(place))
     assert isinstance(header, trace.Header) and header.before == 307
-    assert isinstance(last, trace.Record) and last.time_s == 307 * 0.25
+    assert isinstance(last, trace.TraceRecord) and last.time_s == 307 * 0.25
 
 
 class Narrow:
@@ -155,7 +157,7 @@ def test_a_full_disk_costs_the_oldest_segments_and_leaves_no_torn_line(place: Pa
         told.write([line])
     told.close()
     found = list(trace.read(merged(place)))
-    assert isinstance(found[-1], trace.Record) and found[-1].time_s == 319 * 0.25
+    assert isinstance(found[-1], trace.TraceRecord) and found[-1].time_s == 319 * 0.25
 
 
 def test_a_peer_without_a_trace_writes_none(tmp_path: Path) -> None:

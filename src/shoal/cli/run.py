@@ -37,7 +37,7 @@ from shoal.launcher.watch import Resumed, Watch
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.shown import describe, escaped_json, escaped_lines
 from shoal.transport.emulated.faulty import FAULTS
@@ -402,7 +402,7 @@ class Run:
     # -------------------------------------------------------------------------------------------------- hearing
 
     def _hear(self, child: Child, line: AnyLine) -> None:
-        step: Step | None = self.watch.hear(child.label, line, time.monotonic())
+        step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self.files.commit(step)
         if self.watch.finished:

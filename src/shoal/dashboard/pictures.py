@@ -211,11 +211,11 @@ def _after(plan: Plan) -> list[tuple[str, float]]:
 def _narrowest(plan: Plan, cluster: Cluster, place: dict[str, int]) -> str:
     """The peer that its stage's averaging waits for, as far as links tell."""
     rates = [
-        (min(_usable_Bps(cluster, i, j) for i, j in ((place[peer], place[mate]), (place[mate], place[peer]))), peer)
+        (min(_usable_Bps(cluster, i, j) for i, j in ((place[peer], place[other]), (place[other], place[peer]))), peer)
         for stage in plan.stages
         for peer in stage.peers
-        for mate in stage.peers
-        if peer != mate
+        for other in stage.peers
+        if peer != other
     ]
     total = {peer: sum(1 / rate for rate, own in rates if own == peer) for _, peer in rates}
     return max(sorted(total), key=lambda peer: total[peer])

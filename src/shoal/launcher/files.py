@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import replace
 from shoal.shown import escaped_json
 
@@ -36,7 +36,7 @@ class Files:
         self._full.discard(name)
         return True
 
-    def begin_anew(self, steps: Iterable[Step]) -> None:
+    def begin_anew(self, steps: Iterable[CommittedStep]) -> None:
         """The directory is another: all commits so far belong into it. OSError: there is no room."""
         lines = b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in steps)
         replace(self._directory / "commits.jsonl", lines)
@@ -44,7 +44,7 @@ class Files:
         self._commits = open(self._directory / "commits.jsonl", "ab", buffering=0)
         self._unwritten = b""
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: CommittedStep) -> None:
         """One line more of commits.jsonl. That of a step with a checkpoint is on the disk before this returns, so that no checkpoint
         is ahead of it, should the whole machine die."""
         self._unwritten += escaped_json(msgspec.json.encode(step)) + b"\n"

@@ -51,7 +51,7 @@ class Outcome(msgspec.Struct, frozen=True):
     stuck: str = ""
     node_hours: float = 0.0
     struck: dict[str, int] = {}  # of what strikes.py does
-    wronged: tuple[str, ...] = ()  # honest peers that were put out though they lived (strangers.py)
+    wronged: tuple[str, ...] = ()  # honest peers that were evicted though they lived (strangers.py)
     evicted: dict[str, list[float]] = {}  # hostile ones, and how many seconds after they began, or came back
 
 

@@ -173,7 +173,7 @@ class Rounds:
 
     def turn(self, everything: bool = True) -> list[Command]:
         """What I held of the step is void, or (not everything) it is over. Then what came early for the view's own step stays: with
-        delayed updates a round may begin with the very view that commits the one before, and a mate hears of it first."""
+        delayed updates a round may begin with the very view that commits the one before, and another replica may receive it first."""
         view = self._seat.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
         early = self._early.keep_step(stays)

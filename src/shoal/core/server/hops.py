@@ -411,7 +411,7 @@ class Hops:
         if self._running is None or self._running.task != done.id:
             return None
         job, self._running = self._running, None
-        return (self._book(job, done, now) if job.backward else self._put_out(job, done)) + drop(job.blobs)
+        return (self._book(job, done, now) if job.backward else self._finish_forward(job, done)) + drop(job.blobs)
 
     def on_failed(self, failed: Failed) -> list[Command] | None:
         """A hop that failed here left the sum as it was; its owner may try again elsewhere. None: not a task of mine."""
@@ -435,7 +435,7 @@ class Hops:
         commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes) if job.out else []
         return commands + self._gradient(job.reply, step, index, job.attempt)
 
-    def _put_out(self, job: Job, done: Done) -> list[Command]:
+    def _finish_forward(self, job: Job, done: Done) -> list[Command]:
         self.pace.add(False, done.seconds)
         epoch, step, index, stage, _ = hop_of(job.message)
         commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)

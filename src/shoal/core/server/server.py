@@ -71,7 +71,7 @@ class Server:
         self._shards = Shards(self._serial)
         self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
         self._retell_at: float | None = None
-        self._kept: tuple[Holding, int, str] | None = None  # what I held when I was put out; its length and digest
+        self._kept: tuple[Holding, int, str] | None = None  # what I held when I was evicted; its length and digest
 
     # ---------------------------------------------------------------------------------------------------- questions
 
@@ -175,11 +175,11 @@ class Server:
 
     @property
     def holding(self) -> Holding | None:
-        """The state that I was put out with, as long as nothing has replaced it."""
+        """The state that I was evicted with, as long as nothing has replaced it."""
         return self._kept[0] if self._kept is not None else None
 
     def take_back(self, view: View, stage: int, now: float) -> list[Command] | None:
-        """Serve with the state that I was put out with, if that is what the view's epoch goes on with; else None."""
+        """Serve with the state that I was evicted with, if that is what the view's epoch goes on with; else None."""
         kept, self._kept = self._kept, None
         if kept is None or kept[0].stage != stage or not view.keeps(kept[0]):
             return None

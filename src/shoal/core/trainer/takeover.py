@@ -1,7 +1,7 @@
 """Microbatches that come from another owner, held back until every member has shown its books. For trainer.py.
 
-An owner that vanished may have backwards booked anywhere. Its heir asks every member for its books and goes on from
-there; an answer counts only if it was given in the view that made the heir the owner, or a newer one, because only then
+An owner that vanished may have backwards booked anywhere. The one that takes over asks every member for its books and goes on from
+there; an answer counts only if it was given in the view that made it the owner, or a newer one, because only then
 nothing that the former owner sent can still be booked. Asking is trainer.py's.
 """
 
