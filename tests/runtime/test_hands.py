@@ -241,8 +241,8 @@ def test_an_emulated_run_needs_no_data(a_pair_of_hands: Maker) -> None:
 
 def test_parts_are_added_in_the_order_given() -> None:
     parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
-    assert float(sums.added(parts)) == 0.0  # 1e8 + 1 = 1e8 in fp32
-    assert float(sums.added([parts[0], parts[2], parts[1]])) == 1.0
+    assert float(sums.add_up(parts)) == 0.0  # 1e8 + 1 = 1e8 in fp32
+    assert float(sums.add_up([parts[0], parts[2], parts[1]])) == 1.0
     assert float(parts[0]) == 1e8  # not added to in place
 
 

@@ -193,7 +193,7 @@ def test_people_are_warned_a_fifth_of_the_lifetime_before_a_pass_ends(days: floa
     ann = Peer(Hub(), an_invite(days=30))
     ann.now = NOW + days * DAY_S
     for _ in range(3):  # as serve() does every few seconds
-        ann.gate._look_at_mine(3600.0)
+        ann.gate._check_own_pass(3600.0)
     assert len(ann.told) == int(warned) and not ann.refused
     assert not warned or "`shoal invite CONFIG --renew`" in ann.told[0]
 

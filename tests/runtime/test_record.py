@@ -71,4 +71,4 @@ def test_what_a_library_prints_is_no_report() -> None:
     assert decode(encode(line)[:-5]) is None
     assert decode(b"Downloading: 100%\n") is None
     assert decode(b"\xff\xfe\n") is None
-    assert decode(b'{"type":"Told"}\n') is None
+    assert decode(b'{"type":"Notice"}\n') is None

@@ -149,8 +149,8 @@ def test_a_full_disk_costs_the_oldest_segments_and_leaves_no_torn_line(place: Pa
     told = Tape(place / "p1.jsonl", HEADER, 64 << 10)
     for line in lines(300):
         told.write([line])
-    assert told._packing is not None
-    told._packing.join()
+    assert told._compressor is not None
+    told._compressor.join()
     room = disk_bytes(place) + 100
     told._file = Narrow(told._file, place, room)  # type: ignore[assignment]
     for line in lines(20, 300):
