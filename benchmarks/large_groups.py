@@ -71,11 +71,11 @@ def played(replicas: int, megabytes: float, steps: int) -> Told:
                 doing[peer, command.task.id] = command.task.step
             elif isinstance(command, m.Do) and isinstance(command.task, m.Cut):
                 begun.setdefault(command.task.step, now)
-            elif isinstance(command, m.Send) and isinstance(command.message, m.Part | m.Sum):
+            elif isinstance(command, m.Send) and isinstance(command.message, m.ReduceChunk | m.GatherChunk):
                 met[peer].add(command.peer)
                 met[command.peer].add(peer)
-                hands = swarm.nodes[peer].hands
-                sent[peer] += sum(case.wire.nbytes(hands.blobs[name], 1) for name in command.blobs)
+                runner = swarm.nodes[peer].runner
+                sent[peer] += sum(case.wire.nbytes(runner.blobs[name], 1) for name in command.blobs)
 
     swarm = Swarm(case, look)
     outcome = swarm.run()

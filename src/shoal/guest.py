@@ -3,7 +3,7 @@
 An invite is untrusted text. It sets sizes, schedule and timeouts of the run, within bounds and within the free memory here. It
 cannot name a file, directory, program, data set or storage of this machine: the guest allows a directory with
 `shoal join --files DIR`, below which names in an invite are looked up, or gives names on its own command line.
-For build.py (`joined`) and runtime/data.py; docs/design/2026-11-22-guests-files.md has the reason for each field.
+For build.py (`joined`) and runtime/data; docs/design/2026-11-22-guests-files.md has the reason for each field.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.core.messages import Backward, Boundary, Chunk, Forward, Gradient, Message, Output, Part, Sum
+from shoal.core.messages import Backward, Boundary, Chunk, Forward, GatherChunk, Gradient, Message, Output, ReduceChunk
 
 Size = tuple[str, int]  # of a blob: its dtype and its bytes on the wire
 TOKENS = "int64"
@@ -39,7 +39,7 @@ KINDS = Traffic.__struct_fields__
 class StoredBytes(msgspec.Struct, frozen=True):
     """Bytes of a peer's stored tensors, now or at their peak."""
 
-    shelf: int = 0  # in the activation store (core/server/activation_store.py), in memory or on disk
+    store: int = 0  # in the activation store (core/server/activation_store.py), in memory or on disk
     memory: int = 0  # of all named tensors, those in memory
     disk: int = 0  # of all named tensors, those on disk (runtime/tasks/blobs.py)
 
@@ -83,7 +83,7 @@ def _count(into: dict[str, int], message: Message, blobs: Sequence[Size], nbytes
 
 def _kind(message: Message, position: int, dtype: str) -> str:
     match message:
-        case Part() | Sum():
+        case ReduceChunk() | GatherChunk():
             return "averaging"
         case Chunk():
             return "state"

@@ -198,14 +198,14 @@ def test_a_model_without_repeated_blocks_is_refused(
 
 
 def test_a_signal_ends_it_after_the_step_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = train.Training._step
+    real = train.LocalTraining._step
 
-    def asked(self: train.Training, *given: Any) -> None:
+    def asked(self: train.LocalTraining, *given: Any) -> None:
         real(self, *given)
         self.stopped = True
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.Training, "_step", asked)
+        patched.setattr(train.LocalTraining, "_step", asked)
         assert trained("checkpoint.every=0") == main.INTERRUPTED
     assert Path("runs/one/checkpoints/step-1/training.json").exists()
     assert trained("--resume") == 0
@@ -219,9 +219,9 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
         """As a SIGKILL: nothing is written any more."""
 
     told: list[str] = []
-    real = train.Training._step
+    real = train.LocalTraining._step
 
-    def looked_at(self: train.Training, *given: Any) -> None:
+    def looked_at(self: train.LocalTraining, *given: Any) -> None:
         if self.alone.done == 2:
             self._written_s = float("-inf")
         real(self, *given)
@@ -232,7 +232,7 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
             raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.Training, "_step", looked_at)
+        patched.setattr(train.LocalTraining, "_step", looked_at)
         with pytest.raises(Killed):
             trained()
     assert "one: step 3/4, loss" in told[0] and "nobody" not in told[0] and "not running" not in told[0]

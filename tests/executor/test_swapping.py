@@ -250,7 +250,7 @@ def test_a_microbatch_that_is_refused_leaves_the_sum_and_takes_its_whole_call_wi
 
 
 class Steep(nn.Module):
-    """Hands its input through; the gradient of its parameter is not a number."""
+    """TaskRunner its input through; the gradient of its parameter is not a number."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -373,24 +373,24 @@ def test_memory_that_is_not_stated_is_not_checked() -> None:
 )
 def test_a_server_keeps_both_ends_of_its_boundaries_for_the_whole_step(inner: bool, last: bool, tensors: int) -> None:
     """Ten microbatches, tensors of 3 bytes there and of 2 back."""
-    everything = memory.Shelf(keep_bytes=1e9, spill_bytes=0)
+    everything = memory.StoreLimits(keep_bytes=1e9, spill_bytes=0)
     assert everything.kept_bytes(10, inner, last, 3.0, 2.0) == tensors
-    assert memory.Shelf(1e9, spill_bytes=7).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, 7)
+    assert memory.StoreLimits(1e9, spill_bytes=7).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, 7)
     own_gradients = 10 * 2 * inner  # they stay beyond the limit
-    assert memory.Shelf(4, spill_bytes=0).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, own_gradients + 4)
+    assert memory.StoreLimits(4, spill_bytes=0).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, own_gradients + 4)
 
 
 def test_what_servers_keep_is_in_the_plans_peak_memory_where_it_lies() -> None:
-    shelf = memory.Shelf(2.0**40, 0)
-    given = problem(shelf=shelf)
-    made, plain = decided(given, 4), decided(problem(shelf=memory.Shelf(0, 0)), 4)
+    store_limits = memory.StoreLimits(2.0**40, 0)
+    given = problem(store_limits=store_limits)
+    made, plain = decided(given, 4), decided(problem(store_limits=memory.StoreLimits(0, 0)), 4)
     tensor_bytes, share = given.profile.boundary_bytes, WORK.microbatches / 2
     assert [stage.kept_bytes for stage in made.stages] == [k * share * tensor_bytes for k in (2, 4, 4, 2)]
     assert [stage.kept_bytes for stage in plain.stages] == [k * share * tensor_bytes for k in (0, 1, 1, 1)]
     more = [one.memory_bytes - other.memory_bytes for one, other in zip(made.stages, plain.stages, strict=True)]
     kept = zip(made.stages, plain.stages, strict=True)
     assert more == pytest.approx([one.kept_bytes - other.kept_bytes for one, other in kept]), "one memory"
-    apart = decided(problem(machines(host_memory_bytes=64e9), shelf=shelf), 4)
+    apart = decided(problem(machines(host_memory_bytes=64e9), store_limits=store_limits), 4)
     alone = [stage.memory_bytes - stage.kept_bytes for stage in made.stages]
     assert [stage.memory_bytes for stage in apart.stages] == pytest.approx(alone)
     assert apart.stages[1].kept_bytes == made.stages[1].kept_bytes
@@ -401,7 +401,9 @@ def test_a_stage_whose_tensors_have_no_room_until_the_commit_does_not_fit(fields
     """Four stages of two: a middle one takes 1.8 GB and its tensors 1.07 GB for every eight microbatches."""
     cluster = machines(**fields)
     roomy = problem(cluster)
-    narrow = problem(cluster, shelf=memory.Shelf(2.0**40, 0), work=msgspec.structs.replace(WORK, microbatches=512))
+    narrow = problem(
+        cluster, store_limits=memory.StoreLimits(2.0**40, 0), work=msgspec.structs.replace(WORK, microbatches=512)
+    )
     made = decided(roomy, 4)
     assert plan.validate(made, roomy.profile, cluster, 2) == []
     with pytest.raises(ValueError, match="fits no device left"):

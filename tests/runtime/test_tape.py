@@ -107,8 +107,8 @@ def test_the_trace_gives_way_to_the_next_checkpoint_and_goes_on_when_there_is_ro
 ) -> None:
     free = [1 << 30]
     monkeypatch.setattr(tape, "_free_bytes", lambda path: free[0] - disk_bytes(place))
-    monkeypatch.setattr(tape, "LOOK_S", 0.0)
-    monkeypatch.setattr(tape, "AGAIN_S", 0.0)
+    monkeypatch.setattr(tape, "CHECK_S", 0.0)
+    monkeypatch.setattr(tape, "RETRY_S", 0.0)
     checkpoint = 10 << 20
     told = Tape(place / "p1.jsonl", HEADER, 64 << 10, lambda: checkpoint)
     for line in lines(300):
@@ -169,7 +169,7 @@ def test_a_peer_without_a_trace_writes_none(tmp_path: Path) -> None:
 
 def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.runtime.records.record.BUFFER_BYTES", 1000)
-    monkeypatch.setattr(tape, "AGAIN_S", 0.0)
+    monkeypatch.setattr(tape, "RETRY_S", 0.0)
     busy, go = threading.Event(), threading.Event()
     write = Tape.write
 
@@ -192,7 +192,7 @@ def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monk
 
 def test_a_file_of_somebody_else_at_its_place_is_left_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a run's directory was moved away and another run has begun there."""
-    monkeypatch.setattr(tape, "AGAIN_S", 0.0)
+    monkeypatch.setattr(tape, "RETRY_S", 0.0)
     told = Tape(place / "p1.jsonl", HEADER, 32 << 10)
     os.rename(place, place.with_name("elsewhere"))
     place.mkdir()

@@ -18,7 +18,7 @@ from shoal.sim.lines import Line, Wire
 from shoal.sim.network import Network
 from shoal.sim.scenario import Case, Happenings, Messages, Scenario, draw, load
 from shoal.sim.swarm import Parcel, Swarm
-from shoal.sim.task_runner import CHUNKS, Hands
+from shoal.sim.task_runner import CHUNKS, TaskRunner
 
 MB = 1_000_000
 DELAY_S = 0.05
@@ -110,7 +110,7 @@ def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.
             came.append(parcel[2].index)
 
     monkeypatch.setattr(Swarm, "_arrive", arrive)
-    monkeypatch.setattr(Hands, "submit", lambda *_: None)
+    monkeypatch.setattr(TaskRunner, "submit", lambda *_: None)
     for key in (0, 1):
         swarm.boot((key, 0))
     one, other = swarm.nodes.values()

@@ -16,8 +16,9 @@ import pytest
 from shoal.core.allreduce import layout, rounds
 from shoal.core.allreduce.layout import Layout, Place
 from shoal.core.allreduce.rounds import Rounds
-from shoal.core.consensus import certificates, register
-from shoal.core.consensus.register import Register
+from shoal.core.consensus import agreed, certificates, election, register
+from shoal.core.consensus.agreed import AgreedViews
+from shoal.core.consensus.election import Election
 from shoal.core.leader import evictions, facts
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.ledger import Ledger
@@ -25,13 +26,14 @@ from shoal.core.leader.progress import RoundWatch
 from shoal.core.leader.rules import commit, order, removal
 from shoal.core.leader.rules.order import Check, Rule
 from shoal.core.leader.rules.reassignment import reassign, takeovers
+from shoal.core.messages import View
 from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
 from shoal.core.trainer.trainer import Trainer
 from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
 from shoal.sim.swarm import Swarm
-from shoal.sim.task_runner import Hands
+from shoal.sim.task_runner import TaskRunner
 
 SEEDS = 80
 STORM = Scenario(
@@ -125,7 +127,7 @@ def adds_a_booked_microbatch_again(patch: Patch) -> None:
     on_hop = Hops.on_hop
 
     def blind(self: Hops, *arguments: Any) -> Any:
-        view = self._seat.view
+        view = self._replica.view
         if view is None:
             return on_hop(self, *arguments)
         book = self._book_of(view.work)
@@ -143,8 +145,8 @@ def takes_half_for_a_majority(patch: Patch) -> None:
         voters, yes = tuple(voters), set(yes)
         return 2 * sum(voter in yes for voter in voters) >= len(voters)
 
-    patch.setattr(register, "majority", half)
-    patch.setattr(certificates, "majority", half)
+    for module in (agreed, certificates, election, register):
+        patch.setattr(module, "majority", half)
 
 
 def keeps_a_fenced_peers_books(patch: Patch) -> None:
@@ -178,7 +180,7 @@ def commits_before_all_is_booked(patch: Patch) -> None:
 
 def computes_with_the_newest_parameters(patch: Patch) -> None:
     """A step that was begun with delayed updates goes on with the parameters that are made meanwhile."""
-    patch.setattr(Hands, "_used", lambda self, *_: self.digest)
+    patch.setattr(TaskRunner, "_used", lambda self, *_: self.digest)
 
 
 def never_opens_a_closed_step_again(patch: Patch) -> None:
@@ -190,8 +192,11 @@ def goes_on_without_asking_for_books(patch: Patch) -> None:
     """Whoever goes on with a step does not ask what of it is booked."""
     on_view = Trainer.on_view
 
+    class New(View, frozen=True):
+        begun = False  # type: ignore[assignment]
+
     def as_if_new(self: Trainer, view: Any, now: float) -> Any:
-        self._view = msgspec.structs.replace(self._view, begun=False)
+        self._view = New(*msgspec.structs.astuple(self._view))
         return on_view(self, view, now)
 
     patch.setattr(Trainer, "on_view", as_if_new)
@@ -226,15 +231,15 @@ def meets_everybody(patch: Patch) -> None:
 
 def believes_any_lead(patch: Patch) -> None:
     """Whoever says that it leads is followed, without votes."""
-    follow = Register._follow
+    follow = Election.follow
 
-    def trusting(self: Register, peer: str, term: int, *rest: Any) -> bool:
+    def trusting(self: Election, peer: str, term: int, *rest: Any) -> bool:
         if term >= self.term and not self.leading:
             self.proven = term, peer
         return follow(self, peer, term, *rest)
 
-    patch.setattr(Register, "entitled", lambda self, peer: True)
-    patch.setattr(Register, "_follow", trusting)
+    patch.setattr(AgreedViews, "entitled", lambda self, peer: True)
+    patch.setattr(Election, "follow", trusting)
 
 
 def counts_complaints_of_one_peer(patch: Patch) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from shoal import codec, config, units
 from shoal.cli.config import configured
 from shoal.core.allreduce import layout
-from shoal.launcher import standing
+from shoal.launcher import replanning
 from shoal.planner.costs import churn, communication
 from shoal.planner.inputs import cluster, memory
 from shoal.planner.inputs.profile import Profile, Shape, Work, profile, spans
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     problem = choices.chosen(problem, made)
     if args.out:
         plan.save(made, args.out)
-    if text := config.narrow_shelf(
+    if text := config.narrow_store(
         tree, max(problem.profile.boundary_bytes, problem.returned_bytes), len(made.stages), made.inflight
     ):
         print(f"warning: {text}", file=sys.stderr)
@@ -151,7 +151,7 @@ def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Pr
         staleness=tree.train.staleness,
         moments=tree.train.moments,
         local_steps=tree.train.local_steps,
-        shelf=memory.Shelf(tree.network.keep_bytes, tree.network.spill_bytes),
+        store_limits=memory.StoreLimits(tree.network.keep_bytes, tree.network.spill_bytes),
         counted=counted,
         counted_sequences=tree.train.microbatch,
     )
@@ -444,7 +444,7 @@ def _compared(made: plan.Plan, other: plan.Plan, text: str) -> str:
 
 
 def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
-    verdict = standing.verdict(Path(args.replan), problem)
+    verdict = replanning.verdict(Path(args.replan), problem)
     print(json.dumps(msgspec.to_builtins(verdict)) if args.json else verdict.reason)
     if verdict.plan is None:
         return 0
@@ -454,7 +454,7 @@ def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
         plan.save(verdict.plan, args.out)
     if args.out and not args.json:
         print(f"to change over: stop the run, then `shoal run CONFIG --plan {args.out} --resume`")
-    return standing.CHANGE_OVER
+    return replanning.CHANGE_OVER
 
 
 def _check(given: plan.Plan, problem: strategy.Problem) -> int:

@@ -11,24 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.leader import Leader
 from shoal.core.messages import (
     Accept,
-    AskBooks,
-    AskChunk,
     Asked,
-    AskPublish,
-    AskSave,
-    AskStanding,
-    AskState,
-    AskVote,
+    Asker,
     Backward,
     Barred,
     BlobRef,
     Booker,
+    BooksRequest,
     Boundary,
     Cancel,
     Chunk,
+    ChunkRequest,
     Coming,
     Command,
     Complaint,
@@ -42,6 +38,7 @@ from shoal.core.messages import (
     Finish,
     Forward,
     Found,
+    GatherChunk,
     Gone,
     Join,
     Lead,
@@ -50,33 +47,38 @@ from shoal.core.messages import (
     Note,
     Offer,
     Override,
-    Part,
     Peer,
     Propose,
     Published,
+    PublishRequest,
     Pull,
     Pulse,
     Query,
     Recall,
     Received,
     Redirect,
+    ReduceChunk,
     Reduced,
     Resend,
     Round,
     RoundFailed,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     Standing,
-    Sum,
+    StandingRequest,
+    StateRequest,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
     Waits,
     WhoBooked,
     Wire,
+    asker_of,
 )
-from shoal.core.planned import seated
+from shoal.core.planned import planned_stage
 from shoal.core.server.server import Server
 from shoal.core.timers import soonest
 from shoal.core.trainer.trainer import Trainer
@@ -85,11 +87,25 @@ from shoal.core.transfer.transfer import Sync
 if TYPE_CHECKING:
     from random import Random
 
-SERVER = (Forward, Backward, Query, Recall, Cancel, AskBooks, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
-FROM_LEADER = (Round, AskSave, AskPublish)
+SERVER = (
+    Forward,
+    Backward,
+    Query,
+    Recall,
+    Cancel,
+    BooksRequest,
+    Boundary,
+    Pull,
+    Coming,
+    Gone,
+    ReduceChunk,
+    GatherChunk,
+    Resend,
+)
+FROM_LEADER = (Round, SaveRequest, PublishRequest)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
-AGREEING = (Lead, Propose, Accept, AskVote, Vote)
-SYNC = (AskState, Offer, AskChunk, Chunk)
+AGREEING = (Lead, Propose, Accept, VoteRequest, Vote)
+SYNC = (StateRequest, Offer, ChunkRequest, Chunk)
 FIND_BEATS = 4  # between look-ups of the directory while no view names me
 SAY_AGAIN_BEATS = 60  # between two times that it is said why nothing is committed
 TOLD_A_BEAT = 8  # peers of no view that are given the newest one
@@ -105,7 +121,7 @@ class PeerMachine:
         self.server = Server(name, settings)
         self.trainer = Trainer(name, settings, rng)
         self.sync = Sync(name, settings, rng, self.server)
-        self.coordinator = Coordinator(name, settings)
+        self.leadership = Leader(name, settings)
         self.view: View | None = None  # newest agreed
         self.present: set[Peer] = set()  # its members and joiners
         self.last_now: float | None = None
@@ -113,7 +129,7 @@ class PeerMachine:
         self.find_at: float | None = None  # when to look for the run again
         self.outside = not found  # in no view, as far as I know
         self.known: tuple[Peer, ...] = ()  # peers to ask for admission
-        self.led = 0  # the term my coordinator has begun
+        self.led = 0  # the term that `leadership` has begun
         self.leaving = ""
         self.told = 0  # strangers in this beat that were given the newest view
         self.told_until = float("-inf")
@@ -168,11 +184,11 @@ class PeerMachine:
         last, self.last_now = self.last_now, now
         if last is None:
             self.find_at = None if self.founding else now
-            self.register.heard_lead = now
+            self.register.await_leader(now)
             if not self.founding:
                 return []
             first = self.settings.first_step
-            stage, _ = seated(self.settings, self.settings.seat, set()) or (0, "")
+            stage, _ = planned_stage(self.settings, self.settings.seat, set()) or (0, "")
             me = Member(peer=self.name, stage=stage, seat=self.settings.seat)
             view = View(number=1, step=first, members=(me,), saved=first)
             return self.register.found(view, now)
@@ -181,7 +197,7 @@ class PeerMachine:
             self.register.forgive(gap, now)
             self.trainer.forgive(gap)
             if self.led:
-                self.coordinator.forgive(gap, now)
+                self.leadership.forgive(gap, now)
         return []
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
@@ -196,7 +212,7 @@ class PeerMachine:
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():
                 if self.led:
-                    self.coordinator.doubt(event.peer, now)
+                    self.leadership.doubt(event.peer, now)
                 self.server.on_unreachable(event.peer)
                 return self.trainer.on_unreachable(event.peer, now)
             case Found():
@@ -221,7 +237,7 @@ class PeerMachine:
             return self._to_leader(peer, message, now)
         if isinstance(message, Dismissed):
             return self._on_dismissed(peer)
-        if isinstance(message, AskStanding):
+        if isinstance(message, StandingRequest):
             return self._stand(peer, now)
         if isinstance(message, Override):
             return self._on_override(message, now)
@@ -254,7 +270,7 @@ class PeerMachine:
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self._tell_stall(message.stalled, now)
             return commands
-        if isinstance(message, AskVote) and view is not None and not self._belongs(peer):
+        if isinstance(message, VoteRequest) and view is not None and not self._belongs(peer):
             return self._bring_up_to_date(peer, message.last_number, now)
         return commands
 
@@ -267,19 +283,19 @@ class PeerMachine:
 
     def _newest(self, peer: Peer, number: int) -> list[Command]:
         """The newest view I hold, for a peer with view `number`, with what proves it: signatures, or the operator's."""
-        newest = self.register.certified(number)
+        newest = self.register.views.certified(number)
         if newest:
             return [Send(peer, one) for one in newest]
         return [Send(peer, self.override)] if self.override is not None else []
 
     def _to_leader(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         if self.register.leading:
-            commands = self.coordinator.on_message(peer, message, now) if self.led == self.register.term else []
+            commands = self.leadership.on_message(peer, message, now) if self.led == self.register.term else []
             if isinstance(message, Pulse) and self._belongs(peer):
                 repaired = self.register.repair(peer, message.term, message.number)
                 behind = self.view is not None and message.number < self.view.number
                 commands += repaired or (self._newest(peer, message.number) if behind else [])
-            elif isinstance(message, Pulse) and not self.coordinator.asks_to_join(peer):
+            elif isinstance(message, Pulse) and not self.leadership.asks_to_join(peer):
                 commands += self._bring_up_to_date(peer, message.number, now)
             return commands
         leader = self.register.leader
@@ -319,7 +335,12 @@ class PeerMachine:
         return [Send(peer, self.override) for peer in found if peer != self.name and peer not in self.present]
 
     def _owner(self, task: str) -> Server | Trainer | Sync:
-        return {"t": self.trainer, "s": self.server, "y": self.sync}[task[0]]  # type: ignore[return-value]
+        parts: dict[Asker, Server | Trainer | Sync] = {
+            "trainer": self.trainer,
+            "server": self.server,
+            "transfer": self.sync,
+        }
+        return parts[asker_of(task)]
 
     # -------------------------------------------------------------------------------------------------- settling
 
@@ -350,7 +371,7 @@ class PeerMachine:
                 break
             self.led_at = now
             commands += self._lead(now)
-            if not self.register.fresh:
+            if not self.register.views.fresh:
                 break
         if self.server.unfit:
             commands += self.sync.review(now)
@@ -368,17 +389,17 @@ class PeerMachine:
         assert view is not None
         if self.led != self.register.term:
             self.led = self.register.term
-            commands += self.coordinator.lead(view, self.register.term, now)
+            commands += self.leadership.lead(view, self.register.term, now)
             commands += self._pulse(now)
-        self.coordinator.bar(self.barred)
-        commands += self.coordinator.decide(self.register, now)
-        self.register.stalled = self.coordinator.stall
-        commands += self._tell_stall(self.coordinator.stall, now)
-        if self.coordinator.resigns:
-            commands.append(Note("leader", f"{self.name} leads no more: it {self.coordinator.resigns}"))
+        self.leadership.bar(self.barred)
+        commands += self.leadership.decide(self.register, now)
+        self.register.replication.stalled = self.leadership.stall
+        commands += self._tell_stall(self.leadership.stall, now)
+        if self.leadership.resigns:
+            commands.append(Note("leader", f"{self.name} leads no more: it {self.leadership.resigns}"))
             self.register.resign(now)
             return commands
-        if self.coordinator.dismissed and not self.dismissing:
+        if self.leadership.dismissed and not self.dismissing:
             self.dismissing = True  # what says so is on its way: a process that ended now would take it along
             self.linger_at = now + 2 * self.settings.beat_s
         return commands
@@ -392,7 +413,7 @@ class PeerMachine:
         self.trainer.leader = self.server.leader = self.register.leader
         if self.register.leading:
             if self.led == self.register.term:
-                self.coordinator.on_view(view, now)
+                self.leadership.on_view(view, now)
             commands += _tell_change(before, view)
         if self.name not in self.present:
             if before is not None and self.leaving:
@@ -419,8 +440,8 @@ class PeerMachine:
         gone = View(number=0 if self.view is None else self.view.number, step=0, members=())
         commands: list[Command] = [Note("removed", why)]
         commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
-        if self.server.seated:
-            commands += self.server.unseat(keep=True)
+        if self.server.has_state:
+            commands += self.server.drop_state(keep=True)
         return commands
 
     def _ask_in(self, now: float) -> list[Command]:
@@ -439,7 +460,7 @@ class PeerMachine:
     def _lost(self, now: float) -> bool:
         """In a view, but no leader has been heard for long: the run may have gone on without me."""
         inside = self.view is not None and not self.outside and not self.register.leading
-        return inside and now - self.register.heard_lead > 2 * self.settings.silence_s
+        return inside and now - self.register.heard_leader_at > 2 * self.settings.silence_s
 
     def _pulse(self, now: float) -> list[Command]:
         """Tell the leader how I am; a peer that does not hear its leader keeps silent, so that it is missed."""
@@ -447,7 +468,7 @@ class PeerMachine:
         self.pulse_at = now + self.settings.beat_s
         if self.view is None or self.outside or self.finished:
             return []
-        if not self.register.leading and now - self.register.heard_lead > self.settings.silence_s:
+        if not self.register.leading and now - self.register.heard_leader_at > self.settings.silence_s:
             return self._tell_alone(now - self.led_at > self.settings.silence_s) + self._doubt(now)
         commands = self._tell_alone(False) + self._tell(self._state(), now)
         if self.leaving:
@@ -476,16 +497,16 @@ class PeerMachine:
 
     def _lonely(self, now: float) -> bool:
         """No leader speaks to me, and no election has changed that."""
-        return not self.register.leading and now - self.register.heard_lead > 2 * self.settings.silence_s
+        return not self.register.leading and now - self.register.heard_leader_at > 2 * self.settings.silence_s
 
     def _doubt(self, now: float) -> list[Command]:
         """I may have been removed without hearing of it. Whoever knows better says so when asked for a vote (_agreeing);
         voters ask all voters when they stand, so here only a joiner asks, and whoever has been alone for long."""
-        if self.view is None or (self.register.votes_here() and not self._lonely(now)):
+        if self.view is None or (self.register.views.votes_here() and not self._lonely(now)):
             return []
         self.pulse_at = now + FIND_BEATS * self.settings.beat_s
         peers = dict.fromkeys([member.peer for member in self.view.members] + list(self.known))
-        ask = AskVote(term=self.register.term, last_term=0, last_number=self.view.number, trial=True)
+        ask = VoteRequest(term=self.register.term, last_term=0, last_number=self.view.number, trial=True)
         return [Find(), *(Send(peer, ask) for peer in peers if peer != self.name)]
 
     def _state(self) -> Pulse:
@@ -514,7 +535,7 @@ class PeerMachine:
         if leader == self.name:
             if self.led != self.register.term:
                 return []
-            return self.coordinator.on_message(self.name, message, now)
+            return self.leadership.on_message(self.name, message, now)
         return [Send(leader, message)]  # type: ignore[arg-type]
 
     def _belongs(self, peer: Peer) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches
-from shoal.core.messages import Account, Committed, Member, Share, View
+from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.executor import create
 from shoal.executor.base import Executor
 from shoal.executor.delayed import Delayed
@@ -146,8 +146,7 @@ class Alone:
             number=self.done + 1,
             step=self.done,
             members=(Member(ME, 0),),
-            started=True,
-            finished=self.done >= self._config.run.steps,
+            phase=Phase.FINISHED if self.done >= self._config.run.steps else Phase.TRAINING,
             last=committed,
             saved=self.saved or 0,
             account=Account(issued=trained, committed=trained),

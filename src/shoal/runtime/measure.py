@@ -3,8 +3,8 @@
 Every peer's `Meter` answers Ping with Pong, and Measure by measuring its own links; its machine never gets these messages. So
 one visitor with an invite can measure all pairs (`survey`), and a training run is measured under its own load. Bounds: 64 MiB
 per transfer, 1 GiB per request; a peer serves one request at a time and queues a few, one per key; answers to pings have a
-budget per key and for all. All loads are views of one buffer, so waiting ones take no memory. A delay is half a round trip:
-clocks are not compared, so both directions have the same.
+budget per key and for all. Loads of one size share a buffer while one of them is being sent, so waiting ones take little
+memory. A delay is half a round trip: clocks are not compared, so both directions have the same.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from shoal.core.messages import Measure, Measured, Peer, Ping, Pong
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.budget import Allowance, Budgets
-from shoal.transport.streams.inbox import sender_of
+from shoal.transport.streams.receive_queue import sender_of
 
 MOST_BYTES = 64 << 20  # of one transfer
 FIRST_BYTES = 256 << 10  # of the first; each next one has four times as many
@@ -37,7 +40,9 @@ WAITING = 4  # requests that a peer queues
 ANSWERS_TO_ONE = Allowance(per_s=4 << 20, at_once=MOST_BYTES)
 ANSWERS_TO_ALL = Allowance(per_s=16 << 20, at_once=2 * MOST_BYTES)
 
-_NOISE = os.urandom(1 << 20)  # random: no link can compress it
+_NOISE = np.frombuffer(os.urandom(1 << 20), np.uint8)  # incompressible
+# Larger loads by their size, as long as one is being sent: a peer that was measured once must not keep 64 MiB.
+_loads: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()
 
 
 class Meter:
@@ -237,10 +242,13 @@ def pairings(peers: Sequence[Peer]) -> list[list[tuple[Peer, Peer]]]:
 
 
 def _load(nbytes: int) -> tuple[Blob, ...]:
-    """A blob of `nbytes` random bytes, a view of one shared buffer."""
-    global _NOISE
+    """A blob of `nbytes` random bytes. Loads of one size class (1, 4, 16 and 64 MiB) share one buffer."""
     if not nbytes:
         return ()
-    if nbytes > len(_NOISE):
-        _NOISE *= MOST_BYTES // len(_NOISE)
-    return (Blob("uint8", (nbytes,), memoryview(_NOISE)[:nbytes]),)
+    repeats = 1
+    while repeats * len(_NOISE) < nbytes:
+        repeats *= 4
+    noise = _NOISE if repeats == 1 else _loads.get(repeats)
+    if noise is None:
+        noise = _loads[repeats] = np.tile(_NOISE, repeats)
+    return (Blob("uint8", (nbytes,), noise.data[:nbytes]),)

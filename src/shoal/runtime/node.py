@@ -17,8 +17,6 @@ from shoal import trace
 from shoal.core.messages import (
     Accept,
     Asked,
-    AskStanding,
-    AskVote,
     Barred,
     BlobRef,
     Command,
@@ -40,10 +38,12 @@ from shoal.core.messages import (
     Received,
     Redirect,
     Send,
+    StandingRequest,
     Tick,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.measure import Meter
@@ -52,7 +52,7 @@ from shoal.runtime.records.record import NodeRecord
 from shoal.runtime.records.report import Notice, PeerProgress
 from shoal.runtime.signing import Signatures
 from shoal.runtime.tasks.coding import Held
-from shoal.runtime.tasks.task_runner import Hands
+from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.traffic import Size, StoredBytes, TrafficCounter
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.directory.directory import Directory
@@ -60,7 +60,15 @@ from shoal.transport.directory.directory import Directory
 REPORT_S = 0.5
 LOOK_UP_S = 0.5  # shortest time between two look-ups
 ANNOUNCE_S = 20.0  # well below the lifetime of a directory's record
-FROM_OUTSIDE = (Join, AskVote, AskStanding, Override, Redirect, Accept, Vote)  # all small but Override, which is signed
+FROM_OUTSIDE = (
+    Join,
+    VoteRequest,
+    StandingRequest,
+    Override,
+    Redirect,
+    Accept,
+    Vote,
+)  # all small but Override, which is signed
 
 
 class Node:
@@ -69,7 +77,7 @@ class Node:
     def __init__(
         self,
         machine: PeerMachine,
-        hands: Hands,
+        runner: TaskRunner,
         transport: Transport,
         directory: Directory,
         record: NodeRecord,
@@ -77,7 +85,7 @@ class Node:
         gate: Gate | None = None,
     ) -> None:
         """`gate`: keeps passes current; None: no passes."""
-        self.machine, self.hands, self.transport, self.signing = machine, hands, transport, signing
+        self.machine, self.runner, self.transport, self.signing = machine, runner, transport, signing
         self.directory, self.record = directory, record
         self.meter = Meter(transport)
         self.gate = gate
@@ -146,19 +154,19 @@ class Node:
         match command:
             case Send(peer=peer) if peer == self.machine.name:
                 # Handled after this event, as if received; the blobs get new names, since a Drop may follow.
-                refs = tuple(self._store(self.hands.get(name)) for name in command.blobs)
+                refs = tuple(self._store(self.runner.get(name)) for name in command.blobs)
                 self._events.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
             case Send():
-                blobs = tuple(self.hands.blob(name) for name in command.blobs)
+                blobs = tuple(self.runner.blob(name) for name in command.blobs)
                 message = self.signing.seal(command.peer, command.message)
                 sent = self.transport.send(command.peer, message, blobs)
                 if sent:
                     self.tally.sent(command.message, _sizes(blobs), sent)
             case Do():
-                self.hands.submit(command.task, self._on_result)
+                self.runner.submit(command.task, self._on_result)
             case Drop():
                 for name in command.blobs:
-                    self.hands.drop(name)
+                    self.runner.drop(name)
             case Find():
                 self._find.set()
             case Finish():
@@ -195,7 +203,7 @@ class Node:
         message = self.signing.check(incoming.peer, admitted) if admitted is not None else None
         if message is None:
             return
-        fault = self.hands.check(message, incoming.blobs)
+        fault = self.runner.check(message, incoming.blobs)
         if not trace.finite(message):
             if not incoming.blobs:
                 return  # an honest peer never sends such a number
@@ -207,7 +215,7 @@ class Node:
         """Store a blob under a new name; the driver's names begin with 'r'."""
         self._serial += 1
         name = f"r/{self._serial}"
-        return BlobRef(id=name, nbytes=self.hands.put(name, value))
+        return BlobRef(id=name, nbytes=self.runner.put(name, value))
 
     async def _ticks(self) -> None:
         while True:
@@ -277,11 +285,11 @@ class Node:
 
     @property
     def kept(self) -> StoredBytes:
-        return self.hands.kept(self.machine.server.kept_bytes)
+        return self.runner.kept(self.machine.server.kept_bytes)
 
     @property
     def kept_most(self) -> StoredBytes:
-        return self.hands.kept_most(self._most_stored_bytes)
+        return self.runner.kept_most(self._most_stored_bytes)
 
     def _progress(self) -> PeerProgress:
         sent, received = self.tally.totals()
@@ -324,7 +332,7 @@ def progress(machine: PeerMachine) -> PeerProgress:
         peer=machine.name,
         view=machine.view.number if machine.view is not None else 0,
         step=server.step,
-        stage=server.stage if server.seated else None,
+        stage=server.stage if server.has_state else None,
         ready=server.ready,
         leading=machine.leading,
         queue_s=server.queue_s,

@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from shoal import units
-from shoal.core.messages import AskPasses, Passes, Peer
+from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.transport.base import Incoming, Transport
-from shoal.transport.identity.passes import Membership, Standing, date
+from shoal.transport.identity.passes import Membership, PassStatus, date
 
 log = logging.getLogger(__name__)
 
 SPREAD_S = 5.0  # between two comparisons with another peer
 FANOUT = 16  # peers that get a new list at once: 10,000 peers have it after four rounds
 RESEND_S = 5.0  # shortest time between two sends of the list to a peer, whatever it requests
-REFUSES = "it refuses: "  # the prefix of a refusal in hello.py
+REFUSES = "it refuses: "  # the prefix of a refusal in handshake.py
 REFUSALS = 16  # reported, since other peers choose the text
 MAX_PEERS = 4096  # peers remembered
 WARN = 0.2  # of a pass's lifetime before its end: when the user is warned
@@ -64,7 +64,7 @@ class Gate:
             return True
         version = self.membership.standing.version
         match message:
-            case AskPasses():
+            case PassesRequest():
                 self._answer(peer, message.version)
             case Passes(data=b""):
                 if message.version < version:
@@ -76,7 +76,7 @@ class Gate:
                 if peer not in self._sent_at:
                     self._note_sent(peer, float("-inf"))
                     if version:
-                        self._transport.send(peer, AskPasses(version))
+                        self._transport.send(peer, PassesRequest(version))
                 return False
         return True
 
@@ -122,14 +122,14 @@ class Gate:
         """Run until cancelled."""
         self._loop = asyncio.get_running_loop()
         self.membership.on_change = self._on_change
-        if self.membership.standing != Standing():
+        if self.membership.standing != PassStatus():
             self._take_effect()
         began = time.monotonic()
         while True:
             self._check_own_pass(time.monotonic() - began)
             version = self.membership.standing.version
             for peer in self._sample(1) if version else ():
-                self._transport.send(peer, AskPasses(version))
+                self._transport.send(peer, PassesRequest(version))
             await asyncio.sleep(SPREAD_S)
 
     def _on_change(self) -> None:

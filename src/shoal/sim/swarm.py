@@ -25,7 +25,7 @@ from shoal.sim.kernel import Kernel
 from shoal.sim.lines import Wire
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenario import Case, Scenario, draw, load
-from shoal.sim.task_runner import BAD, CHUNKS, Blob, Hands, World, overflown
+from shoal.sim.task_runner import BAD, CHUNKS, Blob, TaskRunner, World, overflown
 
 SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
@@ -56,7 +56,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Node:
-    """One process: its machine, hands and clock. `away`: its membership is at risk, do not rely on it. `mask`: it is hostile, and no
+    """One process: its machine, task runner and clock. `away`: its membership is at risk, do not rely on it. `mask`: it is hostile, and no
     checker listens to it."""
 
     def __init__(self, swarm: Swarm, key: int, incarnation: int, found: bool) -> None:
@@ -66,11 +66,11 @@ class Node:
         self.serial = swarm.booted
         self.found = found
         self.machine = PeerMachine(self.name, swarm.settings_of(key), case.rng(self.name), found)
-        self.hands = Hands(swarm.world, self._later, self._clock)
-        self.hands.forward_s, self.hands.backward = case.forward_s, case.scenario.backward
-        self.hands.rounds, self.hands.states = case.rounds, case.states
-        self.hands.slowness = case.speeds[key % len(case.speeds)]
-        self.hands.fails = swarm.fails
+        self.runner = TaskRunner(swarm.world, self._later, self._clock)
+        self.runner.forward_s, self.runner.backward = case.forward_s, case.scenario.backward
+        self.runner.rounds, self.runner.states = case.rounds, case.states
+        self.runner.slowness = case.speeds[key % len(case.speeds)]
+        self.runner.fails = swarm.fails
         self.lives = True
         self.mask = swarm.strangers.mask_of(key, self) if swarm.strangers is not None else None
         self.away = swarm.strangers is not None and key in swarm.strangers.by_key
@@ -141,7 +141,7 @@ class Node:
         return self.swarm.kernel.now
 
     def _later(self, seconds: float, action: Callable[[Any], None], argument: Any) -> None:
-        """For the hands: a stopped process works no further, a dead one never."""
+        """For the runner: a stopped process works no further, a dead one never."""
 
         def act(_: object) -> None:
             if self.stopped:
@@ -154,7 +154,7 @@ class Node:
     def _keep(self, value: Blob) -> str:
         self._names += 1
         name = f"r/{self._names}"
-        self.hands.blobs[name] = value
+        self.runner.blobs[name] = value
         return name
 
     def _handle(self, event: m.Event) -> None:
@@ -243,7 +243,7 @@ class Node:
         return certificates.seal(self.name, to, message, partial(Swarm.sign, self.name))
 
     def _value(self, name: str, message: m.Message) -> Blob:
-        value = self.hands.blobs.get(name)
+        value = self.runner.blobs.get(name)
         if value is None:
             self._report("blobs", f"sends blob {name!r}, which is not held, with {message}")
             return BAD
@@ -253,28 +253,28 @@ class Node:
         task = command.task
         if isinstance(task, m.Apply) and self.mask is None:
             self.swarm.watch.applying(self.name, self.view, task)
-        self.hands.submit(task, self._done)
+        self.runner.submit(task, self._done)
         self._faults()
 
     def _done(self, result: m.Done | m.Failed) -> None:
         self._faults()
-        hands, swarm = self.hands, self.swarm
+        runner, swarm = self.runner, self.swarm
         if isinstance(result, m.Done):
             if result.result.record.startswith("checkpoints/") and self.mask is None:
                 step = int(result.result.record.rpartition("-")[2])
-                swarm.watch.published(self.name, step, hands.world.storage.published[step])
+                swarm.watch.published(self.name, step, runner.world.storage.published[step])
         self.told(result)
         if isinstance(result, m.Done) and result.result.digest and self.mask is None:
             swarm.holds(self)
 
     def _faults(self) -> None:
-        for text in self.hands.world.faults:
+        for text in self.runner.world.faults:
             self._report("tasks", text)
-        self.hands.world.faults.clear()
+        self.runner.world.faults.clear()
 
     def _drop(self, command: m.Drop) -> None:
         for name in command.blobs:
-            if self.hands.blobs.pop(name, None) is None:
+            if self.runner.blobs.pop(name, None) is None:
                 self._report("blobs", f"drops blob {name!r}, which is not held")
 
     def _find(self, command: m.Find) -> None:
@@ -469,9 +469,9 @@ class Swarm:
 
     def holds(self, node: Node) -> None:
         """A task may have given the node's stage new parameters. What its machine does not take for its state is void."""
-        hands, server = node.hands, node.machine.server
-        if server.ready and (server.stage, server.step) == (hands.stage, hands.version):
-            self.watch.holds(node.name, server.epoch, hands.stage, hands.version, hands.digest)
+        runner, server = node.runner, node.machine.server
+        if server.ready and (server.stage, server.step) == (runner.stage, runner.version):
+            self.watch.holds(node.name, server.epoch, runner.stage, runner.version, runner.digest)
 
     # ---------------------------------------------------------------------------------------------------- the network
 
@@ -497,7 +497,7 @@ class Swarm:
             return
         nbytes = 0
         if values:
-            part = isinstance(message, m.Part | m.Sum)
+            part = isinstance(message, m.ReduceChunk | m.GatherChunk)
             nbytes = case.scenario.values if part else case.scenario.boundary_bytes * len(values)
         if values and case.wire is not None:
             self._on_the_line(parcel, case.wire)
@@ -672,7 +672,7 @@ class Swarm:
                 self.watch.report(
                     node.name, "home", f"lives since {node.born_s:.0f} s and is no member of {progress(newest)}"
                 )
-            held = sorted(node.hands.blobs)
+            held = sorted(node.runner.blobs)
             if len(held) > KEPT:
                 self.watch.report(node.name, "leak", f"holds {len(held)} blobs after the last step: {held[:8]}")
 

@@ -1,16 +1,16 @@
-"""One replica's part in a round: cut its sum, exchange parts and sums, hold the group's reduced gradient.
+"""One replica's part in a round: cut its sum, exchange chunks, hold the group's reduced gradient.
 
-For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides
-who takes part, who adds which chunk, brought by whom, and who tells whom. Here: Part, Sum and Resend, the order of the tasks, what an
-abort leaves behind. At most one round is held; a newer number replaces it. A task that is under way when its round ends goes
-on, and its blobs go with it.
+For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides who takes
+part, who adds which chunk, and who sends it to whom. Here: ReduceChunk, GatherChunk and Resend, the order of the tasks, and what a
+round that ends early leaves behind. At most one round is held; a newer number replaces it. A task that is running when its round
+ends goes on, and its blobs go with it.
 
-In a group of one row what everybody brings is added once, and told to all. Of several rows the owner of a row's chunk adds what its row
-brings, cuts that and brings it to those who add up the rows; what they tell it, it tells its row.
+In a group of one row the owner of a chunk adds what all replicas send, and sends the sum to all. Of several rows the owner of a row's
+chunk adds what its row sends, cuts that sum and sends it to those who add up the rows; the sum that it receives it sends to its row.
 
-A large gradient goes piece by piece: the next one is cut when this one is gathered. Nobody is further than one piece ahead of me,
-since every sum of a piece needs my part, which I send when I have all sums of the piece before. So what another may still ask
-for is, of the piece before, a sum that I tell; and what comes too early is a part of the next piece.
+A large gradient goes piece by piece: a replica cuts the next one when it has gathered this one. No replica is further than one piece
+ahead of another, since every sum of a piece needs a ReduceChunk of each, sent when the piece before was gathered. So what a replica
+may still ask for is a sum of the piece before, and a chunk that is early belongs to the next piece.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 
 from shoal.core.allreduce.early_chunks import Early, EarlyChunks
 from shoal.core.allreduce.layout import Layout, Place, early_parts, fenced, objection, split
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -31,8 +32,9 @@ from shoal.core.messages import (
     Done,
     Failed,
     Gather,
-    Part,
+    GatherChunk,
     Peer,
+    ReduceChunk,
     Reduced,
     Resend,
     Round,
@@ -40,12 +42,10 @@ from shoal.core.messages import (
     Send,
     Settings,
     Share,
-    Sum,
     View,
     Waits,
 )
-from shoal.core.replica_state import TEXT, Seat, drop
-from shoal.core.trainer.routing import Latency
+from shoal.core.replica_state import TEXT, ReplicaState, drop
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
 TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting,
@@ -83,18 +83,18 @@ class Current(msgspec.Struct):
     asks: int = 0  # for what is missing, so far
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
-    )  # Part or (True) Sum, and not asked for since
+    )  # ReduceChunk or (True) GatherChunk; not requested again since
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     reduced: Reduced | None = None
 
 
 class Rounds:
-    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState) -> None:
         self._name = name
         self._settings = settings
         self._serial = serial
-        self._seat = seat
+        self._replica = replica
         self._stage = 0  # of the round under way
         self._current: Current | None = None
         self._newest = -1  # the highest round of this step that I began or refused
@@ -122,7 +122,7 @@ class Rounds:
 
     def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
-        view = self._seat.view
+        view = self._replica.view
         assert view is not None
         current = self._current
         if current is not None and current.message.round == message.round:
@@ -130,7 +130,7 @@ class Rounds:
         if message.round <= self._newest:
             return self._tell_failed(message, self._reason or f"round {self._newest} is newer", "")
         commands = self.end(f"round {message.round} replaces it")
-        self._newest, self._stage = message.round, self._seat.stage
+        self._newest, self._stage = message.round, self._replica.stage
         reason = objection(message, view, me)
         if reason:
             return commands + self.fail(message, reason)
@@ -144,7 +144,7 @@ class Rounds:
     def _joined(self, message: Round, shares: tuple[Share, ...], now: float) -> Current:
         """That round, in which I am listed, with its first piece."""
         group, layout, stage = tuple(share.peer for share in shares), self._layout(shares, 0), self._stage
-        known, row = self._seat.known.present, layout.row_of(self._name)
+        known, row = self._replica.known.present, layout.row_of(self._name)
         listed = message.listeners[stage] if stage < len(message.listeners) else ()
         listeners = tuple(
             peer
@@ -167,14 +167,14 @@ class Rounds:
             return []
         read: set[str] = set()
         for task in current.tasks.values():
-            self._void[task.id] = _inputs(task), _outputs(task)
-            read.update(_inputs(task))
+            self._void[task.id] = task.reads, task.makes
+            read.update(task.reads)
         return drop(tuple(blob for blob in current.live if blob not in read))
 
     def turn(self, everything: bool = True) -> list[Command]:
         """What I held of the step is void, or (not everything) it is over. Then what came early for the view's own step stays: with
         delayed updates a round may begin with the very view that commits the one before, and another replica may receive it first."""
-        view = self._seat.view
+        view = self._replica.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
         early = self._early.keep_step(stays)
         commands = self.end("the step is over")
@@ -200,9 +200,9 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------------- messages
 
     def on_message(
-        self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
+        self, peer: Peer, message: ReduceChunk | GatherChunk | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
-        view = self._seat.view
+        view = self._replica.view
         if view is None or message.epoch != view.epoch or not self._serves(peer):
             return drop(blobs)
         if message.step == view.step + 1 and not isinstance(message, Resend):
@@ -224,12 +224,12 @@ class Rounds:
 
     def _serves(self, peer: Peer) -> bool:
         """A replica of my own stage; whoever is not cannot share a group with me."""
-        stages = self._seat.known.present
+        stages = self._replica.known.present
         return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
 
     def _hold(self, peer: Peer, early: Early) -> list[Command]:
         """Few per sender, parts and sums apart: of its newest round and piece."""
-        replicas = sum(stage == self._seat.stage for stage in self._seat.known.present.values())
+        replicas = sum(stage == self._replica.stage for stage in self._replica.known.present.values())
         return self._early.hold(peer, early, early_parts(replicas, bool(self._settings.widths)))
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
@@ -250,7 +250,7 @@ class Rounds:
 
     def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
         message, place = early.message, current.piece.place
-        if isinstance(message, Part):
+        if isinstance(message, ReduceChunk):
             held = current.piece.parts.get(message.chunk, {})
             adding = message.chunk in current.piece.adding.values()
             wanted = peer in place.adds.get(message.chunk, ()) and peer not in held and not adding
@@ -266,7 +266,7 @@ class Rounds:
         blob = early.blobs[0]
         current.came = now
         current.live[blob] = None
-        if isinstance(message, Part):
+        if isinstance(message, ReduceChunk):
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return self._go_on(current)
         commands = self._tell(current, message.chunk, blob)
@@ -308,7 +308,7 @@ class Rounds:
         task = current.tasks.pop(done.id, None) if current is not None else None
         if current is None or task is None:
             return []
-        current.live.update(dict.fromkeys(_outputs(task)))
+        current.live.update(dict.fromkeys(task.makes))
         match task:
             case Cut():
                 return self._on_cut(current, task)
@@ -351,7 +351,7 @@ class Rounds:
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
-        return split(self._seat.length, group, self._settings.piece_values, piece, widths)
+        return split(self._replica.length, group, self._settings.piece_values, piece, widths)
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
         """This piece is gathered: let go of it, but for the sums I told, which may be lost on their way, and begin the next one."""
@@ -391,7 +391,7 @@ class Rounds:
         peers = current.piece.place.tells[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        heard = Sum(current.message.epoch, current.message.step, current.message.round, number, heard=True)
+        heard = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, heard=True)
         return sends + [Send(peer, heard, (blob,)) for peer in current.listeners]
 
     def _go_on(self, current: Current) -> list[Command]:
@@ -434,37 +434,37 @@ class Rounds:
         missing = _missing(current, self._name)
         commands: list[Command] = [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
         long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.beat_s)
-        if now - current.came >= long_s and missing and self._seat.leader is not None:
+        if now - current.came >= long_s and missing and self._replica.leader is not None:
             parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
             of = current.message
-            commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
+            commands.append(Send(self._replica.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
         return commands
 
     @property
     def _patience_s(self) -> float:
         """Until it is asked for what is missing; sent again it is after the second time, so at three times the usual."""
-        usual_s = self._usual.value or 4 * self._seat.length / COLD_Bps
+        usual_s = self._usual.value or 4 * self._replica.length / COLD_Bps
         return max(self._settings.hop_floor_s, usual_s)
 
     # ---------------------------------------------------------------------------------------------------------- sends
 
     def _report(self) -> list[Command]:
         reduced = self._current.reduced if self._current is not None else None
-        return [Send(self._seat.leader, reduced)] if reduced is not None and self._seat.leader is not None else []
+        return [Send(self._replica.leader, reduced)] if reduced is not None and self._replica.leader is not None else []
 
     def _tell_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
-        if self._seat.leader is None:
+        if self._replica.leader is None:
             return []
         return [
-            Send(self._seat.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
+            Send(self._replica.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
         ]
 
-    def _part(self, current: Current, chunk: int) -> Part:
-        return Part(current.message.epoch, current.message.step, current.message.round, chunk)
+    def _part(self, current: Current, chunk: int) -> ReduceChunk:
+        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk)
 
-    def _sum(self, current: Current, chunk: int) -> Sum:
+    def _sum(self, current: Current, chunk: int) -> GatherChunk:
         of = current.message
-        return Sum(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
+        return GatherChunk(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)
@@ -486,26 +486,6 @@ def _missing(current: Current, name: Peer) -> list[tuple[Peer, int, bool]]:
             missing += [(peer, number, False) for peer in peers if peer != name and peer not in held]
     hears = piece.place.hears.items()
     return missing + [(peer, number, True) for number, peer in hears if peer != name and number not in piece.sums]
-
-
-def _inputs(task: Work) -> tuple[str, ...]:
-    match task:
-        case Cut():
-            return ()
-        case AddRow() | Add():
-            return task.parts
-        case Gather():
-            return task.sums
-
-
-def _outputs(task: Work) -> tuple[str, ...]:
-    match task:
-        case Cut() | AddRow():
-            return task.outs
-        case Add():
-            return (task.out,)
-        case Gather():
-            return ()
 
 
 def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:

@@ -2,7 +2,7 @@
 
 A leader decides which view comes next; these are the bounds that it cannot leave, checked by each voter against the view it holds
 (register.py): everybody in it once, stages and owners that exist, steps and epochs that advance by one, a commit in which every
-microbatch is counted once at every stage, no invite with more peers than it admits. Pure.
+microbatch is counted once at every stage, no invite with more peers than it admits, a phase that may follow (phases.py). Pure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from shoal.core.consensus.phases import misplaced, transition
 from shoal.core.messages import Committed, Settings, View
 from shoal.core.names import invite_of, limit_of
 
@@ -33,8 +34,9 @@ def _shape(view: View, settings: Settings) -> str:
         return f"{len(view.owners)} owners among {len(view.members)} members of {settings.microbatches} microbatches"
     if max(view.number, view.epoch) >= NUMBERS or view.step > settings.steps:
         return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"
-    if view.finished and view.step < settings.steps:
-        return f"finished at step {view.step} of {settings.steps}"
+    wrong = misplaced(view, settings)
+    if wrong:
+        return wrong
     last = view.last
     if last is not None:
         if len(last.groups) != settings.stages or len(last.digests) != settings.stages:
@@ -53,14 +55,15 @@ def _step(before: View, view: View, settings: Settings) -> str:
         return f"number {view.number} after {before.number}"
     if view.epoch not in (before.epoch, before.epoch + 1) or before.finished:
         return f"epoch {view.epoch} after {before.epoch}{' of a finished run' if before.finished else ''}"
+    if transition(before, view) is None:
+        epoch = " of a new epoch" if view.epoch > before.epoch else ""
+        return f"{view.phase.value} at step {view.step}{epoch} after {before.phase.value} at step {before.step}"
     if view.epoch > before.epoch:
-        return "" if view.step <= before.step else f"epoch {view.epoch} begins at step {view.step}, after {before.step}"
-    if before.started and not view.started:
-        return "a step that began has not begun"
+        return ""
     if view.step == before.step:
         return "" if view.last == before.last else "another commit of the same step"
     last = view.last
-    if view.step != before.step + 1 or last is None or last.step != before.step or not before.started:
+    if last is None or last.step != before.step:
         return f"step {view.step} after {before.step}, last committed {last.step if last is not None else 'none'}"
     return _commit(before, last, settings)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Backward,
     Boundary,
@@ -29,8 +30,8 @@ from shoal.core.messages import (
     Settings,
     Stage,
 )
-from shoal.core.replica_state import Seat, complain, drop
-from shoal.core.trainer.routing import PATIENCE, Latency
+from shoal.core.replica_state import ReplicaState, complain, drop
+from shoal.core.trainer.routing import PATIENCE
 
 PULLS = 2  # of each holder: the first or its answer may be lost
 
@@ -55,7 +56,7 @@ class Want(msgspec.Struct):
 
 
 def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
-    """What that hop reads from the shelf, its input first, and who are said to hold it."""
+    """What that hop reads from the activation store, its input first, and who are said to hold it."""
     found = {}
     if message.x_from:
         found[Key(message.step, message.index, message.stage, False)] = message.x_from
@@ -64,11 +65,11 @@ def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
     return found
 
 
-class Shelf:
-    def __init__(self, name: Peer, settings: Settings, seat: Seat) -> None:
+class ActivationStore:
+    def __init__(self, name: Peer, settings: Settings, replica: ReplicaState) -> None:
         self.nbytes = 0  # all that is kept
         self._bounded = 0  # of these, what the limit holds for
-        self._name, self._settings, self._seat = name, settings, seat
+        self._name, self._settings, self._replica = name, settings, replica
         self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order in which they came
         self._wants: dict[Key, Want] = {}
         self._failed: dict[Key, None] = {}  # what does not come
@@ -109,9 +110,9 @@ class Shelf:
         return []
 
     def turn(self, everything: bool, read: Collection[str], goes_on: bool = False) -> list[Command]:
-        """The step is over, or (`everything`) my seat is. Blobs that a task still `read`s go with the task. `goes_on`: only what is
+        """The step is over, or (`everything`) my state is void. Blobs that a task still `read`s go with the task. `goes_on`: only what is
         older than the view's step goes, hops do not notice."""
-        view = self._seat.view
+        view = self._replica.view
         step = -1 if view is None else view.step
         over = [key for key in self._held if everything or key.step < step]
         if goes_on:
@@ -140,14 +141,14 @@ class Shelf:
         return any(key.microbatch not in booked and not self._made_gradient(key) for key in self._held)
 
     def _made_gradient(self, key: Key) -> bool:
-        return key.gradient and key.stage != self._seat.stage
+        return key.gradient and key.stage != self._replica.stage
 
     def _of_now(self, key: Key) -> bool:
-        return self._seat.view is not None and key.step == self._seat.view.work
+        return self._replica.view is not None and key.step == self._replica.view.work
 
     def _closed(self, key: Key) -> bool:
         """Of a step whose books are whole: only a death could ask for it again."""
-        return self._seat.view is not None and key.step < self._seat.view.work
+        return self._replica.view is not None and key.step < self._replica.view.work
 
     def _remove(self, key: Key) -> str:
         blob, nbytes = self._held.pop(key)
@@ -183,7 +184,7 @@ class Shelf:
 
     def on_view(self, now: float) -> list[Command]:
         """Nobody waits for a peer that has left."""
-        present, commands = self._seat.known.present, list[Command]()
+        present, commands = self._replica.known.present, list[Command]()
         for key in [key for key, want in self._wants.items() if want.turns[0] not in present]:
             commands += self._ask(key, now)
         return commands
@@ -198,7 +199,7 @@ class Shelf:
     def _ask(self, key: Key, now: float) -> list[Command]:
         """The next in turn that is still there; when none is left, the tensor does not come."""
         want = self._wants[key]
-        while want.turns and want.turns[0] not in self._seat.known.present:
+        while want.turns and want.turns[0] not in self._replica.known.present:
             del want.turns[0]
         if not want.turns:
             self._given_up[key] = self._wants.pop(key).calls
@@ -208,7 +209,7 @@ class Shelf:
         if want.turns[0] == self._name:
             return []
         want.calls.append(now)
-        return [Send(want.turns[0], Pull(self._seat.epoch, *key, len(want.calls) - 1))]
+        return [Send(want.turns[0], Pull(self._replica.epoch, *key, len(want.calls) - 1))]
 
     @property
     def _patience_s(self) -> float:
@@ -228,7 +229,7 @@ class Shelf:
                 f"{'gradient' if message.gradient else 'input'} of microbatch {message.index} for stage {message.stage}"
             )
             commands = drop(names) + self._skip((peer, self._name), key, now)
-            return commands + complain(self._seat, peer, f"{tensor}: {fault or f'{len(blobs)} blobs, not 1'}")
+            return commands + complain(self._replica, peer, f"{tensor}: {fault or f'{len(blobs)} blobs, not 1'}")
         want = self._wants.pop(key, None)
         if want is None and self.full and not message.gradient:  # a gradient's hop is about to free memory
             self._no_room[key] = None
@@ -239,17 +240,17 @@ class Shelf:
         return self.put(key, *blobs[0])
 
     def _admits(self, peer: Peer, message: Boundary) -> bool:
-        view, known = self._seat.view, self._seat.known
+        view, known = self._replica.view, self._replica.known
         if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
             return False
         at_my_stage = known.present.get(self._name) == message.stage
         return peer in known.serving and at_my_stage and message.index < self._settings.microbatches
 
     def on_pull(self, peer: Peer, message: Pull) -> list[Command]:
-        view, key = self._seat.view, key_of(message)
+        view, key = self._replica.view, key_of(message)
         if view is None or (message.epoch, message.step) != (view.epoch, view.work):
             return []
-        if peer not in self._seat.known.serving:
+        if peer not in self._replica.known.serving:
             return []
         if key not in self._held:
             return [Send(peer, Gone(message.epoch, *key))]
@@ -260,7 +261,7 @@ class Shelf:
     def on_coming(self, peer: Peer, message: Coming, now: float) -> list[Command]:
         """It gets as long again: another copy would only make the line longer."""
         want = self._wants.get(key_of(message))
-        view = self._seat.view
+        view = self._replica.view
         if want is None or view is None or message.epoch != view.epoch or want.turns[0] != peer or want.coming:
             return []
         want.coming = True
@@ -272,7 +273,7 @@ class Shelf:
         self._sent = {(other, key) for other, key in self._sent if other != peer}
 
     def on_gone(self, peer: Peer, message: Gone, now: float) -> list[Command]:
-        view = self._seat.view
+        view = self._replica.view
         return self._skip((peer,), key_of(message), now) if view is not None and message.epoch == view.epoch else []
 
     def _skip(self, peers: tuple[Peer, ...], key: Key, now: float) -> list[Command]:
@@ -286,7 +287,7 @@ class Shelf:
 
     def send(self, peer: Peer, key: Key, call: int = 0) -> list[Command]:
         """A kept tensor to whoever goes on with it, or has called for it."""
-        view = self._seat.view
+        view = self._replica.view
         assert view is not None
         self._sent.add((peer, key))
         return [Send(peer, Boundary(view.epoch, *key, call), (self.blob(key),))]

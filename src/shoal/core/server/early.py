@@ -8,13 +8,13 @@ the last none, and the step took 13.2 s for 8.1. Here such a hop waits; it is th
 from __future__ import annotations
 
 from shoal.core.messages import Backward, Command, Forward
-from shoal.core.replica_state import Seat, drop
+from shoal.core.replica_state import ReplicaState, drop
 from shoal.core.server.verdict import Request
 
 
 class Early:
-    def __init__(self, seat: Seat, limit: int) -> None:
-        self._seat, self._limit = seat, limit
+    def __init__(self, replica: ReplicaState, limit: int) -> None:
+        self._replica, self._limit = replica, limit
         self._held: list[Request] = []
 
     def keep(self, request: Request) -> bool:
@@ -38,7 +38,9 @@ class Early:
         return drop(tuple(blob for one in held for blob in one.blobs))
 
     def _is_early(self, message: Forward | Backward) -> bool:
-        seat, view = self._seat, self._seat.view
-        if view is None or not seat.seated or message.epoch != view.epoch or message.stage != seat.stage:
+        replica, view = self._replica, self._replica.view
+        if view is None or not replica.has_state or message.epoch != view.epoch or message.stage != replica.stage:
             return False
-        return message.view > view.number or (message.step == view.work and seat.applying is not None and not seat.able)
+        return message.view > view.number or (
+            message.step == view.work and replica.applying is not None and not replica.able
+        )

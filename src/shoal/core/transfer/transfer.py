@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import (
-    AskChunk,
-    AskState,
     Blend,
     BlobRef,
     CheckChunk,
     Chunk,
+    ChunkRequest,
     Command,
     Do,
     Done,
@@ -38,10 +38,10 @@ from shoal.core.messages import (
     ReadChunk,
     Send,
     Settings,
+    StateRequest,
     View,
     Wire,
 )
-from shoal.core.trainer.routing import Latency
 
 if TYPE_CHECKING:
     from random import Random
@@ -99,8 +99,8 @@ class Sync:
         self.offered: Manifest | None = None
         self.exporting = ""
         self.takers: set[Peer] = set()  # joiners that were offered that copy
-        self.waiting: dict[Peer, AskState] = {}
-        self.reading: dict[str, tuple[Peer, AskChunk]] = {}
+        self.waiting: dict[Peer, StateRequest] = {}
+        self.reading: dict[str, tuple[Peer, ChunkRequest]] = {}
 
     @property
     def deadline(self) -> float | None:
@@ -123,8 +123,8 @@ class Sync:
         if me is None:
             return self._abandon()
         before, self.member = self.member, any(member.peer == self.name for member in view.members)
-        if before and not self.member and self.server.seated:  # demoted: whatever I hold is not trusted
-            return self._abandon() + self.server.unseat() + self._begin(now)
+        if before and not self.member and self.server.has_state:  # demoted: whatever I hold is not trusted
+            return self._abandon() + self.server.drop_state() + self._begin(now)
         return self.review(now)
 
     def review(self, now: float) -> list[Command]:
@@ -134,7 +134,7 @@ class Sync:
         if view is None or me is None:
             return []
         place = view.epoch, me.stage
-        if server.seated and (server.epoch, server.stage) == place and (self.member or not server.unfit):
+        if server.has_state and (server.epoch, server.stage) == place and (self.member or not server.unfit):
             return []  # a member applies what is committed, a joiner hears it; one that is unfit has told the leader
         if self.seat != place:
             back = self.server.take_back(view, me.stage, now)
@@ -156,8 +156,8 @@ class Sync:
         me = _me(view, self.name)
         assert me is not None
         commands = self._abandon()
-        if self.server.seated:
-            commands += self.server.unseat()
+        if self.server.has_state:
+            commands += self.server.drop_state()
         self.seat, self.sources = (view.epoch, me.stage), _sources(view, me.stage)
         return commands + self._ask(now)
 
@@ -177,7 +177,7 @@ class Sync:
         able = [peer for peer in able if peer not in self.shunned]
         chosen = self.rng.sample(able, min(DONORS, len(able)))  # none: asked again when a view brings one
         since = self.server.since if source == stage else view.step
-        return [Send(peer, AskState(epoch=epoch, stage=source, since=since)) for peer in chosen]
+        return [Send(peer, StateRequest(epoch=epoch, stage=source, since=since)) for peer in chosen]
 
     def tick(self, now: float) -> list[Command]:
         if self.retry_at is None or now < self.retry_at:
@@ -208,7 +208,7 @@ class Sync:
         return float(usual_s * 2 ** min(self.misses, DOUBLED))
 
     def _on_offer(self, peer: Peer, offer: Offer, now: float) -> list[Command]:
-        if self.seat is None or self.task or self.server.seated or self.view is None:
+        if self.seat is None or self.task or self.server.has_state or self.view is None:
             return []
         source = self.sources[len(self.whole)]
         if (self.seat[0], source) != (offer.epoch, offer.stage):
@@ -244,7 +244,7 @@ class Sync:
                 chunk = download.wanted.pop(0)
                 download.open[chunk] = donor, now
                 busy += 1
-                commands.append(Send(donor, AskChunk(epoch=epoch, step=download.step, stage=stage, chunk=chunk)))
+                commands.append(Send(donor, ChunkRequest(epoch=epoch, step=download.step, stage=stage, chunk=chunk)))
         self._watch(now)
         return commands
 
@@ -300,7 +300,7 @@ class Sync:
 
     # --------------------------------------------------------------------------------------------------- giving
 
-    def _on_ask_state(self, peer: Peer, ask: AskState, now: float) -> list[Command]:
+    def _on_ask_state(self, peer: Peer, ask: StateRequest, now: float) -> list[Command]:
         """Offer the copy at hand if it is new enough; make one if nobody needs that one any more."""
         server, view = self.server, self.view
         if view is None or not self._may_have(peer, ask.stage):
@@ -331,7 +331,7 @@ class Sync:
         beside = {one.stage for one in lost if abs(one.stage - stage) == 1}
         return any(m.peer == peer and m.stage in beside for m in self.view.members + self.view.joining)
 
-    def _suits(self, ask: AskState) -> bool:
+    def _suits(self, ask: StateRequest) -> bool:
         if self.export is None or self.offered is None:
             return False
         epoch, stage, step = self.export
@@ -341,7 +341,7 @@ class Sync:
         assert self.export is not None and self.offered is not None
         return Offer(epoch=self.export[0], step=self.export[2], stage=stage, manifest=self.offered)
 
-    def _on_ask_chunk(self, peer: Peer, ask: AskChunk) -> list[Command]:
+    def _on_ask_chunk(self, peer: Peer, ask: ChunkRequest) -> list[Command]:
         view, manifest = self.view, self.offered
         asked_for = self.export == (ask.epoch, ask.stage, ask.step) and self.server.stage == ask.stage
         if view is None or not self._may_have(peer, ask.stage):
@@ -366,9 +366,9 @@ class Sync:
                 return self._on_offer(peer, message, now)
             case Chunk():
                 return self._on_chunk(peer, message, blobs, fault, now)
-            case AskState():
+            case StateRequest():
                 return self._on_ask_state(peer, message, now)
-            case AskChunk():
+            case ChunkRequest():
                 return self._on_ask_chunk(peer, message)
         return []
 
@@ -456,7 +456,7 @@ class Sync:
         self.task = ""
         self._abandon()
         commands: list[Command] = [Note("state", f"holds stage {stage} at step {step}")]
-        commands += self.server.seat(stage, step, epoch, done.result.length, done.result.digest, now)
+        commands += self.server.load_state(stage, step, epoch, done.result.length, done.result.digest, now)
         return commands + self.review(now)
 
     def _id(self) -> str:
@@ -474,5 +474,5 @@ def _me(view: View, name: Peer) -> Member | None:
     return next((member for member in view.members + view.joining if member.peer == name), None)
 
 
-def _nothing(ask: AskState) -> Offer:
+def _nothing(ask: StateRequest) -> Offer:
     return Offer(epoch=ask.epoch, step=0, stage=ask.stage, manifest=Manifest(hashes=(), sizes=()))

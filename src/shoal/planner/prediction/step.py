@@ -7,7 +7,7 @@ straight from server to server, and a hop runs when its request and its tensor a
 hop at a time, backwards first; uplinks and downlinks pass one message after the other and links of several pairs are filled
 side by side, as in transport/emulated/shaped.py; who sends which chunk to whom when a stage's replicas average is core's too
 (layout.py); and agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses
-on the wire, full queues and shelves, and that gradients go first on a line.
+on the wire, full queues and activation stores, and that gradients go first on a line.
 
 Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
 """

@@ -59,7 +59,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     counted_sequences: int = 1
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
     moments: str = "float32"  # train.moments
-    shelf: memory.Shelf = memory.Shelf()
+    store_limits: memory.StoreLimits = memory.StoreLimits()
     local_steps: int = 1  # between two averagings; `work` holds the microbatches of all of them
 
     @property
@@ -69,7 +69,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     def kept_bytes(self, span: range, microbatches: float) -> float:
         """Of one that serves so many microbatches of a stage, at most; see memory.py."""
         there_bytes, inner, last = self.profile.boundary_bytes, span.start > 0, span.stop == self.shape.layers
-        return self.shelf.kept_bytes(microbatches, inner, last, there_bytes, self.returned_bytes)
+        return self.store_limits.kept_bytes(microbatches, inner, last, there_bytes, self.returned_bytes)
 
     @property
     def profile(self) -> Profile:

@@ -11,7 +11,7 @@ import torch
 
 from shoal import codec
 from shoal.config import Config
-from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, Message, Part, Sum
+from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
 from shoal.runtime.data import vocabulary
@@ -65,8 +65,8 @@ class Kinds:
         return next((f"{kind.what}: {fault}" for kind, fault in zip(kinds, faults, strict=True) if fault), "")
 
     def _kinds(self, message: Message, length: int) -> tuple[BlobSpec, ...] | str:
-        if isinstance(message, Part | Sum):
-            for_joiner = isinstance(message, Sum) and message.heard
+        if isinstance(message, ReduceChunk | GatherChunk):
+            for_joiner = isinstance(message, GatherChunk) and message.heard
             most = length or (self._most if for_joiner else 0)
             # A single replica sends joiners its sum unencoded, as it applies it.
             codecs = (codec.RAW, self._averaging) if for_joiner else (self._averaging,)

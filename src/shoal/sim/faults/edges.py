@@ -147,6 +147,8 @@ def _value(name: str, of: types.Type, facts: Facts) -> Any:
             return _made(of.cls, facts)
         case types.LiteralType():
             return of.values[0]
+        case types.EnumType():
+            return next(iter(of.cls))
         case types.TupleType():
             return tuple(_value(name, item, facts) for item in of.item_types)
     raise TypeError(f"{name}: edges.py knows nothing of {of}")
@@ -194,6 +196,10 @@ def _edges(name: str, of: types.Type, value: Any, facts: Facts, depth: int) -> I
             for other in of.values:
                 if other != value:
                     yield f" = {other!r}", other
+        case types.EnumType():
+            for case in of.cls:
+                if case is not value:
+                    yield f" = {case.name}", case
         case types.VarTupleType():
             yield from _tuples(name, of, value, facts, depth)
         case types.StructType() if depth:
@@ -256,6 +262,6 @@ def _views(view: m.View, facts: Facts) -> Iterator[tuple[str, m.View]]:
     others = tuple(one for one in view.members if one.peer != facts.peer)
     yield " without the receiver", replace(view, members=others, owners=(0,) * len(view.owners))
     yield " owned by nobody", replace(view, owners=(len(view.members),) * max(1, len(view.owners)))
-    yield " finished far ahead", replace(view, finished=True, number=2**53, step=2**53)
+    yield " finished far ahead", replace(view, phase=m.Phase.FINISHED, number=2**53, step=2**53)
     yield " of another epoch, far ahead", replace(view, epoch=view.epoch + 1, number=view.number + 1000, step=0)
     yield " with the sender as another member", replace(view, members=(*view.members, *alone))

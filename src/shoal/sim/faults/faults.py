@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 GARBLED = (
     m.Forward, m.Backward, m.Output, m.Gradient, m.Recall, m.Cancel, m.Cancelled, m.Query, m.Pending,
     m.Busy, m.Refused,
-    m.Boundary, m.Pull, m.Coming, m.Gone, m.Missing, m.Part, m.Sum,
-    m.Resend, m.AskChunk, m.Offer, m.Chunk,
+    m.Boundary, m.Pull, m.Coming, m.Gone, m.Missing, m.ReduceChunk, m.GatherChunk,
+    m.Resend, m.ChunkRequest, m.Offer, m.Chunk,
 )  # fmt: skip
 EXACT = 0.5  # how often as many peers are on one side as on the other
 FIELDS = ("epoch", "step", "attempt", "index", "stage", "round", "chunk")
@@ -124,12 +124,12 @@ def cut(swarm: Swarm, planned: Planned, small: tuple[str, ...], rest: tuple[str,
 def slow(swarm: Swarm, planned: Planned, rng: Random) -> None:
     node = _anyone(swarm, rng)
     if node is not None and not node.slow:
-        usual = node.hands.slowness
-        node.hands.slowness = usual * 10
+        usual = node.runner.slowness
+        node.runner.slowness = usual * 10
         node.slow = True
 
         def over(_: object) -> None:
-            node.hands.slowness = usual
+            node.runner.slowness = usual
             node.slow = False
 
         swarm.until(planned.length_s, over)

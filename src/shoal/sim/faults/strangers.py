@@ -346,7 +346,7 @@ class Mask:
         return sent
 
     def _mute(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return None if isinstance(message, m.Part | m.Sum) else (message, values)
+        return None if isinstance(message, m.ReduceChunk | m.GatherChunk) else (message, values)
 
     def _freeze(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         if isinstance(message, m.Pulse):
@@ -355,7 +355,7 @@ class Mask:
         return message, values
 
     def _hollow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if isinstance(message, m.AskState | m.AskChunk):
+        if isinstance(message, m.StateRequest | m.ChunkRequest):
             return None
         if isinstance(message, m.Pulse) and not message.ready:
             view = self.strangers._view()
@@ -384,7 +384,7 @@ class Mask:
 
     def _overflow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """Finite, and so large that whatever is made of it is not."""
-        if isinstance(message, m.Part):
+        if isinstance(message, m.ReduceChunk):
             return message, tuple((*value[:4], (*value[4], HUGE)) for value in values if value is not BAD)
         if isinstance(message, m.Boundary | m.Output | m.Gradient | m.Forward | m.Backward):
             return message, tuple((*value[:4], HUGE[0]) for value in values if value is not BAD)
@@ -429,15 +429,15 @@ def coups(facts: edges.Facts) -> Iterator[m.Message]:
         yield m.Vote(term, granted=False)
         yield m.Vote(term, granted=True, by=m.Signed(facts.name))
         yield m.Accept(term, 0)
-        yield m.AskVote(term, far, far)
+        yield m.VoteRequest(term, far, far)
         yield m.Lead(term, view.number, facts.term)
         yield m.Lead(term, view.number, facts.term, votes=proof.signed)
         after = replace(view, number=view.number + 1, reason="because I say so")
         alone = replace(after, members=(m.Member(facts.name, 0),), joining=(), owners=(0,) * len(view.owners))
-        for forged in (replace(after, finished=True), alone, replace(alone, epoch=view.epoch + 1, number=far)):
+        for forged in (replace(after, phase=m.Phase.FINISHED), alone, replace(alone, epoch=view.epoch + 1, number=far)):
             yield m.Propose(m.Entry(term, forged, view.voters), term, proof)
             yield m.Propose(m.Entry(term, forged, ()), term)
-    over = replace(view, number=view.number + 1, finished=True)
+    over = replace(view, number=view.number + 1, phase=m.Phase.FINISHED)
     yield m.Propose(m.Entry(facts.term, over, ()), facts.term, proof)
     yield m.Accept(facts.term, view.number + 1, digest(over), m.Signed(facts.name))
     yield m.Vote(facts.term, granted=True, by=m.Signed(facts.name))
@@ -465,6 +465,6 @@ def _blobs(message: m.Message, settings: m.Settings, inside: bool) -> tuple[Blob
             return (x,)
         case m.Boundary():
             return (("g" if message.gradient else "x", message.step, message.index, message.stage, FALSE),)
-        case m.Part() | m.Sum():
+        case m.ReduceChunk() | m.GatherChunk():
             return (("part", 0, 0, 1, (HUGE,)),)
     return (("state", None, 0),)

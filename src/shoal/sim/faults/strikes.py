@@ -30,15 +30,15 @@ SKIPS = 6  # a trap lets up to so many of its moments pass
 
 # What a peer is about to do, as tasks or as messages that it sends.
 MOMENTS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
-    "averaging": ((m.Cut, m.AddRow, m.Add, m.Gather), (m.Part, m.Sum, m.Reduced)),
-    "rows": ((m.Cut, m.AddRow), (m.Part,)),
-    "columns": ((m.Add,), (m.Part,)),
-    "tellings": ((m.Gather,), (m.Sum,)),
+    "averaging": ((m.Cut, m.AddRow, m.Add, m.Gather), (m.ReduceChunk, m.GatherChunk, m.Reduced)),
+    "rows": ((m.Cut, m.AddRow), (m.ReduceChunk,)),
+    "columns": ((m.Add,), (m.ReduceChunk,)),
+    "tellings": ((m.Gather,), (m.GatherChunk,)),
     "applying": ((m.Apply,), ()),
     "saving": ((m.RunSave, m.RunPublish), (m.Saved, m.Published)),
-    "downloading": ((m.CheckChunk, m.Import), (m.AskChunk,)),
+    "downloading": ((m.CheckChunk, m.Import), (m.ChunkRequest,)),
     "uploading": ((m.Export, m.ReadChunk), (m.Offer, m.Chunk)),
-    "leading": ((), (m.Propose, m.Round, m.AskSave, m.AskPublish)),
+    "leading": ((), (m.Propose, m.Round, m.SaveRequest, m.PublishRequest)),
     "training": ((m.Fetch,), (m.Forward, m.Backward)),
 }
 
@@ -85,7 +85,7 @@ def _meant(swarm: Swarm, node: Node, kind: str, command: m.Command) -> bool:
     if type(command) is not m.Send or not isinstance(command.message, messages):
         return False
     message = command.message
-    if isinstance(message, m.Part) and kind != "averaging":
+    if isinstance(message, m.ReduceChunk) and kind != "averaging":
         group = swarm.watch.group_of(node.name, message)
         return of_row(message.chunk, len(group)) is (kind == "rows")
     return True
