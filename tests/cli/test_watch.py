@@ -138,7 +138,7 @@ def test_what_could_not_be_saved_is_said_until_a_checkpoint_is_saved() -> None:
     assert summary.saved == 2 and summary.unsaved.startswith(
         "NOTHING SAVED SINCE STEP 2: a checkpoint was due at step 3"
     )
-    watch.hear("p0", Agreed(8.0, msgspec.structs.replace(saving(4, 3, 3), last=None, finished=True)), 8.0)
+    watch.hear("p0", Agreed(8.0, msgspec.structs.replace(saving(4, 3, 3), last=None, phase=Phase.FINISHED)), 8.0)
     assert watch.summary(9.0).unsaved == ""
 
 
