@@ -165,7 +165,7 @@ def spans(path: Path) -> dict[int, tuple[float, float]]:
     over: dict[int, float] = {}
     doing: dict[tuple[str, str], int] = {}
     for record in trace.read(path):
-        if not isinstance(record, trace.Record):
+        if not isinstance(record, trace.TraceRecord):
             continue
         for command in record.commands:
             if isinstance(command, Do) and isinstance(command.task, Cut):

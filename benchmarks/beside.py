@@ -46,9 +46,9 @@ class Timed(Alone):
         self.step()
         self.step_s = time.perf_counter() - begun
 
-    def _back(self, batch: list[torch.Tensor]) -> list[float]:
+    def _backward(self, batch: list[torch.Tensor]) -> list[float]:
         if not self.device_s:
-            return super()._back(batch)
+            return super()._backward(batch)
         time.sleep(self.device_s * len(batch) / self._count)
         return [0.0] * len(batch)
 

@@ -176,10 +176,11 @@ class Visitor:
         return identity
 
     def gossip(self, port: int = 0, learn: Callable[[Any], None] = lambda record: None, identity: Any = None) -> Any:
-        from shoal.transport.directory.directory import Gossip, Record
+        from shoal.transport.directory.directory import Gossip
+        from shoal.transport.directory.records import PeerRecord
 
         identity = identity or self.identity
-        own = Record(self.invite.run, identity.name, "127.0.0.1", port)
+        own = PeerRecord(self.invite.run, identity.name, "127.0.0.1", port)
         return Gossip(identity, self.membership, own, self.invite.addresses, learn)
 
     async def find(self, port: int = 0, wanted: int = 3) -> float:
@@ -229,7 +230,7 @@ class Visitor:
 
 def forged(run: str, count: int) -> list[bytes]:
     """Records of strangers: each well made and signed by its own key, under a pass that nobody of the run has signed."""
-    from shoal.transport.directory.directory import Record, seal
+    from shoal.transport.directory.records import PeerRecord, seal
     from shoal.transport.identity.identity import Identity
     from shoal.transport.identity.invite import Authority, Membership, read_invite
 
@@ -240,7 +241,7 @@ def forged(run: str, count: int) -> list[bytes]:
         proof = stolen.membership(identity).proof
         if number == 0:  # a pass of the run's own authority in all but its signature
             template = proof
-        record = Record(run, identity.name, "127.0.0.1", 9, expires_s=time.time() + 80)
+        record = PeerRecord(run, identity.name, "127.0.0.1", 9, expires_s=time.time() + 80)
         found.append(seal(identity, Membership(run, _renamed(template, run, identity)), record))
     return found
 
@@ -354,13 +355,13 @@ class Flood:
     def names(self) -> Callable[[], None]:
         import msgspec
 
-        from shoal.transport.directory.directory import Record, seal
+        from shoal.transport.directory.records import PeerRecord, seal
 
         host, _, port = self.visitor.invite.addresses[0].rpartition(":")
         made = []
         for number in range(9000):
             identity = self.visitor.named(f"{number:x}")
-            record = Record(self.visitor.invite.run, identity.name, "127.0.0.1", 9, 9, expires_s=time.time() + 500)
+            record = PeerRecord(self.visitor.invite.run, identity.name, "127.0.0.1", 9, 9, expires_s=time.time() + 500)
             made.append(seal(identity, self.visitor.membership, record))
         small = [_framed(msgspec.msgpack.encode(made[at : at + 4])) for at in range(0, 9000, 4)]
         large = [_framed(msgspec.msgpack.encode(made[at : at + 4500])) for at in (0, 4500)]

@@ -26,7 +26,7 @@ from shoal.planner.inputs import cluster
 from shoal.planner.inputs.profile import Shape, Work
 from shoal.planner.strategy import plan, strategy
 from shoal.planner.strategy.problem import Problem
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 
 CONFIG = """
 [run]
@@ -183,7 +183,7 @@ def planned(there: Path, stages: int, wiring: strategy.Wiring) -> plan.Plan:
 
 def median_step_s(commits: Path) -> float:
     """Between commits, as the launcher heard them; the first step, in which everybody warms up, is not among them."""
-    heard = [msgspec.json.decode(line, type=Step).heard_s for line in commits.read_bytes().splitlines()]
+    heard = [msgspec.json.decode(line, type=CommittedStep).heard_s for line in commits.read_bytes().splitlines()]
     apart = sorted(later - earlier for earlier, later in pairwise(heard))
     return apart[len(apart) // 2]
 

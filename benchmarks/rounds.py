@@ -176,7 +176,7 @@ def of_step(path: Path, step: int) -> tuple[int, int]:
     """Rounds that were opened for that step, and in how many somebody gathered."""
     opened, gathered = set[int](), set[int]()
     for record in trace.read(path):
-        for command in record.commands if isinstance(record, trace.Record) else ():
+        for command in record.commands if isinstance(record, trace.TraceRecord) else ():
             if isinstance(command, Send) and isinstance(command.message, Round) and command.message.step == step:
                 opened.add(command.message.round)
             if isinstance(command, Do) and isinstance(command.task, Gather) and command.task.step == step:

@@ -248,7 +248,7 @@ class Insider(Attacker):
 
 
 async def as_member(config: configuration.Config, invite: Invite, given: argparse.Namespace, run: Watched) -> Phase:
-    async with build.peer(config, build.Role(), invite, build.runner(config), None) as node:
+    async with build.peer(config, build.PeerRole(), invite, build.runner(config), None) as node:
         insider = Insider(node, node.directory, given.kinds)
         training = asyncio.create_task(node.run())
         until_s = time.monotonic() + ADMITTED_S

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.runtime.records.account import Step, surviving
+from shoal.runtime.records.account import CommittedStep, surviving
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "SHOAL_CHURN"  # in the environment of every process of ours, so that what outlives its run is found
@@ -108,10 +108,10 @@ class Ground:
         (self.directory / f"{name}.toml").write_text(CONFIG.replace("NAME", name))
         return f"{name}.toml"
 
-    def commits(self, name: str) -> tuple[Step, ...]:
+    def commits(self, name: str) -> tuple[CommittedStep, ...]:
         path = self.directory / "runs" / name / "commits.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return surviving(msgspec.json.decode(line, type=Step) for line in lines)
+        return surviving(msgspec.json.decode(line, type=CommittedStep) for line in lines)
 
     def note_ports(self) -> None:
         """Remember what our processes listen on, to look for it when they are gone."""
@@ -203,7 +203,7 @@ def undisturbed(ground: Ground, steps: int) -> list[float]:
     return list(found["losses"])
 
 
-def counted(steps: tuple[Step, ...]) -> tuple[int, int, int]:
+def counted(steps: tuple[CommittedStep, ...]) -> tuple[int, int, int]:
     """Microbatches that every stage of their step holds once; those that some stage lacks; those that some stage holds twice.
     Steps that are not there at all are lacking too."""
     each = range(BATCH // MICROBATCH)

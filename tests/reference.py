@@ -26,7 +26,7 @@ from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.model import stages
 from shoal.numerics.optimizer import learning_rate
 from shoal.runtime.data import Dataset
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 
 Shares = tuple[
     tuple[int, ...], ...
@@ -283,7 +283,9 @@ def follow(config: Config, dataset: Dataset, orders: Iterable[Order]) -> tuple[O
 def commits(directory: Path) -> list[Committed]:
     """Of a finished run without rollbacks, by step."""
     lines = (directory / "commits.jsonl").read_bytes().splitlines()
-    found = {step.commit.step: step.commit for step in (msgspec.json.decode(line, type=Step) for line in lines)}
+    found = {
+        step.commit.step: step.commit for step in (msgspec.json.decode(line, type=CommittedStep) for line in lines)
+    }
     return [found[step] for step in sorted(found)]
 
 
@@ -313,7 +315,7 @@ def held(path: Path) -> list[Held]:
     stage_of: dict[Peer, int] = {}
     found: list[Held] = []
     for item in trace.read(path):
-        if not isinstance(item, trace.Record):
+        if not isinstance(item, trace.TraceRecord):
             continue
         if isinstance(item.event, Done) and (task := asked.pop((item.peer, item.event.id), None)) is not None:
             if not isinstance(task, Apply):

@@ -1,7 +1,6 @@
-"""The composition root: one peer of a run, put together from its configuration, its identity and its part in the run.
+"""The composition root: builds one peer of a run from its configuration, identity and role.
 
-Everything is chosen here once (which transport, which directory, which machine) and handed on as values; for launcher/peer.py and
-cli/join.py, and for tests that run whole peers.
+Only this module chooses transport, directory and machine. For launcher/peer.py and cli/join.py, and for tests of whole peers.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.tls import TlsTransport
 
 
-class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer's part in a run."""
+class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer's role in a run."""
 
-    found: bool = False  # it is the run's first
+    found: bool = False  # it is the run's first peer
     first_step: int = 0  # of a resumed run
     port: int = 0
     trace: Path | None = None
@@ -71,7 +70,7 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
     """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
 
     `run`: the id of the key that founded it, whose checkpoints are read and written.
-    ValueError: the model cannot be cut as asked or has no room here, the data is not there, or the checkpoint is foreign."""
+    ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
         return TaskRunner(config, None, Store(url_of(config), run))
     return TaskRunner(config, *_data_and_store(config, first_step, run))
@@ -83,7 +82,7 @@ def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -
 
 
 def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[Dataset, Store]:
-    """What a model is trained on and where it is saved, after all that can be refused before its weights are there."""
+    """Data set and checkpoint store, after every check that is possible before weights are allocated."""
     stages.check(config)
     executor.check(config)
     dataset, store = data(config), Store(url_of(config), run)
@@ -98,28 +97,28 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
 
 
 def shared(config: Config) -> bytes:
-    """What an invite tells of the configuration: all that is the run's and not the default (guest.py)."""
-    return msgspec.json.encode(guest.told(config, to_tree(config), to_tree(Config())))
+    """The configuration in an invite, as JSON: the run's settings that are not defaults (guest.py)."""
+    return msgspec.json.encode(guest.invite_settings(config, to_tree(config), to_tree(Config())))
 
 
-def joined(told: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
+def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
     """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
     that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
-    config = guest.admitted(_tree(told), overrides, files)
+    config = guest.admitted(_tree(config_json), overrides, files)
     place = Path(config.run.dir)
     there = next(each for each in (place, *place.absolute().parents) if each.exists())
     guest.refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
     return config
 
 
-def visiting(told: bytes, overrides: Sequence[str]) -> Config:
-    """The configuration of somebody with an invite who asks the run's peers and takes no part."""
-    return guest.visiting(_tree(told), overrides)
+def visiting(config_json: bytes, overrides: Sequence[str]) -> Config:
+    """The configuration of an invited visitor, who queries the run's peers without joining."""
+    return guest.visiting(_tree(config_json), overrides)
 
 
-def _tree(told: bytes) -> dict[str, dict[str, Any]]:
+def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
     try:
-        return msgspec.json.decode(told, type=dict[str, dict[str, Any]])
+        return msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
@@ -128,9 +127,9 @@ def _tree(told: bytes) -> dict[str, dict[str, Any]]:
 
 @asynccontextmanager
 async def peer(
-    config: Config, role: Role, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
+    config: Config, role: PeerRole, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
 ) -> AsyncIterator[Node]:
-    """A peer that listens and has told so; `run` the node. Everything is closed at the end, the task runner too."""
+    """A listening peer, whose addresses are reported; call the node's `run`. Closes everything at the end, the task runner too."""
     identity = Identity.new()
     membership = invite.membership(identity)
     header = trace.Header(
@@ -163,7 +162,7 @@ async def peer(
 
 @asynccontextmanager
 async def operator(config: Config, invite: Invite, passes: bytes = b"") -> AsyncIterator[tuple[Reachable, Directory]]:
-    """The network of somebody who asks and tells peers of a run but takes no part in it. `passes`: the authority's list, if known."""
+    """Transport and directory of an operator, who queries and instructs peers without joining. `passes`: the authority's list, if known."""
     identity = Identity.new()
     membership = invite.membership(identity)
     if passes:
@@ -181,8 +180,8 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         yield transport, directory
 
 
-def _recorder(config: Config, header: trace.Header, role: Role, out: IO[bytes] | None) -> Recorder:
-    """Its trace gives way to checkpoints that lie on the same disk."""
+def _recorder(config: Config, header: trace.Header, role: PeerRole, out: IO[bytes] | None) -> Recorder:
+    """The recorder, whose trace leaves room for checkpoints on the same disk."""
     catalog = Catalog(url_of(config))
     reserve = partial(catalog.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
     return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
@@ -191,12 +190,12 @@ def _recorder(config: Config, header: trace.Header, role: Role, out: IO[bytes] |
 def _facts() -> str:
     try:
         return Path(DEVICE_FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):  # nobody has probed this machine: whoever asks is told nothing, and says so
+    except (OSError, UnicodeDecodeError):  # `shoal probe` has not run on this machine
         return ""
 
 
 def _daemon(config: Config, identity: Identity, invite: Invite, port: int, tell: Callable[[str], None]) -> Daemon:
-    """For libp2p, whoever needs it; it runs only when somebody starts it."""
+    """The libp2p daemon; transport and directory start it when they need it."""
     network = config.network
     if network.transport != "libp2p" and port:  # taken by the transport
         port += 1 if port < 65535 else -1
@@ -211,7 +210,7 @@ def _tell_network(record: Recorder, text: str) -> None:
 def _transport(
     config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon, tell: Callable[[str], None]
 ) -> Reachable:
-    """`tell` hears which way peers are reached, when that is news."""
+    """The configured transport; `tell` receives changes of the route to a peer."""
     network = config.network
     limits = Limits(blob_bytes=network.blob_bytes)
     plain: Reachable
@@ -240,7 +239,7 @@ def _transport(
 def _directory(
     config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable, daemon: Daemon
 ) -> Directory:
-    """Its records carry the transport's address: host and port, libp2p's, or both."""
+    """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both."""
     host, port, addresses = config.network.host, 0, ()
     match config.network.transport:
         case "tls":

@@ -1,8 +1,8 @@
-"""How an encoded tensor is named on the wire, and how many bytes it takes: arithmetic only, no tensor.
+"""Names and sizes of encoded tensors on the wire: arithmetic only, no tensor.
 
-A blob's `codec` says all that a receiver needs beside its shape: `NAME/VERSION` or `NAME/VERSION/PARAMETER`, such as
+A blob's `codec` holds all that a receiver needs besides shape and dtype: `NAME/VERSION` or `NAME/VERSION/PARAMETER`, such as
 `int8/1/1024`. numerics/compress.py encodes and decodes, transport/wire.py compares sizes before it takes memory, the planner
-counts bytes. A changed layout gets another version; a version that is not known here is refused by name.
+counts bytes. A changed layout gets another version; an unknown version is refused by name.
 
     raw             the values as they are, in the blob's own dtype
     bf16/1          bfloat16
@@ -21,12 +21,12 @@ RAW = "raw"
 VERSION = 1
 INT4_BLOCK = 64
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}  # bytes of a raw value
-FLOATS = ("float32", "bfloat16")  # what codecs encode: a code of float16 could decode to infinities
+FLOATS = ("float32", "bfloat16")  # types that codecs encode: a code of float16 could decode to infinities
 
 # What a run may choose; bytes per value with the block sizes that compress.py writes.
 BYTES_PER_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024, "int4": 34 / 64}
 
-# fp32 bytes per second that one core encodes and decodes (benchmarks/codecs.py, AVX-512 EPYC): what a plan reckons with.
+# fp32 bytes per second that one core encodes and decodes (benchmarks/codecs.py, AVX-512 EPYC): the figures of a plan.
 SPEEDS_Bps = {
     "none": (math.inf, math.inf),
     "bf16": (22e9, 26e9),
@@ -37,13 +37,13 @@ SPEEDS_Bps = {
 _MOST = {"int8": 2**20}  # largest parameter; smallest is 1
 
 
-class Spec(msgspec.Struct, frozen=True):
+class CodecSpec(msgspec.Struct, frozen=True):
     name: str
     parameter: int = 0
 
 
 class Travel(msgspec.Struct, frozen=True):
-    """How the tensors of a run travel: names as in the configuration; `narrow` times fewer values by boundary layers."""
+    """The codecs of a run, named as in the configuration. Boundary layers make boundary tensors `narrow` times smaller."""
 
     activations: str = "none"
     gradients: str = "none"
@@ -52,7 +52,7 @@ class Travel(msgspec.Struct, frozen=True):
 
 
 def bytes_per_value(how: str, value_bytes: float) -> float:
-    """`value_bytes` is what a value takes that is not encoded."""
+    """Bytes per value in codec `how`; `value_bytes`: without encoding."""
     return value_bytes if how == "none" else BYTES_PER_VALUE[how]
 
 
@@ -64,29 +64,31 @@ def decode_s(how: str, values: float) -> float:
     return 4 * values / SPEEDS_Bps[how][1]
 
 
-def parse(text: str) -> Spec:
-    """ValueError says why `text` names no codec known here."""
+def parse(text: str) -> CodecSpec:
+    """The codec named `text`. ValueError: unknown or malformed."""
     if text == RAW:
-        return Spec(RAW)
+        return CodecSpec(RAW)
     name, *rest = text.split("/")
-    wanted = 1 if name == "bf16" else 2
+    expected_parts = 1 if name == "bf16" else 2
     if name not in ("bf16", "int4", *_MOST):
         raise ValueError(f"codec {text[:32]!r} is not known; known are raw, bf16, int4, {', '.join(_MOST)}")
     if not rest or rest[0] != str(VERSION):
-        found = rest[0][:8] if rest else "none"
-        raise ValueError(f"codec {name} of version {found}; version {VERSION} is known here")
-    if len(rest) != wanted or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in rest):
-        raise ValueError(f"codec {text[:32]!r} is not written as {name}/{VERSION}{'/NUMBER' if wanted == 2 else ''}")
-    number = int(rest[1]) if wanted == 2 else 0
+        version = rest[0][:8] if rest else "none"
+        raise ValueError(f"codec {name} of version {version}; version {VERSION} is known here")
+    if len(rest) != expected_parts or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in rest):
+        raise ValueError(
+            f"codec {text[:32]!r} is not written as {name}/{VERSION}{'/NUMBER' if expected_parts == 2 else ''}"
+        )
+    number = int(rest[1]) if expected_parts == 2 else 0
     if name == "int4" and number != INT4_BLOCK:
         raise ValueError(f"codec int4 with blocks of {number} values; {INT4_BLOCK} are known here")
     if name in _MOST and not 1 <= number <= _MOST[name]:
         raise ValueError(f"codec {name} with parameter {number}; 1 to {_MOST[name]} are accepted")
-    return Spec(name, number)
+    return CodecSpec(name, number)
 
 
 def nbytes(text: str, shape: Sequence[int], dtype: str = "float32") -> int:
-    """Bytes of a tensor of that shape and dtype under codec `text`. ValueError: it cannot be encoded so."""
+    """Bytes of a tensor in codec `text`. ValueError: the codec is unknown or does not encode that dtype."""
     spec, count = parse(text), math.prod(shape)
     if spec.name == RAW:
         return count * WIDTHS[dtype]

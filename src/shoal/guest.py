@@ -1,9 +1,9 @@
-"""What an invite decides on a guest's machine, and what the guest decides itself: for every field of the configuration.
+"""Which settings an invite decides on a guest's machine and which the guest decides, for every field of the configuration.
 
-An invite is text from somebody else. It may say what the run is (sizes, schedule, patience), within bounds and within the memory that
-is free here. It never names a file, a directory, a program, a data set or a storage of this machine: a guest allows a directory
-with `shoal join --files DIR`, below which the names in an invite are looked up, or names things on its own command line.
-For build.py (`joined`) and runtime/data; docs/design/2026-11-22-guests-files.md says why each field stands where it does.
+An invite is untrusted text. It sets sizes, schedule and timeouts of the run, within bounds and within the free memory here. It
+cannot name a file, directory, program, data set or storage of this machine: the guest allows a directory with
+`shoal join --files DIR`, below which names in an invite are looked up, or gives names on its own command line.
+For build.py (`joined`) and runtime/data; docs/design/2026-11-22-guests-files.md has the reason for each field.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUN = frozenset(
     plan.allow
     """.split()
 )
-# Never from an invite: each machine's own.
+# Never from an invite: each machine decides.
 MACHINE = frozenset(
     """
     run.dir run.trace_bytes data.within
@@ -45,7 +45,7 @@ MACHINE = frozenset(
     device.emulated_backward_s device.emulated_values device.emulated_gradient device.seat device.threads
     """.split()
 )
-# Names in an invite that mean something on the guest's machine: looked up below --files DIR, or given on its own command line.
+# Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
 FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.within"}) | {*FILES, PLACE}
@@ -61,41 +61,41 @@ _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that
 
 
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:
-    """The guest's configuration: what the invite tells, and what this machine decides itself. `files`: the directory that the run may
-    read below. ValueError: the invite decides what is not its to decide, or wants files that it was not given."""
-    own = {override.partition("=")[0].strip() for override in overrides}
+    """The guest's configuration, from the invite and this machine's overrides. `files`: the directory that the run may read below.
+    ValueError: the invite sets a machine's setting, or names files that the guest does not allow."""
+    overridden_fields = {override.partition("=")[0].strip() for override in overrides}
     config = visiting(tree, overrides)
-    named = {field: str(_pop(tree, field) or "") for field in (*FILES, PLACE)}
+    names = {field: str(_pop_field(tree, field) or "") for field in (*FILES, PLACE)}
     source = config.data.source
     reads = config.device.executor != "emulated"
-    unused = {"data.path": source == "python", "data.tokenizer": named["data.tokenizer"] == "bytes"}
-    wanted = {
+    unused = {"data.path": source == "python", "data.tokenizer": names["data.tokenizer"] == "bytes"}
+    requested = {
         field: name
-        for field, name in named.items()
-        if name and field not in own and not unused.get(field, False) and (reads or field == PLACE)
+        for field, name in names.items()
+        if name and field not in overridden_fields and not unused.get(field, False) and (reads or field == PLACE)
     }
-    for field, place in _looked_up(wanted, source, files).items():
-        _put(tree, field, place)
+    for field, place in _look_up(requested, source, files).items():
+        _set_field(tree, field, place)
         if field == "data.path" and files is not None:
-            _put(tree, "data.within", str(files.resolve()))
-    if (
-        not reads
-    ):  # the names stay as they were told, for people: a text source without a path is refused by config/data.py
+            _set_field(tree, "data.within", str(files.resolve()))
+    if not reads:  # names stay as in the invite, for display: config/data.py refuses a text source without a path
         return config
     if source != "python" and not config.data.digest:
         raise ValueError(
             f"this invite does not say what the run's data is (data.digest), and the run reads data.source = {source!r};"
-            " without it anything in those files could be asked for. Ask for an invite made by `shoal invite`"
+            " without it any file could be requested. Ask for an invite made by `shoal invite`"
         )
     return from_tree(overridden(tree, overrides))
 
 
 def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """For somebody who asks the peers of a run and takes no part: names of files stay as they were told, and nobody looks them up."""
+    """The configuration of a visitor, who does not join: names of files stay as in the invite and are not looked up."""
     for path in (override.partition("=")[0].strip() for override in overrides):
         if path not in ADAPTABLE and path.partition(".")[0] != "device":
-            mine = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
-            raise ValueError(f"{path} is the same for all peers of a run; a joining machine may set device.*, {mine}")
+            allowed = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
+            raise ValueError(
+                f"{path} is the same for all peers of a run; a joining machine may set device.*, {allowed}"
+            )
     _refuse_local(tree)
     try:
         config = from_tree(overridden(_without_place(tree), overrides))
@@ -106,11 +106,10 @@ def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     return config
 
 
-def told(
+def invite_settings(
     config: Config, tree: Mapping[str, Mapping[str, Any]], default: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What an invite tells of the configuration: what is the run's and not the default, and names of files without the way to them
-    on this machine."""
+    """The settings for an invite: the run's that are not defaults, and names of files without this machine's directories."""
     out: dict[str, dict[str, Any]] = {}
     for section, fields in tree.items():
         for field, value in fields.items():
@@ -125,7 +124,7 @@ def told(
 
 
 def relative(name: str) -> str:
-    """A name as others may look it up: as it is, or what follows the last directory when it is not below the current one."""
+    """A file's name for other machines: unchanged below the current directory, else without its directories."""
     pure = PurePosixPath(name)
     parts = [part for part in pure.parts if part != "."]
     if parts and (pure.is_absolute() or parts[0].startswith("~") or ".." in parts):
@@ -135,7 +134,7 @@ def relative(name: str) -> str:
 
 
 def below(root: str | Path, name: str, field: str) -> Path:
-    """Where `name` is below `root`. ValueError: it leads elsewhere. A symlink on the way is for `refuse_outside`."""
+    """The path of `name` below `root`. ValueError: it is outside. `refuse_outside` checks symlinks."""
     pure = PurePosixPath(name)
     if not name or len(name) > _NAME_MOST or not name.isprintable():
         raise ValueError(f"{field} = {name[:80]!r} is no name of a file below {root}")
@@ -149,7 +148,7 @@ def below(root: str | Path, name: str, field: str) -> Path:
 
 
 def refuse_outside(root: str | Path, paths: Iterable[Path], field: str) -> None:
-    """ValueError: one of these leads out of `root` by a symlink."""
+    """ValueError: one of the paths is a symlink out of `root`."""
     real = Path(os.path.realpath(root))
     for path in paths:
         if not Path(os.path.realpath(path)).is_relative_to(real):
@@ -160,11 +159,11 @@ def refuse_outside(root: str | Path, paths: Iterable[Path], field: str) -> None:
 
 
 def refuse_too_large(config: Config, free_bytes: int | None, disk_bytes: int | None = None) -> None:
-    """ValueError: what the invite asks for is more than this machine has, said before any of it is taken. Bounds from below: what
-    passes here is measured exactly later (executor/fit.py)."""
+    """ValueError: the run needs more than `free_bytes` of memory or `disk_bytes` of disk. Lower bounds, before any allocation;
+    executor/fit.py counts exactly later."""
     if config.device.executor == "emulated":
         return
-    free, told_by = (
+    free, source = (
         config.device.host_bytes or free_bytes,
         "device.host_bytes" if config.device.host_bytes else "free here",
     )
@@ -172,17 +171,17 @@ def refuse_too_large(config: Config, free_bytes: int | None, disk_bytes: int | N
         for what, needed in _needs(config):
             if needed > free:
                 raise ValueError(
-                    f"this invite asks for more memory than there is: {what} {size(needed)}, {told_by} {size(free)}; "
+                    f"this invite asks for more memory than there is: {what} {size(needed)}, {source} {size(free)}; "
                     "this machine cannot take part in that run"
                 )
         default = Config()
-        for path, most, usual in (
+        for path, limit, default_limit in (
             ("network.blob_bytes", config.network.blob_bytes, default.network.blob_bytes),
             ("run.round_bytes", config.run.round_bytes, default.run.round_bytes),
         ):
-            if most > max(free, usual):
+            if limit > max(free, default_limit):
                 raise ValueError(
-                    f"this invite lets the run take {size(most)} of memory ({path}), {told_by} {size(free)}; "
+                    f"this invite lets the run take {size(limit)} of memory ({path}), {source} {size(free)}; "
                     "ask for an invite to a run with a smaller one"
                 )
     if disk_bytes is not None and config.network.keep_bytes > max(disk_bytes, Config().network.keep_bytes):
@@ -239,45 +238,45 @@ def _refuse_local(tree: Mapping[str, Any]) -> None:
 
 
 def _without_place(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy, in which an invite's checkpoint.url counts for nothing."""
+    """A copy without the invite's checkpoint.url."""
     return {
         section: {field: value for field, value in fields.items() if f"{section}.{field}" != PLACE}
         for section, fields in tree.items()
     }
 
 
-def _looked_up(wanted: Mapping[str, str], source: str, files: Path | None) -> dict[str, str]:
-    """Where the names are that an invite tells. ValueError lists what the guest was not given, and how to give it."""
+def _look_up(requested: Mapping[str, str], source: str, files: Path | None) -> dict[str, str]:
+    """The places of the names in an invite. ValueError: lists names that the guest must allow, and how."""
     if files is not None and not files.is_dir():
         raise ValueError(f"--files {files}: no such directory")
-    found, missing = {}, []
-    for field, name in wanted.items():
+    places, missing = {}, []
+    for field, name in requested.items():
         online = field == PLACE or (field == "data.path" and source == "huggingface")
         if files is None or online:
             missing.append((field, name, online))
             continue
         place = below(files, name, field)
         if field == "data.path":
-            found[field] = name  # a file, a directory or a pattern: found, and checked again, when it is read
+            places[field] = name  # a file, a directory or a pattern: found, and checked again, when it is read
             continue
         if not place.is_dir():
             missing.append((field, name, True))
             continue
         refuse_outside(files, [place, *place.rglob("*")], field)
-        found[field] = str(place.resolve())
+        places[field] = str(place.resolve())
     if missing:
         raise ValueError(_permission(missing, source, files))
-    return found
+    return places
 
 
 def _permission(missing: list[tuple[str, str, bool]], source: str, files: Path | None) -> str:
-    wants = "; ".join(f"{_MEANS[field]}: {field} = {name!r}" for field, name, _ in missing)
-    ways = [
+    requests = "; ".join(f"{_MEANS[field]}: {field} = {name!r}" for field, name, _ in missing)
+    overrides = [
         f"{field}={_SUCH[field] if field != 'data.path' or source != 'huggingface' else name}"
         for field, name, _ in missing
     ]
     directory = [field for field, _, online in missing if not online]
-    way = (
+    with_directory = (
         f"add --files DIR, a directory that the run may read and in which {' and '.join(directory)} will be found, or "
         if directory
         else ""
@@ -286,8 +285,8 @@ def _permission(missing: list[tuple[str, str, bool]], source: str, files: Path |
         f" (not found below {files})" if files is not None and any(field != PLACE for field, _, _ in missing) else ""
     )
     return (
-        f"an invite may not name what lies on this machine or is reached in its name, and this run wants {wants}{where}. "
-        f"If that is right: {way}name it yourself: {' '.join(ways)}"
+        f"an invite may not name what lies on this machine or is reached in its name, and this run wants {requests}{where}. "
+        f"If that is right: {with_directory}name it yourself: {' '.join(overrides)}"
     )
 
 
@@ -300,12 +299,12 @@ _MEANS = {
 _SUCH = {"data.path": "PATH", "data.tokenizer": "NAME-OR-DIRECTORY", "model.path": "DIRECTORY", PLACE: "URL"}
 
 
-def _pop(tree: dict[str, Any], path: str) -> Any:
+def _pop_field(tree: dict[str, Any], path: str) -> Any:
     section, _, field = path.partition(".")
     fields = tree.get(section)
     return fields.pop(field, None) if isinstance(fields, dict) else None
 
 
-def _put(tree: dict[str, Any], path: str, value: str) -> None:
+def _set_field(tree: dict[str, Any], path: str, value: str) -> None:
     section, _, field = path.partition(".")
     tree.setdefault(section, {})[field] = value

@@ -1,11 +1,10 @@
-"""One record of what happened, for real runs and simulations alike: who was told what when, and what it decided.
+"""The trace: every event and command of a peer's machine, in real runs and simulations alike, and its replay.
 
-A trace is a file of JSON lines. A Header introduces each peer with all that its machine was made from; every Record after it is
-one call of that machine: the time handed in, the event, the commands that came back; a Carried says what it had sent by then.
-So a trace can be replayed: the same machines fed with the same events must give the same commands. A trace that has outgrown its
-room lacks its oldest lines (runtime/records/tape.py): each of its segments begins with the Header again, which says how many came before. A
-process killed while writing leaves half a last line, which readers pass over. Writing without making anybody wait is
-runtime/records/record.py's business.
+A trace is a file of JSON lines. A Header introduces each peer with the arguments of its machine; each TraceRecord after it is
+one call of that machine: time, event, commands; a TrafficRecord holds the bytes sent so far. So a trace can be replayed: the
+same machines with the same events must return the same commands. A trace above its size limit lacks its oldest lines
+(runtime/records/tape.py): each segment starts with the Header again, which counts the lines before it. A process killed while
+writing leaves half a last line, which readers skip. runtime/records/record.py writes without blocking.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from shoal.core.messages import (
     Unreachable,
 )
 from shoal.escaping import escaped, escaped_json
-from shoal.traffic import Kept, Traffic
+from shoal.traffic import StoredBytes, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
 
@@ -53,7 +52,7 @@ AnyCommand = Send | Drop | Note | Finish | Find | Do
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a peer's machine was made from. `seed` seeds its random source; `config` is the digest of the run's configuration."""
+    """The arguments of a peer's machine. `seed`: of its random source; `config`: digest of the run's configuration."""
 
     protocol: int
     peer: Peer
@@ -61,11 +60,11 @@ class Header(msgspec.Struct, frozen=True):
     seed: str
     found: bool
     config: str = ""
-    before: int = 0  # lines of that peer in earlier segments; those that are not here are missing
+    before: int = 0  # lines of that peer in earlier segments
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a peer's machine. `time_s` is the time it was handed: seconds since some moment, alike for peers of one machine."""
+class TraceRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a peer's machine. `time_s`: seconds on the machine's monotonic clock."""
 
     time_s: float
     peer: Peer
@@ -73,51 +72,51 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     commands: tuple[AnyCommand, ...]
 
 
-class Carried(msgspec.Struct, frozen=True, tag="carried"):
-    """Bytes that a peer had sent and received, and had kept at most, when it left `step`, or at its end. No machine was called."""
+class TrafficRecord(msgspec.Struct, frozen=True, tag="carried"):
+    """Bytes sent, received and stored at most, up to the end of `step` or of the peer. Not a call of the machine."""
 
     time_s: float
     peer: Peer
     step: int
     sent: Traffic
     received: Traffic
-    kept: Kept = Kept()
+    kept: StoredBytes = StoredBytes()
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """What a replay found. `first` shows the first differing command, '' when all are the same."""
+    """Result of a replay. `first`: the first differing command; '': all are the same."""
 
     peers: int
     events: int
     commands: int
     differing: int
     first: str = ""
-    missing: dict[Peer, int] = {}  # lines that the trace lacks, of peers which were replayed up to there and no further
+    missing: dict[Peer, int] = {}  # lines missing of peers; each was replayed up to the gap
 
 
 _encoder = msgspec.json.Encoder()
 _headers = msgspec.json.Decoder(Header)
-_carried = msgspec.json.Decoder(Carried)
-_CARRIED = b'{"type":"carried"'  # msgspec writes a tag first
-_records = msgspec.json.Decoder(Record)
+_traffic_records = msgspec.json.Decoder(TrafficRecord)
+_TRAFFIC_START = b'{"type":"carried"'  # msgspec writes a tag first
+_records = msgspec.json.Decoder(TraceRecord)
 
 
-def line(item: Header | Record | Carried) -> bytes:
+def line(item: Header | TraceRecord | TrafficRecord) -> bytes:
     return escaped_json(_encoder.encode(item)) + b"\n"
 
 
 def line_of(time_s: float, peer: Peer, event: Event, commands: list[Command]) -> bytes:
-    """The line of a Record, without making the record."""
+    """The line of a TraceRecord, without creating it."""
     return escaped_json(_encoder.encode((time_s, peer, event, commands))) + b"\n"
 
 
-def read(path: str | Path) -> Iterator[Header | Record | Carried]:
-    """Everything in the trace, in order. ValueError names the line that is none; half a last line is passed over."""
+def read(path: str | Path) -> Iterator[Header | TraceRecord | TrafficRecord]:
+    """Everything in the trace, in order. ValueError: names the malformed line. Half a last line is skipped."""
     with _open(path) as file:
         for number, text in enumerate(_lines(file, str(path)), start=1):
             try:
-                if text.startswith(_CARRIED):
-                    yield _carried.decode(text)
+                if text.startswith(_TRAFFIC_START):
+                    yield _traffic_records.decode(text)
                 else:
                     yield _headers.decode(text) if text.startswith(b"{") else _records.decode(text)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -125,8 +124,8 @@ def read(path: str | Path) -> Iterator[Header | Record | Carried]:
 
 
 def merge(traces: Iterable[Sequence[str | Path]], into: str | Path) -> int:
-    """Several peers' traces, each of one segment or more, as one, by time; all of one machine, whose peers share a clock. Compressed when
-    `into` ends in .gz. Returns the number of lines."""
+    """Merge peers' traces, each a list of segments, by time; the peers must share a clock. Compressed when `into` ends in
+    .gz. Returns the number of lines."""
     count = 0
     with ExitStack() as stack:
         out = stack.enter_context(
@@ -146,7 +145,7 @@ def find(directory: str | Path) -> Path:
 
 
 def replay(path: str | Path) -> Replay:
-    """Feed every event of the trace to fresh machines and compare what they say with what was recorded."""
+    """Feed every event of the trace to fresh machines and compare their commands with the recorded ones."""
     from shoal.core.peer import PeerMachine  # here, so that reading a trace does not need the machines
 
     machines: dict[Peer, PeerMachine | None] = {}
@@ -167,25 +166,25 @@ def replay(path: str | Path) -> Replay:
                 raise ValueError(f"{path}: recorded under protocol {item.protocol}; this version speaks {PROTOCOL}")
             machines[item.peer] = PeerMachine(item.peer, item.settings, Random(item.seed), item.found)
             continue
-        if isinstance(item, Carried):
+        if isinstance(item, TrafficRecord):
             continue
         if item.peer not in machines:
             raise ValueError(f"{path}: {item.peer} acts before the header that introduces it")
         machine = machines[item.peer]
         if machine is None or item.peer in missing:
             continue
-        said = machine.handle(item.event, item.time_s)
+        replayed = machine.handle(item.event, item.time_s)
         events += 1
         commands += len(item.commands)
-        wrong = _differing(item.commands, said)
-        if wrong and not first:
-            first = f"{item.peer} at {item.time_s:.6f} on {_around(_show(item.event), 0)}: {wrong[0]}"
-        differing += len(wrong)
+        differences = _differing(item.commands, replayed)
+        if differences and not first:
+            first = f"{item.peer} at {item.time_s:.6f} on {_around(_show(item.event), 0)}: {differences[0]}"
+        differing += len(differences)
     return Replay(len(machines), events, commands, differing, first, missing)
 
 
 def finite(value: object) -> bool:
-    """Whether no number in this message is infinite or not a number: such a value is nobody's honest answer."""
+    """Whether all numbers in the message are finite; an honest peer sends no others."""
     if isinstance(value, float):
         return value - value == 0.0
     if isinstance(value, msgspec.Struct):
@@ -195,14 +194,14 @@ def finite(value: object) -> bool:
     return True
 
 
-def _differing(recorded: tuple[AnyCommand, ...], said: list[Command]) -> list[str]:
-    wrong = []
-    for position in range(max(len(recorded), len(said))):
-        then = recorded[position] if position < len(recorded) else None
-        now = said[position] if position < len(said) else None
-        if then != now:
-            wrong.append(_apart(_show(then), _show(now)))
-    return wrong
+def _differing(recorded: tuple[AnyCommand, ...], replayed: list[Command]) -> list[str]:
+    differences = []
+    for position in range(max(len(recorded), len(replayed))):
+        before = recorded[position] if position < len(recorded) else None
+        after = replayed[position] if position < len(replayed) else None
+        if before != after:
+            differences.append(_difference(_show(before), _show(after)))
+    return differences
 
 
 def _show(item: object) -> str:
@@ -218,7 +217,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
             EOFError,
             zlib.error,
             gzip.BadGzipFile,
-        ):  # half a segment, of a machine that lost power: what is there counts
+        ):  # half a segment, after a loss of power: the lines before the end count
             return
         if not text:
             return
@@ -234,11 +233,11 @@ def _open(path: str | Path) -> IO[bytes]:
 
 
 def _joined(paths: Sequence[str | Path], stack: ExitStack) -> Iterator[tuple[float, bytes]]:
-    """The lines of one peer's segments, oldest first. A Header stays where lines are missing before it, and at the beginning."""
+    """The lines of one peer's segments, oldest first, with the first Header and those after a gap."""
     count, last_s = 0, float("-inf")
     for path in paths:
         for time_s, text in _timed(stack.enter_context(_open(path)), str(path)):
-            if text.startswith(b"{") and not text.startswith(_CARRIED):
+            if text.startswith(b"{") and not text.startswith(_TRAFFIC_START):
                 before = _headers.decode(text).before
                 if before == count and count:
                     continue
@@ -251,10 +250,10 @@ def _joined(paths: Sequence[str | Path], stack: ExitStack) -> Iterator[tuple[flo
 
 
 def _timed(file: IO[bytes], name: str) -> Iterator[tuple[float, bytes]]:
-    """Lines with their times; headers come before everything."""
+    """Lines with their times; headers sort first."""
     for text in _lines(file, name):
-        if text.startswith(_CARRIED):
-            yield _carried.decode(text).time_s, text
+        if text.startswith(_TRAFFIC_START):
+            yield _traffic_records.decode(text).time_s, text
         else:
             yield (float("-inf") if text.startswith(b"{") else float(text[1 : text.index(b",")])), text
 
@@ -262,8 +261,8 @@ def _timed(file: IO[bytes], name: str) -> Iterator[tuple[float, bytes]]:
 AROUND = 160  # characters shown on each side of a difference: whole views run to thousands
 
 
-def _apart(recorded: str, replayed: str) -> str:
-    """Where two commands part, with what stands around it."""
+def _difference(recorded: str, replayed: str) -> str:
+    """The first difference of two commands, with its context."""
     same = 0
     while same < min(len(recorded), len(replayed)) and recorded[same] == replayed[same]:
         same += 1

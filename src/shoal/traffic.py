@@ -1,8 +1,7 @@
-"""Bytes on the wire by what they are for: which part of a message counts as what, and sums of it. And the bytes of tensors that are kept.
+"""Bytes on the wire by purpose, and bytes of stored tensors: for the node, which counts them, the trace and the displays.
 
-For the node, which counts, the trace, and whoever shows it. `control` is all that is no tensor of the training: heads of
-messages, token ids, and messages without tensors. So the other four are tensors' bytes and nothing else, and can be compared
-with formulas: codec.nbytes of what travelled. What TLS and TCP add is not counted.
+`control` is everything but tensors of the training: heads of messages, token ids, and messages without tensors. The other four
+kinds are bytes of tensors only and equal codec.nbytes of the tensors sent. Overhead of TLS and TCP is not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 
 from shoal.core.messages import Backward, Boundary, Chunk, Forward, GatherChunk, Gradient, Message, Output, ReduceChunk
 
-Size = tuple[str, int]  # of a blob: its dtype and the bytes that travel
+Size = tuple[str, int]  # of a blob: its dtype and its bytes on the wire
 TOKENS = "int64"
 
 
@@ -37,30 +36,30 @@ class Traffic(msgspec.Struct, frozen=True):
 KINDS = Traffic.__struct_fields__
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """Bytes of tensors that a peer holds at a moment, or held at most."""
+class StoredBytes(msgspec.Struct, frozen=True):
+    """Bytes of a peer's stored tensors, now or at their peak."""
 
-    store: int = 0  # boundary tensors that its server keeps until the step commits (core/server/activation_store.py)
-    memory: int = 0  # of all its tensors by name, those in memory
-    disk: int = 0  # and those on disk (runtime/tasks/blobs.py)
+    store: int = 0  # in the activation store (core/server/activation_store.py), in memory or on disk
+    memory: int = 0  # of all named tensors, those in memory
+    disk: int = 0  # of all named tensors, those on disk (runtime/tasks/blobs.py)
 
-    def most(self, other: Kept) -> Kept:
-        """The larger of each."""
-        return Kept(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+    def most(self, other: StoredBytes) -> StoredBytes:
+        """The maximum of each field."""
+        return StoredBytes(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 def split(message: Message, blobs: Sequence[Size], nbytes: int) -> dict[str, int]:
-    """`nbytes` that a message takes on the line, by kind."""
-    found: dict[str, int] = {}
-    for place, (dtype, size) in enumerate(blobs):
-        kind = _kind(message, place, dtype)
-        found[kind] = found.get(kind, 0) + size
-    found["control"] = found.get("control", 0) + nbytes - sum(size for _, size in blobs)
-    return found
+    """A message's `nbytes` on the wire, by kind."""
+    by_kind: dict[str, int] = {}
+    for position, (dtype, size) in enumerate(blobs):
+        kind = _kind(message, position, dtype)
+        by_kind[kind] = by_kind.get(kind, 0) + size
+    by_kind["control"] = by_kind.get("control", 0) + nbytes - sum(size for _, size in blobs)
+    return by_kind
 
 
-class Tally:
-    """What one peer has sent and received so far."""
+class TrafficCounter:
+    """Bytes that one peer has sent and received."""
 
     def __init__(self) -> None:
         self._sent = dict.fromkeys(KINDS, 0)
@@ -82,7 +81,7 @@ def _count(into: dict[str, int], message: Message, blobs: Sequence[Size], nbytes
         into[kind] += size
 
 
-def _kind(message: Message, place: int, dtype: str) -> str:
+def _kind(message: Message, position: int, dtype: str) -> str:
     match message:
         case ReduceChunk() | GatherChunk():
             return "averaging"
@@ -95,7 +94,7 @@ def _kind(message: Message, place: int, dtype: str) -> str:
         case Boundary():
             return "gradients" if message.gradient else "activations"
         case Backward():
-            return "gradients" if place else "activations"  # the stage's input comes first
+            return "gradients" if position else "activations"  # the stage's input comes first
         case Forward() | Output():
             return "activations"
     return "control"

@@ -14,12 +14,12 @@ from shoal.dashboard.plot import THINNED, curve
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.launcher.output_files import OutputFiles
 from shoal.launcher.run_directory import STATUS_BPS, StatusFile
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 from shoal.traffic import Traffic
 
 
-def a_step(number: int) -> Step:
-    return Step(epoch=0, commit=Committed(number, 1, 1.0, 2.0, (), ()), heard_s=float(number))
+def a_step(number: int) -> CommittedStep:
+    return CommittedStep(epoch=0, commit=Committed(number, 1, 1.0, 2.0, (), ()), heard_s=float(number))
 
 
 class Narrow:
@@ -52,7 +52,7 @@ def test_commits_wait_for_room_and_no_line_is_torn(tmp_path: Path) -> None:
     files.commit(a_step(5))
     files.close()
     lines = (tmp_path / "commits.jsonl").read_bytes().splitlines()
-    assert [msgspec.json.decode(line, type=Step).commit.step for line in lines] == [*range(6)]
+    assert [msgspec.json.decode(line, type=CommittedStep).commit.step for line in lines] == [*range(6)]
 
 
 def test_a_file_that_cannot_be_written_is_told_once_until_it_can(

@@ -17,7 +17,7 @@ from shoal.planner.inputs.profile import profile
 from shoal.planner.strategy.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.strategy.plan import save as save_plan
 from shoal.planner.strategy.problem import gradient_bytes
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 
 EVEN = Plan(
     layers=6,
@@ -153,7 +153,7 @@ def test_a_cluster_without_a_planned_machine_or_without_a_plan_is_refused(
 
 
 def test_the_end_of_a_run_says_what_was_predicted_and_what_was_measured() -> None:
-    commits = [Step(0, Committed(n, n, 1.0, 2.0, (), ()), heard_s=10.0 + 2.5 * n) for n in range(5)]
+    commits = [CommittedStep(0, Committed(n, n, 1.0, 2.0, (), ()), heard_s=10.0 + 2.5 * n) for n in range(5)]
     assert plan_settings.against(EVEN, tuple(commits)) == (
         "the plan predicted 2.00 s a step; measured 2.50 s (+25%), median of 4"
     )

@@ -252,7 +252,7 @@ def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trai
     assert re.search(r"unit, that of \S+weight: at least [\d,]+ bytes are needed, [\d,]+ of them for parameters", said)
     assert needed is not None
     assert trained(f"device.memory={needed[1]}", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
-    assert "takes 17.0 KiB before anything is computed" not in refused(capsys, "device.memory_bytes=1 kB")
+    assert "takes 17.0 KiB before any activation" not in refused(capsys, "device.memory_bytes=1 kB")
     said = refused(capsys, "device.host_bytes=20 kB")
     assert re.search(r"the model takes [\d.]+ KiB of host memory .*device\.host_bytes allows 19\.5 KiB", said)
     assert "; try" not in said, "not even a stage for each block would do"

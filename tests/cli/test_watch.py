@@ -8,8 +8,8 @@ import pytest
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.launcher.watch import Resumed, RunMonitor
-from shoal.runtime.records.report import Agreed, Listening, Progress, Told
-from shoal.traffic import Kept, Traffic
+from shoal.runtime.records.report import Agreed, Listening, Notice, PeerProgress
+from shoal.traffic import StoredBytes, Traffic
 
 CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))
 MICROBATCHES = CONFIG.train.batch // CONFIG.train.microbatch
@@ -47,7 +47,7 @@ def a_watch(*views: View) -> RunMonitor:
     watch = RunMonitor(CONFIG, 0.0, Resumed())
     for n, member in enumerate(MEMBERS):
         watch.hear(f"p{n}", Listening(member.peer, ()), 0.0)
-        watch.hear(f"p{n}", Progress(member.peer, ready=n != 3), 0.0)
+        watch.hear(f"p{n}", PeerProgress(member.peer, ready=n != 3), 0.0)
     for n, view in enumerate(views):
         watch.hear("p0", Agreed(float(n), view), 1.0 + n)
     return watch
@@ -76,17 +76,19 @@ def test_summary_and_view_tell_what_was_undone() -> None:
 def test_bytes_are_summed_over_the_living_and_the_dead() -> None:
     watch = a_watch(*HISTORY)
     watch.hear(
-        "p0", Progress("a", sent=Traffic(10, 20, 30, 40, 50), received=Traffic(activations=7), kept=Kept(1, 2, 3)), 1.0
+        "p0",
+        PeerProgress("a", sent=Traffic(10, 20, 30, 40, 50), received=Traffic(activations=7), kept=StoredBytes(1, 2, 3)),
+        1.0,
     )
-    watch.hear("p1", Progress("b", sent=Traffic(activations=1)), 1.0)
+    watch.hear("p1", PeerProgress("b", sent=Traffic(activations=1)), 1.0)
     watch.hear(
-        "p1", Progress("b", sent=Traffic(activations=5), kept_most=Kept(4, 5, 6)), 2.0
+        "p1", PeerProgress("b", sent=Traffic(activations=5), kept_most=StoredBytes(4, 5, 6)), 2.0
     )  # since it began, not since the last line
     watch.gone("p1")
     summary, snapshot = watch.summary(10.0), watch.snapshot(10.0)
     assert summary.sent == snapshot.sent == Traffic(15, 20, 30, 40, 50)
     assert summary.traffic["p1"].sent == Traffic(activations=5)
-    assert (snapshot.peers[0].kept, summary.traffic["p1"].kept) == (Kept(1, 2, 3), Kept(4, 5, 6))
+    assert (snapshot.peers[0].kept, summary.traffic["p1"].kept) == (StoredBytes(1, 2, 3), StoredBytes(4, 5, 6))
     assert summary.traffic["p0"].received == Traffic(activations=7)
     assert [peer.sent.total for peer in snapshot.peers] == [150, 0, 0]
 
@@ -124,12 +126,12 @@ def saving(number: int, step: int, saved: int) -> View:
 def test_what_could_not_be_saved_is_said_until_a_checkpoint_is_saved() -> None:
     watch = a_watch(saving(1, 1, 0))
     assert watch.unsaved() == "", "it may still be written"
-    watch.hear("p0", Told(0.0, "a", "unsaved", "NOT 1: b: full"), 2.0)
+    watch.hear("p0", Notice(0.0, "a", "unsaved", "NOT 1: b: full"), 2.0)
     assert watch.unsaved() == "NOTHING SAVED YET: a checkpoint was due at step 1: NOT 1: p1: full"
     assert watch.snapshot(3.0).unsaved == watch.unsaved()
     watch.hear("p0", Agreed(4.0, saving(2, 2, 0)), 4.0)
     assert watch.unsaved()
-    watch.hear("p0", Told(5.0, "a", "checkpoint", "step 2 saved at /x/step-2"), 5.0)
+    watch.hear("p0", Notice(5.0, "a", "checkpoint", "step 2 saved at /x/step-2"), 5.0)
     watch.hear("p0", Agreed(6.0, saving(3, 3, 2)), 6.0)
     assert watch.unsaved() == ""
     summary = watch.summary(7.0)

@@ -23,7 +23,7 @@ from shoal.launcher.peer import PlainFormatter
 from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.planner.inputs import measured
 from shoal.runtime.records.record import Recorder
-from shoal.runtime.records.report import Ended, Listening, Told, decode
+from shoal.runtime.records.report import Ended, Listening, Notice, decode
 
 # A cleared screen, a window's title, C1's CSI, a line written over, a name turned round, a line of its own, a vanished one.
 HOSTILE = (
@@ -61,7 +61,7 @@ def a_watch(tmp_path: Path) -> RunMonitor:
     # As a peer of another version, which escapes nothing, would tell them.
     lines += [
         Listening("p2", ()),
-        Told(3.0, "p2", "checkpoint", f"step 1 saved at /x/{HOSTILE}"),
+        Notice(3.0, "p2", "checkpoint", f"step 1 saved at /x/{HOSTILE}"),
         Ended(False, HOSTILE),
     ]
     for line in lines:
@@ -109,7 +109,7 @@ def test_reports_and_traces_hold_nothing_for_a_terminal_and_mean_the_same(tmp_pa
     for line in [*reported(tmp_path), *(tmp_path / "t.jsonl").read_bytes().splitlines(keepends=True)]:
         assert_harmless(line.decode(), but="\n")
     [_, recorded] = trace.read(tmp_path / "t.jsonl")
-    assert isinstance(recorded, trace.Record) and isinstance(recorded.event, Received)
+    assert isinstance(recorded, trace.TraceRecord) and isinstance(recorded.event, Received)
     assert recorded.event.message == Refused(0, 0, 0, 0, 0, True, HOSTILE), "a replay sees what the machine saw"
 
 

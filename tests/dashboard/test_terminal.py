@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from shoal.dashboard.terminal import Happening, PeerLine, Plain, Snapshot, Terminal, headline, render, rows
-from shoal.traffic import Kept, Traffic
+from shoal.dashboard.terminal import Happening, PeerLine, ProgressLines, Snapshot, Terminal, headline, render, rows
+from shoal.traffic import StoredBytes, Traffic
 
 
 def a_snapshot(**changes: object) -> Snapshot:
@@ -71,9 +71,9 @@ def test_of_a_machine_alone_no_peers_and_no_stages_are_told() -> None:
 
 
 def test_the_time_to_go_follows_the_pace_of_late_and_not_the_start() -> None:
-    assert a_snapshot(step_s=2.0).left_s == 88.0
-    assert a_snapshot(step=0, step_s=0.0).left_s is None
-    assert a_snapshot(first_step=18, step_s=0.0).left_s == pytest.approx(44 * 72 / 18)
+    assert a_snapshot(step_s=2.0).remaining_s == 88.0
+    assert a_snapshot(step=0, step_s=0.0).remaining_s is None
+    assert a_snapshot(first_step=18, step_s=0.0).remaining_s == pytest.approx(44 * 72 / 18)
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (40, 12), (30, 8)])
@@ -113,7 +113,7 @@ def test_markup_in_a_reason_is_text() -> None:
 
 
 def test_without_a_terminal_each_event_is_printed_once_and_progress_now_and_then() -> None:
-    plain = Plain()
+    plain = ProgressLines()
     event = Happening(0, 1.0, "joined", "p1 came", "p0")
     commit = Happening(1, 2.0, "commit", "step 0", "p0")
     first = plain.lines(a_snapshot(elapsed_s=2.0, step=1, happenings=(event, commit)))
@@ -125,7 +125,7 @@ def test_without_a_terminal_each_event_is_printed_once_and_progress_now_and_then
 
 
 def test_the_last_step_and_every_change_of_state_are_always_told() -> None:
-    plain = Plain()
+    plain = ProgressLines()
     plain.lines(a_snapshot(elapsed_s=2.0, step=79, happenings=()))
     assert "step 80/80" in plain.lines(a_snapshot(elapsed_s=2.1, step=80, happenings=()))[0]
     assert (
@@ -164,7 +164,7 @@ def test_bytes_by_kind_are_shown_and_by_peer_where_there_is_room() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (100, 40), (40, 40)])
 def test_what_each_peer_received_and_holds_is_shown_by_kind_where_there_is_room(width: int, height: int) -> None:
-    kept = Kept(store=111 << 20, memory=222 << 20, disk=333 << 20)
+    kept = StoredBytes(store=111 << 20, memory=222 << 20, disk=333 << 20)
     came = Traffic(1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)
     peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(7 << 20), received=came, kept=kept) for i in range(4))
     snapshot = a_snapshot(peers=peers, sent=Traffic(28 << 20))
@@ -180,7 +180,9 @@ def test_what_each_peer_received_and_holds_is_shown_by_kind_where_there_is_room(
 
 
 def test_a_whole_status_shows_every_table_of_a_large_run() -> None:
-    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(1), received=Traffic(2), kept=Kept(3)) for i in range(60))
+    peers = tuple(
+        PeerLine(f"p{i}", i % 3, True, sent=Traffic(1), received=Traffic(2), kept=StoredBytes(3)) for i in range(60)
+    )
     lines = drawn(snapshot := a_snapshot(peers=peers, sent=Traffic(60)), 80, rows(a_snapshot(peers=peers)))
     assert [line.split()[0] for line in lines].count("p59") == 3 and len(lines) <= rows(snapshot)
     assert not any("received by" in line for line in drawn(snapshot, 80, 30))

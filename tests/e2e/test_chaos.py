@@ -19,7 +19,7 @@ from tests import reference
 from tests.e2e.test_run import NO_MODEL, Start, assert_balanced, end, start, summary, wait_for
 
 from shoal.launcher import rundir
-from shoal.runtime.records.account import Step, surviving
+from shoal.runtime.records.account import CommittedStep, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture
@@ -36,10 +36,10 @@ def here(tmp_path: Path) -> rundir.PeersFile | None:
         return None
 
 
-def commits(tmp_path: Path) -> list[Step]:
+def commits(tmp_path: Path) -> list[CommittedStep]:
     path = tmp_path / "runs/tiny/commits.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [msgspec.json.decode(line, type=Step) for line in lines]
+    return [msgspec.json.decode(line, type=CommittedStep) for line in lines]
 
 
 def lose_a_stage(tmp_path: Path, launcher: subprocess.Popen[str]) -> None:

@@ -52,4 +52,6 @@ def test_a_run_with_codecs_and_one_process_get_the_same_bits(
     assert wanted.keys() - last <= there <= wanted.keys()
     assert [one for one in held if one.digest != wanted[one.stage, one.step]] == []
     if all(len(group) > 1 for group in commits[0].groups):
-        assert any(one.left() is None and one._left is not None for each in process.averaging for one in each.values())
+        assert any(
+            one.left() is None and one._residual is not None for each in process.averaging for one in each.values()
+        )

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.e2e.test_run import NO_MODEL, Start, end, start, steps_done, summary, wait_for
 
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture
@@ -46,7 +46,7 @@ def test_a_deleted_directory_is_said_and_made_anew(start: Start, tmp_path: Path,
     found = summary(tmp_path)
     assert (found["lost"], found["counted_twice"]) == (0, 0) and found["steps"] > seen
     lines = (made / "commits.jsonl").read_bytes().splitlines()
-    assert [msgspec.json.decode(line, type=Step).commit.step for line in lines] == list(range(found["steps"]))
+    assert [msgspec.json.decode(line, type=CommittedStep).commit.step for line in lines] == list(range(found["steps"]))
 
 
 def test_a_place_that_another_launcher_has_taken_ends_the_run(start: Start, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.e2e.test_run import NO_MODEL, Start, end, start, summary, wait_for
 
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.tape import segments
 
 pytestmark = [
@@ -58,7 +58,7 @@ def fill(disk: Path) -> Callable[[], None]:
 
 def committed(path: Path) -> list[int]:
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [msgspec.json.decode(line, type=Step).commit.step for line in lines]
+    return [msgspec.json.decode(line, type=CommittedStep).commit.step for line in lines]
 
 
 def test_a_checkpoint_that_finds_no_room_is_given_up_and_the_next_one_is_saved(

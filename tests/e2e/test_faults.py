@@ -28,7 +28,7 @@ from shoal.core.messages import Do, Done
 from shoal.launcher import rundir
 from shoal.launcher.injection_points import INJECTION_POINTS
 from shoal.runtime.data import open_dataset
-from shoal.runtime.records.account import Step, surviving
+from shoal.runtime.records.account import CommittedStep, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -92,10 +92,10 @@ class Swarm:
     def locals(self) -> rundir.PeersFile:
         return rundir.locals_of(self.made)
 
-    def commits(self) -> list[Step]:
+    def commits(self) -> list[CommittedStep]:
         path = self.made / "commits.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [msgspec.json.decode(line, type=Step) for line in lines]
+        return [msgspec.json.decode(line, type=CommittedStep) for line in lines]
 
     def going(self) -> bool:
         assert self.run.poll() is None, (self.directory / "run.log").read_text()[-5000:]
@@ -142,7 +142,7 @@ class Swarm:
         """Does that peer's trace end in the middle of such a task?"""
         begun: set[str] = set()
         for item in trace.read(self.made / f"traces/{label}.jsonl"):
-            if isinstance(item, trace.Record):
+            if isinstance(item, trace.TraceRecord):
                 if isinstance(item.event, Done):
                     begun.discard(item.event.id)
                 tasks = [command.task for command in item.commands if isinstance(command, Do)]

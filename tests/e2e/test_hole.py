@@ -25,7 +25,7 @@ def test_a_peer_whose_tensors_vanish_is_found_out_and_the_others_go_on(tmp_path:
         label, began = able[0].label, len(swarm.commits())
         swarm.chaos(f'kind = "hole"\nwho = "{label}"\ndirection = "out"\nfor = "150 s"')
         assert re.search(r"stall .* is not committed for", swarm.told()), "every screen says that it stands still"
-        assert re.search(rf"removed +{label}: put out of the run", swarm.told())
+        assert re.search(rf"removed +{label}: removed from the run", swarm.told())
         assert len(swarm.commits()) > began + 3
         wait_for(lambda: swarm.going() and label in {seat.label for seat in swarm.locals.members})
         swarm.trained(2)

@@ -190,7 +190,7 @@ def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
     gathers = [
         command.task
         for record in trace.read(left.trace)
-        if isinstance(record, trace.Record)
+        if isinstance(record, trace.TraceRecord)
         for command in record.commands
         if isinstance(command, Do) and isinstance(command.task, Gather)
     ]

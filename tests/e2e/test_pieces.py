@@ -67,7 +67,7 @@ every = 0
 
 def gathers(path: Path, peer: str = "") -> list[Gather]:
     """The pieces' sums that a peer, or all, came to hold, in order, from a trace."""
-    records = (item for item in trace.read(path) if isinstance(item, trace.Record) and peer in ("", item.peer))
+    records = (item for item in trace.read(path) if isinstance(item, trace.TraceRecord) and peer in ("", item.peer))
     tasks = (command.task for record in records for command in record.commands if isinstance(command, Do))
     return [task for task in tasks if isinstance(task, Gather)]
 
@@ -183,6 +183,6 @@ def test_what_a_peer_keeps_of_tensors_is_a_piece_and_not_the_gradient(runs: tupl
     tokens_bytes = 8 * whole.config.train.batch * (whole.config.data.sequence + 1)  # of a step: more than a peer holds
 
     def most(left: Left) -> int:
-        return max(item.kept.memory for item in trace.read(left.trace) if isinstance(item, trace.Carried))
+        return max(item.kept.memory for item in trace.read(left.trace) if isinstance(item, trace.TrafficRecord))
 
     assert PIECES_BYTES / 4 < most(pieces) <= PIECES_BYTES + tokens_bytes < gradient_bytes < most(whole)

@@ -70,7 +70,7 @@ def test_hops_go_to_the_planned_seats_and_uneven_blocks_are_served(tmp_path: Pat
     for record in trace.read(tmp_path / "runs" / "hand" / "trace.jsonl"):
         if isinstance(record, trace.Header):
             seat[record.peer] = record.settings.seat
-        if not isinstance(record, trace.Record):
+        if not isinstance(record, trace.TraceRecord):
             continue
         for command_ in record.commands:
             if isinstance(command_, Send) and isinstance(command_.message, Forward | Backward):

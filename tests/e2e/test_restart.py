@@ -30,7 +30,7 @@ from tests.e2e.test_run import (
 
 from shoal import config as configuration
 from shoal.runtime.data import open_dataset
-from shoal.runtime.records.account import Step, surviving
+from shoal.runtime.records.account import CommittedStep, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 __all__ = ["start"]  # a fixture
@@ -48,10 +48,10 @@ COMMAND = (
 )
 
 
-def committed(tmp_path: Path) -> tuple[Step, ...]:
+def committed(tmp_path: Path) -> tuple[CommittedStep, ...]:
     path = tmp_path / "runs/tiny/commits.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return surviving(msgspec.json.decode(line, type=Step) for line in lines)
+    return surviving(msgspec.json.decode(line, type=CommittedStep) for line in lines)
 
 
 def test_a_run_killed_whole_goes_on_from_its_checkpoint_when_the_same_command_is_given_again(

@@ -37,7 +37,7 @@ def test_wide_lines_own_the_round_and_every_bit_is_that_of_one_process(tmp_path:
     for item in trace.read(left.trace):
         if isinstance(item, trace.Header):
             seat[item.peer] = item.settings.seat
-        elif isinstance(item, trace.Record):
+        elif isinstance(item, trace.TraceRecord):
             added = sum(isinstance(one, Do) and isinstance(one.task, Add) for one in item.commands)
             adds[seat[item.peer]] = adds.get(seat[item.peer], 0) + added
     assert len(adds) == PEERS and adds[1] == adds[2] == 0

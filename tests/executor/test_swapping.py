@@ -294,5 +294,5 @@ def test_a_plain_sequential_swaps_child_by_child() -> None:
 
 def test_a_family_that_does_more_between_its_blocks_than_hand_on_is_refused() -> None:
     config = a_config(family="granite", extra={"embedding_multiplier": 12.0})
-    with pytest.raises(ValueError, match=r"more than hand on hidden states.*set device\.executor=resident"):
+    with pytest.raises(ValueError, match=r"more than pass on hidden states.*set device\.executor=resident"):
         swapping(config, 0)

@@ -219,7 +219,7 @@ def test_tied_embeddings_are_one_parameter_in_one_stage_and_refused_in_more() ->
         (a_config(extra={"rms_norm_eps": "small"}), "llama refuses this configuration"),
         (a_config(extra={"attention_dropout": 0.1}), r"set model\.extra\.attention_dropout=0\.0"),
         (a_config(path="/nowhere"), r"model\.path = '/nowhere' has no config\.json"),
-        (a_config("granite", cut=2, extra={"embedding_multiplier": 12.0}), "more than hand on hidden states"),
+        (a_config("granite", cut=2, extra={"embedding_multiplier": 12.0}), "more than pass on hidden states"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_by_name(config: Config, message: str) -> None:

@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
-from shoal.runtime.records.account import Base, Books, Step, restarted, surviving
+from shoal.runtime.records.account import Base, CommitHistory, CommittedStep, restarted, surviving
 
 STAGES, MICROBATCHES = 2, 4
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
@@ -22,8 +22,8 @@ def a_view(step: int, groups: tuple[tuple[Share, ...], ...] = GROUPS, epoch: int
     return msgspec.structs.replace(view, **fields)
 
 
-def some_books(*views: View, first_step: int = 0) -> Books:
-    books = Books(STAGES, MICROBATCHES, first_step)
+def some_books(*views: View, first_step: int = 0) -> CommitHistory:
+    books = CommitHistory(STAGES, MICROBATCHES, first_step)
     for now, view in enumerate(views):
         books.agree(view, float(now))
     return books
@@ -49,7 +49,7 @@ def test_steps_that_were_averaged_beside_the_next_ones_compute_are_counted_once(
 
 
 def test_a_commit_is_new_once() -> None:
-    books = Books(STAGES, MICROBATCHES)
+    books = CommitHistory(STAGES, MICROBATCHES)
     step = books.agree(a_view(1), 5.0)
     assert step is not None and step.commit.step == 0 and step.heard_s == 5.0
     assert books.agree(a_view(1), 6.0) is None
@@ -171,7 +171,7 @@ def test_a_run_may_go_back_more_than_once_and_to_earlier_steps() -> None:
 
 
 def test_what_was_written_down_reads_back_as_the_history_that_stands() -> None:
-    books = Books(STAGES, MICROBATCHES)
+    books = CommitHistory(STAGES, MICROBATCHES)
     written = [step for view in (*BEFORE, *AFTER) if (step := books.agree(view, 0.0)) is not None]
     assert len(written) == 6 and {step.epoch for step in written} == {0, 1}
     assert surviving(written) == books.steps
@@ -183,20 +183,20 @@ def test_what_was_written_down_reads_back_as_the_history_that_stands() -> None:
 def test_a_resumed_run_keeps_the_account_of_its_checkpoint() -> None:
     first = some_books(a_view(0), a_view(1), a_view(2, account=Account(issued=12, committed=8, redone=5, joined=1)))
     before = tuple(step for step in first.steps if step.commit.step < 2)
-    books = Books(STAGES, MICROBATCHES, first_step=2, before=before)
+    books = CommitHistory(STAGES, MICROBATCHES, first_step=2, before=before)
     books.agree(a_view(2, last=None, account=Account(issued=4)), 0.0)
     books.agree(a_view(3, account=Account(issued=4, committed=4, redone=1)), 1.0)
     totals = books.totals()
     assert (totals.steps, totals.issued, totals.committed, totals.redone) == (3, 12, 12, 6)
     assert totals.balanced
-    lacking = Books(STAGES, MICROBATCHES, first_step=2, before=before[1:])
+    lacking = CommitHistory(STAGES, MICROBATCHES, first_step=2, before=before[1:])
     lacking.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
     assert lacking.totals().lost == MICROBATCHES
 
 
 def test_a_resumed_run_keeps_what_was_undone_before_and_counts_its_own_epochs_from_zero() -> None:
     before = some_books(*BEFORE, *AFTER).steps
-    books = Books(STAGES, MICROBATCHES, first_step=4, before=before)
+    books = CommitHistory(STAGES, MICROBATCHES, first_step=4, before=before)
     books.agree(a_view(4, last=None, account=Account(issued=4)), 0.0)
     books.agree(a_view(5, account=Account(issued=4, committed=4)), 1.0)
     back = Account(undone=4)
@@ -215,7 +215,7 @@ def test_what_a_restart_throws_away_is_counted_as_undone_and_stands_nowhere_else
     standing = some_books(a_view(0), a_view(1), a_view(2), a_view(3)).steps
     base = restarted(standing, 1, MICROBATCHES)
     assert base.account.undone == 2 * MICROBATCHES
-    books = Books(STAGES, MICROBATCHES, first_step=1, before=standing[:1], base=base)
+    books = CommitHistory(STAGES, MICROBATCHES, first_step=1, before=standing[:1], base=base)
     books.agree(a_view(2, account=Account(issued=4, committed=4)), 1.0)
     totals = books.totals()
     assert totals.balanced, totals.reason
@@ -228,7 +228,7 @@ def test_a_run_killed_again_and_again_counts_each_undone_step_once() -> None:
     first = restarted(standing, 1, MICROBATCHES)
     assert restarted(standing, 1, MICROBATCHES, first) == first, "the commits were still there"
     assert restarted(standing[:1], 1, MICROBATCHES, first) == first, "nothing came after them"
-    books = Books(STAGES, MICROBATCHES, first_step=1, before=standing[:1], base=first)
+    books = CommitHistory(STAGES, MICROBATCHES, first_step=1, before=standing[:1], base=first)
     books.agree(a_view(2, account=Account(issued=4, committed=4, redone=3)), 1.0)
     second = restarted(books.steps, 1, MICROBATCHES, first)
     assert (second.account.undone, second.account.redone) == (3 * MICROBATCHES, 3)
@@ -242,7 +242,7 @@ def test_what_an_undone_history_had_undone_itself_stays_undone() -> None:
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_its_account() -> None:
     standing = some_books(a_view(0), a_view(1), a_view(2)).steps
-    books = Books(STAGES, MICROBATCHES, base=restarted(standing, 0, MICROBATCHES))
+    books = CommitHistory(STAGES, MICROBATCHES, base=restarted(standing, 0, MICROBATCHES))
     for step in (1, 2, 3):
         books.agree(a_view(step, account=Account(issued=4 * step, committed=4 * step)), float(step))
     totals = books.totals()
@@ -255,14 +255,14 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_its_account()
 
 def test_a_run_resumed_on_more_or_fewer_stages_balances() -> None:
     whole = ((Share("a", (0, 1)), Share("b", (3, 2))),)
-    one = Books(1, MICROBATCHES)
+    one = CommitHistory(1, MICROBATCHES)
     for step in (1, 2):
         one.agree(a_view(step, whole), 0.0)
     assert one.totals().balanced
-    two = Books(STAGES, MICROBATCHES, first_step=2, before=one.steps)
+    two = CommitHistory(STAGES, MICROBATCHES, first_step=2, before=one.steps)
     two.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
     assert (two.totals().lost, two.totals().balanced) == (0, True), two.totals().reason
-    again = Books(1, MICROBATCHES, first_step=3, before=two.steps)
+    again = CommitHistory(1, MICROBATCHES, first_step=3, before=two.steps)
     again.agree(a_view(4, whole, account=Account(issued=4, committed=4)), 2.0)
     assert (again.totals().lost, again.totals().committed, again.totals().balanced) == (0, 16, True)
 
@@ -270,19 +270,19 @@ def test_a_run_resumed_on_more_or_fewer_stages_balances() -> None:
 def test_a_run_resumed_on_more_stages_balances_also_when_no_commit_says_how_many_there_were() -> None:
     whole = ((Share("a", (0, 1)), Share("b", (3, 2))),)
     old = tuple(msgspec.structs.replace(step, stages=0, microbatches=0) for step in _committed(1, whole, steps=2))
-    two = Books(STAGES, MICROBATCHES, first_step=2, before=old)
+    two = CommitHistory(STAGES, MICROBATCHES, first_step=2, before=old)
     two.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
     assert (two.totals().lost, two.totals().balanced) == (0, True), two.totals().reason
 
 
 def test_a_stage_without_a_group_is_lost_in_an_earlier_session_too() -> None:
     before = _committed(2, GROUPS[:1], steps=1)
-    books = Books(1, MICROBATCHES, first_step=1, before=before)
+    books = CommitHistory(1, MICROBATCHES, first_step=1, before=before)
     assert books.totals().lost == MICROBATCHES
 
 
 def test_a_run_resumed_with_microbatches_of_another_size_balances() -> None:
-    books = Books(STAGES, 2, first_step=2, before=_committed(STAGES, GROUPS, steps=2))
+    books = CommitHistory(STAGES, 2, first_step=2, before=_committed(STAGES, GROUPS, steps=2))
     halves = ((Share("a", (0,)), Share("b", (1,))), (Share("c", (0, 1)),))
     books.agree(a_view(3, halves, account=Account(issued=2, committed=2)), 1.0)
     totals = books.totals()
@@ -291,15 +291,15 @@ def test_a_run_resumed_with_microbatches_of_another_size_balances() -> None:
 
 
 def test_steps_that_another_run_committed_are_taken_as_its_checkpoint_says() -> None:
-    books = Books(STAGES, MICROBATCHES, first_step=2, base=Base(taken_over=2))
+    books = CommitHistory(STAGES, MICROBATCHES, first_step=2, base=Base(taken_over=2))
     books.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
     totals = books.totals()
     assert (totals.taken_over, totals.lost, totals.committed, totals.balanced) == (2, 0, 12, True), totals.reason
     assert restarted(books.steps, 3, MICROBATCHES, books.base).taken_over == 2, "in every session to come"
 
 
-def _committed(stages: int, groups: tuple[tuple[Share, ...], ...], steps: int) -> tuple[Step, ...]:
-    books = Books(stages, MICROBATCHES)
+def _committed(stages: int, groups: tuple[tuple[Share, ...], ...], steps: int) -> tuple[CommittedStep, ...]:
+    books = CommitHistory(stages, MICROBATCHES)
     for step in range(1, steps + 1):
         books.agree(a_view(step, groups), 0.0)
     return books.steps

@@ -154,7 +154,9 @@ def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
             group.carry(name, group.rounds[name].end("committed"))
         applied += made[0].reduced(number).double()
     left = sum(
-        one.runner._sums.averaging._left.double() for one in made if one.runner._sums.averaging._left is not None
+        one.runner._sums.averaging._residual.double()
+        for one in made
+        if one.runner._sums.averaging._residual is not None
     )
     assert float((applied + left - total).norm() / total.norm()) < 1e-6
     assert float((applied - total).norm() / total.norm()) > 1e-4, "the codes do leave something out"

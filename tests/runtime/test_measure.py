@@ -167,12 +167,12 @@ def test_what_is_not_about_measuring_is_left_to_the_machine_and_a_full_queue_is_
             assert meter.takes(Incoming(f"other{number}", Measure(number, ("c",), 1000)))
         for number in range(10, 12):  # the second of one key does not take the place of another's
             assert meter.takes(Incoming("b", Measure(number, ("c",), 1000)))
-        assert not meter._asked.full() or measure.WAITING == meter._asked.qsize()
+        assert not meter._requests.full() or measure.WAITING == meter._requests.qsize()
         answers = [await asker.receive() for _ in range(2)]
         refused = [answer.message for answer in answers if isinstance(answer, Incoming)][1]
         assert isinstance(refused, Measured) and refused.id == 11 and "already" in refused.reason
         meter.takes(Incoming("late", Measure(12, ("c",), 1000)))
-        assert meter._asked.qsize() == measure.WAITING
+        assert meter._requests.qsize() == measure.WAITING
         await transport.close()
         await asker.close()
 

@@ -53,15 +53,15 @@ from shoal.executor.swap import memory
 from shoal.numerics import optimizer
 from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
-from shoal.runtime.node import Node, of_use
-from shoal.runtime.records.account import Books
+from shoal.runtime.node import Node, admissible
+from shoal.runtime.records.account import CommitHistory
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import AnyLine
 from shoal.runtime.signing import Signing
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.sim.faults import edges
-from shoal.traffic import Kept, Traffic
+from shoal.traffic import StoredBytes, Traffic
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.directory.directory import Directory, PeerRecord
 from shoal.transport.emulated.memory import Hub, MemoryTransport
@@ -149,8 +149,8 @@ class Swarm:
             node.runner.close()
             record.close()
 
-    def books(self) -> Books:
-        books = Books(self.config.run.stages, microbatches(self.config.train))
+    def books(self) -> CommitHistory:
+        books = CommitHistory(self.config.run.stages, microbatches(self.config.train))
         for record in self.records:
             for view in record.views:
                 books.agree(view, time.monotonic())
@@ -318,7 +318,7 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
         activations = gradients = averaging = 0
         bounds: tuple[int, ...] = ()
         items = list(trace.read(path))
-        for command in [command for item in items if isinstance(item, trace.Record) for command in item.commands]:
+        for command in [command for item in items if isinstance(item, trace.TraceRecord) for command in item.commands]:
             if isinstance(command, Do) and isinstance(command.task, Cut):
                 bounds = command.task.bounds
             if not isinstance(command, Send) or command.peer == node.machine.name:
@@ -334,13 +334,13 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
         received += came
         assert (sent.activations, sent.gradients, sent.averaging) == (activations, gradients, averaging)
         assert sent.control > 0
-        carried = [item for item in items if isinstance(item, trace.Carried)]
+        carried = [item for item in items if isinstance(item, trace.TrafficRecord)]
         assert [item.step for item in carried] == sorted(item.step for item in carried)
         assert (carried[-1].sent, carried[-1].received) == (sent, came)
         assert carried[-1].kept == node.kept_most
         assert node.kept_most.memory >= max(node.kept_most.store, activation)
         assert node.kept_most.store > 0
-        assert node.kept == Kept()
+        assert node.kept == StoredBytes()
     totals = [node.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0
     assert sum(sent.gradients for sent in totals) == received.gradients > 0
@@ -535,11 +535,11 @@ def test_what_is_dropped_of_peers_in_no_view_would_have_changed_nothing(kind: ty
     for number, _ in enumerate(as_sent(founder(), kind)):
         one, other = founder(), founder()
         message = as_sent(one, kind)[number]
-        kept = of_use(one, Incoming(STRANGER, message))
+        kept = admissible(one, Incoming(STRANGER, message))
         event = Tick() if kept is None else Received(peer=STRANGER, message=kept)
         plain = other.handle(Received(peer=STRANGER, message=message), 100.01)
         assert one.handle(event, 100.01) == plain, message
-        assert of_use(one, Incoming(one.name, message)) is message, "a peer of the view is heard"
+        assert admissible(one, Incoming(one.name, message)) is message, "a peer of the view is heard"
 
 
 def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
@@ -549,7 +549,7 @@ def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
     lead = Lead(9, 9, 9, "d", Proof(STRANGER, signed), signed)
     node = swarm.nodes[0]
     standing = Standing(1, View(1, 1, ()), (STRANGER,) * 1000)
-    assert of_use(node.machine, Incoming(STRANGER, standing)) is standing, "who has no view hears everybody"
+    assert admissible(node.machine, Incoming(STRANGER, standing)) is standing, "who has no view hears everybody"
     node.machine = founder(node.machine.name)
     before = node.machine.last_now
     for message, blobs in (
@@ -559,6 +559,6 @@ def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
     ):
         node._on_message(Incoming(peer=STRANGER, message=message, blobs=blobs))
         assert node.machine.last_now is before and node.runner.held() == 0
-    assert of_use(node.machine, Incoming(STRANGER, pulse)) == Pulse(1, 1, 1, True)
-    assert of_use(node.machine, Incoming(STRANGER, lead)) == Lead(9, 9, 9, "d")
+    assert admissible(node.machine, Incoming(STRANGER, pulse)) == Pulse(1, 1, 1, True)
+    assert admissible(node.machine, Incoming(STRANGER, lead)) == Lead(9, 9, 9, "d")
     swarm.close()

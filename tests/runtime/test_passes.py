@@ -26,7 +26,7 @@ RUN = Authority.new()
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "SPREAD_S", 0.01)
-    monkeypatch.setattr(passes, "AGAIN_S", 0.0)
+    monkeypatch.setattr(passes, "RESEND_S", 0.0)
 
 
 def an_invite(days: float = 30) -> Invite:
@@ -153,7 +153,7 @@ def test_a_forged_list_is_not_taken_and_an_old_one_changes_nothing() -> None:
 
 
 def test_nobody_has_a_large_list_sent_for_the_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "AGAIN_S", 3600.0)
+    monkeypatch.setattr(passes, "RESEND_S", 3600.0)
     monkeypatch.setattr(passes, "SPREAD_S", 3600.0)
 
     async def story() -> None:
@@ -193,7 +193,7 @@ def test_people_are_warned_a_fifth_of_the_lifetime_before_a_pass_ends(days: floa
     ann = Peer(Hub(), an_invite(days=30))
     ann.now = NOW + days * DAY_S
     for _ in range(3):  # as serve() does every few seconds
-        ann.gate._look_at_mine(3600.0)
+        ann.gate._check_own_pass(3600.0)
     assert len(ann.told) == int(warned) and not ann.refused
     assert not warned or "`shoal invite CONFIG --renew`" in ann.told[0]
 

@@ -11,7 +11,7 @@ import pytest
 from shoal import trace
 from shoal.core.messages import PROTOCOL, Note, Settings, Tick, View
 from shoal.runtime.records.record import Recorder
-from shoal.runtime.records.report import Agreed, Listening, Told, decode, encode
+from shoal.runtime.records.report import Agreed, Listening, Notice, decode, encode
 
 HEADER = trace.Header(PROTOCOL, "p1", Settings(stages=1, microbatches=1, steps=1), seed="0/p1", found=True)
 
@@ -32,8 +32,10 @@ def test_every_event_is_in_the_trace_and_every_note_is_told(tmp_path: Path) -> N
     record.close()
     items = list(trace.read(tmp_path / "t.jsonl"))
     assert items[0] == HEADER
-    assert [item.time_s for item in items[1:] if isinstance(item, trace.Record)] == [float(n) for n in range(1000)]
-    assert [line.text for line in out.lines() if isinstance(line, Told)] == [f"reason {n}" for n in range(0, 1000, 100)]
+    assert [item.time_s for item in items[1:] if isinstance(item, trace.TraceRecord)] == [float(n) for n in range(1000)]
+    assert [line.text for line in out.lines() if isinstance(line, Notice)] == [
+        f"reason {n}" for n in range(0, 1000, 100)
+    ]
     assert Agreed(7.0, View(number=1, step=0, members=())) in out.lines()
 
 
@@ -42,11 +44,11 @@ def test_a_full_disk_ends_the_trace_and_nothing_else() -> None:
     out = Pipe()
     record = Recorder(HEADER, Path("/dev/full"), out)
     record.event(1.0, Tick(), [])
-    while not any(isinstance(line, Told) and line.kind == "trouble" for line in out.lines()):
+    while not any(isinstance(line, Notice) and line.kind == "trouble" for line in out.lines()):
         record.event(1.0, Tick(), [])  # the writing thread finds out in its own time
     record.event(2.0, Tick(), [Note("route", "still here")])
     record.close()
-    told = [line for line in out.lines() if isinstance(line, Told)]
+    told = [line for line in out.lines() if isinstance(line, Notice)]
     assert "the trace stops here, training goes on" in told[0].text
     assert told[-1].text == "still here"
 
@@ -64,9 +66,9 @@ def test_a_reader_that_is_gone_does_not_stop_the_trace(tmp_path: Path) -> None:
 
 
 def test_what_a_library_prints_is_no_report() -> None:
-    line = Told(1.0, "p1", "route", "why")
+    line = Notice(1.0, "p1", "route", "why")
     assert decode(encode(line)) == line
     assert decode(encode(line)[:-5]) is None
     assert decode(b"Downloading: 100%\n") is None
     assert decode(b"\xff\xfe\n") is None
-    assert decode(b'{"type":"Told"}\n') is None
+    assert decode(b'{"type":"Notice"}\n') is None

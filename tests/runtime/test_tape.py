@@ -57,7 +57,9 @@ def test_a_trace_of_a_month_stays_within_its_room_and_keeps_its_newest_part(plac
     assert max(most, disk_bytes(place)) <= limit
     header, *kept = trace.read(merged(place))
     assert isinstance(header, trace.Header) and header.before == count - len(kept) > 0
-    assert [int(item.time_s) for item in kept if isinstance(item, trace.Record)] == [*range(count - len(kept), count)]
+    assert [int(item.time_s) for item in kept if isinstance(item, trace.TraceRecord)] == [
+        *range(count - len(kept), count)
+    ]
     assert len(kept) * len(each) > limit, "compressed, more than its room is kept"
 
 
@@ -105,8 +107,8 @@ def test_the_trace_gives_way_to_the_next_checkpoint_and_goes_on_when_there_is_ro
 ) -> None:
     free = [1 << 30]
     monkeypatch.setattr(tape, "_free_bytes", lambda path: free[0] - disk_bytes(place))
-    monkeypatch.setattr(tape, "LOOK_S", 0.0)
-    monkeypatch.setattr(tape, "AGAIN_S", 0.0)
+    monkeypatch.setattr(tape, "CHECK_S", 0.0)
+    monkeypatch.setattr(tape, "RETRY_S", 0.0)
     checkpoint = 10 << 20
     told = Tape(place / "p1.jsonl", HEADER, 64 << 10, lambda: checkpoint)
     for line in lines(300):
@@ -124,7 +126,7 @@ def test_the_trace_gives_way_to_the_next_checkpoint_and_goes_on_when_there_is_ro
     told.close()
     *_, header, last = trace.read(merged(place))
     assert isinstance(header, trace.Header) and header.before == 307
-    assert isinstance(last, trace.Record) and last.time_s == 307 * 0.25
+    assert isinstance(last, trace.TraceRecord) and last.time_s == 307 * 0.25
 
 
 class Narrow:
@@ -147,15 +149,15 @@ def test_a_full_disk_costs_the_oldest_segments_and_leaves_no_torn_line(place: Pa
     told = Tape(place / "p1.jsonl", HEADER, 64 << 10)
     for line in lines(300):
         told.write([line])
-    assert told._packing is not None
-    told._packing.join()
+    assert told._compressor is not None
+    told._compressor.join()
     room = disk_bytes(place) + 100
     told._file = Narrow(told._file, place, room)  # type: ignore[assignment]
     for line in lines(20, 300):
         told.write([line])
     told.close()
     found = list(trace.read(merged(place)))
-    assert isinstance(found[-1], trace.Record) and found[-1].time_s == 319 * 0.25
+    assert isinstance(found[-1], trace.TraceRecord) and found[-1].time_s == 319 * 0.25
 
 
 def test_a_peer_without_a_trace_writes_none(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_peer_without_a_trace_writes_none(tmp_path: Path) -> None:
 
 def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.runtime.records.record.BUFFER_BYTES", 1000)
-    monkeypatch.setattr(tape, "AGAIN_S", 0.0)
+    monkeypatch.setattr(tape, "RETRY_S", 0.0)
     busy, go = threading.Event(), threading.Event()
     write = Tape.write
 
@@ -190,7 +192,7 @@ def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monk
 
 def test_a_file_of_somebody_else_at_its_place_is_left_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a run's directory was moved away and another run has begun there."""
-    monkeypatch.setattr(tape, "AGAIN_S", 0.0)
+    monkeypatch.setattr(tape, "RETRY_S", 0.0)
     told = Tape(place / "p1.jsonl", HEADER, 32 << 10)
     os.rename(place, place.with_name("elsewhere"))
     place.mkdir()

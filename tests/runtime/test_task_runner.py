@@ -241,8 +241,8 @@ def test_an_emulated_run_needs_no_data(a_runner: Maker) -> None:
 
 def test_parts_are_added_in_the_order_given() -> None:
     parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
-    assert float(sums.added(parts)) == 0.0  # 1e8 + 1 = 1e8 in fp32
-    assert float(sums.added([parts[0], parts[2], parts[1]])) == 1.0
+    assert float(sums.add_up(parts)) == 0.0  # 1e8 + 1 = 1e8 in fp32
+    assert float(sums.add_up([parts[0], parts[2], parts[1]])) == 1.0
     assert float(parts[0]) == 1e8  # not added to in place
 
 
@@ -561,7 +561,7 @@ def test_what_a_replica_left_out_goes_with_its_seat_and_is_sent_when_it_is_alone
     first = pair[0]._sums.reduced[0, 0].reduced.clone()
     for held in pair:
         done(held, m.Apply("s/y", 0, 0, 1.0, False))
-    left = [held._sums.averaging._left for held in pair]
+    left = [held._sums.averaging._residual for held in pair]
     assert left[0] is not None and left[1] is not None
     assert torch.allclose(first + left[0] + left[1], 2 * grad, atol=1e-6)
     for held, owed in zip(pair, left, strict=True):

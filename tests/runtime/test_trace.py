@@ -33,7 +33,7 @@ def a_header(peer: str = "p1") -> trace.Header:
     return trace.Header(PROTOCOL, peer, SETTINGS, seed=f"0/{peer}", found=True, config="abc")
 
 
-def a_record(time_s: float = 1.5, peer: str = "p1") -> trace.Record:
+def a_record(time_s: float = 1.5, peer: str = "p1") -> trace.TraceRecord:
     message = Forward(epoch=0, step=3, index=1, stage=0, attempt=2, view=9)
     event = Received(peer="p2", message=message, blobs=(BlobRef("r/1", 64),))
     commands = (
@@ -42,15 +42,15 @@ def a_record(time_s: float = 1.5, peer: str = "p1") -> trace.Record:
         Note("route", "because"),
         Finish(True, "over"),
     )
-    return trace.Record(time_s, peer, event, commands)
+    return trace.TraceRecord(time_s, peer, event, commands)
 
 
-def write(path: Path, *items: trace.Header | trace.Record) -> Path:
+def write(path: Path, *items: trace.Header | trace.TraceRecord) -> Path:
     path.write_bytes(b"".join(map(trace.line, items)))
     return path
 
 
-def a_lone_run(path: Path) -> list[trace.Record]:
+def a_lone_run(path: Path) -> list[trace.TraceRecord]:
     """A founder that waits for others, told the time for a while."""
     header = a_header()
     machine = PeerMachine(header.peer, header.settings, Random(header.seed), header.found)
@@ -58,7 +58,7 @@ def a_lone_run(path: Path) -> list[trace.Record]:
     for beat in range(20):
         event: Event = Tick()
         commands: list[Command] = machine.handle(event, now=beat * 0.25)
-        records.append(trace.Record(beat * 0.25, header.peer, event, tuple(commands)))  # type: ignore[arg-type]
+        records.append(trace.TraceRecord(beat * 0.25, header.peer, event, tuple(commands)))  # type: ignore[arg-type]
     write(path, header, *records)
     return records
 
@@ -104,7 +104,7 @@ def test_traces_are_merged_by_time_with_all_headers_first(tmp_path: Path) -> Non
     assert trace.merge([[one], [two]], tmp_path / "all.jsonl") == 5
     items = list(trace.read(tmp_path / "all.jsonl"))
     assert [item.peer for item in items] == ["p1", "p2", "p1", "p2", "p1"]
-    assert [item.time_s for item in items if isinstance(item, trace.Record)] == [1.0, 2.0, 3.0]
+    assert [item.time_s for item in items if isinstance(item, trace.TraceRecord)] == [1.0, 2.0, 3.0]
 
 
 def test_a_replay_says_the_same(tmp_path: Path) -> None:

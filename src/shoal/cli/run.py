@@ -37,7 +37,7 @@ from shoal.launcher.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority
@@ -348,7 +348,7 @@ class Run:
     # -------------------------------------------------------------------------------------------------- reports
 
     def _hear(self, child: PeerProcess, line: AnyLine) -> None:
-        step: Step | None = self.watch.hear(child.label, line, time.monotonic())
+        step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
         if self.watch.finished:

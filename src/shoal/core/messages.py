@@ -305,7 +305,7 @@ class Pulse(Wire, frozen=True):
 
 
 class Join(Wire, frozen=True):
-    """To any member: let me take part. Repeated until a view names the sender. `holds`: what I still hold since I was put out."""
+    """To any member: let me take part. Repeated until a view names the sender. `holds`: what I still hold since I was evicted."""
 
     holds: Holding | None = None
     seat: Seat = -1  # in the run's plan

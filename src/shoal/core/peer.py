@@ -420,7 +420,7 @@ class PeerMachine:
                 return commands + self._finish(True, f"left: {self.leaving}")
             if before is None:
                 return commands
-            return commands + self._outside_now(f"put out of the run in view {view.number}: {view.reason}", now)
+            return commands + self._outside_now(f"removed from the run in view {view.number}: {view.reason}", now)
         self.find_at, self.outside = None, False
         if self.pulse_at is None:
             self.pulse_at = now
@@ -500,7 +500,7 @@ class PeerMachine:
         return not self.register.leading and now - self.register.heard_leader_at > 2 * self.settings.silence_s
 
     def _doubt(self, now: float) -> list[Command]:
-        """I may have been put out without hearing of it. Whoever knows better says so when asked for a vote (_agreeing);
+        """I may have been removed without hearing of it. Whoever knows better says so when asked for a vote (_agreeing);
         voters ask all voters when they stand, so here only a joiner asks, and whoever has been alone for long."""
         if self.view is None or (self.register.views.votes_here() and not self._lonely(now)):
             return []

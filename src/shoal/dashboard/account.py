@@ -1,6 +1,6 @@
-"""The end of a run in words and numbers: `Summary` is runs/NAME/summary.json, `text` is what the terminal shows of it.
+"""The summary of a run: `Summary` is runs/NAME/summary.json, `text` its form on the terminal.
 
-For `shoal run` and `shoal status`. Where the numbers come from, and whether they balance, runtime/records/account.py says.
+For `shoal run` and `shoal status`. runtime/records/account.py computes the numbers and whether they balance.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import msgspec
 
 from shoal import units
 from shoal.escaping import escaped_json, escaped_lines
-from shoal.traffic import KINDS, Kept, Traffic
+from shoal.traffic import KINDS, StoredBytes, Traffic
 
 
-class Carried(msgspec.Struct, frozen=True):
-    """Bytes of one peer."""
+class PeerTraffic(msgspec.Struct, frozen=True):
+    """Bytes of one peer in the whole session."""
 
     sent: Traffic
     received: Traffic
-    kept: Kept = Kept()  # at most
+    kept: StoredBytes = StoredBytes()  # peak
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished or interrupted run. Samples are counted in microbatches. Every number is of the whole run, but for times, speed and bytes,
-    which are of the session that began at `first_step`."""
+    """A finished or interrupted run. Samples are counted in microbatches. Times, speed and bytes are of the session that began at
+    `first_step`; all other numbers are of the whole run."""
 
     name: str
     steps: int
@@ -38,24 +38,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     undone: int = (
         0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
     )
-    recovered: int = 0  # how often the run went back because a stage had lost every replica
-    taken_over: int = 0  # first steps, committed by another run whose checkpoint this one took over
+    recovered: int = 0  # times the run went back to a checkpoint because a stage had lost every replica
+    taken_over: int = 0  # first steps, committed by another run whose checkpoint this one adopted
     first_step: int = 0  # where this session began
     killed: int  # peers ended by --kill-every
-    joined: int  # peers that came while it ran
+    joined: int  # peers that joined while it ran
     tokens_per_s: float
-    first_step_s: float | None  # from the command to the end of the first step; None: there was none
+    first_step_s: float | None  # from the command to the first commit; None: no commit
     seconds: float
     checkpoint: str  # path or URL; '' when none was written
     balanced: bool
-    sent: Traffic = Traffic()  # bytes by kind, all peers together, as they last told
-    traffic: dict[str, Carried] = {}  # by peer
-    staleness: int = 0  # steps by which every gradient was late, but that of the first step after a start
-    ahead: int = 0  # steps of this session that were averaged and applied while the next one was computed
-    reason: str = ""  # what does not balance, or why the run ended early
+    sent: Traffic = Traffic()  # bytes by kind, all peers together, as last reported
+    traffic: dict[str, PeerTraffic] = {}  # by peer
+    staleness: int = 0  # train.staleness
+    ahead: int = 0  # steps of this session that overlapped with the next step's compute
+    reason: str = ""  # why the account does not balance, or why the run ended early
     early: str = ""  # why the run ended before its last step
     saved: int = 0  # the step of the newest checkpoint
-    unsaved: str = ""  # what should have been saved and was not, and why
+    unsaved: str = ""  # the checkpoint that was not saved, and why
 
 
 def encode(summary: Summary) -> bytes:
@@ -71,16 +71,16 @@ def read(path: str | Path) -> Summary:
 
 
 def text(summary: Summary) -> str:
-    """The account, a few lines: nothing in it needs the terminal to be wide or coloured."""
+    """The account in a few lines of plain text."""
     rows = [
         ("issued", f"{summary.issued:,} microbatches"),
         ("committed", f"{summary.committed:,}"),
         ("redone", f"{summary.redone:,}"),
         ("lost", f"{summary.lost:,}"),
         ("counted twice", f"{summary.counted_twice:,}"),
-        *_taken_over(summary),
+        *_adopted(summary),
         *_undone(summary),
-        *_late(summary),
+        *_overlap(summary),
         *_peers(summary),
         ("checkpoint", summary.checkpoint or "none was written"),
         *_traffic(summary),
@@ -102,14 +102,14 @@ def text(summary: Summary) -> str:
 
 
 def _peers(summary: Summary) -> list[tuple[str, str]]:
-    """None of a machine alone, which sends nothing."""
+    """The row of peers; none of a machine alone."""
     if not (summary.sent.total or summary.killed or summary.joined):
         return []
     return [("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way")]
 
 
 def _traffic(summary: Summary) -> list[tuple[str, str]]:
-    """All together, then each peer."""
+    """Rows of all peers together, then of each peer."""
     if not summary.sent.total:
         return []
     rows = [("sent", f"{_session(summary)}{_bytes(summary.sent)}")]
@@ -117,12 +117,12 @@ def _traffic(summary: Summary) -> list[tuple[str, str]]:
         rows += [
             (label, f"sent {_bytes(carried.sent)}"),
             ("", f"received {_bytes(carried.received)}"),
-            ("", f"kept at most {_held(carried.kept)}"),
+            ("", f"kept at most {_stored(carried.kept)}"),
         ]
     return rows
 
 
-def _held(kept: Kept) -> str:
+def _stored(kept: StoredBytes) -> str:
     disk = f", {units.size(kept.disk)} on disk" if kept.disk else ""
     return f"{units.size(kept.store)} of boundary tensors for a step; of all tensors {units.size(kept.memory)} in memory{disk}"
 
@@ -132,7 +132,7 @@ def _bytes(sent: Traffic) -> str:
     return f"{units.size(sent.total)}: {kinds}" if kinds else "nothing"
 
 
-def _late(summary: Summary) -> list[tuple[str, str]]:
+def _overlap(summary: Summary) -> list[tuple[str, str]]:
     if not summary.staleness:
         return []
     return [
@@ -144,11 +144,11 @@ def _late(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _session(summary: Summary) -> str:
-    """Before a figure that is not of the whole run."""
+    """Prefix of a figure that is not of the whole run."""
     return f"since step {summary.first_step:,}: " if summary.first_step else ""
 
 
-def _taken_over(summary: Summary) -> list[tuple[str, str]]:
+def _adopted(summary: Summary) -> list[tuple[str, str]]:
     if not summary.taken_over:
         return []
     return [
@@ -169,7 +169,7 @@ def _undone(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _headline(summary: Summary) -> str:
-    """Of a resumed run it says which figures are of the whole and which of the session that ends here."""
+    """The first line; of a resumed run it separates figures of the whole run from those of this session."""
     resumed = bool(summary.first_step)
     words = f"{summary.name}: {summary.steps:,} steps"
     if resumed:

@@ -10,11 +10,11 @@ from pathlib import Path
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-THINNED = 400  # losses of a whole run that are enough for a curve on any terminal
+THINNED = 400  # losses, enough for a curve on any terminal
 
 
 def thinned(losses: Sequence[float]) -> tuple[float, ...]:
-    """At most so many, each the mean of as many steps, and the last one as it is."""
+    """At most THINNED losses: means of equal numbers of steps, and the last loss."""
     if len(losses) <= THINNED:
         return tuple(losses)
     finite = [loss for loss in losses[:-1] if math.isfinite(loss)] or [losses[-1]]
@@ -47,7 +47,7 @@ def curve(losses: Sequence[float], width: int = 72, height: int = 10) -> str:
 
 
 def save(losses: Sequence[float], path: str | Path, title: str = "", first_step: int = 0) -> None:
-    """The curve as a PNG, put in place whole."""
+    """Write the curve as a PNG, atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,9 +59,9 @@ def save(losses: Sequence[float], path: str | Path, title: str = "", first_step:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(beside, format="png", dpi=120)
-    os.replace(beside, path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(draft, format="png", dpi=120)
+    os.replace(draft, path)
 
 
 def _resample(points: Sequence[float], columns: int) -> list[float]:

@@ -1,8 +1,7 @@
-"""The live view of a run: step, loss, tokens/s, the stages with their peers and load, what happened last and why.
+"""The live view of a run: step, loss, tokens/s, the stages with their peers and load, the latest events with their reasons.
 
-For `shoal run` and `shoal status`. It is fed with Snapshots, plain values made by the caller, and knows no live object.
-On a terminal it is one screen drawn again and again; elsewhere (a pipe, a log of CI) new events and now and then a line
-of progress are printed, so that nothing depends on how often it is called.
+For `shoal run` and `shoal status`, which pass Snapshots, plain values. A terminal shows one screen, redrawn with each
+snapshot; other outputs (a pipe, a CI log) get each new event once and a line of progress every few seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from rich.text import Text
 from shoal import units
 from shoal.dashboard import plot
 from shoal.escaping import escaped
-from shoal.traffic import KINDS, Kept, Traffic
+from shoal.traffic import KINDS, StoredBytes, Traffic
 
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
 _EVENTS_MIN = 3
 _CURVE_ROWS = 5
-WIDE = 100  # columns that the table of bytes sent takes with those of bytes held
+WIDE = 100  # columns of the table of bytes sent together with bytes held
 _STYLES = {
     "commit": "dim",
     "removed": "red",
@@ -38,17 +37,17 @@ _STYLES = {
 
 
 class PeerLine(msgspec.Struct, frozen=True):
-    """One peer as its stage's line shows it."""
+    """One peer in its stage's line."""
 
-    label: str  # a short name that the reader can tell apart
-    stage: int | None = None  # None: it has no seat yet
+    label: str  # a short name, unique on the screen
+    stage: int | None = None  # None: not assigned yet
     ready: bool = False  # its parameters are those of the step being trained
     leading: bool = False
     queue_s: float = 0.0  # seconds of work waiting there
     rate: float = 0.0  # microbatches per second when busy
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
-    kept: Kept = Kept()
+    kept: StoredBytes = StoredBytes()
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -69,40 +68,40 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # committed so far
     steps: int
     stages: int  # 0: a machine alone, without peers
-    state: str = ""  # what the run is doing while no step is trained: 'waiting for 2 more peers', 'writing ...'
+    state: str = ""  # shown while no step is trained: 'waiting for 2 more peers', 'writing ...'
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
     tokens_per_s: float = 0.0
-    step_s: float = 0.0  # seconds of a step of late; 0 = not known
+    step_s: float = 0.0  # recent seconds per step; 0 = unknown
     issued: int = 0
     committed: int = 0
     redone: int = 0
     undone: int = 0  # microbatches, by going back to a checkpoint
     recovered: int = 0  # times gone back
-    staleness: int = 0  # steps by which gradients are late
+    staleness: int = 0  # run's train.staleness
     peers: tuple[PeerLine, ...] = ()
-    sent: Traffic = Traffic()  # by all peers, those that are gone too
-    unsaved: str = ""  # what could not be saved, since when and why
+    sent: Traffic = Traffic()  # by all peers, former ones included
+    unsaved: str = ""  # the checkpoint that could not be saved, since when and why
     happenings: tuple[Happening, ...] = ()  # oldest first; the last few dozen are enough
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds to the end at the pace of late, or so far; None while there is no pace."""
+    def remaining_s(self) -> float | None:
+        """Estimated seconds to the end, from the recent or the average pace; None: unknown."""
         if self.step_s > 0:
             return (self.steps - self.step) * self.step_s
-        done = self.step - self.first_step
-        return (self.steps - self.step) * self.elapsed_s / done if done > 0 else None
+        steps_done = self.step - self.first_step
+        return (self.steps - self.step) * self.elapsed_s / steps_done if steps_done > 0 else None
 
 
 class Terminal:
-    """A context manager: `show` as often as there is news."""
+    """A context manager; call `show` with each new snapshot."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console if console is not None else Console(highlight=False)
         self._live = (
             Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
         )
-        self._plain = Plain()
+        self._plain = ProgressLines()
 
     def __enter__(self) -> Terminal:
         if self._live is not None:
@@ -122,25 +121,25 @@ class Terminal:
             self._console.print(line, markup=False, soft_wrap=True)
 
 
-class Plain:
-    """Which lines are new since the last Snapshot."""
+class ProgressLines:
+    """The lines to print for each Snapshot where there is no terminal."""
 
     def __init__(self) -> None:
         self._serial = -1
-        self._told_s = float("-inf")
+        self._printed_s = float("-inf")
         self._step = -1
         self._state = ""
 
     def lines(self, snapshot: Snapshot) -> list[str]:
-        fresh = [event for event in snapshot.happenings if event.serial > self._serial]
-        # Commits are what the line of progress tells, every few seconds and not once a step.
-        lines = [_event_line(event) for event in fresh if event.kind != "commit"]
-        self._serial = max([self._serial, *(event.serial for event in fresh)])
-        due = snapshot.elapsed_s >= self._told_s + PLAIN_EVERY_S
+        new_events = [event for event in snapshot.happenings if event.serial > self._serial]
+        # The line of progress shows commits, every few seconds instead of once a step.
+        lines = [_event_line(event) for event in new_events if event.kind != "commit"]
+        self._serial = max([self._serial, *(event.serial for event in new_events)])
+        due = snapshot.elapsed_s >= self._printed_s + PLAIN_EVERY_S
         ended = snapshot.step >= snapshot.steps
         if (snapshot.step != self._step and (due or ended)) or snapshot.state != self._state:
             lines.append(headline(snapshot))
-            self._told_s, self._step, self._state = snapshot.elapsed_s, snapshot.step, snapshot.state
+            self._printed_s, self._step, self._state = snapshot.elapsed_s, snapshot.step, snapshot.state
         return lines
 
 
@@ -162,20 +161,20 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.unsaved:
         words.append(snapshot.unsaved.partition(":")[0])
     words.append(units.duration(snapshot.elapsed_s))
-    if snapshot.left_s is not None and snapshot.step < snapshot.steps:
-        words.append(f"about {units.duration(snapshot.left_s)} to go")
+    if snapshot.remaining_s is not None and snapshot.step < snapshot.steps:
+        words.append(f"about {units.duration(snapshot.remaining_s)} to go")
     if snapshot.state:
         words.append(snapshot.state)
     return escaped(", ".join(words))
 
 
 def rows(snapshot: Snapshot) -> int:
-    """At that height `render` leaves nothing out but old events."""
+    """Height at which `render` shows everything but old events."""
     return 30 + snapshot.stages + 3 * (len(snapshot.peers) + 1)
 
 
 def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
-    """One screen: what matters most on top, nothing wider than `width`; what has no room below is left out."""
+    """One screen of `width` columns, the most important lines first; lines below `height` are left out."""
     parts: list[RenderableType] = [
         Text(headline(snapshot), style="bold", no_wrap=True, overflow="ellipsis"),
         _bar(snapshot.step / max(1, snapshot.steps), width),
@@ -189,7 +188,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         parts.append(stages)
         room -= 1 + stages.row_count
     if snapshot.sent.total and room > 1:
-        parts.append(Text(carried(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
+        parts.append(Text(traffic_line(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
         room -= 1
         lines = len(snapshot.peers) + 1
         for table in _tables(snapshot, width):
@@ -205,8 +204,8 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     return Group(*parts)
 
 
-def _bar(done: float, width: int) -> Text:
-    full = round(min(1.0, done) * width)
+def _bar(fraction: float, width: int) -> Text:
+    full = round(min(1.0, fraction) * width)
     return Text.assemble(("━" * full, "green"), ("━" * (width - full), "dim"), no_wrap=True, overflow="crop")
 
 
@@ -221,7 +220,7 @@ def _stages(snapshot: Snapshot) -> Table:
             continue
         rate = sum(peer.rate for peer in peers if peer.ready)
         queue_s = max((peer.queue_s for peer in peers), default=0.0)
-        names = "  ".join(_mark(peer) for peer in peers) or "nobody"
+        names = "  ".join(_peer_label(peer) for peer in peers) or "nobody"
         table.add_row(
             "-" if stage is None else str(stage),
             f"{rate:.1f}" if rate else "",
@@ -231,27 +230,27 @@ def _stages(snapshot: Snapshot) -> Table:
     return table
 
 
-def carried(sent: Traffic) -> str:
+def traffic_line(sent: Traffic) -> str:
     """Bytes by kind in one line."""
     words = ", ".join(f"{kind} {units.size(getattr(sent, kind))}" for kind in KINDS if getattr(sent, kind))
     return f"sent {units.size(sent.total)}: {words}"
 
 
 def _tables(snapshot: Snapshot, width: int) -> list[Table]:
-    """Per peer: bytes sent by kind, received by kind, and held; the most wanted first, and two in one where they fit side by side."""
+    """Tables of each peer's bytes: sent by kind, received by kind, and stored; side by side where they fit."""
     peers = snapshot.peers
     sent = {kind: [getattr(peer.sent, kind) for peer in peers] for kind in KINDS}
     received = {kind: [getattr(peer.received, kind) for peer in peers] for kind in KINDS}
     sent["received"] = [peer.received.total for peer in peers]
-    held = {name: [getattr(peer.kept, name) for peer in peers] for name in Kept.__struct_fields__}
+    stored = {name: [getattr(peer.kept, name) for peer in peers] for name in StoredBytes.__struct_fields__}
     if width >= WIDE:
-        return [_bytes("sent by", peers, sent | held), _bytes("received by", peers, received)]
-    apart = [_bytes("held by", peers, held)] if any(map(any, held.values())) else []
-    return [_bytes("sent by", peers, sent), *apart, _bytes("received by", peers, received)]
+        return [_bytes("sent by", peers, sent | stored), _bytes("received by", peers, received)]
+    narrow = [_bytes("held by", peers, stored)] if any(map(any, stored.values())) else []
+    return [_bytes("sent by", peers, sent), *narrow, _bytes("received by", peers, received)]
 
 
 def _bytes(title: str, peers: tuple[PeerLine, ...], columns: dict[str, list[int]]) -> Table:
-    """Columns without a figure are left out."""
+    """A table of bytes per peer, without empty columns."""
     shown = {name: figures for name, figures in columns.items() if any(figures)}
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(title, no_wrap=True, overflow="ellipsis")
@@ -262,7 +261,7 @@ def _bytes(title: str, peers: tuple[PeerLine, ...], columns: dict[str, list[int]
     return table
 
 
-def _mark(peer: PeerLine) -> str:
+def _peer_label(peer: PeerLine) -> str:
     return escaped(f"{peer.label}{'*' if peer.leading else ''}{'' if peer.ready else '~'}")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.escaping import escaped_json
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import replace
 
 
@@ -36,7 +36,7 @@ class OutputFiles:
         self._full.discard(name)
         return True
 
-    def rewrite(self, steps: Iterable[Step]) -> None:
+    def rewrite(self, steps: Iterable[CommittedStep]) -> None:
         """The directory was made again: write all commits so far. OSError: there is no room."""
         lines = b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in steps)
         replace(self._directory / "commits.jsonl", lines)
@@ -44,7 +44,7 @@ class OutputFiles:
         self._commits = open(self._directory / "commits.jsonl", "ab", buffering=0)
         self._unwritten = b""
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: CommittedStep) -> None:
         """Append a line to commits.jsonl. The line of a step with a checkpoint is on the disk when this returns, so that no checkpoint
         is ahead of it if the machine fails."""
         self._unwritten += escaped_json(msgspec.json.encode(step)) + b"\n"

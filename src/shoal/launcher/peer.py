@@ -101,7 +101,7 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
     threading.Thread(target=_watch_launcher, args=(lines, news), name="launcher", daemon=True).start()
     traces = Path(spec.directory) / "traces"
     traces.mkdir(exist_ok=True)
-    role = build.Role(
+    role = build.PeerRole(
         found=spec.found,
         first_step=spec.first_step,
         port=config.network.port if spec.found else 0,

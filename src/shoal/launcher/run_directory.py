@@ -17,7 +17,7 @@ from shoal.dashboard.terminal import Snapshot
 from shoal.escaping import escaped_json
 from shoal.launcher import rundir
 from shoal.launcher.output_files import OutputFiles
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 
 STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
 STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
@@ -58,7 +58,7 @@ class RunDirectory:
         self._listed: dict[str, object] = {}  # what was written to bootstrap.json, peers.json, names.json
         self._status = StatusFile(self._files)
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: CommittedStep) -> None:
         self._files.commit(step)
 
     def write_status(self, snapshot: Snapshot, now: float) -> None:
@@ -71,7 +71,7 @@ class RunDirectory:
             if content and content != self._listed.get(name) and self._files.put(name, msgspec.json.encode(content)):
                 self._listed[name] = content
 
-    def keep(self, steps: Iterable[Step]) -> None:
+    def keep(self, steps: Iterable[CommittedStep]) -> None:
         """Make the directory again if it was deleted or moved away. `steps`: all commits so far."""
         if self.lost or rundir.identity(self.path) == self._identity:
             return

@@ -32,7 +32,7 @@ from shoal.launcher import checkpoints
 from shoal.launcher.process import Process, lives
 from shoal.launcher.watch import Resumed
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
-from shoal.runtime.records.account import Base, Step, restarted, surviving
+from shoal.runtime.records.account import Base, CommittedStep, restarted, surviving
 from shoal.runtime.records.report import replace
 from shoal.runtime.records.tape import segments
 
@@ -216,13 +216,13 @@ def _summary_saved(directory: Path) -> int:
     return account.read(path).saved if path.exists() else 0
 
 
-def _written(directory: Path) -> list[Step]:
+def _written(directory: Path) -> list[CommittedStep]:
     """Every commit in commits.jsonl, in the order in which they were received."""
     path = directory / "commits.jsonl"
-    steps: list[Step] = []
+    steps: list[CommittedStep] = []
     for text in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            steps.append(msgspec.json.decode(text, type=Step))
+            steps.append(msgspec.json.decode(text, type=CommittedStep))
         except msgspec.DecodeError:
             continue  # half a line: the launcher was killed; if a step is missing for it, the account will say so
     return steps

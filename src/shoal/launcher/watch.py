@@ -12,11 +12,11 @@ import msgspec
 
 from shoal.config import Config, microbatches
 from shoal.core.messages import Peer
-from shoal.dashboard.account import Carried, Summary
+from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.escaping import escaped, escaped_lines
-from shoal.runtime.records.account import Base, Books, Step
-from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Progress, Told
+from shoal.runtime.records.account import Base, CommitHistory, CommittedStep
+from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Notice, PeerProgress
 from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
@@ -28,7 +28,7 @@ class Resumed(msgspec.Struct, frozen=True):
     """Where a run goes on: a checkpoint's step, the commits before it, and the account of the sessions before."""
 
     first_step: int = 0
-    steps: tuple[Step, ...] = ()
+    steps: tuple[CommittedStep, ...] = ()
     base: Base = Base()
     checkpoint: str = ""  # its path; '' when there was none yet, and the run begins anew
 
@@ -38,7 +38,7 @@ class RunMonitor:
 
     def __init__(self, config: Config, started_s: float, resumed: Resumed) -> None:
         self.config, self.started_s, self.resumed = config, started_s, resumed
-        self.books = Books(
+        self.books = CommitHistory(
             config.run.stages,
             microbatches(config.train),
             resumed.first_step,
@@ -46,8 +46,8 @@ class RunMonitor:
             resumed.base,
         )
         self.labels: dict[Peer, str] = {}
-        self.standing: dict[str, Progress] = {}  # by label, of the peers that live
-        self.carried: dict[Peer, Progress] = {}  # the last that each peer told, those that are gone too
+        self.standing: dict[str, PeerProgress] = {}  # by label, of the peers that live
+        self.carried: dict[Peer, PeerProgress] = {}  # the last that each peer told, those that are gone too
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self.checkpoint = resumed.checkpoint
         self.saved = resumed.first_step  # the step of the newest checkpoint, as the members agree
@@ -57,15 +57,15 @@ class RunMonitor:
         self.first_step_s: float | None = None  # from the command to the first step of this session
         self._losses: tuple[int, tuple[float, ...]] = (-1, ())
 
-    def hear(self, label: str, line: AnyLine, now: float) -> Step | None:
+    def hear(self, label: str, line: AnyLine, now: float) -> CommittedStep | None:
         """Take in what peer `label` reports; a commit that is new."""
         match line:
             case Listening():
                 self.labels[line.peer] = label
-            case Progress():
+            case PeerProgress():
                 self.standing[label] = line
                 self.carried[line.peer] = line
-            case Told():
+            case Notice():
                 if line.kind == "checkpoint" and " saved at " in line.text:
                     self.checkpoint = escaped(line.text.partition(" saved at ")[2])
                     self._unable = ""
@@ -236,7 +236,7 @@ class RunMonitor:
             balanced=totals.balanced and not early,
             sent=self._sent(),
             traffic={
-                self.labels.get(peer, peer): Carried(line.sent, line.received, line.kept_most)
+                self.labels.get(peer, peer): PeerTraffic(line.sent, line.received, line.kept_most)
                 for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
             },
             staleness=self.config.train.staleness,
@@ -282,7 +282,7 @@ class MajorityWatch:
         return now - self._lost[1]
 
 
-def _peer_line(label: str, standing: Progress) -> PeerLine:
+def _peer_line(label: str, standing: PeerProgress) -> PeerLine:
     return PeerLine(
         label=label,
         stage=standing.stage,

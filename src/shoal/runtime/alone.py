@@ -1,9 +1,9 @@
-"""One machine that trains the whole model by itself: no peers, no network, nothing to agree on. For `shoal train`.
+"""One machine that trains the whole model alone, without peers and network. For `shoal train`.
 
-A step is that of a run: the same samples, schedule and checkpoints, the gradients of all microbatches added in order, clipped
-by their norm, applied. A run of one peer that books them in order has the same bits. Where layers take turns on the device,
-as many microbatches as a peer may hold pass through each group before the next one is loaded. With delayed updates a step is applied on
-a thread of its own while the next one is computed (executor/delayed.py).
+A step is that of a run: the same samples, schedule and checkpoints; the gradients of all microbatches are added in order,
+clipped by their norm and applied. A run of one peer that books them in order has the same bits. With swapping,
+`run.queue_limit` microbatches run through each group before the next group is loaded. With overlap a step is applied on a
+thread of its own while the next step is computed (executor/delayed.py).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from shoal.runtime.data import Dataset
 
 ME = "local"
 
-Told = Callable[[int, int], None]  # microbatches done, of so many: called after each pass
+ProgressCallback = Callable[[int, int], None]  # microbatches done, microbatches of the step; called after each pass
 
 
 class Broken(Exception):
-    """The device, or memory, failed in the middle of a step. What was saved before is whole."""
+    """The device or memory failed in a step. Earlier checkpoints are complete."""
 
 
 class Alone:
-    """The model on this machine. ValueError: it does not fit, or the checkpoint of `first_step` is of another model."""
+    """The whole model on this machine. ValueError: it does not fit, or the checkpoint of `first_step` is of another model."""
 
     def __init__(self, config: Config, dataset: Dataset, store: Store, first_step: int = 0) -> None:
         self._config, self._dataset, self._store = config, dataset, store
-        self._threads()
+        self._set_threads()
         self._count = microbatches(config.train)
         self.executor: Executor = create(config, 0)
         if first_step:
@@ -49,13 +49,15 @@ class Alone:
         self.executor.zero(first_step)
         self._first = self.done = first_step  # steps
         self.saved = first_step or None  # the step of the newest checkpoint
-        self._beside = ThreadPoolExecutor(1, "shoal-optimizer", self._threads) if config.train.staleness else None
-        self._making: Future[None] | None = None  # the newest version, while it may not be there yet
+        self._optimizer_thread = (
+            ThreadPoolExecutor(1, "shoal-optimizer", self._set_threads) if config.train.staleness else None
+        )
+        self._pending_update: Future[None] | None = None  # the update to the newest version, if unfinished
 
-    def step(self, told: Told = lambda done, count: None) -> View:
-        """Train one step. Returns what a run would have agreed on. Broken: nothing of the step is in the parameters."""
+    def step(self, on_progress: ProgressCallback = lambda done, count: None) -> View:
+        """Train one step. Returns the view that a run would have agreed on. Broken: the parameters lack the step."""
         try:
-            losses = self._losses(told)
+            losses = self._losses(on_progress)
             reduced = self.executor.contribution()
             norm = math.sqrt(norm_sq(reduced))
             if not math.isfinite(norm):
@@ -65,13 +67,13 @@ class Alone:
             raise Broken(f"step {self.done} failed: {error}") from error
         self.done += 1
         if self.done >= self._config.run.steps:
-            self._settle()
-        return self._agreed(sum(losses) / len(losses), norm)
+            self._wait_for_update()
+        return self._view_after(sum(losses) / len(losses), norm)
 
     def save(self) -> str:
-        """Write a checkpoint of the newest step and delete the oldest. Returns its path. OSError: the storage's. Broken: the
-        state cannot be read any more, and nothing is written."""
-        self._settle()
+        """Write a checkpoint of the newest step and delete the oldest ones. Returns its path. OSError: from the storage. Broken: the
+        state is unreadable, and nothing is written."""
+        self._wait_for_update()
         try:
             record = self._store.write_shard(self.done, 0, 1, self.executor.state())
         except (RuntimeError, MemoryError) as error:
@@ -83,63 +85,63 @@ class Alone:
         return path
 
     def belong_to(self, run: str) -> None:
-        """Its checkpoints are that run's, by the id of its key."""
+        """Checkpoints belong to that run from now on; `run`: the id of its key."""
         self._store.catalog.authority = run
 
     def due(self) -> bool:
-        """Whether a checkpoint is to be written after the newest step."""
+        """Whether a checkpoint is due after the newest step."""
         every, last = self._config.checkpoint.every, self._config.checkpoint.last
         ended = self.done >= self._config.run.steps
         return (ended and last) or (every > 0 and self.done % every == 0)
 
     def _apply(self, reduced: Tensor, norm: float) -> None:
-        """One optimizer step. With delayed updates it has only begun; the one before is over."""
-        if self._beside is None:
+        """One optimizer step. With overlap it only starts here, after the end of the one before."""
+        if self._optimizer_thread is None:
             self.executor.apply(reduced, norm, self.done)
             self.executor.zero(self.done + 1)
             return
         assert isinstance(self.executor, Delayed)
-        self._settle()
+        self._wait_for_update()
         self.executor.begin(self.done)
-        self._making = self._beside.submit(self.executor.finish, reduced, norm, self.done)
+        self._pending_update = self._optimizer_thread.submit(self.executor.finish, reduced, norm, self.done)
 
-    def _settle(self) -> None:
-        """The parameters are those of the newest step. Broken: they could not be made."""
-        making, self._making = self._making, None
+    def _wait_for_update(self) -> None:
+        """Wait until the parameters are those of the newest step. Broken: the update failed."""
+        update, self._pending_update = self._pending_update, None
         try:
-            if making is not None:
-                making.result()
+            if update is not None:
+                update.result()
         except (RuntimeError, MemoryError) as error:
             raise Broken(f"the optimizer failed at the end of step {self.done - 1}: {error}") from error
 
-    def _threads(self) -> None:
+    def _set_threads(self) -> None:
         if self._config.device.threads:
             torch.set_num_threads(self._config.device.threads)
 
-    def _losses(self, told: Told) -> list[float]:
-        """Of every microbatch, its gradient added."""
-        found: list[float] = []
-        at_once = self._config.run.queue_limit if self._config.device.executor == "swapping" else 1
-        for first in range(0, self._count, at_once):
-            several = range(first, min(first + at_once, self._count))
-            found += self._back([self._dataset.microbatch(self.done, index) for index in several])
-            told(len(found), self._count)
-        return found
+    def _losses(self, on_progress: ProgressCallback) -> list[float]:
+        """Add every microbatch's gradient; returns their losses."""
+        losses: list[float] = []
+        batch_size = self._config.run.queue_limit if self._config.device.executor == "swapping" else 1
+        for first in range(0, self._count, batch_size):
+            indices = range(first, min(first + batch_size, self._count))
+            losses += self._backward([self._dataset.microbatch(self.done, index) for index in indices])
+            on_progress(len(losses), self._count)
+        return losses
 
-    def _back(self, batch: list[Tensor]) -> list[float]:
+    def _backward(self, batch: list[Tensor]) -> list[float]:
         executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
         if isinstance(executor, Swapping):
             return executor.backward_batch(batch)
         losses = [executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
         return [loss for loss in losses if loss is not None]
 
-    def _agreed(self, loss: float, norm: float) -> View:
-        """Without a digest, which replicas would compare: it takes longer than the optimizer."""
+    def _view_after(self, loss: float, norm: float) -> View:
+        """The view after the step, without the digest that replicas compare: it takes longer than the optimizer."""
         share = Share(ME, tuple(range(self._count)))
         committed = Committed(
             step=self.done - 1, round=0, norm=norm, loss=loss, digests=("",), groups=((share,),), save=self.due()
         )
-        trained = (self.done - self._first) * self._count  # since this process began, as a run's members count
+        trained = (self.done - self._first) * self._count  # by this process, as a run's members count
         return View(
             number=self.done + 1,
             step=self.done,

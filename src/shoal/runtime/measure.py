@@ -1,11 +1,10 @@
-"""Links between the peers of a run, measured over the run's own transport: a peer's answers, and the survey of all pairs.
+"""Measures the links between the peers of a run over the run's own transport: each peer's answers, and the survey of all pairs.
 
-Every peer answers (`Meter`, called by its node before its machine hears of anything): Ping with Pong, and Measure by measuring
-its own links and telling the figures. So one visitor with an invite learns about all pairs (`survey`), and a run that trains is
-measured under its own load. Bounds: a transfer has at most 64 MiB and all of one request a GiB; a peer measures for one at a
-time and keeps a short queue, in which one key has one place; what it answers to pings with has a budget for each key and for all.
-Loads of one size share a buffer while any of them is being sent, so that what waits for slow lines takes little memory. A delay is
-half a round trip: two clocks are not compared, so both directions have the same.
+Every peer's `Meter` answers Ping with Pong, and Measure by measuring its own links; its machine never gets these messages. So
+one visitor with an invite can measure all pairs (`survey`), and a training run is measured under its own load. Bounds: 64 MiB
+per transfer, 1 GiB per request; a peer serves one request at a time and queues a few, one per key; answers to pings have a
+budget per key and for all. Loads of one size share a buffer while one of them is being sent, so waiting ones take little
+memory. A delay is half a round trip: clocks are not compared, so both directions have the same.
 """
 
 from __future__ import annotations
@@ -28,39 +27,39 @@ from shoal.transport.streams.receive_queue import sender_of
 
 MOST_BYTES = 64 << 20  # of one transfer
 FIRST_BYTES = 256 << 10  # of the first; each next one has four times as many
-ENOUGH_S = 1.0  # a transfer that takes so long tells the bandwidth: slow starts are over on any ordinary line
-PINGS = 8  # the shortest of so many round trips is the line's own
-EVERY_S = 0.1  # between pings while bytes are on their way
-ANSWER_S = 10.0  # for a ping: what is not heard of by then is lost
-TRANSFER_S = 60.0  # a transfer that takes longer is given up: its line carries less than 4 KiB/s
+ENOUGH_S = 1.0  # a transfer of this length gives the bandwidth: TCP's slow start is over
+PINGS = 8  # round trips; the shortest is the line's delay
+EVERY_S = 0.1  # between pings during a transfer
+ANSWER_S = 10.0  # for a ping; later it counts as lost
+TRANSFER_S = 60.0  # a longer transfer is given up
 FACTS_CHARS = 4000  # core/messages.py allows no more
 REQUEST_BYTES = 1 << 30  # to all peers of one request together
 REFUSAL_BYTES = 200  # of one Measured
-WAITING = 4  # requests to measure that a peer keeps
+WAITING = 4  # requests that a peer queues
 # Of answers, in bytes. `link` and `survey` load lines with their pings and ask for facts only.
 ANSWERS_TO_ONE = Allowance(per_s=4 << 20, at_once=MOST_BYTES)
 ANSWERS_TO_ALL = Allowance(per_s=16 << 20, at_once=2 * MOST_BYTES)
 
 _NOISE = np.frombuffer(os.urandom(1 << 20), np.uint8)  # incompressible
-# Larger loads by their size, as long as one is being sent: a peer that was measured once must not keep 64 MiB for good.
+# Larger loads by their size, as long as one is being sent: a peer that was measured once must not keep 64 MiB.
 _loads: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()
 
 
 class Meter:
-    """One peer's part in measuring. `facts` is what `shoal probe` found out about its machine: the text of device.toml."""
+    """One peer's measurements. `facts`: the text of device.toml, the result of `shoal probe` on its machine."""
 
     def __init__(self, transport: Transport) -> None:
         self.facts = ""
         self._transport = transport
         self._serial = 0
         self._pongs: dict[tuple[Peer, int], asyncio.Future[Pong]] = {}
-        self._asked: asyncio.Queue[tuple[Peer, Measure]] = asyncio.Queue(WAITING)
-        self._askers: set[str] = set()  # keys whose request waits
+        self._requests: asyncio.Queue[tuple[Peer, Measure]] = asyncio.Queue(WAITING)
+        self._askers: set[str] = set()  # keys with a queued request
         self._answers = Budgets(ANSWERS_TO_ONE, ANSWERS_TO_ALL)
-        self._told: dict[int, Callable[[Peer, Measured], None]] = {}
+        self._callbacks: dict[int, Callable[[Peer, Measured], None]] = {}
 
     def takes(self, incoming: Incoming) -> bool:
-        """Whether this was about measuring; then it is dealt with."""
+        """Handle a message about measurements; False: it is another message."""
         peer = incoming.peer
         match incoming.message:
             case Ping() as ping:
@@ -72,7 +71,7 @@ class Meter:
             case Measure() as measure:
                 self._note(peer, measure)
             case Measured() as measured:
-                tell = self._told.get(measured.id)
+                tell = self._callbacks.get(measured.id)
                 if tell is not None:
                     tell(peer, measured)
             case _:
@@ -80,26 +79,26 @@ class Meter:
         return True
 
     def _answer(self, peer: Peer, ping: Ping) -> None:
-        """Without the load that it asks for, where that is more than its part."""
+        """Answer a ping; without the requested load where that exceeds the sender's budget."""
         facts = self.facts[:FACTS_CHARS] if ping.facts else ""
-        wanted = len(facts) + ping.answer_bytes
-        allowed = not wanted or self._answers.take(sender_of(peer), time.monotonic(), wanted)
+        nbytes = len(facts) + ping.answer_bytes
+        allowed = not nbytes or self._answers.take(sender_of(peer), time.monotonic(), nbytes)
         self._transport.send(peer, Pong(ping.id, facts), _load(ping.answer_bytes if allowed else 0))
 
     def _note(self, peer: Peer, measure: Measure) -> None:
-        """Keep the request, or refuse it: one of each key may wait."""
+        """Queue the request, one per key, or refuse it."""
         asker = sender_of(peer)
-        if asker not in self._askers and not self._asked.full():
+        if asker not in self._askers and not self._requests.full():
             self._askers.add(asker)
-            self._asked.put_nowait((peer, measure))
+            self._requests.put_nowait((peer, measure))
         elif self._answers.take(asker, time.monotonic(), REFUSAL_BYTES * len(measure.peers)):
             for target in measure.peers:
                 self._transport.send(peer, Measured(measure.id, target, reason="it measures for others already"))
 
     async def serve(self) -> None:
-        """Measure for others, one request after the other, for ever."""
+        """Serve the queued requests, one after another, until cancelled."""
         while True:
-            asker, measure = await self._asked.get()
+            asker, measure = await self._requests.get()
             self._askers.discard(sender_of(asker))
             peers = [peer for peer in dict.fromkeys(measure.peers) if peer != self._transport.name]
             most = min(measure.most_bytes, MOST_BYTES, REQUEST_BYTES // max(1, len(peers)))
@@ -112,7 +111,7 @@ class Meter:
     async def ping(
         self, peer: Peer, nbytes: int = 0, facts: bool = False, patience_s: float | None = None
     ) -> tuple[float, Pong]:
-        """Seconds until that many bytes were there and the answer here. TimeoutError."""
+        """Send `nbytes` and wait for the answer: seconds, and the answer. TimeoutError."""
         self._serial += 1
         key = (peer, self._serial)
         answer = self._pongs[key] = asyncio.get_running_loop().create_future()
@@ -126,9 +125,9 @@ class Meter:
         return time.monotonic() - before, pong
 
     async def link(self, peer: Peer, most_bytes: int) -> Measured:
-        """My line to that peer, one way."""
+        """Measure the link from this peer to `peer`."""
         try:
-            await self.ping(peer)  # opens the connection; the first message to a stranger may be lost
+            await self.ping(peer)  # opens the connection; the first message to an unknown peer may be lost
         except TimeoutError:
             pass
         try:
@@ -146,7 +145,7 @@ class Meter:
         return Measured(0, peer, shortest / 2, typical / 2, nbytes / max(seconds - shortest, 1e-6))
 
     async def _transfer(self, peer: Peer, nbytes: int) -> tuple[float, list[float]]:
-        """Seconds of one transfer, and the round trips of pings meanwhile."""
+        """Seconds of one transfer, and round trips of pings during it."""
         moving = asyncio.ensure_future(self.ping(peer, nbytes, patience_s=TRANSFER_S))
         loaded: list[float] = []
         try:
@@ -161,36 +160,36 @@ class Meter:
     async def ask(
         self, requests: Sequence[tuple[Peer, tuple[Peer, ...]]], most_bytes: int
     ) -> list[tuple[Peer, Measured]]:
-        """Have each of these peers measure its links to those; all at once. What does not come back is told as a reason."""
+        """Request (peer, targets) measurements, all at once. A missing answer becomes a Measured with a reason."""
         self._serial += 1
         number = self._serial
         missing = {(peer, target) for peer, targets in requests for target in targets}
-        found: list[tuple[Peer, Measured]] = []
-        over = asyncio.Event()
+        figures: list[tuple[Peer, Measured]] = []
+        complete = asyncio.Event()
 
-        def heard(peer: Peer, measured: Measured) -> None:
+        def receive(peer: Peer, measured: Measured) -> None:
             if (peer, measured.peer) in missing:
                 missing.discard((peer, measured.peer))
-                found.append((peer, measured))
+                figures.append((peer, measured))
                 if not missing:
-                    over.set()
+                    complete.set()
 
-        self._told[number] = heard
+        self._callbacks[number] = receive
         for peer, targets in requests:
             self._transport.send(peer, Measure(number, targets, min(most_bytes, MOST_BYTES)))
         try:
             async with asyncio.timeout(2 * TRANSFER_S):
-                await over.wait()
+                await complete.wait()
         except TimeoutError:
             silent = f"no figures within {2 * TRANSFER_S:.0f} s"
-            found += [(peer, Measured(number, target, reason=silent)) for peer, target in sorted(missing)]
+            figures += [(peer, Measured(number, target, reason=silent)) for peer, target in sorted(missing)]
         finally:
-            del self._told[number]
-        return found
+            del self._callbacks[number]
+        return figures
 
 
 class Survey(msgspec.Struct):
-    """What was measured: links by (from, to), and per peer the sum of what it sent to all, and got from all, at once."""
+    """Measurements: links by (from, to), and each peer's total rates to and from all others at once."""
 
     peers: list[Peer]
     facts: dict[Peer, str]
@@ -199,39 +198,39 @@ class Survey(msgspec.Struct):
     down_Bps: dict[Peer, float]
 
 
-async def survey(meter: Meter, peers: Sequence[Peer], most_bytes: int, told: Callable[[str], None]) -> Survey:
-    """Every pair, both ways at the same time, pairs without a common peer side by side; then each peer with all at once."""
-    found = Survey(list(peers), {}, {}, {}, {})
+async def survey(meter: Meter, peers: Sequence[Peer], most_bytes: int, on_progress: Callable[[str], None]) -> Survey:
+    """Measure every pair in both directions at once, disjoint pairs in parallel; then each peer with all others at once."""
+    result = Survey(list(peers), {}, {}, {}, {})
     for peer in peers:
-        for attempt in range(3):  # the first message to a stranger may be lost: it must learn where we are
+        for attempt in range(3):  # the first message to an unknown peer may be lost: it must learn our address
             try:
-                found.facts[peer] = (await meter.ping(peer, facts=True))[1].facts
+                result.facts[peer] = (await meter.ping(peer, facts=True))[1].facts
                 break
             except TimeoutError:
-                told(f"{peer} does not answer" + ("; it is left out" if attempt == 2 else ", asking again"))
-    found.peers = [peer for peer in peers if peer in found.facts]
-    rounds = pairings(found.peers)
+                on_progress(f"{peer} does not answer" + ("; it is left out" if attempt == 2 else ", asking again"))
+    result.peers = [peer for peer in peers if peer in result.facts]
+    rounds = pairings(result.peers)
     for number, pairs in enumerate(rounds):
-        told(f"round {number + 1} of {len(rounds)}: {len(pairs)} pairs, both ways at once")
+        on_progress(f"round {number + 1} of {len(rounds)}: {len(pairs)} pairs, both ways at once")
         requests = [(one, (two,)) for pair in pairs for one, two in (pair, pair[::-1])]
         for peer, measured in await meter.ask(requests, most_bytes):
-            found.links[peer, measured.peer] = measured
+            result.links[peer, measured.peer] = measured
             if measured.reason:
-                told(f"{peer} to {measured.peer}: {measured.reason}")
-    if len(found.peers) < 3:
-        return found  # the pair's own figures say it all
-    for number, peer in enumerate(found.peers):
-        others = tuple(other for other in found.peers if other != peer)
-        told(f"lines of peer {number + 1} of {len(found.peers)}: to all the others at once, then from them")
-        sent = await meter.ask([(peer, others)], most_bytes)
-        found.up_Bps[peer] = sum(measured.bandwidth_Bps for _, measured in sent)
-        received = await meter.ask([(other, (peer,)) for other in others], most_bytes)
-        found.down_Bps[peer] = sum(measured.bandwidth_Bps for _, measured in received)
-    return found
+                on_progress(f"{peer} to {measured.peer}: {measured.reason}")
+    if len(result.peers) < 3:
+        return result  # the figures of the pair are the totals
+    for number, peer in enumerate(result.peers):
+        others = tuple(other for other in result.peers if other != peer)
+        on_progress(f"lines of peer {number + 1} of {len(result.peers)}: to all the others at once, then from them")
+        up = await meter.ask([(peer, others)], most_bytes)
+        result.up_Bps[peer] = sum(measured.bandwidth_Bps for _, measured in up)
+        down = await meter.ask([(other, (peer,)) for other in others], most_bytes)
+        result.down_Bps[peer] = sum(measured.bandwidth_Bps for _, measured in down)
+    return result
 
 
 def pairings(peers: Sequence[Peer]) -> list[list[tuple[Peer, Peer]]]:
-    """Every pair once, in rounds in which nobody is in two pairs (the circle method of tournaments)."""
+    """Every pair once, in rounds of disjoint pairs (the circle method of tournaments)."""
     ring: list[Peer | None] = list(peers) + ([None] if len(peers) % 2 else [])
     rounds = []
     for _ in range(len(ring) - 1):
@@ -243,7 +242,7 @@ def pairings(peers: Sequence[Peer]) -> list[list[tuple[Peer, Peer]]]:
 
 
 def _load(nbytes: int) -> tuple[Blob, ...]:
-    """A view of noise. Loads of one size class (1, 4, 16 and 64 MiB) share one copy, however many are being sent."""
+    """A blob of `nbytes` random bytes. Loads of one size class (1, 4, 16 and 64 MiB) share one buffer."""
     if not nbytes:
         return ()
     repeats = 1

@@ -114,7 +114,7 @@ class Watch:
             if other != peer and self.trusting and self.newest is not None:
                 members = [
                     (member.peer, member.stage) for member in self.newest.members
-                ]  # who was put out and came back to another stage has no old books
+                ]  # a peer that was removed and rejoined at another stage has no old books
                 if all((one, pulse.stage) in members for one in (peer, other)):
                     self.report(
                         peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}"

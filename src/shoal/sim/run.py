@@ -98,7 +98,7 @@ def describe(line: SeedResult) -> str:
     )
     told = [f"  hostile: {', '.join(line.hostile)}"] if line.hostile else []
     told += [
-        f"  put out: {who} after {', '.join(f'{one:.0f}' for one in after)} s" for who, after in line.evicted.items()
+        f"  evicted: {who} after {', '.join(f'{one:.0f}' for one in after)} s" for who, after in line.evicted.items()
     ]
     told += [f"  wronged: {who}" for who in line.wronged]
     return "\n".join([text, *told, *(f"  {violation}" for violation in line.violations[:10])])

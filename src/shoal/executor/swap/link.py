@@ -45,7 +45,7 @@ def segments(pieces: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
 
 
 class HostLink:
-    """`source`: the parameters to compute with, flat, on the host. `cargo`: per group; group g always lies in slot g % 2, and its
+    """`source`: the parameters to compute with, flat, on the host. `transfers`: per group; group g always lies in slot g % 2, and its
     sums in slab g % `slabs`: with two slabs a group's sums are stored while the next group's are added."""
 
     def __init__(

@@ -19,7 +19,7 @@ from shoal.config import Config
 from shoal.planner.inputs import cluster as clusters
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy.plan import Plan
-from shoal.runtime.records.account import Step
+from shoal.runtime.records.account import CommittedStep
 
 HOSTS = 250  # of one 127.0.X.0/24
 Tree = dict[str, dict[str, Any]]
@@ -104,7 +104,7 @@ def read_cluster(path: str, plan: Plan, config: Config) -> Cluster:
     return cluster
 
 
-def against(plan: Plan, steps: tuple[Step, ...]) -> str:
+def against(plan: Plan, steps: tuple[CommittedStep, ...]) -> str:
     """Predicted against measured seconds per step: the median time between commits."""
     commit_times_s = [step.heard_s for step in steps]
     intervals_s = sorted(later - earlier for earlier, later in pairwise(commit_times_s))

@@ -1,11 +1,10 @@
-"""Where every sample went, measured from what the members agreed on: the groups listed in each step's commit.
+"""The account of every sample, measured from the agreed views: the groups listed in each step's commit.
 
-Nothing is taken on trust: a sample counts as committed when, at every stage, exactly one replica of the committed round lists it.
-Fed with the agreed views that any number of peers report, in any order, twice or not at all; for the launcher's
-summary and exit code.
+No counter of a peer is trusted: a sample is committed when, at every stage, exactly one replica of the committed round lists it.
+Input are the agreed views that peers report, in any order, repeated or missing; output are the launcher's summary and exit code.
 
-A run that lost a stage goes back to a checkpoint under a new epoch. What older epochs committed from there on is void: it is counted
-as undone and appears nowhere else, so that every step stands in the account once, as the history that survives has it.
+A run that lost a stage goes back to a checkpoint under a new epoch. Later commits of older epochs are void: they count as
+undone only, so that the account holds every step once.
 """
 
 from __future__ import annotations
@@ -19,32 +18,30 @@ from shoal.core.consensus.override import times_gone_back
 from shoal.core.messages import Account, Committed, View
 
 
-class Step(msgspec.Struct, frozen=True):
-    """A committed step as it was first heard of."""
+class CommittedStep(msgspec.Struct, frozen=True):
+    """A committed step as first reported."""
 
     epoch: int
     commit: Committed
     heard_s: float
-    account: Account = Account()  # of the whole run, by the members' count, as of this commit
-    recovered: int = 0  # how often the whole run had gone back to a checkpoint
-    stages: int = 0  # of the session that committed it, which a later one may cut otherwise; 0: not written down then
-    microbatches: int = 0  # of this step; likewise
-    saved: int = 0  # the step of the newest checkpoint, as of this commit
+    account: Account = Account()  # of the whole run, by the members' count, at this commit
+    recovered: int = 0  # times the whole run had gone back to a checkpoint
+    stages: int = 0  # of the session that committed it; a later one may cut otherwise; 0: unknown
+    microbatches: int = 0  # of this step; 0: unknown
+    saved: int = 0  # the step of the newest checkpoint at this commit
 
 
 class Base(msgspec.Struct, frozen=True):
-    """What a resumed run begins with: the account of all sessions before, as of the last commit that they told of. Every count but
-    `issued` and `committed`, which follow from the step, only ever grows."""
+    """The account that a resumed run starts with: of all sessions before, at their last reported commit. Every count never
+    decreases, but `issued` and `committed`, which follow from the step."""
 
     account: Account = Account()
     recovered: int = 0
-    taken_over: int = (
-        0  # first steps, which another run committed: they are in the checkpoint, and their commits are not here
-    )
+    taken_over: int = 0  # first steps, committed by another run: in the checkpoint, without commits here
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """In microbatches. `balanced`: each one issued was committed once, at every stage of every step that stands."""
+    """Counts of microbatches. `balanced`: each issued one was committed once at every stage of every valid step."""
 
     steps: int
     issued: int
@@ -52,14 +49,14 @@ class Totals(msgspec.Struct, frozen=True):
     redone: int
     lost: int
     counted_twice: int
-    undone: int  # committed, then given up by going back to a checkpoint or by a restart; issued and committed again
-    recovered: int  # times gone back
-    taken_over: int  # first steps, committed by another run whose checkpoint this one took over
+    undone: int  # committed, then lost by going back to a checkpoint or a restart; issued and committed again
+    recovered: int  # times the run went back to a checkpoint
+    taken_over: int  # first steps, committed by another run whose checkpoint this one adopted
     balanced: bool
-    reason: str  # what does not balance, in words; '' when all does
+    reason: str  # what does not balance; '': nothing
 
 
-class Books:
+class CommitHistory:
     """The commits of a run. A resumed run starts at `first_step` with `before`, the commits that its checkpoint holds, and with `base`;
     the members count from there on, and their epochs begin at 0 again."""
 
@@ -68,23 +65,25 @@ class Books:
         stages: int,
         microbatches: int,
         first_step: int = 0,
-        before: tuple[Step, ...] = (),
+        before: tuple[CommittedStep, ...] = (),
         base: Base | None = None,
     ) -> None:
         self.stages, self.microbatches = stages, microbatches
         self.first_step = first_step
         self.base = base if base is not None else base_of(before)
         self.view: View | None = None  # the newest
-        self.conflicts: set[int] = set()  # steps that were committed in two ways
-        self.ahead: set[int] = set()  # steps that were averaged while the next one was computed
-        self.changes = 0  # grows whenever `steps` is another
-        self._begins: dict[int, int] = {}  # epoch -> the first step that it trained, as far as heard
-        self._steps: dict[int, Step] = {step.commit.step: step for step in before}
+        self.conflicts: set[int] = set()  # steps with two different commits
+        self.ahead: set[int] = set()  # steps averaged while the next one was computed
+        self.changes = 0  # increased with every change of `steps`
+        self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
+        self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
         sizes = {step.commit.step: step.microbatches or microbatches for step in before}
-        self._before = sum(sizes.get(number, microbatches) for number in range(first_step))  # of all earlier sessions
+        self._before = sum(
+            sizes.get(number, microbatches) for number in range(first_step)
+        )  # microbatches of all earlier sessions
 
-    def agree(self, view: View, now: float) -> Step | None:
-        """Take note of an agreed view; its commit, when it was not known yet and stands."""
+    def agree(self, view: View, now: float) -> CommittedStep | None:
+        """Add an agreed view. Returns its commit when it is new and valid."""
         self._go_back(view)
         if view.ahead and not self._void(view.epoch, view.step):
             self.ahead.add(view.step)
@@ -97,7 +96,7 @@ class Books:
             if known.epoch == view.epoch and known.commit != view.last:
                 self.conflicts.add(view.last.step)
             return None
-        step = Step(
+        step = CommittedStep(
             epoch=view.epoch,
             commit=view.last,
             heard_s=now,
@@ -112,27 +111,27 @@ class Books:
         return step
 
     def _go_back(self, view: View) -> None:
-        """An epoch trains anew whatever it begins with; views come in any order, so the earliest step heard of counts.
+        """Drop commits that the view's epoch trains again. Views arrive in any order, so the earliest reported step counts.
 
-        The view that begins an epoch names no commit; every later one names a commit of that epoch."""
+        The first view of an epoch names no commit; every later one names a commit of that epoch."""
         if view.epoch == 0:
             return
         begins = view.step if view.last is None else view.last.step
-        if begins >= self._begins.get(view.epoch, begins + 1):
+        if begins >= self._first_step_of_epoch.get(view.epoch, begins + 1):
             return
-        self._begins[view.epoch] = begins
+        self._first_step_of_epoch[view.epoch] = begins
         self.ahead = {step for step in self.ahead if step < begins}
         for number in [n for n, step in self._steps.items() if self._void(step.epoch, n)]:
             del self._steps[number]
             self.changes += 1
 
     def _void(self, epoch: int, step: int) -> bool:
-        """Was that step of that epoch trained again by a later one?"""
-        return any(begins <= step for later, begins in self._begins.items() if later > epoch)
+        """Whether a later epoch trained that step again."""
+        return any(begins <= step for later, begins in self._first_step_of_epoch.items() if later > epoch)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        """In order."""
+    def steps(self) -> tuple[CommittedStep, ...]:
+        """All valid commits in order."""
         return tuple(self._steps[number] for number in sorted(self._steps))
 
     @property
@@ -142,7 +141,7 @@ class Books:
 
     @property
     def recovered(self) -> int:
-        """How often the whole run has gone back to a checkpoint by itself."""
+        """Times the whole run has gone back to a checkpoint by itself."""
         return self.base.recovered + (times_gone_back(self.view.epoch) if self.view is not None else 0)
 
     def _whole(self, account: Account) -> Account:
@@ -197,9 +196,9 @@ class Books:
             reason="; ".join(reasons[:5]),
         )
 
-    def _count(self, step: Step) -> tuple[int, int, int]:
-        """Microbatches of the step held once at every stage, missing at some stage, held twice at some stage: the stages and microbatches
-        of the session that committed it."""
+    def _count(self, step: CommittedStep) -> tuple[int, int, int]:
+        """Numbers of microbatches booked once at every stage, missing at a stage, booked twice at a stage; for the stages and
+        microbatches of the session that committed the step."""
         commit, count = step.commit, step.microbatches or self.microbatches
         earlier = commit.step < self.first_step
         stages = step.stages or (len(commit.groups) if earlier else self.stages)
@@ -207,40 +206,40 @@ class Books:
         doubled: set[int] = set()
         groups = commit.groups + ((),) * (stages - len(commit.groups))
         for group in groups:
-            held = Counter(index for share in group for index in share.indices)
-            missing.update(index for index in range(count) if index not in held)
-            doubled.update(index for index, times in held.items() if times > 1 or index >= count)
+            replicas_of = Counter(index for share in group for index in share.indices)
+            missing.update(index for index in range(count) if index not in replicas_of)
+            doubled.update(index for index, times in replicas_of.items() if times > 1 or index >= count)
         once = sum(index not in missing and index not in doubled for index in range(count))
         return once, len(missing), len(doubled)
 
 
-def base_of(steps: tuple[Step, ...]) -> Base:
-    """Of a history that stands, in order."""
+def base_of(steps: tuple[CommittedStep, ...]) -> Base:
+    """The base of a run that continues a valid history, in order."""
     return Base(steps[-1].account, steps[-1].recovered) if steps else Base()
 
 
-def restarted(standing: tuple[Step, ...], first_step: int, microbatches: int, before: Base = Base()) -> Base:
-    """What a run begins with that goes on at `first_step`, with all later commits of its history undone.
+def restarted(standing: tuple[CommittedStep, ...], first_step: int, microbatches: int, before: Base = Base()) -> Base:
+    """The base of a run that resumes at `first_step` and undoes all later commits of its history.
 
-    `before`: what the session before began with. Asked again before anything more was committed, the answer is the same: a count
-    is the larger of what its commits say and of what is known already."""
-    found = base_of(standing)
+    `before`: the base of the session before. Idempotent until the next commit: each count is the larger of `before` and the
+    commits."""
+    base = base_of(standing)
     void = sum(step.microbatches or microbatches for step in standing if step.commit.step >= first_step)
-    account = msgspec.structs.replace(found.account, undone=found.account.undone + void)
+    account = msgspec.structs.replace(base.account, undone=base.account.undone + void)
     fields = account.__struct_fields__
     larger = {field: max(getattr(account, field), getattr(before.account, field)) for field in fields}
-    return Base(Account(**larger), max(found.recovered, before.recovered), min(before.taken_over, first_step))
+    return Base(Account(**larger), max(base.recovered, before.recovered), min(before.taken_over, first_step))
 
 
-def surviving(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """The history that stands, in order, from commits as they were written down: a later epoch trained anew whatever it
-    began with."""
-    kept: dict[int, Step] = {}
+def surviving(steps: Iterable[CommittedStep]) -> tuple[CommittedStep, ...]:
+    """The valid history in order, from commits in the order in which they were written: a later epoch replaces the steps from its
+    first one on."""
+    history: dict[int, CommittedStep] = {}
     highest = -1
     for step in steps:
         number = step.commit.step
         if number <= highest:
-            kept = {n: old for n, old in kept.items() if n < number or old.epoch >= step.epoch}
-        kept[number] = step
-        highest = max(kept) if number <= highest else number
-    return tuple(kept[number] for number in sorted(kept))
+            history = {n: old for n, old in history.items() if n < number or old.epoch >= step.epoch}
+        history[number] = step
+        highest = max(history) if number <= highest else number
+    return tuple(history[number] for number in sorted(history))

@@ -1,9 +1,8 @@
-"""Writes down what a peer's machine was told and said (the trace) and tells whoever started the peer how it stands.
+"""Writes the trace of a peer's machine, and reports the peer's state to its launcher.
 
-For runtime/node.py, whose loop must never wait for a disk or a full pipe: lines are appended to a bounded buffer in memory and
-written by a thread of their own. When the disk cannot keep up or is full, training goes on: the trace stops there, and
-that is told; how it is kept within its room is runtime/records/tape.py's. What the lines mean is decided by trace.py
-and runtime/records/report.py.
+For runtime/node.py, whose loop must never wait for a disk or a full pipe: lines go into a bounded buffer in memory, and a
+thread writes them. When the disk is full or too slow, training goes on: the trace stops, and a notice says so.
+runtime/records/tape.py bounds the trace on disk; trace.py and runtime/records/report.py define the lines.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import msgspec
 from shoal import trace
 from shoal.core.messages import Command, Event, Note, Peer, View
 from shoal.escaping import escaped
-from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Told, encode
+from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Notice, encode
 from shoal.runtime.records.tape import Tape
-from shoal.traffic import Kept, Traffic
+from shoal.traffic import StoredBytes, Traffic
 
 BUFFER_BYTES = 256 << 20  # of trace waiting for the disk: minutes of a busy run
 FLUSH_S = 0.2
@@ -28,21 +27,21 @@ CLOSE_S = 10.0
 TRACE_BYTES = 256 << 20  # of one peer's trace on the disk; run.trace_bytes
 
 
-class Record(Protocol):
-    """What the node asks of its record."""
+class NodeRecord(Protocol):
+    """The node's interface to its recorder."""
 
     def event(self, time_s: float, event: Event, commands: list[Command]) -> None: ...
 
     def view(self, time_s: float, view: View) -> None: ...
 
-    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic, kept: Kept) -> None: ...
+    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic, kept: StoredBytes) -> None: ...
 
     def tell(self, line: AnyLine) -> None: ...
 
 
 class Recorder:
-    """`path` takes the trace (None: no trace is kept), `out` the report's lines (None: nobody listens). `eager`: the trace is
-    written at once, for `shoal chaos`, which strikes when it sees something begin there."""
+    """`path`: the trace's file (None: no trace); `out`: the report's stream (None: no report). `eager`: write the trace at once,
+    for `shoal chaos`, which reads it."""
 
     def __init__(
         self,
@@ -53,16 +52,16 @@ class Recorder:
         most_bytes: int = TRACE_BYTES,
         reserve: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`most_bytes`: of the trace on the disk (0: none is kept); `reserve`: bytes that must stay free there (tape.py)."""
+        """`most_bytes`: limit of the trace on disk (0: no trace); `reserve`: bytes that must stay free there (tape.py)."""
         self.peer: Peer = header.peer
         self._tape = Tape(path, header, most_bytes, reserve) if path is not None and most_bytes else None
-        self._skipped = 0  # lines for which there was no room in memory
+        self._skipped = 0  # lines dropped because the buffer was full
         self._path = path
         self._out = out
         self._eager = eager
         self._lines: list[bytes] = []
         self._nbytes = 0
-        self._told: list[bytes] = []
+        self._report_lines: list[bytes] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
@@ -71,50 +70,50 @@ class Recorder:
 
     def event(self, time_s: float, event: Event, commands: list[Command]) -> None:
         if self._tape is not None:
-            self._keep(trace.line_of(time_s, self.peer, event, commands))
+            self._buffer(trace.line_of(time_s, self.peer, event, commands))
             if self._eager:
                 self._wake.set()
         for command in commands:
             if isinstance(command, Note):
-                self.tell(Told(time_s=time_s, peer=self.peer, kind=command.kind, text=command.text))
+                self.tell(Notice(time_s=time_s, peer=self.peer, kind=command.kind, text=command.text))
 
     def view(self, time_s: float, view: View) -> None:
         self.tell(Agreed(time_s=time_s, view=view))
 
-    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic, kept: Kept) -> None:
-        """Into the trace: bytes so far, and kept at most, at the end of `step`."""
+    def traffic(self, time_s: float, step: int, sent: Traffic, received: Traffic, kept: StoredBytes) -> None:
+        """Record the bytes sent and received so far, and the peak of stored ones, at the end of `step`."""
         if self._tape is not None:
-            self._keep(trace.line(trace.Carried(time_s, self.peer, step, sent, received, kept)))
+            self._buffer(trace.line(trace.TrafficRecord(time_s, self.peer, step, sent, received, kept)))
 
-    def _keep(self, text: bytes) -> None:
-        """Until the thread writes it. A disk that does not keep up with a busy run for minutes costs the trace, not the memory."""
+    def _buffer(self, text: bytes) -> None:
+        """Buffer a line for the thread. A full buffer ends the trace."""
         with self._lock:
             if self._nbytes + len(text) > BUFFER_BYTES:
                 self._skipped += 1
-            elif self._skipped:  # what comes after a gap waits for the gap to be written down
+            elif self._skipped:  # after a gap nothing is buffered until the gap is recorded
                 self._skipped += 1
             else:
                 self._nbytes += len(text)
                 self._lines.append(text)
 
     def note(self, kind: str, time_s: float, text: str) -> None:
-        """Something of the peer's own, from any thread."""
-        self.tell(Told(time_s=time_s, peer=self.peer, kind=kind, text=text))
+        """Report a notice of the peer itself, from any thread."""
+        self.tell(Notice(time_s=time_s, peer=self.peer, kind=kind, text=text))
 
     def tell(self, line: AnyLine) -> None:
-        if isinstance(line, Told):  # a reason may quote what another peer sent
+        if isinstance(line, Notice):  # a reason may quote another peer's text
             line = msgspec.structs.replace(line, kind=escaped(line.kind), text=escaped(line.text))
         if self._out is not None:
             with self._lock:
-                self._told.append(encode(line))
+                self._report_lines.append(encode(line))
             if isinstance(line, (Agreed, Listening, Ended)):
                 self._wake.set()
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write all buffered lines."""
         self._closing = True
         self._wake.set()
-        self._thread.join(CLOSE_S)  # a reader that has stopped reading keeps nobody here for good
+        self._thread.join(CLOSE_S)  # a blocked reader must not block this process
         if self._tape is not None and not self._thread.is_alive():
             self._tape.close()
 
@@ -124,15 +123,15 @@ class Recorder:
             self._wake.wait(FLUSH_S)
             self._wake.clear()
             with self._lock:
-                told, self._told = self._told, []
+                report_lines, self._report_lines = self._report_lines, []
                 lines, self._lines = self._lines, []
                 skipped, self._skipped = self._skipped, 0
                 self._nbytes = 0
             try:
-                if told and self._out is not None:
-                    self._out.write(b"".join(told))
+                if report_lines and self._out is not None:
+                    self._out.write(b"".join(report_lines))
                     self._out.flush()
-            except OSError:  # nobody listens any more: the launcher's end takes this process with it
+            except OSError:  # the launcher has ended, which ends this process, too
                 self._out = None
             if self._tape is not None:
                 news = [self._tape.write(lines) if lines else ""]

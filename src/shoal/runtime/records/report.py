@@ -1,7 +1,7 @@
-"""What a peer process tells whoever started it: one JSON line each, on its standard output. And the status file they end up in.
+"""The report of a peer process to its launcher: JSON lines on standard output. And atomic writes of small files.
 
-Only agreed facts and the peer's own state are told; what they add up to (the account, the live view) is made by the
-reader. A line from a process killed while writing is half a line, and passed over.
+A report holds agreed views and the peer's own state; the launcher computes the account and the live view. Readers skip the
+half line of a process killed while writing.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import msgspec
 
 from shoal.core.messages import Peer, View
 from shoal.escaping import escaped_json
-from shoal.traffic import Kept, Traffic
+from shoal.traffic import StoredBytes, Traffic
 
 
-class Line(msgspec.Struct, frozen=True, tag=True):
+class ReportLine(msgspec.Struct, frozen=True, tag=True):
     """One line on a peer's standard output."""
 
 
-class Listening(Line, frozen=True):
-    """The peer can be reached: `addresses` is what a newcomer needs to find the run through it."""
+class Listening(ReportLine, frozen=True):
+    """The peer is reachable; a joiner finds the run through `addresses`."""
 
     peer: Peer
     addresses: tuple[str, ...]
 
 
-class Agreed(Line, frozen=True):
-    """The peer has learned of this agreed view."""
+class Agreed(ReportLine, frozen=True):
+    """The peer has received this agreed view."""
 
     time_s: float
     view: View
 
 
-class Progress(Line, frozen=True):
-    """How the peer stands, every half second."""
+class PeerProgress(ReportLine, frozen=True):
+    """The peer's state, every half second."""
 
     peer: Peer
     view: int = 0
@@ -48,14 +48,14 @@ class Progress(Line, frozen=True):
     booked: int = 0
     waiting: int = 0
     inflight: int = 0
-    sent: Traffic = Traffic()  # bytes since it began
+    sent: Traffic = Traffic()  # bytes since it started
     received: Traffic = Traffic()
-    kept: Kept = Kept()  # now
-    kept_most: Kept = Kept()  # since it began
+    kept: StoredBytes = StoredBytes()  # now
+    kept_most: StoredBytes = StoredBytes()  # peak since it started
 
 
-class Told(Line, frozen=True):
-    """A decision worth telling, from the machine, or of the peer's own: 'trouble', 'network' (which way it sends), 'passes'."""
+class Notice(ReportLine, frozen=True):
+    """A decision of the machine, or an event of the peer: 'trouble', 'network' (its transport to a peer), 'passes'."""
 
     time_s: float
     peer: Peer
@@ -63,15 +63,15 @@ class Told(Line, frozen=True):
     text: str
 
 
-class Ended(Line, frozen=True):
-    """The last line. `user_error`: the configuration cannot be run, and `reason` says what would do."""
+class Ended(ReportLine, frozen=True):
+    """The last line. `user_error`: the configuration is invalid, and `reason` says what would work."""
 
     ok: bool
     reason: str
     user_error: bool = False
 
 
-AnyLine = Listening | Agreed | Progress | Told | Ended
+AnyLine = Listening | Agreed | PeerProgress | Notice | Ended
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyLine)
@@ -82,7 +82,7 @@ def encode(line: AnyLine) -> bytes:
 
 
 def decode(text: bytes) -> AnyLine | None:
-    """None for what is no line of ours: half a line, or a library that prints."""
+    """None: half a line, or output of a library."""
     try:
         line: AnyLine = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -91,11 +91,11 @@ def decode(text: bytes) -> AnyLine | None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader finds the old content or the new one, never half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a small file atomically: a reader sees the old content or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
+        draft.write_bytes(data)
+        os.replace(draft, path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise

@@ -1,9 +1,8 @@
-"""The tensors that a peer holds under names, of which the oldest lie on disk when they are many. For task_runner.py.
+"""A peer's tensors by name; beyond a limit the oldest are moved to disk. For task_runner.py.
 
-Both ends of a boundary keep its tensors until the step is committed, and the gradients a server made cannot be
-computed again: what is kept grows with the batch, not with what runs at once. Beyond `memory_bytes` the oldest are written to
-files that have no name, so that nothing is left behind whatever ends the process, and are mapped from there: whoever reads one
-sees the same bytes, and the system gives their memory to others when it is short. A disk that is full costs nothing but memory.
+Both ends of a boundary keep its tensors until the step is committed, and a server's gradients cannot be recomputed, so the
+store grows with the batch. Beyond `memory_bytes` the oldest are written to unnamed files, which no crash leaves behind, and
+mapped from there: readers see the same bytes, and the system can page them out. With a full disk they stay in memory.
 """
 
 from __future__ import annotations
@@ -26,57 +25,59 @@ from shoal.transport.base import Blob
 
 log = logging.getLogger(__name__)
 
-SMALL = 1 << 16  # bytes; fewer are not worth a file
+SMALL = 1 << 16  # bytes; a smaller tensor stays in memory
 
 
 class Blobs:
-    """`later` runs a piece of work on a thread that may wait for the disk. Safe to use from any thread."""
+    """Thread-safe. `later` runs a function on a thread that may wait for the disk."""
 
     def __init__(self, memory_bytes: int, directory: Path, later: Callable[[Callable[[], None]], None]) -> None:
-        self._most = memory_bytes
+        self._limit_bytes = memory_bytes
         self._directory = directory
-        self._later = later
-        self.memory_bytes = self.disk_bytes = 0  # of all that is held
-        self.most_memory_bytes = self.most_disk_bytes = 0  # so far
-        self._held: dict[str, Held] = {}
-        self._stays: dict[str, int] = {}  # bytes of what is in memory for good
-        self._here: dict[str, int] = {}  # of what could go, oldest first
-        self._going: dict[str, int] = {}  # being written
-        self._on_disk: dict[str, int] = {}
+        self._run_later = later
+        self.memory_bytes = self.disk_bytes = 0  # of all tensors
+        self.most_memory_bytes = self.most_disk_bytes = 0  # peaks
+        self._values: dict[str, Held] = {}
+        self._pinned_bytes: dict[str, int] = {}  # name -> bytes, always in memory
+        self._memory_bytes_of: dict[str, int] = {}  # name -> bytes, can move to disk, oldest first
+        self._writing_bytes_of: dict[str, int] = {}  # name -> bytes, being written
+        self._disk_bytes_of: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._values)
 
     def put(self, name: str, held: Held) -> None:
         nbytes = coding.nbytes(held)
         with self._lock:
-            self._forget(name)
-            self._held[name] = held
-            stays = self._most <= 0 or nbytes < SMALL
-            (self._stays if stays else self._here)[name] = nbytes
+            self._remove(name)
+            self._values[name] = held
+            pinned = self._limit_bytes <= 0 or nbytes < SMALL
+            (self._pinned_bytes if pinned else self._memory_bytes_of)[name] = nbytes
             self._count(nbytes, 0)
-            over = [] if stays else self._over()
-        for each in over:
-            self._later(partial(self._write, each))
+            names = [] if pinned else self._excess()
+        for excess_name in names:
+            self._run_later(partial(self._write, excess_name))
 
     def get(self, name: str) -> Held | None:
-        """None: never put, or dropped."""
+        """None: unknown or dropped."""
         with self._lock:
-            return self._held.get(name)
+            return self._values.get(name)
 
     def drop(self, name: str) -> None:
         with self._lock:
-            self._forget(name)
+            self._remove(name)
 
     def names(self) -> list[str]:
         with self._lock:
-            return list(self._held)
+            return list(self._values)
 
-    def _forget(self, name: str) -> None:
-        self._held.pop(name, None)
-        memory = sum(table.pop(name, 0) for table in (self._stays, self._here, self._going))
-        self._count(-memory, -self._on_disk.pop(name, 0))
+    def _remove(self, name: str) -> None:
+        self._values.pop(name, None)
+        memory = sum(
+            table.pop(name, 0) for table in (self._pinned_bytes, self._memory_bytes_of, self._writing_bytes_of)
+        )
+        self._count(-memory, -self._disk_bytes_of.pop(name, 0))
 
     def _count(self, memory: int, disk: int) -> None:
         self.memory_bytes += memory
@@ -84,16 +85,16 @@ class Blobs:
         self.most_memory_bytes = max(self.most_memory_bytes, self.memory_bytes)
         self.most_disk_bytes = max(self.most_disk_bytes, self.disk_bytes)
 
-    def _over(self) -> list[str]:
-        """What has to go, oldest first; it is counted as going."""
-        excess, names = sum(self._here.values()) - self._most, list[str]()
-        for name, nbytes in self._here.items():
+    def _excess(self) -> list[str]:
+        """The names that have to move to disk, oldest first; they count as being written."""
+        excess, names = sum(self._memory_bytes_of.values()) - self._limit_bytes, list[str]()
+        for name, nbytes in self._memory_bytes_of.items():
             if excess <= 0:
                 break
             names.append(name)
             excess -= nbytes
         for name in names:
-            self._going[name] = self._here.pop(name)
+            self._writing_bytes_of[name] = self._memory_bytes_of.pop(name)
         return names
 
     def _write(self, name: str) -> None:
@@ -104,16 +105,16 @@ class Blobs:
             moved = self._mapped(held)
         except OSError as error:
             log.warning("boundary tensors stay in memory from now on: they cannot be written to disk (%s)", error)
-            self._most = 0
+            self._limit_bytes = 0
             return
         with self._lock:
-            if self._held.get(name) is held and name in self._going:
-                self._held[name] = moved
-                self._on_disk[name] = nbytes = self._going.pop(name)
+            if self._values.get(name) is held and name in self._writing_bytes_of:
+                self._values[name] = moved
+                self._disk_bytes_of[name] = nbytes = self._writing_bytes_of.pop(name)
                 self._count(-nbytes, nbytes)
 
     def _mapped(self, held: Held) -> Held:
-        """The same, in a file. Writing to it changes memory only. OSError: no room."""
+        """A copy mapped from a file; writes to it change memory only. OSError: no room."""
         data = raw(held) if isinstance(held, torch.Tensor) else memoryview(held.data).cast("B")
         with tempfile.TemporaryFile(dir=self._directory if self._directory.is_dir() else None) as file:
             file.write(data)

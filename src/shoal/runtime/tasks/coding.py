@@ -1,11 +1,10 @@
-"""Which tensors of a run travel encoded, and what is left out of an average and fed back. For task_runner.py.
+"""Encodes tensors for the network, with error feedback in averaging. For task_runner.py.
 
-A boundary tensor is encoded once, where it was computed, and stays as those bytes until somebody computes with it: both ends,
-the owner who keeps it for a repeated hop, and the replica that recomputes from it all decode the same values. Parts and
-sums of a round likewise: the owner of a chunk decodes its own sum as the others do, so replicas stay equal bit for bit.
-What a replica's codes leave out of its part, and as a chunk's owner out of the sum (in a group of several rows: of its row's, and of
-the group's), is added to its part of the next step (error feedback). It counts only once that round's gradient was applied; it dies with
-the replica, or when it moves.
+A boundary tensor is encoded once, where it was computed, and stored encoded: both ends, a repeated hop and the replica that
+recomputes from it decode the same values. So are the chunks of reduce-scatter and all-gather: the owner of a chunk decodes its
+own total as the others do, so replicas stay equal bit for bit. The residual, what encoding lost of a replica's chunks and of the
+totals that it owns (with several rows: of its row's and of the group's), is added to its gradient of the next step (error
+feedback). It takes effect once that round's gradient was applied, and is dropped with the replica or when it moves.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from shoal.numerics.compress import Code
 from shoal.runtime.state import raw
 from shoal.transport.base import Blob
 
-Held = torch.Tensor | Blob  # a tensor as it is, or encoded
+Held = torch.Tensor | Blob  # a plain tensor, or an encoded one
 
 
 def packed(tensor: torch.Tensor, how: str) -> Held:
-    """A tensor, encoded on its own device; the bytes in the CPU's memory. ValueError: values that are not finite."""
+    """Encode a tensor on its device; the result is on the CPU. ValueError: values are not finite."""
     if compress.lossless(how):
         return tensor.detach().to("cpu").contiguous()
     code = compress.encode(tensor, how)
@@ -33,7 +32,7 @@ def packed(tensor: torch.Tensor, how: str) -> Held:
 
 
 def code_of(blob: Blob) -> Code:
-    """Shares the blob's memory. The blob's size was compared with its shape when it came."""
+    """The blob as a Code, sharing its memory. The size was checked on receipt."""
     data = memoryview(blob.data).cast("B")
     if data.readonly:
         data = memoryview(bytearray(data))
@@ -42,11 +41,11 @@ def code_of(blob: Blob) -> Code:
 
 
 def plain(held: Held, device: str = "cpu") -> torch.Tensor:
-    """The values. ValueError: no honest code."""
+    """The values on `device`. ValueError: an invalid code."""
     if isinstance(held, torch.Tensor):
         return held
     code = code_of(held)
-    if device != "cpu":  # the code travels, not the values
+    if device != "cpu":  # copy the code, not the values
         code = msgspec.structs.replace(code, data=code.data.to(device))
     return compress.decode(code)
 
@@ -56,42 +55,42 @@ def nbytes(held: Held) -> int:
 
 
 class _Cut(msgspec.Struct):
-    """The sum as it was last cut. `left` (length,) fp32 is what the codes of my parts, and of my sum, leave out."""
+    """The present round's chunks. `left`: residual (length,) fp32 of this replica's chunks and totals."""
 
-    spans: dict[str, tuple[int, int]]  # by name of the part
+    spans: dict[str, tuple[int, int]]  # by blob name
     left: torch.Tensor | None
 
 
 class Averaging:
-    """Parts and sums of the rounds of one stage, in the order in which the compute thread makes them."""
+    """Encodes the chunks and totals of one stage's rounds, in the order of the compute thread."""
 
     def __init__(self, config: Config) -> None:
         self._how = config.network.averaging
-        self._left: torch.Tensor | None = None  # of the steps that were applied
+        self._residual: torch.Tensor | None = None  # of the applied steps
         self._cut: _Cut | None = None
 
     def parts(self, piece: torch.Tensor, bounds: tuple[int, ...], outs: tuple[str, ...], length: int = 0) -> list[Held]:
         """`piece` fp32, a copy of values bounds[0] to bounds[-1] of the step's sum, cut at `bounds` into blobs to be named
         `outs`. `length`: of the sum, where the piece is not all of it. Pieces come in order."""
         low, high, length = bounds[0], bounds[-1], length or bounds[-1]
-        if self._left is not None:
-            piece += self._left[low:high]
+        if self._residual is not None:
+            piece += self._residual[low:high]
         slices = [piece[start - low : end - low] for start, end in pairwise(bounds)]
         whole = high - low == length
         if low == 0 or self._cut is None:
             self._cut = _Cut({}, None)
-        if compress.lossless(self._how) or (whole and len(outs) == 1):  # a lone replica shares its sum with nobody
+        if compress.lossless(self._how) or (whole and len(outs) == 1):  # a single replica sends its sum to no other
             return list(slices)
-        made = [packed(part, self._how) for part in slices]
-        for part, held in zip(slices, made, strict=True):
-            part -= plain(held)
+        encoded = [packed(part, self._how) for part in slices]
+        for part, value in zip(slices, encoded, strict=True):
+            part -= plain(value)
         if whole:
             self._cut.left = piece
         else:
             self._cut.left = torch.zeros(length) if self._cut.left is None else self._cut.left
             self._cut.left[low:high] = piece
         self._cut.spans.update(zip(outs, pairwise(bounds), strict=True))
-        return made
+        return encoded
 
     def row_parts(
         self, total: torch.Tensor, parts: tuple[str, ...], bounds: tuple[int, ...], outs: tuple[str, ...]
@@ -105,18 +104,18 @@ class Averaging:
             or cut.left is None
             or not any(name in cut.spans for name in parts)
         ):
-            return list(slices)  # as it is, or for nobody any more
-        made = [packed(part, self._how) for part in slices]
-        for part, held, span in zip(slices, made, pairwise(bounds), strict=True):
-            cut.left[slice(*span)] += part.sub_(plain(held))
+            return list(slices)  # not encoded, or no longer needed
+        encoded = [packed(part, self._how) for part in slices]
+        for part, value, span in zip(slices, encoded, pairwise(bounds), strict=True):
+            cut.left[slice(*span)] += part.sub_(plain(value))
         cut.spans.update(zip(outs, pairwise(bounds), strict=True))
-        return made
+        return encoded
 
     def sum(self, total: torch.Tensor, parts: tuple[str, ...]) -> Held:
         """`total` (n,) fp32 of the chunk that I own, added up from `parts`, of which one is mine."""
         cut = self._cut
         mine = [cut.spans[name] for name in parts if name in cut.spans] if cut is not None else []
-        if compress.lossless(self._how) or cut is None or cut.left is None or not mine:  # nobody waits for it any more
+        if compress.lossless(self._how) or cut is None or cut.left is None or not mine:  # no longer needed
             return total
         held = packed(total, self._how)
         left = cut.left[slice(*mine[0])]
@@ -124,14 +123,14 @@ class Averaging:
         return held
 
     def left(self) -> torch.Tensor | None:
-        """What the round whose sums are being gathered leaves out here."""
+        """The residual of the round being gathered."""
         return self._cut.left if self._cut is not None else None
 
     def applied(self, left: torch.Tensor | None) -> None:
-        self._left, self._cut = left, None
+        self._residual, self._cut = left, None
 
     def void(self, seat: bool) -> None:
-        """The step's books are void; with `seat`, so is all that is held of the stage."""
+        """Drop the present round; with `seat`, which says that the stage changed, the residual too."""
         self._cut = None
         if seat:
-            self._left = None
+            self._residual = None

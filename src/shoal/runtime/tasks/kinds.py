@@ -1,6 +1,6 @@
-"""What the blobs of a message must be in this run, and tensors as blobs and back.
+"""Checks the blobs of a received message, and converts tensors to blobs and back.
 
-For task_runner.py: what does not fit is named for its sender before any task sees it, and before anything is decoded.
+For task_runner.py: an invalid blob is reported with its sender before any task or decoding.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.coding import Held
 from shoal.transport.base import DTYPES, Blob
 
-# Of what another peer computed. Beyond it the sums and squares that are made of a value overflow here, and this peer would be blamed;
-# the activations and gradients of a model that trains lie 10^9 below.
+# Largest value received from a peer: larger ones make sums and squares overflow here, and this peer would be blamed. Activations
+# and gradients of a model that trains are below it by 10^9.
 MOST = 2.0**50
 TOO_LARGE = f"beyond {MOST:.0e} what is made of them overflows"
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """What a blob must be. An empty shape: one dimension of 1 to `most` values. `codecs`: names of those that may be used."""
+class BlobSpec(msgspec.Struct, frozen=True):
+    """The required type of a blob. An empty shape: one dimension of 1 to `most` values. `codecs`: the allowed ones."""
 
     what: str  # in words
     dtype: str
@@ -37,7 +37,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 class Kinds:
-    """What each message's blobs must be in a run of this configuration."""
+    """The required blobs of each message in a run of this configuration."""
 
     def __init__(self, config: Config) -> None:
         shape, dtype = boundary(config)
@@ -45,15 +45,15 @@ class Kinds:
         self._stages = config.run.stages
         self._vocabulary = vocabulary(config)
         network = config.network
-        self._boundary = Kind("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
-        self._gradient = Kind("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
+        self._boundary = BlobSpec("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
+        self._gradient = BlobSpec("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
         self._averaging = _codec(network.averaging)
-        self._tokens = Kind("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
+        self._tokens = BlobSpec("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
         self._most = config.network.blob_bytes // 4  # values of a gradient whose stage is still being downloaded
-        self._bytes = Kind("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
+        self._bytes = BlobSpec("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
 
     def fault(self, message: Message, blobs: tuple[Blob, ...], length: int) -> str:
-        """`length`: values in the stage's gradient, 0 while there is no stage."""
+        """Why the blobs are invalid; '': they are valid. `length`: values in the stage's gradient, 0: no stage is loaded."""
         if not isinstance(message, BULK):
             return f"{len(blobs)} blobs with a {type(message).__name__}, which has none" if blobs else ""
         kinds = self._kinds(message, length)
@@ -64,13 +64,13 @@ class Kinds:
         faults = (self._wrong(blob, kind) for blob, kind in zip(blobs, kinds, strict=True))
         return next((f"{kind.what}: {fault}" for kind, fault in zip(kinds, faults, strict=True) if fault), "")
 
-    def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
+    def _kinds(self, message: Message, length: int) -> tuple[BlobSpec, ...] | str:
         if isinstance(message, ReduceChunk | GatherChunk):
-            heard = isinstance(message, GatherChunk) and message.to_listener
-            most = length or (self._most if heard else 0)
-            # A lone replica tells listeners its sum as it applies it: not encoded.
-            codecs = (codec.RAW, self._averaging) if heard else (self._averaging,)
-            kind = Kind("a chunk of the gradient", "float32", (), most, codecs)
+            for_joiner = isinstance(message, GatherChunk) and message.to_listener
+            most = length or (self._most if for_joiner else 0)
+            # A single replica sends joiners its sum unencoded, as it applies it.
+            codecs = (codec.RAW, self._averaging) if for_joiner else (self._averaging,)
+            kind = BlobSpec("a chunk of the gradient", "float32", (), most, codecs)
             return (kind,) if most else "no stage is here to average"
         if isinstance(message, Chunk):
             return () if message.gone else (self._bytes,)
@@ -83,7 +83,7 @@ class Kinds:
             return (kind,) if stage != (last if message.gradient else 0) else f"stage {stage} has no such boundary"
         return (self._tokens,) if stage in (0, last) else ()
 
-    def _wrong(self, blob: Blob, kind: Kind) -> str:
+    def _wrong(self, blob: Blob, kind: BlobSpec) -> str:
         fault = _malformed(blob)
         if fault:
             return fault
@@ -113,7 +113,7 @@ def blob_of(tensor: torch.Tensor) -> Blob:
 
 
 def tensor_of(blob: Blob) -> torch.Tensor:
-    """A raw blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: not what it says it is."""
+    """A raw blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: malformed."""
     fault = _malformed(blob)
     if fault:
         raise ValueError(fault)
@@ -126,8 +126,8 @@ def tensor_of(blob: Blob) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).view(blob.shape)
 
 
-def kept(blob: Blob) -> Held:
-    """A blob as it is held here. ValueError: not what it says it is."""
+def checked(blob: Blob) -> Held:
+    """A blob for storage: a raw one becomes a tensor. ValueError: malformed."""
     if blob.codec == codec.RAW:
         return tensor_of(blob)
     fault = _malformed(blob)
@@ -141,21 +141,21 @@ def _malformed(blob: Blob) -> str:
         return f"type {blob.dtype[:20]!r} is not known here"
     size = memoryview(blob.data).nbytes
     try:
-        wanted = codec.nbytes(blob.codec, blob.shape, blob.dtype)
+        expected = codec.nbytes(blob.codec, blob.shape, blob.dtype)
     except ValueError as error:
         return str(error)
-    if any(extent < 0 for extent in blob.shape) or size != wanted:
+    if any(extent < 0 for extent in blob.shape) or size != expected:
         return f"{size} bytes are not {blob.dtype} of shape {blob.shape} in codec {blob.codec}"
     return ""
 
 
 def _codec(how: str) -> str:
-    """The name that codec `how` of the configuration has on the wire."""
+    """The wire name of codec `how` of the configuration."""
     return codec.RAW if compress.lossless(how) else how
 
 
 def _beyond(tensor: torch.Tensor) -> str:
-    """What is wrong with its values: in one pass, whose bounds are NaN if any value is."""
+    """Why the values are invalid; '': they are valid. One pass: the bounds are NaN if any value is."""
     low, high = (float(bound) for bound in torch.aminmax(tensor))
     if -MOST <= low and high <= MOST:
         return ""
@@ -165,5 +165,5 @@ def _beyond(tensor: torch.Tensor) -> str:
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. A finite sum says so at a third of the cost; an infinite one may be an overflow."""
+    """Whether all values are finite. A finite sum proves it at a third of the cost; an infinite sum may be an overflow."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

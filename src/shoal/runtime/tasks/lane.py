@@ -1,4 +1,4 @@
-"""A thread that does one piece of work after another. For task_runner.py."""
+"""A thread with a queue of functions. For task_runner.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Lane:
-    """`begin` is called first, on the thread itself."""
+    """Runs functions in order; `begin` runs first, on the thread."""
 
     def __init__(self, name: str, begin: Callable[[], None]) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

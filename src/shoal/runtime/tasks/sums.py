@@ -1,7 +1,6 @@
-"""The arithmetic of rounds with real tensors: parts cut from a step's sum, added up, gathered into the reduced gradient.
+"""The arithmetic of all-reduce: cut a step's sum into chunks, add up received chunks, gather totals into the averaged gradient.
 
-For task_runner.py, which hands over tensors and keeps what is made; when, of which round and brought by whom is core's. What the codes of
-parts and sums leave out is fed back by coding.py.
+For task_runner.py. core decides rounds, chunks and their order; coding.py encodes and adds the error feedback.
 """
 
 from __future__ import annotations
@@ -19,51 +18,53 @@ from shoal.runtime.state import raw
 from shoal.runtime.tasks.coding import Averaging, Held
 from shoal.runtime.tasks.kinds import finite
 
-ROUNDS_KEPT = 2  # a commit may name the round before the one that is running
+MAX_ROUNDS = 2  # rounds whose result is stored: a commit may name the one before the running one
 
 
 class Gathered(msgspec.Struct, frozen=True):
-    """A round's reduced gradient (length,) fp32, and what its codes leave out here (None: nothing)."""
+    """A round's averaged gradient (length,) fp32, and this replica's residual (None: no encoding)."""
 
     reduced: torch.Tensor
     left: torch.Tensor | None
 
 
 class Sums:
-    """Of the stage that this peer serves."""
+    """The rounds of the stage that this peer serves."""
 
     def __init__(self, config: Config) -> None:
         self.averaging = Averaging(config)
         self.reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
-        self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = None  # of which round, how far, into what
+        self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = (
+            None  # key of the round, values so far, target
+        )
 
     def cut(self, task: Cut, executor: Executor) -> list[Held]:
-        """The parts of the executor's sum that `task` names."""
+        """The chunks of the executor's contribution that `task` names. ValueError: the bounds do not fit."""
         bounds = task.bounds
         if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
-        brought = executor.contribution(bounds[0], bounds[-1])
-        return self.averaging.parts(brought, bounds, task.outs, executor.length)
+        contribution = executor.contribution(bounds[0], bounds[-1])
+        return self.averaging.parts(contribution, bounds, task.outs, executor.length)
 
     def add_row(self, task: AddRow, parts: list[torch.Tensor]) -> list[Held]:
-        total, bounds = added(parts), task.bounds
+        total, bounds = add_up(parts), task.bounds
         cut = list(bounds) == sorted(bounds) and len(bounds) == len(task.outs) + 1
         if not cut or len(total) != bounds[-1] - bounds[0]:
             raise ValueError(f"bounds {bounds} do not cut {len(total)} values into {len(task.outs)}")
         return self.averaging.row_parts(total, task.parts, bounds, task.outs)
 
     def add(self, task: Add, parts: list[torch.Tensor]) -> Held:
-        return self.averaging.sum(added(parts), task.parts)
+        return self.averaging.sum(add_up(parts), task.parts)
 
     def gather(self, task: Gather, sums: list[torch.Tensor], length: int) -> Result:
-        """`length`: of the stage's gradient. The pieces of a round come in order."""
+        """Append totals to the averaged gradient of `length` values; pieces arrive in order. ValueError: they do not fit."""
         key, at = (task.step, task.round), task.start
         if at == 0:
             self._gathering = key, 0, torch.empty(length)
-        begun, filled, reduced = self._gathering or (None, 0, torch.empty(0))
-        if begun != key or filled != at:
+        gathering_key, filled, reduced = self._gathering or (None, 0, torch.empty(0))
+        if gathering_key != key or filled != at:
             raise ValueError(
-                f"values from {at} on of round {task.round}, of which {filled if begun == key else 0} are here"
+                f"values from {at} on of round {task.round}, of which {filled if gathering_key == key else 0} are here"
             )
         stop = at + sum(len(flat(part)) for part in sums)
         if stop > length or (task.last and stop != length):
@@ -77,12 +78,12 @@ class Sums:
         if not task.last:
             return Result()
         self.reduced[key] = Gathered(reduced, self.averaging.left())
-        for old in list(self.reduced)[:-ROUNDS_KEPT]:
+        for old in list(self.reduced)[:-MAX_ROUNDS]:
             del self.reduced[old]
         return Result(digest=hashlib.sha256(raw(reduced)).hexdigest(), norm_sq=norm_sq(reduced))
 
     def commit(self, step: int, round_: int) -> torch.Tensor:
-        """The reduced gradient (length,) fp32 of that round, which is to be applied; all others are void. ValueError: it is not here."""
+        """The averaged gradient (length,) fp32 of that round, to be applied; drops all others. ValueError: it is missing."""
         gathered = self.reduced.get((step, round_))
         if gathered is None:
             raise ValueError(f"no reduced gradient of step {step}, round {round_} is here")
@@ -91,7 +92,7 @@ class Sums:
         return gathered.reduced
 
     def void(self, seat: bool) -> None:
-        """The step's books are void; with `seat`, so is all that is held of the stage."""
+        """Drop the step's rounds; with `seat`, which says that the stage changed, the residual too."""
         self._forget()
         self.averaging.void(seat=seat)
 
@@ -106,8 +107,8 @@ def flat(part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def added(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Parts (n,) fp32 added one after another in the order given: fp32 addition depends on it."""
+def add_up(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Add chunks (n,) fp32 in the given order, on which fp32 addition depends. ValueError: unequal sizes."""
     if not parts or len({len(flat(part)) for part in parts}) > 1:
         raise ValueError(f"parts of {[len(part) for part in parts]} values cannot be added")
     total = parts[0].clone()

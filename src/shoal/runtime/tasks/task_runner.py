@@ -54,10 +54,10 @@ from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
 from shoal.runtime.tasks.coding import Held
-from shoal.runtime.tasks.kinds import Kinds, blob_of, kept
+from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
 from shoal.runtime.tasks.lane import Lane
 from shoal.runtime.tasks.sums import Sums
-from shoal.traffic import Kept
+from shoal.traffic import StoredBytes
 from shoal.transport.base import Blob
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class TaskRunner:
 
     def put(self, name: str, value: Held) -> int:
         """Keep a tensor, or what came off the network, under `name`. Returns its size in bytes. What is encoded stays so."""
-        held = kept(value) if isinstance(value, Blob) else value
+        held = checked(value) if isinstance(value, Blob) else value
         self._blobs.put(name, held)
         return coding.nbytes(held)
 
@@ -150,13 +150,13 @@ class TaskRunner:
         """Blobs in the table: what leaks would make grow."""
         return len(self._blobs)
 
-    def kept(self, store: int) -> Kept:
+    def kept(self, store: int) -> StoredBytes:
         """Bytes of tensors held now; `store`: what the machine keeps of them for the step."""
-        return Kept(store, self._blobs.memory_bytes, self._blobs.disk_bytes)
+        return StoredBytes(store, self._blobs.memory_bytes, self._blobs.disk_bytes)
 
-    def kept_most(self, store: int) -> Kept:
+    def kept_most(self, store: int) -> StoredBytes:
         """The same, at most so far."""
-        return Kept(store, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
+        return StoredBytes(store, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
 
     def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
         """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""

@@ -5,7 +5,7 @@ they send. A black hole is an honest peer whose small messages pass, and whose m
 after training has, and most go on when everything else heals. They are fewer than half of the members, found no run, and keep quiet while
 they lead or while no honest replica serves their stage: whoever decides alone, or holds the only copy, cannot be worked without.
 
-What must hold is said of the honest alone (swarm.py, checkers.py). `Strangers` counts besides who was put out: `wronged` are honest
+What must hold is said of the honest alone (swarm.py, checkers.py). `Strangers` counts besides who was evicted: `wronged` are honest
 peers that lived and were not cut off, `evicted` says how long the others had their way.
 """
 
@@ -242,7 +242,7 @@ class Strangers:
         return int(number) if number.isascii() and number.isdigit() else -1  # of a name that an attack made up
 
     def alone(self) -> str:
-        """A stage that only hostile peers serve, though no honest one was put out: no run can do without what they alone hold."""
+        """A stage that only hostile peers serve, though no honest one was evicted: no run can do without what they alone hold."""
         if self.wronged:
             return ""
         for stage in range(self.context.settings.stages):
