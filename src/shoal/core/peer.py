@@ -80,7 +80,7 @@ from shoal.core.planned import planned_stage
 from shoal.core.server.server import Server
 from shoal.core.timers import soonest
 from shoal.core.trainer.trainer import Trainer
-from shoal.core.transfer.transfer import Sync
+from shoal.core.transfer.transfer import StateTransfer
 
 if TYPE_CHECKING:
     from random import Random
@@ -89,7 +89,7 @@ SERVER = (Forward, Backward, Query, Recall, Cancel, AskBooks, Boundary, Pull, Co
 FROM_LEADER = (Round, AskSave, AskPublish)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
 AGREEING = (Lead, Propose, Accept, AskVote, Vote)
-SYNC = (AskState, Offer, AskChunk, Chunk)
+TRANSFER = (AskState, Offer, AskChunk, Chunk)
 FIND_BEATS = 4  # between look-ups of the directory while no view names me
 SAY_AGAIN_BEATS = 60  # between two times that it is said why nothing is committed
 TOLD_A_BEAT = 8  # peers of no view that are given the newest one
@@ -104,7 +104,7 @@ class PeerMachine:
         self.register = Register(name, settings, rng)
         self.server = Server(name, settings)
         self.trainer = Trainer(name, settings, rng)
-        self.sync = Sync(name, settings, rng, self.server)
+        self.transfer = StateTransfer(name, settings, rng, self.server)
         self.coordinator = Coordinator(name, settings)
         self.view: View | None = None  # newest agreed
         self.present: set[Peer] = set()  # its members and joiners
@@ -144,7 +144,7 @@ class PeerMachine:
             self.register.deadline,
             self.server.deadline,
             self.trainer.deadline,
-            self.sync.deadline,
+            self.transfer.deadline,
             self.pulse_at,
             self.find_at,
             self.linger_at,
@@ -215,8 +215,8 @@ class PeerMachine:
             self.heard[peer] = now
         if isinstance(message, AGREEING):
             return self._agreeing(peer, message, now)
-        if isinstance(message, SYNC):
-            return self.sync.on_message(peer, message, event.blobs, event.fault, now)
+        if isinstance(message, TRANSFER):
+            return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
         if isinstance(message, TO_LEADER):
             return self._to_leader(peer, message, now)
         if isinstance(message, Dismissed):
@@ -318,14 +318,14 @@ class PeerMachine:
             return []
         return [Send(peer, self.override) for peer in found if peer != self.name and peer not in self.present]
 
-    def _owner(self, task: str) -> Server | Trainer | Sync:
-        return {"t": self.trainer, "s": self.server, "y": self.sync}[task[0]]  # type: ignore[return-value]
+    def _owner(self, task: str) -> Server | Trainer | StateTransfer:
+        return {"t": self.trainer, "s": self.server, "y": self.transfer}[task[0]]  # type: ignore[return-value]
 
     # -------------------------------------------------------------------------------------------------- settling
 
     def _tick(self, now: float) -> list[Command]:
         commands = self.register.tick(now) if _due(self.register.deadline, now) else []
-        for machine in (self.server, self.trainer, self.sync):
+        for machine in (self.server, self.trainer, self.transfer):
             if _due(machine.deadline, now):
                 commands += machine.tick(now)
         if self.find_at is None and self._lost(now):
@@ -353,7 +353,7 @@ class PeerMachine:
             if not self.register.views.fresh:
                 break
         if self.server.unfit:
-            commands += self.sync.review(now)
+            commands += self.transfer.review(now)
         if self.server.stale:
             commands += self._tell(Complaint(about=self.name, reason=self.server.stale, kind="stale"), now)
             if self.register.leader is not None:
@@ -405,7 +405,7 @@ class PeerMachine:
             self.pulse_at = now
         commands += self.server.on_view(view, now)
         commands += self.trainer.on_view(view, now)
-        commands += self.sync.on_view(view, now)
+        commands += self.transfer.on_view(view, now)
         if view.finished:
             self.linger_at = now + 4 * self.settings.silence_s
         return commands + self._pulse(now)
@@ -418,7 +418,7 @@ class PeerMachine:
             self.known = self.known or tuple(m.peer for m in self.view.members if m.peer != self.name)
         gone = View(number=0 if self.view is None else self.view.number, step=0, members=())
         commands: list[Command] = [Note("removed", why)]
-        commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
+        commands += self.trainer.on_view(gone, now) + self.transfer.on_view(gone, now)
         if self.server.has_state:
             commands += self.server.drop_state(keep=True)
         return commands
@@ -503,7 +503,7 @@ class PeerMachine:
             stage=server.stage,
             work=server.work,
             closed=server.closed,
-            loaded=self.sync.loaded,
+            loaded=self.transfer.loaded,
         )
 
     def _tell(self, message: Wire, now: float) -> list[Command]:

@@ -3,7 +3,7 @@
 The stream has the safetensors layout, a header with names, types, shapes and offsets and then the raw values, so that a
 checkpoint's file is that stream as it is, and a download needs no format of its own. Nothing is believed: header and
 chunk sizes are bounded, offsets must follow one another without gap or overlap, and every chunk is compared with its
-hash. Who asks whom for which chunk, and what happens when a hash differs, is core's matter (core/transfer/transfer.py).
+hash. Who asks whom for which chunk, and what happens when a hash differs, is core's matter (core/transfer/download.py).
 """
 
 from __future__ import annotations

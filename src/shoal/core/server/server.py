@@ -49,7 +49,7 @@ from shoal.core.server.hops import Hops
 from shoal.core.server.shards import Shards
 from shoal.core.server.verdict import Request
 from shoal.core.timers import soonest
-from shoal.core.transfer.catch_up import Listening
+from shoal.core.transfer.catch_up import CatchUp
 
 REPEAT_BEATS = 4  # between two calls for a fresh state
 
@@ -66,7 +66,7 @@ class Server:
         self._serial = count()
         self._hops = Hops(name, settings, self._serial, self._replica)
         self._rounds = Rounds(name, settings, self._serial, self._replica)
-        self._listening = Listening(name, settings, self._serial, self._replica)
+        self._catch_up = CatchUp(name, settings, self._serial, self._replica)
         self._early = Early(self._replica, settings.queue_limit)
         self._shards = Shards(self._serial)
         self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
@@ -133,12 +133,12 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.shelf.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
+        return soonest(self._hops.shelf.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
 
     @property
     def since(self) -> int:
         """The oldest version of my stage's state that can be brought up to date with what I have heard."""
-        return self._listening.since
+        return self._catch_up.since
 
     @property
     def unfit(self) -> str:
@@ -191,7 +191,7 @@ class Server:
         return [Note("state", f"stage {self.stage} must be downloaded again: {reason}")]
 
     def _call_stale(self, now: float) -> None:
-        """Repeated, since the message that peer.py makes of it may vanish. A joiner's sync sees to itself."""
+        """Repeated, since the message that peer.py makes of it may vanish. A joiner's transfer does so itself."""
         self._retell_at = now + REPEAT_BEATS * self.settings.beat_s
         view = self._replica.view
         if view is not None and member_of(view.members, self.name):
@@ -207,7 +207,7 @@ class Server:
 
     def _continue(self, now: float) -> list[Command]:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
-        commands = self._try_round(now) + self._listening.go_on()
+        commands = self._try_round(now) + self._catch_up.go_on()
         for held in self._early.ripe():
             commands += self._hops.on_hop(held, now)
         return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
@@ -217,7 +217,7 @@ class Server:
         replica, view = self._replica, self._replica.view
         if not replica.ready or view is None or (replica.epoch, replica.step) >= (view.epoch, view.step):
             return []
-        if self._listening.active and replica.epoch == view.epoch and replica.step >= self._listening.since:
+        if self._catch_up.active and replica.epoch == view.epoch and replica.step >= self._catch_up.since:
             return []
         return self._need_state(f"holds step {replica.step} and not what led to step {view.step}", now)
 
@@ -246,7 +246,7 @@ class Server:
             case Change.SAME_STEP:
                 assert before is not None
                 commands = self._same_step(before, view)
-        commands += self._listening.on_view(view, now)
+        commands += self._catch_up.on_view(view, now)
         return commands + self._hops.on_view(before, view, now) + self._check(now) + self._continue(now)
 
     def _same_step(self, before: View, view: View) -> list[Command]:
@@ -288,7 +288,7 @@ class Server:
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
             case Sum() if message.heard:
-                return self._listening.take(peer, message, names, fault) + self._continue(now)
+                return self._catch_up.take(peer, message, names, fault) + self._continue(now)
             case Part() | Sum() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
@@ -317,7 +317,7 @@ class Server:
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
         if commands is None:
-            commands = self._listening.on_done(done)
+            commands = self._catch_up.on_done(done)
         if commands is None:
             commands = self._shards.on_done(done) + self._rounds.on_done(done, now)
         return commands + self._check(now) + self._continue(now)
@@ -328,7 +328,7 @@ class Server:
             self._replica.applying = None
             commands = self._need_state(f"the optimizer step failed: {failed.reason}", now)
         if commands is None:
-            commands = self._listening.on_failed(failed)
+            commands = self._catch_up.on_failed(failed)
         if commands is None:
             commands = self._shards.on_failed(failed) + self._rounds.on_failed(failed, now)
         return commands + self._check(now) + self._continue(now)
@@ -343,7 +343,7 @@ class Server:
     def tick(self, now: float) -> list[Command]:
         if self._retell_at is not None and now >= self._retell_at:
             self._call_stale(now)
-        return self._hops.tick(now) + self._rounds.tick(now) + self._listening.tick(now) + self._check(now)
+        return self._hops.tick(now) + self._rounds.tick(now) + self._catch_up.tick(now) + self._check(now)
 
     # ------------------------------------------------------------------------------------------ asked by the leader
 
