@@ -147,24 +147,26 @@ class Election:
 
     def on_request(self, peer: Peer, request: AskVote, now: float) -> list[Command]:
         """Vote for `peer`, or not; a trial changes nothing here. A peer that is behind receives the newest view, too."""
-        views = self._views
-        last = rank(views.accepted) if views.accepted is not None else (0, 0)
+        accepted, commands = self._views.accepted, list[Command]()
+        last = rank(accepted) if accepted is not None else (0, 0)
         current = (request.last_term, request.last_number) >= last
         contact = self.leading or now - self.heard_leader_at < self._settings.silence_s * 0.5
-        commands: list[Command] = []
-        if views.view is not None and request.last_number < views.view.number:
-            commands = [Send(peer, one) for one in views.certified(request.last_number)]
+        commands += [Send(peer, one) for one in self._views.certified(request.last_number)]
         if request.trial:
             granted = current and not contact and request.term >= self.term
             return [*commands, Send(peer, Vote(term=self.term, granted=granted, trial=True))]
         if request.term > self.term and (self.leading or not contact):
             self.claimed(peer, request.term, now)
-        granted = request.term == self.term and current and self.voted in (None, peer) and not self.leading
-        if granted:
-            self.voted, self._pledged = peer, self.term
-            self.rearm(now)
-        by = Signed(self._name) if granted else None
-        return [*commands, Send(peer, Vote(term=self.term, granted=granted, by=by))]
+        granted = request.term == self.term and current
+        return [*commands, Send(peer, self._vote(peer, now) if granted else Vote(term=self.term, granted=False))]
+
+    def _vote(self, peer: Peer, now: float) -> Vote:
+        """A peer that does not lead has one vote in a term."""
+        if self.leading or self.voted not in (None, peer):
+            return Vote(term=self.term, granted=False)
+        self.voted, self._pledged = peer, self.term
+        self.rearm(now)
+        return Vote(term=self.term, granted=True, by=Signed(self._name))
 
     # ----------------------------------------------------------------------------------------------- follower
 

@@ -1,8 +1,8 @@
-"""Whether a view can be, and whether it can follow the one before: what no voter accepts, whoever proposes it.
+"""Whether a view is valid, and whether it can follow the one before. No voter accepts any other, whoever proposes it.
 
-A leader decides which view comes next; these are the bounds that it cannot leave, checked by each voter against the view it holds
-(register.py): everybody in it once, stages and owners that exist, steps and epochs that advance by one, a commit in which every
-microbatch is counted once at every stage, no invite with more peers than it admits. Pure.
+The leader decides which view comes next. These are its bounds, which each voter checks against the view that it holds (register.py):
+each peer is listed once, stages and owners exist, steps and epochs advance by one, a commit counts each microbatch once at each stage,
+and no invite has more peers than it admits. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from shoal.core.messages import Committed, Settings, View
+from shoal.core.messages import Committed, Peer, Settings, View
 from shoal.core.names import invite_of, limit_of
 
 NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's number times 2^20, which a message must carry
@@ -18,7 +18,7 @@ NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's numbe
 
 def flaw(before: View | None, view: View, settings: Settings) -> str:
     """Why `view` cannot be, or cannot be the successor of `before`, in words; '' if it can."""
-    return _shape(view, settings) or ("" if before is None else _step(before, view, settings))
+    return _shape(view, settings) or ("" if before is None else _succession(before, view, settings))
 
 
 def _shape(view: View, settings: Settings) -> str:
@@ -35,12 +35,21 @@ def _shape(view: View, settings: Settings) -> str:
         return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"
     if view.finished and view.step < settings.steps:
         return f"finished at step {view.step} of {settings.steps}"
-    last = view.last
-    if last is not None:
-        if len(last.groups) != settings.stages or len(last.digests) != settings.stages:
-            return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
-        if not (math.isfinite(last.norm) and last.norm >= 0.0):
-            return f"a commit with the norm {last.norm}"
+    return _commit_shape(view.last, settings) or _admitted(names)
+
+
+def _commit_shape(last: Committed | None, settings: Settings) -> str:
+    if last is None:
+        return ""
+    if len(last.groups) != settings.stages or len(last.digests) != settings.stages:
+        return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
+    if not (math.isfinite(last.norm) and last.norm >= 0.0):
+        return f"a commit with the norm {last.norm}"
+    return ""
+
+
+def _admitted(names: list[Peer]) -> str:
+    """Which invite has more peers than it admits."""
     admitted = Counter(map(invite_of, names))
     for name in names:
         if admitted[invite_of(name)] > limit_of(name):
@@ -48,7 +57,7 @@ def _shape(view: View, settings: Settings) -> str:
     return ""
 
 
-def _step(before: View, view: View, settings: Settings) -> str:
+def _succession(before: View, view: View, settings: Settings) -> str:
     if view.number != before.number + 1:
         return f"number {view.number} after {before.number}"
     if view.epoch not in (before.epoch, before.epoch + 1) or before.finished:
@@ -57,9 +66,14 @@ def _step(before: View, view: View, settings: Settings) -> str:
         return "" if view.step <= before.step else f"epoch {view.epoch} begins at step {view.step}, after {before.step}"
     if before.started and not view.started:
         return "a step that began has not begun"
-    if view.step == before.step:
-        return "" if view.last == before.last else "another commit of the same step"
+    return _step(before, view, settings)
+
+
+def _step(before: View, view: View, settings: Settings) -> str:
+    """The same step, or the next one with the commit of the step before."""
     last = view.last
+    if view.step == before.step:
+        return "" if last == before.last else "another commit of the same step"
     if view.step != before.step + 1 or last is None or last.step != before.step or not before.started:
         return f"step {view.step} after {before.step}, last committed {last.step if last is not None else 'none'}"
     return _commit(before, last, settings)

@@ -83,19 +83,22 @@ class CatchUp:
         if key is None:
             self.since = view.step
             return commands
-        last = view.last
+        commands += self._learn(view, now)
+        if view.step - self.since > STEPS:
+            commands += self._give_up(view.step)
+        if self._replica.has_state and (self._replica.epoch, self._replica.stage) == key:
+            commands += self._give_up(min(self._replica.step, view.step))
+        return commands
+
+    def _learn(self, view: View, now: float) -> list[Command]:
+        """Take in how the step before was committed. A view describes the newest commit only: those of missed views are unknown."""
+        last, commands = view.last, list[Command]()
         if last is not None and last.step == view.step - 1 and last.step >= self.since:
             self._commits.setdefault(last.step, (last, now))
             if self._name not in last.listeners:  # its round began before this joiner was listed
-                commands += self._give_up(last.step + 1)
+                commands = self._give_up(last.step + 1)
         missed = [step for step in range(self.since, view.step) if step not in self._commits]
-        if missed:  # a view describes the newest commit only
-            commands += self._give_up(max(missed) + 1)
-        if view.step - self.since > STEPS:
-            commands += self._give_up(view.step)
-        if self._replica.has_state and self._replica.epoch == key[0] and self._replica.stage == key[1]:
-            commands += self._give_up(min(self._replica.step, view.step))
-        return commands
+        return commands + (self._give_up(max(missed) + 1) if missed else [])
 
     def take(self, peer: Peer, message: Sum, blobs: tuple[str, ...], fault: str) -> list[Command]:
         view, key = self._replica.view, self._key

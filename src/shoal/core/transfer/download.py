@@ -68,6 +68,11 @@ class Download(msgspec.Struct):
         """It is here, if its hash is right."""
         return chunk in self.have or any(number == chunk for number, _ in self.checking.values())
 
+    def late(self, chunk: int, peer: Peer) -> float | None:
+        """When that chunk was requested of `peer`, which was given up since; None if it was not, or is not needed any more."""
+        at = self.given_up.pop((chunk, peer), None)
+        return None if self.holds(chunk) else at
+
 
 class Downloader:
     """transfer.py calls `begin` with what it wants, `request` to find donors, and `abandon` when it wants it no more."""
@@ -178,14 +183,15 @@ class Downloader:
         version = (chunk.epoch, chunk.stage, chunk.step)
         if current is None or target is None or (target.epoch, current.stage, current.step) != version:
             return drop
+        usable = not chunk.gone and not fault and len(blobs) == 1
         donor, requested_at = current.open.get(chunk.chunk, ("", 0.0))
+        if donor == peer and not usable:
+            return drop + self._without(peer, fault or "it has moved on", now)
         if donor != peer:
-            late = current.given_up.pop((chunk.chunk, peer), None)
-            if late is None or current.holds(chunk.chunk) or chunk.gone or fault or len(blobs) != 1:
+            late = current.late(chunk.chunk, peer)
+            if late is None or not usable:
                 return drop
             requested_at = late
-        elif chunk.gone or fault or len(blobs) != 1:
-            return drop + self._without(peer, fault or "it has moved on", now)
         current.open.pop(chunk.chunk, None)
         current.wanted = [number for number in current.wanted if number != chunk.chunk]
         self._usual.add(now - requested_at)

@@ -116,20 +116,24 @@ class StateTransfer:
         place = view.epoch, me.stage
         if server.has_state and (server.epoch, server.stage) == place and (self._member or not server.unfit):
             return []  # a member applies commits, a joiner catches up; a member that is unfit has told the leader
-        target, building = self.downloader.target, bool(self._build.id)
+        target = self.downloader.target
         if target is None or (target.epoch, target.stage) != place:
             back = server.take_back(view, me.stage, now)
             return self._begin(now) if back is None else back
-        if not building and target.sources != _sources(view, me.stage):
+        if not self._build.id and target.sources != _sources(view, me.stage):
             return self._begin(now)
-        if building and self._build.step < server.since:
+        return self._renew(now)
+
+    def _renew(self, now: float) -> list[Command]:
+        """Download a newer version if the one on its way has become too old."""
+        current, since = self.downloader.current, self._server.since
+        if self._build.id and self._build.step < since:
             return []  # handled when the build ends: it cannot be cancelled
-        current = self.downloader.current
-        if current is not None and current.step < server.since:
-            self.downloader.current = None
-            why = f"version {current.step} is too old, version {server.since} or newer is needed"
-            return [Note("state", f"the download begins anew: {why}"), *self._obtain(now)]
-        return []
+        if current is None or current.step >= since:
+            return []
+        self.downloader.current = None
+        why = f"version {current.step} is too old, version {since} or newer is needed"
+        return [Note("state", f"the download begins anew: {why}"), *self._obtain(now)]
 
     def tick(self, now: float) -> list[Command]:
         if not self.downloader.due(now) or self.downloader.target is None or self._build.id:
