@@ -22,7 +22,6 @@ from shoal.core.messages import (
     Chunk,
     Command,
     Do,
-    Drop,
     Manifest,
     Note,
     Offer,
@@ -31,6 +30,7 @@ from shoal.core.messages import (
     Settings,
     View,
 )
+from shoal.core.replica_state import drop
 
 if TYPE_CHECKING:
     from random import Random
@@ -178,19 +178,19 @@ class Downloader:
         return self.go_on(now)
 
     def on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
-        drop: list[Command] = [Drop(tuple(blob.id for blob in blobs))] if blobs else []
+        unused = drop(tuple(blob.id for blob in blobs))
         current, target = self.current, self.target
         version = (chunk.epoch, chunk.stage, chunk.step)
         if current is None or target is None or (target.epoch, current.stage, current.step) != version:
-            return drop
+            return unused
         usable = not chunk.gone and not fault and len(blobs) == 1
         donor, requested_at = current.open.get(chunk.chunk, ("", 0.0))
         if donor == peer and not usable:
-            return drop + self._without(peer, fault or "it has moved on", now)
+            return unused + self._without(peer, fault or "it has moved on", now)
         if donor != peer:
             late = current.late(chunk.chunk, peer)
             if late is None or not usable:
-                return drop
+                return unused
             requested_at = late
         current.open.pop(chunk.chunk, None)
         current.wanted = [number for number in current.wanted if number != chunk.chunk]
@@ -200,7 +200,7 @@ class Downloader:
         current.checking[task] = chunk.chunk, peer
         digest = current.manifest.hashes[chunk.chunk]
         kept_as = current.first + chunk.chunk
-        return [Do(CheckChunk(id=task, chunk=kept_as, digest=digest, blob=blobs[0].id)), *drop]
+        return [Do(CheckChunk(id=task, chunk=kept_as, digest=digest, blob=blobs[0].id)), *unused]
 
     # ------------------------------------------------------------------------------------------------ task results
 
