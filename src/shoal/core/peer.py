@@ -16,8 +16,8 @@ from shoal.core.member.admission import Admission
 from shoal.core.member.departure import Departure
 from shoal.core.member.heartbeat import Heartbeat
 from shoal.core.member.leadership import Leadership
-from shoal.core.member.membership import Membership
 from shoal.core.member.notes import StallNotes, change_note
+from shoal.core.member.roster import Roster
 from shoal.core.member.updates import OverrideRelay, ViewRepair
 from shoal.core.messages import (
     Accept,
@@ -106,13 +106,11 @@ class PeerMachine:
         self.trainer = Trainer(name, settings, rng)
         self.transfer = StateTransfer(name, settings, rng, self.server)
         self.leadership = Leadership(name, settings, self.register)
-        self.membership = Membership(name, outside=not found)
-        self.admission = Admission(settings, self.membership, self.register, self.server, found)
-        self.relay = OverrideRelay(settings, self.membership, self.register)
+        self.roster = Roster(name, outside=not found)
+        self.admission = Admission(settings, self.roster, self.register, self.server, found)
+        self.relay = OverrideRelay(settings, self.roster, self.register)
         self.repair = ViewRepair(settings, self.register, self.relay)
-        self.heartbeat = Heartbeat(
-            settings, self.membership, self.register, self.leadership, self.server, self.transfer
-        )
+        self.heartbeat = Heartbeat(settings, self.roster, self.register, self.leadership, self.server, self.transfer)
         self.departure = Departure(settings)
         self.stall_notes = StallNotes(settings)
         self.last_now: float | None = None
@@ -121,22 +119,22 @@ class PeerMachine:
 
     @property
     def name(self) -> Peer:
-        return self.membership.name
+        return self.roster.name
 
     @property
     def view(self) -> View | None:
         """The newest agreed view that has taken effect here."""
-        return self.membership.view
+        return self.roster.view
 
     @property
     def present(self) -> set[Peer]:
         """Members and joiners of the view."""
-        return self.membership.present
+        return self.roster.present
 
     @property
     def outside(self) -> bool:
         """In no view, as far as this peer knows."""
-        return self.membership.outside
+        return self.roster.outside
 
     @property
     def leading(self) -> bool:
@@ -224,7 +222,7 @@ class PeerMachine:
     def _received(self, event: Received, now: float) -> list[Command]:
         peer, message = event.peer, event.message
         self.register.show_life(peer, now)
-        self.membership.show_life(peer, now)
+        self.roster.show_life(peer, now)
         if isinstance(message, CONSENSUS):
             return self._on_consensus(peer, message, now)
         if isinstance(message, TRANSFER):
@@ -246,7 +244,7 @@ class PeerMachine:
             commands = register.on_message(peer, message, now) + commands
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self.stall_notes.note(message.stalled, now)
-        elif isinstance(message, AskVote) and self.view is not None and not self.membership.belongs(peer):
+        elif isinstance(message, AskVote) and self.view is not None and not self.roster.belongs(peer):
             return self.repair.to_outsider(peer, message.last_number, now)
         return commands
 
@@ -258,9 +256,9 @@ class PeerMachine:
         commands = self.leadership.on_message(peer, message, now)
         if not isinstance(message, Pulse):
             return commands
-        if self.membership.belongs(peer):
+        if self.roster.belongs(peer):
             repaired = self.register.repair(peer, message.term, message.number)
-            behind = message.number < self.membership.number
+            behind = message.number < self.roster.number
             return commands + (repaired or (self.repair.newest(peer, message.number) if behind else []))
         if not self.coordinator.asks_to_join(peer):
             commands += self.repair.to_outsider(peer, message.number, now)
@@ -268,11 +266,11 @@ class PeerMachine:
 
     def _about_run(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         match message:
-            case Dismissed() if self.view is not None and self.view.finished and self.membership.belongs(peer):
+            case Dismissed() if self.view is not None and self.view.finished and self.roster.belongs(peer):
                 return self._finish(True, "the run is finished")
             case AskStanding():
                 within_s = ALIVE_SILENCES * self.settings.silence_s
-                standing = self.membership.standing(self.register.term, within_s, now)
+                standing = self.roster.standing(self.register.term, within_s, now)
                 return [Send(peer, standing)] if standing is not None else []
             case Override():
                 return self.relay.take(message, now)
@@ -288,7 +286,7 @@ class PeerMachine:
         if isinstance(message, FROM_LEADER):
             allowed = peer == self.register.leader
         else:
-            allowed = self.membership.belongs(peer)
+            allowed = self.roster.belongs(peer)
         if not allowed:
             return _drop(event.blobs)
         part = self.server if isinstance(message, FROM_LEADER + SERVER) else self.trainer
@@ -343,7 +341,7 @@ class PeerMachine:
     def _adopt(self, view: View, now: float) -> list[Command]:
         """An agreed view takes effect on each part of this peer."""
         before = self.view
-        self.membership.adopt(view)
+        self.roster.adopt(view)
         self.trainer.leader = self.server.leader = self.register.leader
         commands: list[Command] = []
         if self.register.leading:

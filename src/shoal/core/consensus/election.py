@@ -30,7 +30,7 @@ CLAIMS = 2  # voters that must claim a higher term, where there are so many, bef
 PAUSES = 8  # doublings of the time before claims can make a leader stand down again
 
 
-class Role(Enum):
+class ElectionRole(Enum):
     FOLLOWER = "follower"
     TRIAL = "trial"  # asking whether an election would be won
     CANDIDATE = "candidate"
@@ -70,7 +70,7 @@ class Election:
 
     def __init__(self, name: Peer, settings: Settings, rng: Random, views: AgreedViews) -> None:
         self.term = 0
-        self.role = Role.FOLLOWER
+        self.role = ElectionRole.FOLLOWER
         self.leader: Peer | None = None
         self.voted: Peer | None = None  # for whom, in this term
         self.votes: dict[Peer, Signed] = {}  # for this peer
@@ -85,7 +85,7 @@ class Election:
 
     @property
     def leading(self) -> bool:
-        return self.role is Role.LEADER
+        return self.role is ElectionRole.LEADER
 
     # ---------------------------------------------------------------------------------------------- candidate
 
@@ -97,7 +97,7 @@ class Election:
 
     def stand(self, now: float) -> list[Command]:
         """Ask in a trial whether an election would be won."""
-        self.role, self.leader = Role.TRIAL, None
+        self.role, self.leader = ElectionRole.TRIAL, None
         self.votes = {self._name: Signed(self._name)}
         self.rearm(now)
         return self.campaign(now) if self._views.decided_by(self.votes) else self._request_votes(trial=True)
@@ -105,7 +105,7 @@ class Election:
     def campaign(self, now: float) -> list[Command]:
         """Stand for election in the next term."""
         self.term += 1
-        self.role, self.voted = Role.CANDIDATE, self._name
+        self.role, self.voted = ElectionRole.CANDIDATE, self._name
         self.votes = {self._name: Signed(self._name)}
         self.rearm(now)
         if self._views.decided_by(self.votes):
@@ -120,28 +120,33 @@ class Election:
         return [Send(peer, request) for peer in self._views.others()]
 
     def on_vote(self, peer: Peer, vote: Vote, now: float) -> list[Command]:
-        if self.role not in (Role.TRIAL, Role.CANDIDATE):
+        if self.role not in (ElectionRole.TRIAL, ElectionRole.CANDIDATE):
             return []
         if vote.term > self.term:
             self.claimed(peer, vote.term, now)
             return []
         if not vote.granted:
             return []
-        if vote.trial and self.role is Role.TRIAL:
+        if vote.trial and self.role is ElectionRole.TRIAL:
             self.votes[peer] = Signed(peer)
-        elif self.role is Role.CANDIDATE and vote.term == self.term and vote.by is not None and vote.by.peer == peer:
+        elif (
+            self.role is ElectionRole.CANDIDATE
+            and vote.term == self.term
+            and vote.by is not None
+            and vote.by.peer == peer
+        ):
             self.votes[peer] = vote.by
         else:
             return []
         if not self._views.decided_by(self.votes):
             return []
-        if self.role is Role.TRIAL:
+        if self.role is ElectionRole.TRIAL:
             return self.campaign(now)
         self._win()
         return []
 
     def _win(self) -> None:
-        self.role, self.leader, self.proven = Role.LEADER, self._name, (self.term, self._name)
+        self.role, self.leader, self.proven = ElectionRole.LEADER, self._name, (self.term, self._name)
 
     # -------------------------------------------------------------------------------------------------- voter
 
@@ -182,7 +187,7 @@ class Election:
             self.proven = term, peer
         if term != self.term:
             self.term, self.voted = term, None
-        self.role, self.leader, self.heard_leader_at = Role.FOLLOWER, peer, now
+        self.role, self.leader, self.heard_leader_at = ElectionRole.FOLLOWER, peer, now
         self.rearm(now)
         return True
 
@@ -200,7 +205,7 @@ class Election:
         """Follow no leader, in `term` or in the current one if that is higher."""
         if term > self.term:
             self.term, self.voted = term, None
-        self.role, self.leader = Role.FOLLOWER, None
+        self.role, self.leader = ElectionRole.FOLLOWER, None
         self.rearm(now)
 
     def resign(self, now: float) -> None:

@@ -12,6 +12,8 @@ LAST_SILENCES = 4  # that a member waits for its dismissal
 
 
 class Departure:
+    """`finished`: the machine takes no more events."""
+
     def __init__(self, settings: Settings) -> None:
         self.leaving = ""  # why this peer leaves the run
         self.finished = False

@@ -11,7 +11,7 @@ from shoal.core.consensus.register import Register
 from shoal.core.member.admission import FIND_BEATS
 from shoal.core.member.departure import Departure
 from shoal.core.member.leadership import Leadership
-from shoal.core.member.membership import Membership
+from shoal.core.member.roster import Roster
 from shoal.core.messages import AskVote, Command, Find, Leave, Note, Peer, Pulse, Send, Settings
 from shoal.core.server.server import Server
 from shoal.core.transfer.transfer import StateTransfer
@@ -23,14 +23,14 @@ class Heartbeat:
     def __init__(
         self,
         settings: Settings,
-        membership: Membership,
+        roster: Roster,
         register: Register,
         leadership: Leadership,
         server: Server,
         transfer: StateTransfer,
     ) -> None:
         self.beat_at: float | None = None
-        self._settings, self._membership, self._register, self._leadership = settings, membership, register, leadership
+        self._settings, self._roster, self._register, self._leadership = settings, roster, register, leadership
         self._server, self._transfer = server, transfer
         self._noted_alone = False  # people were told that there is no leader
 
@@ -38,7 +38,7 @@ class Heartbeat:
         """Report to the leader; if none is heard, ask the members and the `known` peers for a newer view."""
         self._server.changed = False
         self.beat_at = now + self._settings.beat_s
-        if self._membership.view is None or self._membership.outside or departure.finished:
+        if self._roster.view is None or self._roster.outside or departure.finished:
             return []
         if self._silent(1, now):
             long = now - self._leadership.led_at > self._settings.silence_s
@@ -53,7 +53,7 @@ class Heartbeat:
         server = self._server
         return Pulse(
             term=self._register.term,
-            number=self._membership.number,
+            number=self._roster.number,
             step=server.step,
             ready=server.ready,
             books=server.books,
@@ -74,7 +74,7 @@ class Heartbeat:
 
     def _note_alone(self, alone: bool) -> list[Command]:
         """Tell people once that this side of the network waits, and once that it goes on."""
-        view = self._membership.view
+        view = self._roster.view
         if alone == self._noted_alone or not (view is not None and view.started):
             return []
         self._noted_alone = alone
@@ -85,10 +85,10 @@ class Heartbeat:
 
     def _ask_others(self, known: tuple[Peer, ...], now: float) -> list[Command]:
         """Ask for a vote in a trial: any peer that knows a newer view answers with it."""
-        view = self._membership.view
+        view = self._roster.view
         if view is None or (self._register.views.votes_here() and not self._silent(2, now)):
             return []
         self.beat_at = now + FIND_BEATS * self._settings.beat_s
         peers = dict.fromkeys([member.peer for member in view.members] + list(known))
         request = AskVote(term=self._register.term, last_term=0, last_number=view.number, trial=True)
-        return [Find(), *(Send(peer, request) for peer in peers if peer != self._membership.name)]
+        return [Find(), *(Send(peer, request) for peer in peers if peer != self._roster.name)]

@@ -8,6 +8,8 @@ from shoal.core.messages import Command, Note, Peer, Send, Settings, View, Wire
 
 
 class Leadership:
+    """peer.py calls `begin` in each term that this peer leads, then `decide` after each event, and `end` when it leads no longer."""
+
     def __init__(self, name: Peer, settings: Settings, register: Register) -> None:
         self.coordinator = Coordinator(name, settings)
         self.led_at = float("-inf")  # when this peer led last

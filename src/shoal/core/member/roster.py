@@ -5,7 +5,9 @@ from __future__ import annotations
 from shoal.core.messages import Peer, Standing, View
 
 
-class Membership:
+class Roster:
+    """The newest agreed view that has taken effect here, and when its peers last sent anything."""
+
     def __init__(self, name: Peer, outside: bool) -> None:
         self.name = name
         self.view: View | None = None  # newest agreed
