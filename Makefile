@@ -23,7 +23,7 @@ help:
 	@echo "make slow    the tests marked slow;  make gpu: those that need CUDA"
 	@echo "make bench   every benchmark; each prints one JSON line"
 	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
-	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md from the messages"
+	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md and docs/view.md from the code"
 	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
 	@echo "make configuration   docs/configuration.md from the settings"
 	@echo "make docs    the documentation as a site, in build/site"
@@ -74,6 +74,7 @@ structure:
 
 protocol:
 	$(PY) docs/protocol.py
+	$(PY) docs/view.py
 
 results:
 	$(PY) docs/results.py

@@ -100,8 +100,8 @@ def main() -> None:
         "peers": config.run.peers,
         "links": rows,
     }
-    row = rows[told]
-    report("hops", row["rate"], "microbatches/s, direct hops", at_least(WANTED * row["bound"]), setting, asked.record)
+    target = at_least(WANTED * rows[told]["bound"])
+    report("hops", rows[told]["rate"], "microbatches/s, direct hops", target, setting, asked.record)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from report import at_least, parse, report
 from shoal.core import messages as m
 from shoal.core.allreduce import layout
 from shoal.sim import checkers
-from shoal.sim.lines import FP32, Line, Wire
-from shoal.sim.scenario import Case, Happenings, Messages, Scenario
+from shoal.sim.lines import FP32, LineRates, Wire
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 
 MBIT, DELAY_S = 200, 0.05
@@ -43,7 +43,9 @@ class Told(msgspec.Struct, frozen=True):
 
 def a_case(replicas: int, megabytes: float, steps: int) -> Case:
     settings = m.Settings(stages=1, microbatches=replicas, steps=steps, peers=replicas, inflight=6, save_last=False)
-    wire = Wire(lines=(Line(WIDTH_Bps, WIDTH_Bps),), boundary_values=256, gradient_values=int(megabytes * 1e6 / FP32))
+    wire = Wire(
+        lines=(LineRates(WIDTH_Bps, WIDTH_Bps),), boundary_values=256, gradient_values=int(megabytes * 1e6 / FP32)
+    )
     return Case(
         scenario=PLAIN,
         seed=1,
@@ -71,11 +73,11 @@ def played(replicas: int, megabytes: float, steps: int) -> Told:
                 doing[peer, command.task.id] = command.task.step
             elif isinstance(command, m.Do) and isinstance(command.task, m.Cut):
                 begun.setdefault(command.task.step, now)
-            elif isinstance(command, m.Send) and isinstance(command.message, m.Part | m.Sum):
+            elif isinstance(command, m.Send) and isinstance(command.message, m.ReduceChunk | m.GatherChunk):
                 met[peer].add(command.peer)
                 met[command.peer].add(peer)
-                hands = swarm.nodes[peer].hands
-                sent[peer] += sum(case.wire.nbytes(hands.blobs[name], 1) for name in command.blobs)
+                runner = swarm.nodes[peer].runner
+                sent[peer] += sum(case.wire.nbytes(runner.blobs[name], 1) for name in command.blobs)
 
     swarm = Swarm(case, look)
     outcome = swarm.run()

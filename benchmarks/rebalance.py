@@ -15,7 +15,7 @@ peers at once and free of charge. What lacks is told apart:
   moves      who moves serves nobody for 60 s
   imbalance  what a better assignment of those who live would pass
 
-Joining is free for all rules alike, so joiners are placed by who serves now (the coordinator also counts those who download, since a joiner
+Joining is free for all rules alike, so joiners are placed by who serves now (the leader also counts those who download, since a joiner
 downloads as well). Who is there in the first ten minutes was placed at random, whatever the rule: rebalancing is measured. A stage that has
 lost its last replica waits here for the next peer; how often that happened is printed (a real run goes back to its checkpoint).
 

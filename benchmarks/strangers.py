@@ -164,7 +164,7 @@ class Attacker:
             if record.peer != self.transport.name:
                 if record.host not in ("127.0.0.1", "localhost"):
                     raise ValueError(f"{record.peer[:6]} is at {record.host}: only peers of 127.0.0.1 are attacked")
-                self.transport.send(record.peer, m.AskStanding())
+                self.transport.send(record.peer, m.StandingRequest())
 
     async def live(self) -> None:
         """As long as it is to be a joiner: ask, and beat."""
@@ -248,7 +248,7 @@ class Insider(Attacker):
 
 
 async def as_member(config: configuration.Config, invite: Invite, given: argparse.Namespace, run: Watched) -> Phase:
-    async with build.peer(config, build.Role(), invite, build.hands(config), None) as node:
+    async with build.peer(config, build.Role(), invite, build.runner(config), None) as node:
         insider = Insider(node, node.directory, given.kinds)
         training = asyncio.create_task(node.run())
         until_s = time.monotonic() + ADMITTED_S

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from report import Target, parse, report
-from shoal.core.messages import Leave, Output, Recall, Refused
+from shoal.core.messages import Boundary, Leave, Recall, Refused
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.daemon import Daemon
-from shoal.transport.emulated.shaped import Link, Shaped
+from shoal.transport.emulated.shaped import AccessLink, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.libp2p import Libp2pTransport
@@ -52,7 +52,7 @@ def make_libp2p(identity: Identity, membership: Membership) -> Any:
 
 
 def make_shaped(identity: Identity, membership: Membership) -> Any:
-    return Shaped(TlsTransport(identity, membership), Link(DELAY_S, LINE_Bps, LINE_Bps))
+    return Shaped(TlsTransport(identity, membership), AccessLink(DELAY_S, LINE_Bps, LINE_Bps))
 
 
 MAKERS: dict[str, Callable[[Identity, Membership], Any]] = {
@@ -199,7 +199,7 @@ class Sender:
             self.waiting.pop(index).set_result(item.message)
 
     async def bulk(self, data: bytes) -> None:
-        message = Output(0, 0, self.serial, 0, 0)
+        message = Boundary(0, 0, self.serial, 1, False)
         await self.ask(message, (Blob("uint8", (len(data),), data),))
 
     async def ask(self, message: Any, blobs: tuple[Blob, ...] = ()) -> Any:

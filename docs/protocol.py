@@ -10,10 +10,12 @@ SOURCE = HERE.parent / "src" / "shoal" / "core" / "messages.py"
 PAGE = HERE / "protocol.md"
 KINDS = {
     "Value": "Values inside messages",
+    "Enum": "Enumerations",
     "Wire": "Messages between peers",
     "Event": "Events: what a machine is told",
     "Command": "Commands: what a machine wants done",
-    "msgspec.Struct": "Tasks of `Do`, and what goes with them",
+    "TaskBase": "Tasks of `Do`",
+    "msgspec.Struct": "What goes with tasks",
 }
 
 
@@ -26,7 +28,10 @@ def page() -> str:
         if not isinstance(node, ast.ClassDef) or node.name in KINDS or not node.bases:
             continue
         rows = found[ast.unparse(node.bases[0])]
-        rows.append(f"| `{node.name}` | {_fields(node)} | {_escaped(_meaning(node, lines))} |")
+        fields, lane = _fields(node), _lane(node)
+        rows.append(
+            f"| `{node.name}` | {f'id, {fields}' if lane else fields} | {_escaped(_meaning(node, lines))}{lane} |"
+        )
     text = [
         "# Protocol",
         "",
@@ -38,18 +43,35 @@ def page() -> str:
 
 
 def _fields(node: ast.ClassDef) -> str:
-    fields = [field for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)]
-    names = [f"{ast.unparse(field.target)}{'?' if field.value is not None else ''}" for field in fields]
+    names = []
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            names.append(f"{field.target.id}{'?' if field.value is not None else ''}")
+        elif isinstance(field, ast.Assign):  # of an enumeration
+            names.append(str(ast.literal_eval(field.value)))
     return ", ".join(names) or "none"
+
+
+def _lane(node: ast.ClassDef) -> str:
+    """Of a task, in words."""
+    if ast.unparse(node.bases[0]) != "TaskBase":
+        return ""
+    lanes = [
+        ast.literal_eval(one.value)
+        for one in node.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "lane"
+    ]
+    return f" Lane: {lanes[0] if lanes else 'compute'}."
 
 
 def _meaning(node: ast.ClassDef, lines: list[str]) -> str:
     words = [" ".join((ast.get_docstring(node) or "").split())]
     for field in node.body:
-        if isinstance(field, ast.AnnAssign) and field.end_lineno is not None:
+        if isinstance(field, ast.AnnAssign | ast.Assign) and field.end_lineno is not None:
             comment = lines[field.end_lineno - 1].partition("  # ")[2].strip()
             if comment:
-                words.append(f"`{ast.unparse(field.target)}`: {comment}.")
+                name = ast.unparse(field.target) if isinstance(field, ast.AnnAssign) else ast.literal_eval(field.value)
+                words.append(f"`{name}`: {comment}.")
     return " ".join(word for word in words if word)
 
 

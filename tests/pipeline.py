@@ -1,6 +1,6 @@
 """All stages of a run in one process, with everything that travels between peers encoded as peers encode it.
 
-The executors and runtime/tasks/coding.py are the run's own; what a network, machines and hands add is left out. Told in which order a run
+The executors and runtime/tasks/coding.py are the run's own; what networks, machines and tasks add is left out. Told in which order a run
 added (reference.as_recorded), it ends with that run's bits, codecs and all: tests/e2e/test_codecs.py. benchmarks/quality.py trains
 with it, and what it says of a codec therefore holds for runs. tests/reference.py is the other way round: no part of ours, no codecs.
 """

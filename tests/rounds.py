@@ -1,7 +1,7 @@
 """A group of replicas in one process that average: their core/allreduce/rounds.py for real, the network and the time played.
 
 Messages of one pair stay in order, those of different pairs and the tasks come as they are drawn; some may be lost. Who puts what where is
-for the hands: `Symbols` say whose microbatches were added in which order; tests/runtime/test_large_groups.py gives real tensors.
+for the runner: `Symbols` say whose microbatches were added in which order; tests/runtime/test_large_groups.py gives real tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from shoal.core.messages import (
     Drop,
     Failed,
     Gather,
+    GatherChunk,
     Member,
-    Part,
     Peer,
+    ReduceChunk,
     Reduced,
     Resend,
     Result,
@@ -34,7 +35,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Share,
-    Sum,
     View,
     Waits,
 )
@@ -43,7 +43,7 @@ from shoal.core.replica_state import ReplicaState
 MOST = 60_000  # events of a round; more are a round that does not end
 
 
-class Hands(Protocol):
+class TaskRunner(Protocol):
     def get(self, name: str) -> Any: ...
 
     def put(self, name: str, value: Any) -> None: ...
@@ -104,9 +104,9 @@ class Symbols:
 
 def held(play: Group, name: Peer) -> dict[str, tuple[int, int, tuple[Any, ...]]]:
     """What a replica of symbols holds."""
-    hands = play.hands[name]
-    assert isinstance(hands, Symbols)
-    return hands.blobs
+    runner = play.runner[name]
+    assert isinstance(runner, Symbols)
+    return runner.blobs
 
 
 class Group:
@@ -118,7 +118,7 @@ class Group:
         length: int,
         piece_values: int = 0,
         listeners: tuple[Peer, ...] = (),
-        hands: Callable[[Peer, int], Hands] = Symbols,
+        runner: Callable[[Peer, int], TaskRunner] = Symbols,
         seed: int = 0,
         widths: tuple[int, ...] = (),
     ) -> None:
@@ -129,7 +129,7 @@ class Group:
         self.view = View(number=5, step=3, members=members, joining=joining, owners=tuple(range(len(names))))
         known = widths or (0,) * len(names)
         self.shares = {name: Share(name, (index,), known[index]) for index, name in enumerate(names)}
-        self.hands = {name: hands(name, length) for name in names}
+        self.runner = {name: runner(name, length) for name in names}
         self.rounds: dict[Peer, Rounds] = {}
         for name in names:
             replica = ReplicaState(self.view, "leader", has_state=True, stage=0, step=3, length=length)
@@ -137,11 +137,11 @@ class Group:
         self.listeners = listeners
         self.lost: Callable[[Peer, Peer, Any], bool] = lambda *_: False
         self.now = 0.0
-        self.sent: list[tuple[Peer, Peer, Part | Sum | Resend]] = []
+        self.sent: list[tuple[Peer, Peer, ReduceChunk | GatherChunk | Resend]] = []
         self.reduced: dict[Peer, Reduced] = {}
         self.failures: dict[Peer, RoundFailed] = {}
         self.waits: list[tuple[Peer, Waits]] = []
-        self.heard: list[tuple[Peer, Peer, Sum]] = []  # from, to
+        self.heard: list[tuple[Peer, Peer, GatherChunk]] = []  # from, to
         self.tasks: Counter[type] = Counter()
         self._lines: dict[tuple[Peer, Peer], deque[tuple[Any, tuple[Any, ...]]]] = {}
         self._doing: dict[Peer, deque[Any]] = {name: deque() for name in names}
@@ -186,22 +186,22 @@ class Group:
                     self._doing[name].append(command.task)
                 case Drop():
                     for blob in command.blobs:
-                        self.hands[name].drop(blob)
+                        self.runner[name].drop(blob)
                 case Send():
                     self._send(name, command)
 
     def _send(self, name: Peer, command: Send) -> None:
-        message, values = command.message, tuple(self.hands[name].get(blob) for blob in command.blobs)
+        message, values = command.message, tuple(self.runner[name].get(blob) for blob in command.blobs)
         if isinstance(message, Reduced):
             self.reduced[name] = message
         elif isinstance(message, RoundFailed):
             self.failures[name] = message
-        elif isinstance(message, Sum) and message.heard:
+        elif isinstance(message, GatherChunk) and message.heard:
             self.heard.append((name, command.peer, message))
         elif isinstance(message, Waits):
             self.waits.append((name, message))
         else:
-            assert isinstance(message, Part | Sum | Resend)
+            assert isinstance(message, ReduceChunk | GatherChunk | Resend)
             self.sent.append((name, command.peer, message))
             if not self.lost(name, command.peer, message):
                 self._lines.setdefault((name, command.peer), deque()).append((message, values))
@@ -210,11 +210,11 @@ class Group:
         message, values = self._lines[source, target].popleft()
         names = tuple(f"r/{next(self._serial)}" for _ in values)
         for name, value in zip(names, values, strict=True):
-            self.hands[target].put(name, value)
+            self.runner[target].put(name, value)
         self.carry(target, self.rounds[target].on_message(source, message, names, "", self.now))
 
     def _end(self, name: Peer) -> None:
-        answer = self.hands[name].do(self._doing[name].popleft())
+        answer = self.runner[name].do(self._doing[name].popleft())
         if isinstance(answer, Done):
             self.carry(name, self.rounds[name].on_done(answer, self.now))
         else:

@@ -35,14 +35,15 @@ from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import Listening
 from shoal.runtime.signing import Signing
-from shoal.runtime.tasks.task_runner import Hands
+from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
 from shoal.transport.directory.dht import Dht
-from shoal.transport.directory.directory import Directory, Gossip, Record
+from shoal.transport.directory.directory import Directory, Gossip
+from shoal.transport.directory.records import PeerRecord
 from shoal.transport.emulated.faulty import FAULTS, Faulty
-from shoal.transport.emulated.shaped import Link, Pair, Reachable, Shaped
+from shoal.transport.emulated.shaped import AccessLink, PairLink, Reachable, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
@@ -66,18 +67,18 @@ def data(config: Config) -> Dataset:
     return open_dataset(config, cache=Path(config.run.dir) / ".cache")
 
 
-def hands(config: Config, first_step: int = 0, run: str | None = None) -> Hands:
+def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskRunner:
     """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
 
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or has no room here, the data is not there, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return Hands(config, None, Store(url_of(config), run))
-    return Hands(config, *_data_and_store(config, first_step, run))
+        return TaskRunner(config, None, Store(url_of(config), run))
+    return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 
 def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -> Alone:
-    """The whole model on this machine. `run` and ValueErrors as for `hands`."""
+    """The whole model on this machine. `run` and ValueErrors as for `runner`."""
     return Alone(config, *_data_and_store(config, first_step, run), first_step)
 
 
@@ -126,8 +127,10 @@ def _tree(told: bytes) -> dict[str, dict[str, Any]]:
 
 
 @asynccontextmanager
-async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO[bytes] | None) -> AsyncIterator[Node]:
-    """A peer that listens and has told so; `run` the node. Everything is closed at the end, the hands too."""
+async def peer(
+    config: Config, role: Role, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
+) -> AsyncIterator[Node]:
+    """A peer that listens and has told so; `run` the node. Everything is closed at the end, the task runner too."""
     identity = Identity.new()
     membership = invite.membership(identity)
     header = trace.Header(
@@ -139,7 +142,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
     )
     async with AsyncExitStack() as stack:
-        stack.callback(hands.close)
+        stack.callback(runner.close)
         record = _recorder(config, header, role, out)
         stack.callback(record.close)
         tell = partial(_tell_network, record)
@@ -153,7 +156,7 @@ async def peer(config: Config, role: Role, invite: Invite, hands: Hands, out: IO
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
-        node = Node(machine, hands, transport, directory, record, signing, gate)
+        node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
         yield node
 
@@ -230,8 +233,8 @@ def _transport(
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
     if not network.delay_s and not up_Bps and not down_Bps and not network.links:
         return plain
-    pairs = {host: Pair(*link) for host, link in network.links.items()}
-    return Shaped(plain, Link(network.delay_s, up_Bps, down_Bps, pairs))
+    pairs = {host: PairLink(*link) for host, link in network.links.items()}
+    return Shaped(plain, AccessLink(network.delay_s, up_Bps, down_Bps, pairs))
 
 
 def _directory(
@@ -246,9 +249,9 @@ def _directory(
             addresses = transport.address
         case "auto":
             (host, port), addresses = transport.address.direct, transport.address.streams
-    own = Record(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
+    own = PeerRecord(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
 
-    def learn(record: Record) -> None:
+    def learn(record: PeerRecord) -> None:
         match config.network.transport:
             case "tls":
                 transport.learn(record.peer, (record.host, record.port))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.core.messages import Backward, Boundary, Chunk, Forward, Gradient, Message, Output, Part, Sum
+from shoal.core.messages import Backward, Boundary, Chunk, Forward, GatherChunk, Gradient, Message, Output, ReduceChunk
 
 Size = tuple[str, int]  # of a blob: its dtype and the bytes that travel
 TOKENS = "int64"
@@ -40,7 +40,7 @@ KINDS = Traffic.__struct_fields__
 class Kept(msgspec.Struct, frozen=True):
     """Bytes of tensors that a peer holds at a moment, or held at most."""
 
-    shelf: int = 0  # boundary tensors that its server keeps until the step commits (core/server/activation_store.py), wherever they lie
+    store: int = 0  # boundary tensors that its server keeps until the step commits (core/server/activation_store.py)
     memory: int = 0  # of all its tensors by name, those in memory
     disk: int = 0  # and those on disk (runtime/tasks/blobs.py)
 
@@ -84,7 +84,7 @@ def _count(into: dict[str, int], message: Message, blobs: Sequence[Size], nbytes
 
 def _kind(message: Message, place: int, dtype: str) -> str:
     match message:
-        case Part() | Sum():
+        case ReduceChunk() | GatherChunk():
             return "averaging"
         case Chunk():
             return "state"

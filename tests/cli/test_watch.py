@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from shoal.config import Config
-from shoal.core.messages import Account, Committed, Member, Share, View
-from shoal.launcher.watch import Resumed, Watch
+from shoal.core.messages import Account, Committed, Member, Phase, Share, View
+from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, Listening, Progress, Told
 from shoal.traffic import Kept, Traffic
 
@@ -23,7 +23,15 @@ def a_view(number: int, step: int, epoch: int = 0, undone: int = 0, loss: float 
     groups = ((Share("a", ALL), Share("b", ())), (Share("c", ALL), Share("d", ())))
     last = None if loss is None else Committed(step - 1, number, 1.0, loss, ("x", "y"), groups)
     account = Account(issued=done, committed=done, undone=MICROBATCHES * undone)
-    return View(number, step, MEMBERS, started=loss is not None, epoch=epoch, last=last, account=account)
+    return View(
+        number,
+        step,
+        MEMBERS,
+        phase=Phase.GATHERING if loss is None else Phase.TRAINING,
+        epoch=epoch,
+        last=last,
+        account=account,
+    )
 
 
 HISTORY = (
@@ -35,8 +43,8 @@ HISTORY = (
 )
 
 
-def a_watch(*views: View) -> Watch:
-    watch = Watch(CONFIG, 0.0, Resumed())
+def a_watch(*views: View) -> RunMonitor:
+    watch = RunMonitor(CONFIG, 0.0, Resumed())
     for n, member in enumerate(MEMBERS):
         watch.hear(f"p{n}", Listening(member.peer, ()), 0.0)
         watch.hear(f"p{n}", Progress(member.peer, ready=n != 3), 0.0)
@@ -101,7 +109,7 @@ def test_a_member_on_another_machine_is_thought_to_live() -> None:
 
 
 def test_names_of_other_machines_peers_are_shortened_for_people() -> None:
-    watch = Watch(CONFIG, 0.0, Resumed())
+    watch = RunMonitor(CONFIG, 0.0, Resumed())
     watch.tell("removed", f"{'abcdef' + 'g' * 26}.18c1f0.q7wzkdmabcde.16 silent for 4.2 s, and so is {'b' * 32}.9", 1.0)
     assert watch.happenings[-1].text == "abcdef silent for 4.2 s, and so is bbbbbb"
 

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 from tests.contract.transports import NETS, introduce, lost, run, started, take
 
-from shoal.core.messages import Cancelled, Chunk, Gradient, Lead, Output, Part
+from shoal.core.messages import Boundary, Cancelled, Chunk, Forward, Lead, ReduceChunk
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.streams import inbox, streams
+from shoal.transport.streams import handshake, receive_queue
 from shoal.transport.wire import BlobHead, Head, encode
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def net(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs this may be very busy."""
-    monkeypatch.setattr(streams, "CONNECT_S", 60.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 60.0)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def control(index: int) -> Cancelled:
     return Cancelled(0, 1, index, 0, 0)
 
 
-def bulk(index: int, data: bytes) -> tuple[Output, tuple[Blob, ...]]:
-    return Output(0, 1, index, 0, 0), (Blob("uint8", (len(data),), data),)
+def bulk(index: int, data: bytes) -> tuple[Boundary, tuple[Blob, ...]]:
+    return Boundary(0, 1, index, 1, False), (Blob("uint8", (len(data),), data),)
 
 
 def heard(item: Incoming) -> tuple[str, object]:
@@ -62,7 +62,7 @@ def raw(head: bytes) -> bytes:
 
 
 def head_of(nbytes: int, shape: tuple[int, ...], dtype: str = "uint8", codec: str = "raw") -> bytes:
-    return raw(msgspec.msgpack.encode(Head(Output(0, 1, 2, 0, 0), (BlobHead(dtype, shape, codec, nbytes),))))
+    return raw(msgspec.msgpack.encode(Head(Boundary(0, 1, 2, 1, False), (BlobHead(dtype, shape, codec, nbytes),))))
 
 
 def test_messages_arrive_once_and_in_order(net: Any) -> None:
@@ -94,7 +94,7 @@ def test_large_blobs_arrive_as_they_were_sent(net: Any) -> None:
                 Blob("int64", (0, 3), b""),
                 Blob("float32", (), b"abcd"),
             )
-            a.send(b.name, Output(0, 1, 2, 0, 0), blobs)
+            a.send(b.name, Boundary(0, 1, 2, 1, False), blobs)
             got = (await take(b, a)).blobs
             assert [(blob.dtype, blob.shape, blob.codec) for blob in got] == [(s.dtype, s.shape, "raw") for s in blobs]
             assert [hashlib.sha256(blob.data).digest() for blob in got] == [
@@ -105,13 +105,15 @@ def test_large_blobs_arrive_as_they_were_sent(net: Any) -> None:
 
 
 def test_control_overtakes_bulk(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "ROOM_BYTES", MIB)  # so that bulk cannot all be there before the reader begins
+    monkeypatch.setattr(
+        receive_queue, "BULK_LIMIT_BYTES", MIB
+    )  # so that bulk cannot all be there before the reader begins
 
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
             a.send(b.name, control(0))
             a.send(b.name, *bulk(0, b"first"))  # both connections stand
-            assert {type((await take(b, a)).message) for _ in range(2)} == {Cancelled, Output}
+            assert {type((await take(b, a)).message) for _ in range(2)} == {Cancelled, Boundary}
             data = bytes(2 * MIB)
             for index in range(32):
                 a.send(b.name, *bulk(index, data))
@@ -128,7 +130,7 @@ def test_bulk_of_a_higher_rank_overtakes_and_ranks_keep_their_order(net: Any, mo
     """The reader takes nothing while all is sent: what is still with the sender then comes by rank, each in order."""
     if "memory" in type(getattr(net.make(Identity.new()), "_inner", net.make(Identity.new()))).__name__.lower():
         pytest.skip("nothing waits in this network: it drops where it cannot push back")
-    monkeypatch.setattr(inbox, "ROOM_BYTES", MIB)
+    monkeypatch.setattr(receive_queue, "BULK_LIMIT_BYTES", MIB)
 
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
@@ -139,19 +141,19 @@ def test_bulk_of_a_higher_rank_overtakes_and_ranks_keep_their_order(net: Any, mo
             for index in range(16):
                 a.send(b.name, Chunk(0, 1, 0, index), rest)
             for index in range(4):
-                a.send(b.name, Part(0, 1, 0, index), (Blob("float32", (1,), b"abcd"),))
+                a.send(b.name, ReduceChunk(0, 1, 0, index), (Blob("float32", (1,), b"abcd"),))
             for index in range(4):
-                a.send(b.name, Output(0, 1, index, 0, 0), (Blob("float32", (1,), b"abcd"),))
-                a.send(b.name, Gradient(0, 1, index, 1, 0), (Blob("float32", (1,), b"abcd"),))
+                a.send(b.name, Forward(0, 1, index, 0, 1, 1), (Blob("float32", (1,), b"abcd"),))
+                a.send(b.name, Boundary(0, 1, index, 0, True), (Blob("float32", (1,), b"abcd"),))
             messages = [item.message for item in [await take(b) for _ in range(28)] if isinstance(item, Incoming)]
             kinds = [type(message).__name__ for message in messages]
-            for kind in (Chunk, Part, Output, Gradient):
+            for kind in (Chunk, ReduceChunk, Forward, Boundary):
                 mine = [message for message in messages if isinstance(message, kind)]
                 numbers = [getattr(m, "chunk", getattr(m, "index", 0)) for m in mine]
                 assert numbers == sorted(numbers), kind
-            last = len(kinds) - 1 - kinds[::-1].index("Part")
+            last = len(kinds) - 1 - kinds[::-1].index("ReduceChunk")
             assert kinds[last:].count("Chunk") >= 4, "what is small and of a higher rank came after the bulk"
-            assert max(kinds.index("Gradient"), kinds.index("Output")) < last
+            assert max(kinds.index("Forward"), kinds.index("Boundary")) < last
 
     run(story)
 
@@ -288,7 +290,7 @@ def test_oversized_data_is_refused_before_memory_is_taken_and_its_sender_named(
         head_of(4, (4,), "complex64") + bytes(4),
         head_of(4, (4,), codec="zip") + bytes(4),
         head_of(1, (1,) * 9) + bytes(1),
-        raw(msgspec.msgpack.encode([["Output", 0, 1, 2, 0, 0], [["uint8", [1], "raw", 1]] * 5])) + bytes(5),
+        raw(msgspec.msgpack.encode([["Boundary", 0, 1, 2, 1, False], [["uint8", [1], "raw", 1]] * 5])) + bytes(5),
     ],
 )
 def test_malformed_data_is_refused_its_sender_named_and_others_go_on(net: Any, what: bytes) -> None:
@@ -309,8 +311,8 @@ def test_what_others_would_refuse_is_not_sent(net: Any) -> None:
             blob = Blob("uint8", (4,), b"abcd")
             for message, blobs in (
                 (Lead(1, 2, 3), (blob,)),
-                (Output(0, 1, 2, 0, 0), (Blob("uint8", (5,), b"abcd"),)),
-                (Output(0, 1, 2, 0, 0), (blob,) * 5),
+                (Boundary(0, 1, 2, 1, False), (Blob("uint8", (5,), b"abcd"),)),
+                (Boundary(0, 1, 2, 1, False), (blob,) * 5),
                 bulk(0, bytes(MIB + 1)),
             ):
                 with pytest.raises(ValueError):
@@ -323,7 +325,7 @@ def test_a_slow_reader_gets_everything_in_the_end(net: Any, monkeypatch: pytest.
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
             if "memory" not in type(getattr(b, "_inner", b)).__name__.lower():  # which drops where it cannot push back
-                monkeypatch.setattr(inbox, "ROOM_BYTES", MIB)
+                monkeypatch.setattr(receive_queue, "BULK_LIMIT_BYTES", MIB)
             data = bytes(MIB)
             for index in range(40):
                 a.send(b.name, *bulk(index, data))

@@ -14,7 +14,6 @@ from shoal.core.consensus.register import Register
 from shoal.core.consensus.validity import flaw
 from shoal.core.messages import (
     Accept,
-    AskVote,
     Committed,
     Dismissed,
     Entry,
@@ -22,6 +21,7 @@ from shoal.core.messages import (
     Member,
     Message,
     Note,
+    Phase,
     Proof,
     Propose,
     Received,
@@ -31,13 +31,14 @@ from shoal.core.messages import (
     Signed,
     View,
     Vote,
+    VoteRequest,
 )
 from shoal.core.peer import PeerMachine
 
 SETTINGS = Settings(stages=1, microbatches=2, steps=4)
 NAMES = ("a", "b", "c")
 MEMBERS = tuple(Member(name, 0) for name in NAMES)
-FIRST = View(number=2, step=0, members=MEMBERS, owners=(0, 1), started=True)
+FIRST = View(number=2, step=0, members=MEMBERS, owners=(0, 1), phase=Phase.TRAINING)
 ENTRY = Entry(term=1, view=FIRST, before=("a",))
 PROOF = Proof("a", tuple(Signed(name) for name in NAMES))
 
@@ -66,15 +67,15 @@ def successor(**changes: object) -> View:
 
 
 TAKEN = successor(members=(Member("x", 0),), owners=(0, 0))
-OVER = successor(step=4, finished=True)
+OVER = successor(step=4, phase=Phase.FINISHED)
 BY_X = Proof("x", (Signed("x"),))
 CLAIMS: tuple[Message, ...] = (
     Vote(2**31, granted=False),
     Vote(2**31, granted=True, by=Signed("x")),
     Accept(2**31, 0),
     Accept(1, 2, digest(FIRST), Signed("x")),
-    AskVote(2**31, 2**31, 2**53),
-    AskVote(1, 2**31, 2**53, trial=True),
+    VoteRequest(2**31, 2**31, 2**53),
+    VoteRequest(1, 2**31, 2**53, trial=True),
     Lead(2**31, 2**53),
     Lead(2, 2, 1, digest(FIRST), PROOF, (Signed("x"),)),
     Propose(Entry(2, TAKEN, ()), 2),
@@ -110,9 +111,9 @@ def test_claims_of_a_higher_term_raise_it_in_small_steps() -> None:
     register.on_message("a", Propose(ENTRY, 1, PROOF), 0.0)
     silence_s = SETTINGS.silence_s
     for _ in range(1000):
-        register.on_message("c", AskVote(2**31, 9, 9), silence_s)
+        register.on_message("c", VoteRequest(2**31, 9, 9), silence_s)
     assert register.term == 1 + TERMS
-    register.on_message("c", AskVote(2**31, 9, 9), silence_s + SETTINGS.beat_s)
+    register.on_message("c", VoteRequest(2**31, 9, 9), silence_s + SETTINGS.beat_s)
     assert register.term == 1 + 2 * TERMS
 
 
@@ -140,7 +141,7 @@ def test_a_peer_whose_term_ran_ahead_alone_comes_back_to_the_leader_it_can_see()
     lead = Lead(1, 2, 1, digest(FIRST))
     register.on_message("a", lead, 20.1)
     assert (register.term, register.leader) == (1, "a"), "nobody relies on a term that it gave no vote in"
-    register.on_message("c", AskVote(3, 9, 9), 40.0)
+    register.on_message("c", VoteRequest(3, 9, 9), 40.0)
     assert register.term == 3 and register.election.voted == "c"
     commands = register.on_message("a", lead, 40.1)
     assert register.leader is None and commands == [Send("a", Accept(term=3, number=0))], "c may lead by that vote"
@@ -224,8 +225,8 @@ WRONG = (
     ("epoch", successor(epoch=2)),
     ("skips", successor(step=2)),
     ("uncommitted", successor(step=1)),
-    ("unstarted", successor(started=False)),
-    ("finished", successor(finished=True)),
+    ("unstarted", successor(phase=Phase.GATHERING)),
+    ("finished", successor(phase=Phase.FINISHED)),
     ("norm", successor(step=1, last=msgspec.structs.replace(LAST, norm=float("inf")))),
     ("half", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0,)),),)))),
     ("double", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0, 0)),),)))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.leader import Leader
 from shoal.core.messages import Barred, Join, Member, Note, Propose, Received, Send, Settings, Tick, View
 from shoal.core.peer import PeerMachine
 
@@ -36,10 +36,10 @@ def test_a_revoked_member_is_removed_by_the_next_view_and_not_asked_in_again() -
 
 
 def test_a_leader_that_is_elected_later_bars_them_too() -> None:
-    coordinator = Coordinator("a", SETTINGS)
-    coordinator.lead(a_view("a", "b", "c"), 1, 0.0)
-    coordinator.bar(("b", "nobody"))
-    coordinator.lead(a_view("a", "b", "c"), 2, 1.0)  # forgets all
-    assert coordinator.facts.evidence.guilty == {}
-    coordinator.bar(("b", "nobody"))
-    assert coordinator.facts.evidence.guilty == {"b": "revoked by the run's authority"}
+    leader = Leader("a", SETTINGS)
+    leader.lead(a_view("a", "b", "c"), 1, 0.0)
+    leader.bar(("b", "nobody"))
+    leader.lead(a_view("a", "b", "c"), 2, 1.0)  # forgets all
+    assert leader.facts.evidence.guilty == {}
+    leader.bar(("b", "nobody"))
+    assert leader.facts.evidence.guilty == {"b": "revoked by the run's authority"}

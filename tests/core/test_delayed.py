@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import msgspec
-from tests.core.test_coordinator import SETTINGS, Leader
+from tests.core.test_leader import SETTINGS, LeaderRig
 from tests.core.test_server import ME, MEMBERS, OTHER, OWNER, Play, a_view
 from tests.core.test_server import SETTINGS as SERVED
 
 from shoal.core.messages import (
     Add,
     Apply,
-    AskBooks,
     Booking,
     Books,
+    BooksRequest,
     Busy,
     Committed,
     Cut,
     Fetch,
     Gather,
+    GatherChunk,
     Gradient,
     Leave,
     Member,
-    Part,
+    Phase,
+    ReduceChunk,
     Reduced,
     Reset,
     Round,
     RunBackward,
     RunForward,
     Share,
-    Sum,
     View,
 )
 from shoal.core.trainer.trainer import Trainer
@@ -36,20 +37,20 @@ from shoal.core.trainer.trainer import Trainer
 LATE = msgspec.structs.replace(SETTINGS, staleness=1, steps=6)
 
 
-def a_leader() -> Leader:
+def a_leader() -> LeaderRig:
     """One whose first step is computed, and closed."""
-    leader = Leader(LATE)
+    leader = LeaderRig(LATE)
     leader.start()
     leader.fill_books()
     return leader
 
 
-def closed(leader: Leader, peer: str, books: tuple[int, ...], before: tuple[int, ...]) -> None:
+def closed(leader: LeaderRig, peer: str, books: tuple[int, ...], before: tuple[int, ...]) -> None:
     """That peer's pulse from the middle of the next step."""
     leader.pulse(peer, books, closed=tuple(Booking(i, 2.0) for i in before))
 
 
-def go_on(leader: Leader) -> None:
+def go_on(leader: LeaderRig) -> None:
     """The next step is computed while the one before is averaged."""
     closed(leader, "a", (0, 2), (0, 2))
     closed(leader, "c", (1, 3), (1, 3))
@@ -69,7 +70,7 @@ def test_whole_books_open_the_next_step_and_then_they_are_averaged() -> None:
 
 
 def test_without_delay_nothing_is_opened_before_the_commit() -> None:
-    leader = Leader()
+    leader = LeaderRig()
     leader.start()
     leader.fill_books()
     assert leader.rounds() and not leader.view.ahead and leader.view.account.issued == 4
@@ -99,7 +100,7 @@ def test_the_next_step_but_one_waits_for_the_commit() -> None:
     assert (leader.view.step, leader.view.work) == (1, 2)  # both at once: its books were whole
 
 
-def a_death() -> Leader:
+def a_death() -> LeaderRig:
     """c dies with two bookings of the averaged step and one of the next."""
     leader = a_leader()
     closed(leader, "c", (1,), (1, 3))
@@ -133,7 +134,7 @@ def test_what_the_dead_brought_into_both_steps_is_redone_and_the_others_keep_the
 
 
 def test_whoever_brings_nothing_into_the_average_may_die_without_opening_the_step_again() -> None:
-    leader = Leader(LATE)
+    leader = LeaderRig(LATE)
     leader.start()
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 1, 2, 3))
@@ -147,7 +148,7 @@ def test_whoever_brings_nothing_into_the_average_may_die_without_opening_the_ste
 
 
 def test_the_step_is_committed_first_where_somebody_wants_to_leave() -> None:
-    leader = Leader(LATE)
+    leader = LeaderRig(LATE)
     leader.start()
     leader.hear("c", Leave(reason="drained"))
     leader.fill_books()
@@ -164,7 +165,7 @@ def test_nobody_leaves_in_the_middle_of_a_step() -> None:
 
 
 def test_after_the_last_step_there_is_none_to_open() -> None:
-    leader = Leader(msgspec.structs.replace(LATE, steps=1))
+    leader = LeaderRig(msgspec.structs.replace(LATE, steps=1))
     leader.start()
     leader.fill_books()
     assert not leader.view.ahead and leader.rounds()
@@ -172,7 +173,7 @@ def test_after_the_last_step_there_is_none_to_open() -> None:
 
 def test_a_new_leader_learns_both_steps_books_from_the_pulses() -> None:
     leader = a_leader()
-    leader.mind.lead(leader.view, 2, leader.now)
+    leader.machine.lead(leader.view, 2, leader.now)
     asked = len(leader.rounds())
     closed(leader, "a", (0,), (0, 2))
     closed(leader, "c", (), (1, 3))
@@ -185,7 +186,7 @@ def test_a_new_leader_learns_both_steps_books_from_the_pulses() -> None:
 
 
 def ahead(number: int = 2, **changes: object) -> View:
-    return a_view(number, **{"ahead": True, "begun": True, "since": number, **changes})
+    return a_view(number, **{"phase": Phase.OVERLAPPING, "since": number, **changes})
 
 
 def a_replica() -> Play:
@@ -244,14 +245,14 @@ def test_a_part_of_the_next_round_that_overtakes_its_view_is_kept_for_it() -> No
     play = a_replica()
     play.hear(OWNER, Round(0, 0, 5, 2, GROUPS))
     play.done(play.task(Cut))
-    play.hear("mate", Part(0, 0, 5, 0), 1)
+    play.hear("mate", ReduceChunk(0, 0, 5, 0), 1)
     play.done(play.task(Add))
-    play.hear("mate", Sum(0, 0, 5, 1), 1)
+    play.hear("mate", GatherChunk(0, 0, 5, 1), 1)
     play.done(play.task(Gather), digest="sum", norm_sq=1.0)
     play.backward(0, 3 << 20, step=1, view=2)
     play.done(play.task(RunBackward), loss=1.0)
-    (early,) = play.hear("mate", Part(0, 1, 6, 0), 1)  # the mate has seen the commit
-    (later,) = play.hear("mate", Part(0, 2, 7, 0), 1)
+    (early,) = play.hear("mate", ReduceChunk(0, 1, 6, 0), 1)  # the mate has seen the commit
+    (later,) = play.hear("mate", ReduceChunk(0, 2, 7, 0), 1)
     assert play.dropped() == [later]  # nobody can be two steps ahead
     play.view(a_view(3, step=1, last=a_commit(), since=2))
     play.done(play.task(Apply), digest="d1")
@@ -263,7 +264,7 @@ def test_a_part_of_the_next_round_that_overtakes_its_view_is_kept_for_it() -> No
 
 def test_what_is_opened_again_takes_nothing_that_was_sent_before() -> None:
     play = a_replica()
-    again = a_view(3, begun=True, since=3)
+    again = a_view(3, phase=Phase.REOPENED, since=3)
     play.view(again)
     play.backward(2, 1)  # of the first time, and late
     assert not play.tasks() and not play.sends(Busy)
@@ -278,14 +279,14 @@ def test_the_books_of_the_step_under_way_outlive_the_one_that_is_opened_again() 
     play.backward(0, 3 << 20, step=1, view=2)
     running = play.task(RunBackward)
     play.backward(2, 3 << 20, step=1, view=2)  # waits
-    play.view(a_view(3, begun=True, since=3))
+    play.view(a_view(3, phase=Phase.REOPENED, since=3))
     play.done(running, loss=1.0)  # it is in the sum of step 1, so it is in its books
     assert [booking.index for booking in play.server.books] == [0, 1] and not play.tasks()
-    play.hear(OTHER, AskBooks(0, 0, 3))
+    play.hear(OTHER, BooksRequest(0, 0, 3))
     assert play.sends(Books)[0][1].indices == (0, 1)
     play.view(ahead(4, since=4))
     assert [booking.index for booking in play.server.books] == [0]
-    play.hear(OTHER, AskBooks(0, 1, 4))
+    play.hear(OTHER, BooksRequest(0, 1, 4))
     assert play.sends(Books)[0][1] == Books(0, 1, 4, 1, (0,)), "of the step that was asked for, or nobody hears it"
     play.backward(0, 5 << 20, step=1, view=4)
     assert not play.tasks() and [message.attempt for _, message, _ in play.sends(Gradient)] == [5 << 20]
@@ -295,9 +296,9 @@ def test_books_are_not_told_while_a_former_owners_backward_runs() -> None:
     play = a_replica()
     play.backward(0, 3 << 20, step=1, view=2)
     running = play.task(RunBackward)
-    play.view(a_view(3, begun=True, since=3))
+    play.view(a_view(3, phase=Phase.REOPENED, since=3))
     play.view(ahead(4, since=4))
-    play.hear(OTHER, AskBooks(0, 1, 4))
+    play.hear(OTHER, BooksRequest(0, 1, 4))
     assert not play.sends(Books)
     play.done(running, loss=1.0)
     assert play.sends(Books)[0][1].indices == (0,)
@@ -325,13 +326,13 @@ def test_an_owner_that_goes_on_with_a_step_asks_what_of_it_is_booked() -> None:
 
     def asked(view: View) -> tuple[set[int], list[int]]:
         commands = trainer.on_view(view, 0.0)
-        books = {c.message.step for c in commands if hasattr(c, "message") and isinstance(c.message, AskBooks)}
+        books = {c.message.step for c in commands if hasattr(c, "message") and isinstance(c.message, BooksRequest)}
         return books, [c.task.step for c in commands if hasattr(c, "task") and isinstance(c.task, Fetch)]
 
-    trainer.on_view(a_view(1, started=False), 0.0)
+    trainer.on_view(a_view(1, phase=Phase.GATHERING), 0.0)
     assert asked(a_view(2)) == (set(), [0, 0])
     assert asked(ahead(3)) == (set(), [1, 1])
     assert asked(a_view(4, step=1, since=3)) == (set(), [])  # the commit changes nothing
     assert asked(ahead(5, step=1)) == (set(), [2, 2])
-    assert asked(a_view(6, step=1, begun=True, since=6)) == ({1}, [])
+    assert asked(a_view(6, step=1, phase=Phase.REOPENED, since=6)) == ({1}, [])
     assert asked(ahead(7, step=1, since=7)) == ({2}, [])

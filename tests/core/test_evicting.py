@@ -7,7 +7,7 @@ import math
 
 import msgspec
 import pytest
-from tests.core.test_coordinator import Leader, places
+from tests.core.test_leader import LeaderRig, places
 
 from shoal.core.leader.averaging import PAUSES
 from shoal.core.leader.facts import FAILURES, JOINS, SAME
@@ -16,7 +16,6 @@ from shoal.core.leader.rules.checks import STALLED
 from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
-    AskSave,
     Booker,
     Complaint,
     Evicted,
@@ -27,6 +26,7 @@ from shoal.core.messages import (
     Reduced,
     RoundFailed,
     Saved,
+    SaveRequest,
     Settings,
     Waits,
     WhoBooked,
@@ -37,9 +37,9 @@ BEAT_S = LONG.beat_s
 QUIET_S = QUIET_BEATS * BEAT_S
 
 
-def a_run(others: str = "bc", **changes: object) -> Leader:
+def a_run(others: str = "bc", **changes: object) -> LeaderRig:
     """a, c, e serve stage 0, b, d, f stage 1, as far as they are there."""
-    leader = Leader(msgspec.structs.replace(LONG, peers=1 + len(others), **changes))
+    leader = LeaderRig(msgspec.structs.replace(LONG, peers=1 + len(others), **changes))
     for peer in others:
         leader.join(peer)
     for peer in "a" + others:
@@ -48,20 +48,20 @@ def a_run(others: str = "bc", **changes: object) -> Leader:
     return leader
 
 
-def members(leader: Leader) -> str:
+def members(leader: LeaderRig) -> str:
     return "".join(sorted(member.peer for member in leader.view.members))
 
 
-def joiners(leader: Leader) -> str:
+def joiners(leader: LeaderRig) -> str:
     return "".join(sorted(member.peer for member in leader.view.joining))
 
 
-def complain(leader: Leader, accuser: str, about: str, kind: str = "faulty", times: int = 1) -> None:
+def complain(leader: LeaderRig, accuser: str, about: str, kind: str = "faulty", times: int = 1) -> None:
     for _ in range(times):
         leader.hear(accuser, Complaint(about, "is wrong", kind))  # type: ignore[arg-type]
 
 
-def whole_books(leader: Leader, without: str = "") -> None:
+def whole_books(leader: LeaderRig, without: str = "") -> None:
     """The first members of both stages book everything."""
     first: dict[int, str] = {}
     for member in leader.view.members:
@@ -72,7 +72,7 @@ def whole_books(leader: Leader, without: str = "") -> None:
             leader.pulse(member.peer, (0, 1, 2, 3))
 
 
-def reduce(leader: Leader, norms: dict[str, float] | None = None, digests: dict[str, str] | None = None) -> None:
+def reduce(leader: LeaderRig, norms: dict[str, float] | None = None, digests: dict[str, str] | None = None) -> None:
     """Everybody in the open round is done with it."""
     round_ = leader.rounds()[-1]
     for stage, group in enumerate(round_.groups):
@@ -82,7 +82,7 @@ def reduce(leader: Leader, norms: dict[str, float] | None = None, digests: dict[
             leader.hear(share.peer, Reduced(round_.epoch, round_.step, round_.round, digest, norm_sq))
 
 
-def again(leader: Leader, peers: tuple[str, ...]) -> None:
+def again(leader: LeaderRig, peers: tuple[str, ...]) -> None:
     """Until the round is tried again."""
     asked = len(leader.rounds())
     for _ in range(200):
@@ -92,16 +92,16 @@ def again(leader: Leader, peers: tuple[str, ...]) -> None:
     raise AssertionError("no other round")
 
 
-def commit(leader: Leader) -> None:
+def commit(leader: LeaderRig) -> None:
     step = leader.view.step
     whole_books(leader)
     reduce(leader)
     assert leader.view.step == step + 1, leader.reasons
 
 
-def late_leader(leader: Leader) -> None:
+def late_leader(leader: LeaderRig) -> None:
     """Another term, of a leader that knows only the view."""
-    leader.said += leader.mind.lead(leader.view, 2, leader.now)
+    leader.said += leader.machine.lead(leader.view, 2, leader.now)
 
 
 # --------------------------------------------------------------------------------------------------------- complaints
@@ -169,7 +169,7 @@ def test_accusations_against_the_leader_make_it_resign_and_not_evict() -> None:
     leader = a_run("bcd")
     for peer in "bc":
         complain(leader, peer, "a", times=2)
-    assert members(leader) == "abcd" and "complaints by b and c" in leader.mind.facts.evidence.resigns
+    assert members(leader) == "abcd" and "complaints by b and c" in leader.machine.facts.evidence.resigns
 
 
 def test_whoever_dies_is_not_remembered_as_evicted_and_may_come_back_at_once() -> None:
@@ -205,7 +205,7 @@ def test_books_that_change_evict_and_older_ones_do_not() -> None:
     assert members(leader) == "abd" and "c has changed what it booked" in leader.reasons
 
 
-def doubled() -> Leader:
+def doubled() -> LeaderRig:
     """c and e, of stage 0, have booked microbatch 1, which b owns; nothing else is wrong."""
     leader = a_run("bcde")
     assert leader.view.members[leader.view.owners[1]].peer == "b"
@@ -257,7 +257,7 @@ def test_where_the_owner_does_not_say_the_one_with_fewer_bookings_goes() -> None
 def test_a_leader_that_was_stopped_waits_for_the_owners_answer() -> None:
     leader = doubled()
     leader.now += 60.0
-    leader.mind.forgive(60.0, leader.now)
+    leader.machine.forgive(60.0, leader.now)
     leader.wait(1.0, alive=tuple("bcde"))
     leader.hear("b", Booker(0, 0, 1, 0, peer="e"))
     assert members(leader) == "abde"
@@ -298,7 +298,7 @@ def test_one_replicas_norm_does_not_reach_the_optimizer(norm_sq: float) -> None:
             assert leader.view.step == 0
             leader.wait(0.5, alive=tuple("bcde"))
         if liar == "a":
-            assert leader.mind.facts.evidence.stale.keys() == {"a"} or Member("a", 0, back=True) in places(
+            assert leader.machine.facts.evidence.stale.keys() == {"a"} or Member("a", 0, back=True) in places(
                 leader.view.joining
             )
         else:
@@ -370,7 +370,7 @@ def test_a_joiner_whose_state_is_of_another_step_is_not_unfit() -> None:
     assert joiners(leader) == "e"
 
 
-def fail(leader: Leader, peer: str, culprit: str = "", **changes: object) -> None:
+def fail(leader: LeaderRig, peer: str, culprit: str = "", **changes: object) -> None:
     round_ = leader.rounds()[-1]
     failed = RoundFailed(round_.epoch, round_.step, round_.round, "it does not fit", culprit)
     leader.hear(peer, msgspec.structs.replace(failed, **changes))
@@ -385,7 +385,7 @@ def test_a_round_goes_on_whatever_says_who_is_not_in_it_or_means_another() -> No
     fail(leader, "x", "c")
     for changes in ({"round": 1}, {"step": 1}, {"epoch": 1}):
         fail(leader, "b", "d", **changes)
-    assert leader.mind.facts.rounds.open is not None and leader.mind.facts.rounds.failures.total() == 0
+    assert leader.machine.facts.rounds.open is not None and leader.machine.facts.rounds.failures.total() == 0
     reduce(leader)
     assert leader.view.step == 1
 
@@ -420,7 +420,7 @@ def test_a_leader_that_lacks_parts_itself_resigns() -> None:
     whole_books(leader)
     leader.hear("a", Waits(0, 0, leader.rounds()[-1].round, parts=("c",)))
     leader.wait(2.0, alive=tuple("bcd"))
-    assert members(leader) == "abcd" and "does not judge in its own case" in leader.mind.facts.evidence.resigns
+    assert members(leader) == "abcd" and "does not judge in its own case" in leader.machine.facts.evidence.resigns
 
 
 def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_leader_was_stopped() -> None:
@@ -431,7 +431,7 @@ def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_l
         leader.hear(peer, Reduced(0, 0, of.round, f"sum {stage}", 4.5))
     leader.wait(2.0, alive=tuple("bcd"))
     leader.now += 60.0
-    leader.mind.forgive(60.0, leader.now)
+    leader.machine.forgive(60.0, leader.now)
     leader.wait(2.0, alive=tuple("bcd"))
     assert members(leader) == "abcd"
     leader.wait(14.0, alive=tuple("bcd"))
@@ -521,7 +521,7 @@ def test_a_leader_that_was_stopped_evicts_nobody_for_that_time() -> None:
     leader = a_run("bcd", hold_s=2.0)
     leader.pulse("c", ready=False)
     leader.now += 200.0
-    leader.mind.forgive(200.0, leader.now)
+    leader.machine.forgive(200.0, leader.now)
     leader.wait(1.0, alive=("b", "d"))
     assert members(leader) == "abcd"
 
@@ -536,7 +536,7 @@ def test_two_processes_of_one_key_are_admitted_during_a_restart_and_a_third_is_n
     assert {member.peer for member in leader.view.joining} == {"k.1", "k.2"}
     leader.wait(6.0, alive=("b", "c", "k.2"))
     leader.join("k.3")
-    assert {"k.2", "k.3"} <= leader.mind.facts.present.keys() and "k.1" not in leader.mind.facts.present
+    assert {"k.2", "k.3"} <= leader.machine.facts.present.keys() and "k.1" not in leader.machine.facts.present
 
 
 def test_an_invite_admits_as_many_peers_as_it_says_and_others_are_not_in_their_way() -> None:
@@ -550,7 +550,7 @@ def test_those_who_come_in_one_beat_are_counted_together() -> None:
     leader = a_run()
     leader.now += 1.0
     for number in range(4):
-        leader.said += leader.mind.on_message(f"k{number}.1.inv.2", Join(), leader.now)
+        leader.said += leader.machine.on_message(f"k{number}.1.inv.2", Join(), leader.now)
     leader.decide()
     assert len(leader.view.joining) == 2
 
@@ -563,24 +563,24 @@ def test_an_invite_that_admits_nobody_admits_nobody() -> None:
 
 def test_so_many_that_ask_are_remembered_and_no_more() -> None:
     leader = a_run()
-    leader.mind.facts.history.due["admit"] = math.inf
+    leader.machine.facts.history.due["admit"] = math.inf
     for number in range(JOINS + 50):
         leader.hear(f"p{number}", Join())
-    assert len(leader.mind.facts.requests.joins) == JOINS
+    assert len(leader.machine.facts.requests.joins) == JOINS
     leader.hear("p0", Join(holds=Holding(0, 1, 0)))
-    assert leader.mind.facts.requests.joins["p0"].holds is not None, "who is there may ask again"
+    assert leader.machine.facts.requests.joins["p0"].holds is not None, "who is there may ask again"
 
 
-def evict(leader: Leader, peer: str, by: str) -> None:
+def evict(leader: LeaderRig, peer: str, by: str) -> None:
     complain(leader, by[0], peer, times=2)
     complain(leader, by[1], peer)
     assert peer not in members(leader), leader.reasons
 
 
-def back_after(leader: Leader, peer: str, alive: tuple[str, ...]) -> float:
+def back_after(leader: LeaderRig, peer: str, alive: tuple[str, ...]) -> float:
     """Seconds until it is let in, though it asks every beat."""
     began = leader.now
-    while peer not in leader.mind.facts.present:
+    while peer not in leader.machine.facts.present:
         assert leader.now < began + 500.0
         leader.hear(peer, Join())
         leader.wait(0.5, alive=alive)
@@ -627,7 +627,7 @@ def test_later_views_remember_who_was_evicted() -> None:
 # -------------------------------------------------------------------------------------------------------------- stalls
 
 
-def hanging(others: str = "bcd") -> Leader:
+def hanging(others: str = "bcd") -> LeaderRig:
     """Microbatch 1, of b, lacks at stage 1; everything else is booked."""
     leader = a_run(others)
     assert leader.view.members[leader.view.owners[1]].peer == "b"
@@ -636,7 +636,7 @@ def hanging(others: str = "bcd") -> Leader:
     return leader
 
 
-def owner(leader: Leader, index: int = 1) -> str:
+def owner(leader: LeaderRig, index: int = 1) -> str:
     return leader.view.members[leader.view.owners[index]].peer
 
 
@@ -652,6 +652,24 @@ def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it
     leader.pulse("d", (1,))
     reduce(leader)
     assert leader.view.step == 1
+
+
+def test_a_leader_stopped_between_finding_that_a_microbatch_hangs_and_reassigning_it_asks_again() -> None:
+    """What its owner answered meanwhile is still to be read."""
+    leader = hanging()
+    found = leader.machine.facts.evidence
+    while not found.reassigning:
+        leader.now += 0.5
+        assert leader.now < QUIET_S + 20.0
+        for peer in "abcd":
+            if not found.reassigning:
+                leader.pulse(peer)
+    leader.now += 60.0
+    leader.machine.forgive(60.0, leader.now)
+    leader.decide()
+    assert owner(leader) == "b" and members(leader) == "abcd"
+    leader.wait(QUIET_S + 8.0, alive=tuple("bcd"))
+    assert owner(leader) != "b" and members(leader) == "abcd"
 
 
 def test_a_slow_step_that_gets_on_keeps_its_owners() -> None:
@@ -680,9 +698,9 @@ def test_a_leader_that_came_in_mid_step_evicts_instead_of_reassigning(led_before
     """It does not know who has had the microbatch, also where it led an earlier step."""
     leader = a_run("bcd")
     if led_before:
-        before = leader.mind.facts.known
+        before = leader.machine.facts.known
         commit(leader)
-        leader.mind.facts.known = before  # what it knew when it led last
+        leader.machine.facts.known = before  # what it knew when it led last
     late_leader(leader)
     leader.pulse("a", (0, 1, 2, 3))
     leader.pulse("b", (0, 2, 3))
@@ -711,15 +729,18 @@ def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
 def test_why_a_step_is_not_committed_is_said_after_a_while_and_not_after_its_commit() -> None:
     leader = hanging()
     leader.wait(STALLED * BEAT_S - 0.5, alive=tuple("bcd"))
-    assert leader.mind.stall == ""
+    assert leader.machine.stall == ""
     leader.wait(2.0, alive=tuple("bcd"))
-    assert leader.mind.stall.startswith("step 0 is not committed for 1") and "stage 1 has 3 of 4" in leader.mind.stall
+    assert (
+        leader.machine.stall.startswith("step 0 is not committed for 1")
+        and "stage 1 has 3 of 4" in leader.machine.stall
+    )
     leader.pulse("b", (0, 2, 3, 1))
     leader.wait(1.0, alive=tuple("bcd"))
-    assert "waits for a, c, b, d" in leader.mind.stall
+    assert "waits for a, c, b, d" in leader.machine.stall
     reduce(leader)
     leader.wait(1.0, alive=tuple("bcd"))
-    assert leader.view.step == 1 and leader.mind.stall == ""
+    assert leader.view.step == 1 and leader.machine.stall == ""
 
 
 def test_a_run_whose_steps_are_long_is_not_said_to_be_stalled() -> None:
@@ -728,7 +749,7 @@ def test_a_run_whose_steps_are_long_is_not_said_to_be_stalled() -> None:
         for done in range(1, 9):
             leader.wait(4.0, alive=tuple("bcd"))
             if leader.view.step:
-                assert leader.mind.stall == ""
+                assert leader.machine.stall == ""
             leader.pulse("a", tuple(range(done)))
             leader.pulse("b", tuple(range(done)))
         reduce(leader)
@@ -736,37 +757,37 @@ def test_a_run_whose_steps_are_long_is_not_said_to_be_stalled() -> None:
 
 
 def test_a_run_that_waited_long_for_its_peers_is_not_stalled_when_it_begins() -> None:
-    leader = Leader(LONG)
+    leader = LeaderRig(LONG)
     leader.wait(100.0)
     for peer in "bc":
         leader.join(peer)
     for peer in "abc":
         leader.pulse(peer)
     leader.wait(2.0, alive=("b", "c"))
-    assert leader.view.started and leader.mind.stall == ""
+    assert leader.view.started and leader.machine.stall == ""
 
 
 def test_a_run_that_has_not_begun_or_is_over_is_not_stalled() -> None:
-    leader = Leader(msgspec.structs.replace(LONG, steps=1, save_last=False))
+    leader = LeaderRig(msgspec.structs.replace(LONG, steps=1, save_last=False))
     leader.wait(30.0)
-    assert leader.mind.stall == ""
+    assert leader.machine.stall == ""
     for peer in "bc":
         leader.join(peer)
     for peer in "abc":
         leader.pulse(peer)
     commit(leader)
     leader.wait(30.0, alive=("b", "c"))
-    assert leader.view.finished and leader.mind.stall == ""
+    assert leader.view.finished and leader.machine.stall == ""
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def saving() -> Leader:
+def saving() -> LeaderRig:
     leader = a_run("bcd", save_every=1)
     commit(leader)
     leader.wait(0.5, alive=tuple("bcd"))
-    assert {peer for peer, _ in leader.sent(AskSave)} == {"a", "b"}
+    assert {peer for peer, _ in leader.sent(SaveRequest)} == {"a", "b"}
     return leader
 
 
@@ -788,11 +809,11 @@ def test_only_whoever_was_asked_has_saved_its_stage(peer: str, answer: Saved | P
     leader = saving()
     leader.hear(peer, answer)
     assert (
-        leader.mind.facts.saving.records == {}
-        and leader.mind.facts.saving.unable == {}
-        and leader.mind.facts.saving.published == 0
+        leader.machine.facts.saving.records == {}
+        and leader.machine.facts.saving.unable == {}
+        and leader.machine.facts.saving.published == 0
     )
-    assert not leader.mind.facts.saving.idle
+    assert not leader.machine.facts.saving.idle
 
 
 def test_only_whoever_was_asked_has_published() -> None:
@@ -802,13 +823,13 @@ def test_only_whoever_was_asked_has_published() -> None:
     for peer, step in (("b", 1), ("c", 1), ("a", 2)):
         leader.hear(peer, Published(0, step, path="forged"))
     leader.hear("b", Published(0, 1, failed="forged"))
-    assert leader.mind.facts.saving.published == 0 and leader.mind.facts.saving.unpublished == {}
+    assert leader.machine.facts.saving.published == 0 and leader.machine.facts.saving.unpublished == {}
     leader.hear("a", Published(0, 1, path="there"))
-    assert leader.mind.facts.saving.published == 1
+    assert leader.machine.facts.saving.published == 1
 
 
 def test_an_answer_that_comes_twice_is_one() -> None:
     leader = saving()
     for record in ("first", "second"):
         leader.hear("a", Saved(0, 1, 0, record=record))
-    assert leader.mind.facts.saving.records == {0: "first"}
+    assert leader.machine.facts.saving.records == {0: "first"}

@@ -9,7 +9,7 @@ import pytest
 from tests.rounds import Group, Symbols, held
 
 from shoal.core.allreduce.layout import Layout, connections, early_parts, rows_of, split, stride
-from shoal.core.messages import Add, AddRow, Cut, Gather, Member, Part, Peer, Resend, Sum, View
+from shoal.core.messages import Add, AddRow, Cut, Gather, GatherChunk, Member, Peer, ReduceChunk, Resend, View
 
 LENGTHS = ((1, 0), (40, 0), (1000, 400), (20_007, 0))  # of the gradient and its pieces
 
@@ -165,9 +165,9 @@ def whole(play: Group, *, of: object, number: int = 7) -> None:
     """Everybody has gathered the same, each chunk added up in that order; nothing is held but what may be asked for again."""
     assert set(play.reduced) == set(play.names) and not play.failures
     for name in play.names:
-        hands = play.hands[name]
-        assert isinstance(hands, Symbols)
-        assert all(held == of for _, _, held in hands.gathered[number])
+        runner = play.runner[name]
+        assert isinstance(runner, Symbols)
+        assert all(held == of for _, _, held in runner.gathered[number])
     assert len({one.digest for one in play.reduced.values()}) == 1
 
 
@@ -224,10 +224,10 @@ def test_what_is_lost_in_any_exchange_is_asked_for_and_comes(seed: int) -> None:
 
 
 def kind(group: tuple[Peer, ...], message: object) -> str:
-    if isinstance(message, Part):
+    if isinstance(message, ReduceChunk):
         inner = split(1500, group, 600, message.chunk // stride(len(group))).inner
         return "row part" if message.chunk >= inner else "column part"
-    return "sum" if isinstance(message, Sum) else type(message).__name__
+    return "sum" if isinstance(message, GatherChunk) else type(message).__name__
 
 
 def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:

@@ -109,7 +109,7 @@ def test_a_commit_ends_it_for_everybody() -> None:
     play.wait(QUIET_S + 1.0)
     assert all(play.stalls(name) for name in "abc")
     leader = play.machines["a"]
-    leader.coordinator.facts.history.step_at = play.now  # as with a new step
+    leader.leadership.facts.history.step_at = play.now  # as with a new step
     play.wait(1.0)
     assert [play.stalls(name)[-1] for name in "abc"] == ["stall: steps are committed again"] * 3
 
@@ -117,7 +117,7 @@ def test_a_commit_ends_it_for_everybody() -> None:
 def test_a_leader_that_resigns_is_followed_by_another_and_stays_in_the_run() -> None:
     play = Play()
     assert play.leaders() == {"a"}
-    play.machines["a"].coordinator.facts.evidence.resigns = "cannot receive"
+    play.machines["a"].leadership.facts.evidence.resigns = "cannot receive"
     play.wait(0.25)
     assert "leader: a leads no more: it cannot receive" in play.notes["a"] and not play.machines["a"].leading
     play.wait(3 * SETTINGS.silence_s)
@@ -128,13 +128,13 @@ def test_a_leader_that_resigns_is_followed_by_another_and_stays_in_the_run() -> 
 
 def test_a_leader_that_is_elected_again_may_stay() -> None:
     play = Play()
-    play.machines["a"].coordinator.facts.evidence.resigns = "cannot receive"
+    play.machines["a"].leadership.facts.evidence.resigns = "cannot receive"
     play.wait(0.25)
     for name in "bc":
-        play.machines[name].coordinator.facts.evidence.resigns = "cannot receive either"
+        play.machines[name].leadership.facts.evidence.resigns = "cannot receive either"
     play.wait(4 * SETTINGS.silence_s)
     (leader,) = play.leaders()
-    assert leader is not None and play.machines[leader].coordinator.facts.evidence.resigns == ""
+    assert leader is not None and play.machines[leader].leadership.facts.evidence.resigns == ""
 
 
 def test_an_owner_answers_the_leader_and_nobody_else() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.core.consensus.override import AHEAD, Refusal, decide, times_gone_back
-from shoal.core.messages import Account, Member, Override, Peer, Standing, View
+from shoal.core.messages import Account, Member, Override, Peer, Phase, Standing, View
 
 MICROBATCHES = 4
 ACCOUNT = Account(issued=44, committed=40, undone=8)
@@ -15,7 +15,7 @@ VIEW = View(
     step=10,
     members=tuple(Member(peer, stage) for peer, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1), ("e", 1))),
     joining=(Member("j", 0),),
-    started=True,
+    phase=Phase.TRAINING,
     epoch=1,
     account=ACCOUNT,
     saved=8,
@@ -67,7 +67,7 @@ def test_the_newest_of_what_survivors_know_counts() -> None:
         ),
         (standings("x"), gone("a", "b", "c", "d", "e", "j"), 8, "nobody who answers belongs"),
         (standings("a", "c"), gone("b", "d", "e", "j"), 12, "there is a checkpoint of step 12"),
-        (standings("a", "c", finished=True), gone("b", "d", "e", "j"), 8, "the run is finished"),
+        (standings("a", "c", phase=Phase.FINISHED), gone("b", "d", "e", "j"), 8, "the run is finished"),
     ],
 )
 def test_it_is_refused_where_the_others_may_live_or_can_do_without(
@@ -90,6 +90,8 @@ def test_no_second_side_is_chosen_beside_the_first() -> None:
     with pytest.raises(Refusal, match=r"has chosen a, c, and those who answer \(d, e\) have not heard of it"):
         decide(standings("d", "e"), gone("a", "b", "c", "j"), 8, MICROBATCHES, first)
     # Those whom the first has chosen may be halved again.
-    later = msgspec.structs.replace(view, number=view.number + 9, step=9, started=True, account=Account(committed=36))
+    later = msgspec.structs.replace(
+        view, number=view.number + 9, step=9, phase=Phase.TRAINING, account=Account(committed=36)
+    )
     third, _ = decide({"c": Standing(term=term, view=later)}, gone("a"), 8, MICROBATCHES, first)
     assert third.members == (Member("c", 1),) and third.epoch > view.epoch

@@ -11,9 +11,23 @@ import pytest
 
 from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.leader import Leader
 from shoal.core.leader.membership import owners_of
-from shoal.core.messages import Accept, Done, Fetch, Forward, Join, Member, Note, Result, Send, Settings, Signed, View
+from shoal.core.messages import (
+    Accept,
+    Done,
+    Fetch,
+    Forward,
+    Join,
+    Member,
+    Note,
+    Phase,
+    Result,
+    Send,
+    Settings,
+    Signed,
+    View,
+)
 from shoal.core.planned import Planned, complete, planned_stage
 from shoal.core.trainer.routing import Routes
 from shoal.core.trainer.trainer import Trainer
@@ -135,7 +149,7 @@ def test_planned_hops_leave_nothing_behind_in_the_heaps() -> None:
 def a_trainer() -> tuple[Trainer, list[Send], list[Note]]:
     trainer = Trainer("a", SETTINGS, Random(1))
     trainer.on_view(View(number=1, step=0, members=()), 0.0)
-    view = View(number=2, step=0, members=MEMBERS, owners=(0,) * 3, started=True)
+    view = View(number=2, step=0, members=MEMBERS, owners=(0,) * 3, phase=Phase.TRAINING)
     return trainer, *_read(trainer, trainer.on_view(view, 0.0))
 
 
@@ -171,7 +185,7 @@ class Leading:
     def __init__(self) -> None:
         settings = msgspec.structs.replace(SETTINGS, peers=4, seat=1)
         self.register = Register("a", settings, random.Random(1))
-        self.mind = Coordinator("a", settings)
+        self.mind = Leader("a", settings)
         self.register.found(View(number=1, step=0, members=(Member("a", 0, seat=1),)), 0.0)
         self.register.take()
         assert self.register.agreed is not None

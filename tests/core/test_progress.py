@@ -18,11 +18,11 @@ from shoal.core.leader.progress import (
     Progress,
     RoundWatch,
 )
-from shoal.core.messages import Member, Pulse, Reduced, Round, Settings, Share, View, Waits
+from shoal.core.messages import Member, Phase, Pulse, Reduced, Round, Settings, Share, View, Waits
 
 SETTINGS = Settings(stages=1, microbatches=4, steps=9)
 MEMBERS = tuple(Member(peer, 0) for peer in ("a", "b", "c"))
-VIEW = View(number=5, step=3, members=MEMBERS, joining=(Member("j", 0),), started=True)
+VIEW = View(number=5, step=3, members=MEMBERS, joining=(Member("j", 0),), phase=Phase.TRAINING)
 USUAL = float("inf")  # no step has been timed
 HOLD_S, SILENCE_S, BEAT_S = SETTINGS.hold_s, SETTINGS.silence_s, SETTINGS.beat_s
 
@@ -118,7 +118,7 @@ def test_a_member_gets_its_time_anew_with_every_step() -> None:
 
 
 def test_before_the_first_step_nobody_has_to_hold_it() -> None:
-    watched = Watched(msgspec.structs.replace(VIEW, started=False))
+    watched = Watched(msgspec.structs.replace(VIEW, phase=Phase.GATHERING))
     assert watched.wait(1000.0, ready=False) == {}
 
 
@@ -139,7 +139,9 @@ def test_a_joiner_that_has_its_state_may_wait_for_the_others() -> None:
     assert Watched().wait(1000.0, "j") == {}
 
 
-@pytest.mark.parametrize("view", [msgspec.structs.replace(VIEW, step=0), msgspec.structs.replace(VIEW, started=False)])
+@pytest.mark.parametrize(
+    "view", [msgspec.structs.replace(VIEW, step=0), msgspec.structs.replace(VIEW, phase=Phase.GATHERING)]
+)
 def test_a_state_that_is_built_shows_nothing_until_it_stands(view: View) -> None:
     watched = Watched(view)
     watched.pulse("j", ready=False)

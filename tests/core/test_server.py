@@ -10,13 +10,11 @@ import pytest
 from shoal.core.messages import (
     Add,
     Apply,
-    AskBooks,
-    AskPublish,
-    AskSave,
     Backward,
     BlobRef,
     Booking,
     Books,
+    BooksRequest,
     Boundary,
     Busy,
     Cancel,
@@ -24,6 +22,7 @@ from shoal.core.messages import (
     Command,
     Committed,
     Complaint,
+    Continued,
     Cut,
     Do,
     Done,
@@ -31,18 +30,21 @@ from shoal.core.messages import (
     Failed,
     Forward,
     Gather,
+    GatherChunk,
     Gradient,
     Holding,
     Member,
     Message,
     Note,
     Output,
-    Part,
     Pending,
+    Phase,
     Published,
+    PublishRequest,
     Query,
     Rebuilt,
     Recall,
+    ReduceChunk,
     Reduced,
     Refused,
     Resend,
@@ -55,10 +57,10 @@ from shoal.core.messages import (
     RunPublish,
     RunSave,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     Share,
-    Sum,
     Task,
     View,
 )
@@ -74,7 +76,7 @@ T = TypeVar("T")
 def a_view(number: int = 1, members: tuple[Member, ...] = MEMBERS, **changes: object) -> View:
     """OWNER owns 0 and 2, OTHER owns 1 and 3, or the first member owns everything."""
     owners = (0, 1, 0, 1) if OTHER in [member.peer for member in members] else (0, 0, 0, 0)
-    view = View(number=number, step=0, members=members, owners=owners, started=True)
+    view = View(number=number, step=0, members=members, owners=owners, phase=Phase.TRAINING)
     return msgspec.structs.replace(view, **changes)
 
 
@@ -515,7 +517,7 @@ def test_books_wait_for_the_view_and_for_what_a_former_owner_runs() -> None:
     play.book(0)
     play.backward(1, 1)
     running = play.task(RunBackward)
-    play.hear(OWNER, AskBooks(0, 0, 2))
+    play.hear(OWNER, BooksRequest(0, 0, 2))
     assert play.commands == []
     play.view(without(OTHER))
     assert play.sends(Books) == []
@@ -536,7 +538,7 @@ def test_an_owner_that_left_and_came_back_in_one_step_is_another_one(skipped: bo
     back = tuple(msgspec.structs.replace(one, since=3) if one.peer == OTHER else one for one in MEMBERS)
     play.view(a_view(3, back))
     assert not skipped or play.dropped() == list(waiting)
-    play.hear(OTHER, AskBooks(0, 0, 3))
+    play.hear(OTHER, BooksRequest(0, 0, 3))
     assert play.sends(Books) == []  # it is running what OTHER asked for before and knows nothing of
     late = play.backward(3, 2)
     assert play.dropped() == list(late) and play.sends(Busy) == []
@@ -551,7 +553,7 @@ def test_books_do_not_wait_for_what_the_present_owner_runs() -> None:
     play = Play()
     play.backward(0, 1)
     play.view(without(OTHER))
-    play.hear(OWNER, AskBooks(0, 0, 2))
+    play.hear(OWNER, BooksRequest(0, 0, 2))
 
     assert play.sends(Books) == [(OWNER, Books(0, 0, 2, 1, ()), ())]
 
@@ -570,7 +572,7 @@ def started(*, mate_first: bool = False) -> Play:
     play = Play()
     play.book(0, 2)
     if mate_first:
-        play.hear(MATE, Part(0, 0, 1, 0), 1)
+        play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     play.hear(OWNER, a_round())
     play.done(play.task(Cut))
     return play
@@ -578,9 +580,9 @@ def started(*, mate_first: bool = False) -> Play:
 
 def reduced() -> Play:
     play = started()
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather), digest="g1", norm_sq=4.0)
     return play
 
@@ -597,16 +599,16 @@ def test_a_round_cuts_exchanges_adds_and_gathers() -> None:
     cut = play.task(Cut)
     assert cut.bounds == (0, 5, 10) and len(cut.outs) == 2
     play.done(cut)
-    assert play.sends(Part) == [(MATE, Part(0, 0, 1, 1), (cut.outs[1],))]
+    assert play.sends(ReduceChunk) == [(MATE, ReduceChunk(0, 0, 1, 1), (cut.outs[1],))]
 
-    (part,) = play.hear(MATE, Part(0, 0, 1, 0), 1)
+    (part,) = play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     add = play.task(Add)
     assert add.parts == (cut.outs[0], part)
     play.done(add)
-    assert play.sends(Sum) == [(MATE, Sum(0, 0, 1, 0), (add.out,))]
+    assert play.sends(GatherChunk) == [(MATE, GatherChunk(0, 0, 1, 0), (add.out,))]
     assert play.dropped() == [cut.outs[0], part]
 
-    (other,) = play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    (other,) = play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
     gather = play.task(Gather)
     assert gather.sums == (add.out, other)
     play.done(gather, digest="g1", norm_sq=4.0)
@@ -616,7 +618,7 @@ def test_a_round_cuts_exchanges_adds_and_gathers() -> None:
 def test_parts_are_added_in_group_order_whoever_is_first() -> None:
     play = Play()
     play.book(0, 2)
-    (part,) = play.hear(MATE, Part(0, 0, 1, 1), 1)
+    (part,) = play.hear(MATE, ReduceChunk(0, 0, 1, 1), 1)
     play.hear(OWNER, a_round(group=(Share(MATE, (1, 3)), Share(ME, (0, 2)))))
     cut = play.task(Cut)
     play.done(cut)
@@ -644,10 +646,13 @@ def test_a_part_that_comes_before_its_round_is_kept_for_it() -> None:
 
 def test_at_most_two_early_blobs_are_held_for_a_sender_the_newest() -> None:
     play = Play()
-    held = [play.hear(MATE, message, 1)[0] for message in (Part(0, 0, 3, 0), Sum(0, 0, 3, 1), Part(0, 0, 4, 0))]
+    held = [
+        play.hear(MATE, message, 1)[0]
+        for message in (ReduceChunk(0, 0, 3, 0), GatherChunk(0, 0, 3, 1), ReduceChunk(0, 0, 4, 0))
+    ]
 
     assert play.dropped() == [held[0]]
-    assert play.hear(MATE, Part(0, 0, 2, 0), 1) == tuple(play.dropped())
+    assert play.hear(MATE, ReduceChunk(0, 0, 2, 0), 1) == tuple(play.dropped())
 
 
 def test_a_round_needs_the_very_books_in_their_order() -> None:
@@ -706,18 +711,18 @@ def test_nothing_is_cut_while_something_is_added_nor_added_while_it_is_cut() -> 
 def test_a_replica_that_is_fenced_in_the_middle_is_not_averaged(step: str) -> None:
     play = started()
     if step != "part":
-        play.hear(MATE, Part(0, 0, 1, 0), 1)
+        play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
         add = play.task(Add)
     if step == "sum":
         play.done(add)
     play.view(without(MATE))
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     assert play.tasks() == []
     if step == "add":
         play.done(add)
-    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
 
-    assert play.tasks() == [] and play.sends(Reduced) == [] and play.sends(Sum) == []
+    assert play.tasks() == [] and play.sends(Reduced) == [] and play.sends(GatherChunk) == []
     assert play.booked() == [0, 2]
 
 
@@ -733,14 +738,14 @@ def test_a_round_that_lists_a_fenced_replica_is_not_begun() -> None:
 def test_a_loss_in_another_stage_ends_the_round_too() -> None:
     play = started()
     play.view(without(OTHER))
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
 
     assert play.tasks() == []
 
 
 def test_an_aborted_rounds_blobs_go_when_the_task_that_reads_them_has_ended() -> None:
     play = started()
-    (part,) = play.hear(MATE, Part(0, 0, 1, 0), 1)
+    (part,) = play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     add = play.task(Add)
     play.view(without(MATE))
     assert part not in play.dropped()
@@ -753,9 +758,9 @@ def test_a_newer_round_replaces_the_older_whose_messages_are_void() -> None:
     play = started()
     play.hear(OWNER, a_round(2))
     play.done(play.task(Cut))
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     assert play.tasks() == []
-    play.hear(MATE, Part(0, 0, 2, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 2, 0), 1)
     assert len(play.task(Add).parts) == 2
     play.hear(OWNER, a_round(1))
 
@@ -764,15 +769,15 @@ def test_a_newer_round_replaces_the_older_whose_messages_are_void() -> None:
 
 def test_a_part_twice_counts_once() -> None:
     play = started()
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
-    again = play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    again = play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
 
     assert play.commands == [Drop(again)]
 
 
 def test_a_damaged_part_ends_the_round_and_names_its_sender() -> None:
     play = started()
-    play.hear(MATE, Part(0, 0, 1, 0), 1, "values are not finite")
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1, "values are not finite")
 
     ((_, failed, _),) = play.sends(RoundFailed)
     assert failed.culprit == MATE and "not finite" in failed.reason
@@ -780,9 +785,9 @@ def test_a_damaged_part_ends_the_round_and_names_its_sender() -> None:
 
 def test_a_gradient_that_is_not_finite_ends_the_round_without_a_culprit() -> None:
     play = started()
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
     play.fail(play.task(Gather), "not finite")
 
     assert [m.culprit for _, m, _ in play.sends(RoundFailed)] == [""]
@@ -817,9 +822,9 @@ def test_a_part_and_a_sum_are_sent_again_when_asked_for_twice_or_when_the_connec
             play.hear(MATE, resend)
             assert play.commands == []
     play.hear(MATE, asked[0])
-    assert [m for _, m, _ in play.sends(Part)] == [Part(0, 0, 1, 1)]
+    assert [m for _, m, _ in play.sends(ReduceChunk)] == [ReduceChunk(0, 0, 1, 1)]
     play.hear(MATE, asked[1])
-    assert [m for _, m, _ in play.sends(Sum)] == [Sum(0, 0, 1, 0)]
+    assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0)]
     for _ in range(2):
         play.hear(MATE, Resend(0, 0, 1, 0, False))  # not its chunk
         assert play.commands == []
@@ -834,9 +839,9 @@ def in_pieces() -> Play:
     play.book(0, 2)
     play.hear(OWNER, a_round())
     play.done(play.task(Cut))
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather))
     play.done(play.task(Cut))
     return play
@@ -855,13 +860,13 @@ def test_a_large_gradient_goes_piece_by_piece_and_no_blob_stays() -> None:
     first = play.task(Cut)
     assert first.bounds == (0, 3, 5)
     play.done(first)
-    assert [(m.chunk, blobs) for _, m, blobs in play.sends(Part)] == [(1, (first.outs[1],))]
+    assert [(m.chunk, blobs) for _, m, blobs in play.sends(ReduceChunk)] == [(1, (first.outs[1],))]
     after(first.outs)
-    after(play.hear(MATE, Part(0, 0, 1, 0), 1))
+    after(play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1))
     add = play.task(Add)
     play.done(add)
     after((add.out,))
-    after(play.hear(MATE, Sum(0, 0, 1, 1), 1))
+    after(play.hear(MATE, GatherChunk(0, 0, 1, 1), 1))
     gather = play.task(Gather)
     assert (gather.start, gather.last) == (0, False)
     play.done(gather)
@@ -869,14 +874,14 @@ def test_a_large_gradient_goes_piece_by_piece_and_no_blob_stays() -> None:
     assert second.bounds == (5, 8, 10) and play.sends(Reduced) == []
     assert after(()) == 1, "my own sum of the first piece, which the other may not have got"
     play.done(second)
-    assert [m.chunk for _, m, _ in play.sends(Part)] == [3]
+    assert [m.chunk for _, m, _ in play.sends(ReduceChunk)] == [3]
     after(second.outs)
-    after(play.hear(MATE, Part(0, 0, 1, 2), 1))
+    after(play.hear(MATE, ReduceChunk(0, 0, 1, 2), 1))
     add = play.task(Add)
     play.done(add)
     after((add.out,))
-    assert [m.chunk for _, m, _ in play.sends(Sum)] == [2]
-    after(play.hear(MATE, Sum(0, 0, 1, 3), 1))
+    assert [m.chunk for _, m, _ in play.sends(GatherChunk)] == [2]
+    after(play.hear(MATE, GatherChunk(0, 0, 1, 3), 1))
     gather = play.task(Gather)
     assert (gather.start, gather.last) == (5, True)
     play.done(gather, digest="g1", norm_sq=4.0)
@@ -895,9 +900,9 @@ def test_nothing_is_added_before_the_last_piece_is_cut() -> None:
     play.backward(3, 1)
     play.done(first)
     assert not any(isinstance(task, RunBackward) for task in play.tasks())
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather))
     last = play.task(Cut)
     assert not any(isinstance(task, RunBackward) for task in play.tasks())
@@ -910,11 +915,11 @@ def test_a_part_of_the_next_piece_that_comes_early_is_kept_for_it() -> None:
     play.book(0, 2)
     play.hear(OWNER, a_round())
     play.done(play.task(Cut))
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    (early,) = play.hear(MATE, Part(0, 0, 1, 2), 1)  # the sum before it was lost, and comes when it is asked for
+    (early,) = play.hear(MATE, ReduceChunk(0, 0, 1, 2), 1)  # the sum before it was lost, and comes when it is asked for
     assert play.commands == []
-    play.hear(MATE, Sum(0, 0, 1, 1), 1)
+    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather))
     play.done(play.task(Cut))
     assert play.task(Add).parts[1] == early
@@ -926,7 +931,7 @@ def test_a_sum_of_the_piece_before_is_sent_again() -> None:
     play.hear(MATE, again)
     assert play.commands == [], "it may be on its way"
     play.hear(MATE, again)
-    assert [m for _, m, _ in play.sends(Sum)] == [Sum(0, 0, 1, 0)]
+    assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0)]
     play.hear(MATE, Resend(0, 0, 1, 1, False))
     assert play.commands == [], "that part has been added: there is its sum"
 
@@ -936,8 +941,8 @@ def test_a_joiner_applies_a_commit_of_which_it_heard_every_piece() -> None:
     sums = heard_sums(play)
     play.view(a_commit_of_others())
     assert play.tasks() == [], "of the second piece nothing is here"
-    (last,) = play.hear(THIRD, Sum(0, 0, 9, 3, heard=True), 1)
-    (third,) = play.hear(MATE, Sum(0, 0, 9, 2, heard=True), 1)
+    (last,) = play.hear(THIRD, GatherChunk(0, 0, 9, 3, heard=True), 1)
+    (third,) = play.hear(MATE, GatherChunk(0, 0, 9, 2, heard=True), 1)
     assert play.task(Gather).sums == (*sums, third, last)
 
 
@@ -1004,8 +1009,8 @@ def a_commit_of_others(number: int = 2, step: int = 1, *, listed: bool = True, *
 
 
 def heard_sums(play: Play, step: int = 0) -> tuple[str, ...]:
-    (second,) = play.hear(THIRD, Sum(0, step, 9, 1, heard=True), 1)
-    (first,) = play.hear(MATE, Sum(0, step, 9, 0, heard=True), 1)
+    (second,) = play.hear(THIRD, GatherChunk(0, step, 9, 1, heard=True), 1)
+    (first,) = play.hear(MATE, GatherChunk(0, step, 9, 0, heard=True), 1)
     return first, second
 
 
@@ -1067,12 +1072,12 @@ def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:
 
 def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_stage() -> None:
     play = a_joiner()
-    strangers = play.hear(OWNER, Sum(0, 0, 9, 0, heard=True), 1)
+    strangers = play.hear(OWNER, GatherChunk(0, 0, 9, 0, heard=True), 1)
     assert play.dropped() == list(strangers)
-    faulty = play.hear(MATE, Sum(0, 0, 9, 0, heard=True), 1, fault="not finite")
+    faulty = play.hear(MATE, GatherChunk(0, 0, 9, 0, heard=True), 1, fault="not finite")
     assert play.dropped() == list(faulty)
     member = Play()
-    heard = member.hear(MATE, Sum(0, 0, 9, 0, heard=True), 1)
+    heard = member.hear(MATE, GatherChunk(0, 0, 9, 0, heard=True), 1)
     assert member.dropped() == list(heard)
 
 
@@ -1082,26 +1087,31 @@ def test_a_state_kept_from_before_it_was_put_out_serves_again_when_the_epoch_goe
     play.take(play.server.drop_state(keep=True))
     assert play.task(Reset) and not play.server.ready
     assert play.server.holding == Holding(epoch=0, stage=1, step=0)
-    rebuilt = a_view(9, epoch=1, kept=True, rebuilt=(Rebuilt(1),))
-    for unsuited in (a_view(9, epoch=1), a_view(9, epoch=2, kept=True), a_view(9, step=1, epoch=1, kept=True), rebuilt):
+    rebuilt = a_view(9, epoch=1, continued=Continued((Rebuilt(1),)))
+    for unsuited in (
+        a_view(9, epoch=1),
+        a_view(9, epoch=2, continued=Continued()),
+        a_view(9, step=1, epoch=1, continued=Continued()),
+        rebuilt,
+    ):
         other = Play()
         other.server.drop_state(keep=True)
         assert other.server.take_back(unsuited, 1, 0.0) is None and other.server.holding is None
-    play.view(a_view(9, epoch=1, kept=True))
-    assert play.server.take_back(a_view(9, epoch=1, kept=True), 1, 0.0) is not None
+    play.view(a_view(9, epoch=1, continued=Continued()))
+    assert play.server.take_back(a_view(9, epoch=1, continued=Continued()), 1, 0.0) is not None
     assert play.server.ready and (play.server.epoch, play.server.step, play.server.books) == (1, 0, ())
 
 
 def test_an_epoch_that_goes_on_voids_the_books_and_keeps_the_state() -> None:
     play = Play()
     play.book(0, 2)
-    play.view(a_view(2, epoch=1, kept=True))
+    play.view(a_view(2, epoch=1, continued=Continued()))
     assert play.task(Reset) and play.server.ready and play.server.epoch == 1 and play.booked() == []
 
 
 def test_whoever_lacks_what_an_epoch_goes_on_with_says_so_until_it_is_let_in_anew() -> None:
     play = Play()
-    play.view(a_view(4, step=1, epoch=1, kept=True))
+    play.view(a_view(4, step=1, epoch=1, continued=Continued()))
     assert not play.server.ready and "epoch 1" in play.server.stale
     play.server.stale = ""
     play.tick(2.0)
@@ -1115,11 +1125,11 @@ def test_listeners_get_the_sums_of_the_round() -> None:
     play.hear(OWNER, msgspec.structs.replace(a_round(), listeners=((), ("new", "elsewhere", "unknown"))))
     cut = play.task(Cut)
     play.done(cut)
-    play.hear(MATE, Part(0, 0, 1, 0), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
     add = play.task(Add)
     play.done(add)
-    sent = [(MATE, Sum(0, 0, 1, 0), (add.out,)), ("new", Sum(0, 0, 1, 0, heard=True), (add.out,))]
-    assert play.sends(Sum) == sent
+    sent = [(MATE, GatherChunk(0, 0, 1, 0), (add.out,)), ("new", GatherChunk(0, 0, 1, 0, heard=True), (add.out,))]
+    assert play.sends(GatherChunk) == sent
 
 
 def test_a_ready_joiner_takes_part_in_the_round_and_enters_with_the_commit() -> None:
@@ -1127,9 +1137,9 @@ def test_a_ready_joiner_takes_part_in_the_round_and_enters_with_the_commit() -> 
     play = Play(view=a_view(members=members, joining=(Member(ME, 1),)))
     play.hear(OWNER, a_round(group=(Share(MATE, (0, 1, 2, 3)), Share(ME, ()))))
     play.done(play.task(Cut))
-    play.hear(MATE, Part(0, 0, 1, 1), 1)
+    play.hear(MATE, ReduceChunk(0, 0, 1, 1), 1)
     play.done(play.task(Add))
-    play.hear(MATE, Sum(0, 0, 1, 0), 1)
+    play.hear(MATE, GatherChunk(0, 0, 1, 0), 1)
     play.done(play.task(Gather), digest="g1")
     play.view(a_commit())
 
@@ -1202,16 +1212,16 @@ def saving() -> Play:
 def test_a_shard_is_written_once_and_answered_as_often_as_asked() -> None:
     play = saving()
     apply = play.task(Apply)
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
     assert play.commands == []  # that version is being made
     play.done(apply)
     task = play.task(RunSave)
     assert (task.stage, task.step) == (1, 1)
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
     assert play.commands == []
     play.done(task, record="{}")
     assert play.sends(Saved) == [(OWNER, Saved(0, 1, 1, "{}"), ())]
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
 
     assert play.sends(Saved) == [(OWNER, Saved(0, 1, 1, "{}"), ())] and play.tasks() == []
 
@@ -1219,28 +1229,28 @@ def test_a_shard_is_written_once_and_answered_as_often_as_asked() -> None:
 def test_a_shard_that_fails_is_tried_again_when_asked_again() -> None:
     play = saving()
     play.done(play.task(Apply))
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
     play.fail(play.task(RunSave), "disk is full")
     assert [m.failed for _, m, _ in play.sends(Saved)] == ["disk is full"]
-    play.hear(OWNER, AskSave(0, 1))
+    play.hear(OWNER, SaveRequest(0, 1))
 
     assert play.task(RunSave).step == 1
 
 
 def test_without_a_copy_the_leader_is_told_to_ask_another() -> None:
     play = Play()
-    play.hear(OWNER, AskSave(0, 0))
+    play.hear(OWNER, SaveRequest(0, 0))
 
     assert "no copy" in play.sends(Saved)[0][1].failed
 
 
 def test_publishing_is_done_once_and_answered_as_often_as_asked() -> None:
     play = Play()
-    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    play.hear(OWNER, PublishRequest(0, 1, ("{}", "{}")))
     task = play.task(RunPublish)
-    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    play.hear(OWNER, PublishRequest(0, 1, ("{}", "{}")))
     assert play.commands == []
     play.done(task, record="runs/x")
-    play.hear(OWNER, AskPublish(0, 1, ("{}", "{}")))
+    play.hear(OWNER, PublishRequest(0, 1, ("{}", "{}")))
 
     assert play.sends(Published) == [(OWNER, Published(0, 1, "runs/x"), ())] and play.tasks() == []

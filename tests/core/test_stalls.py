@@ -8,11 +8,13 @@ import pytest
 from shoal.core.leader.evictions import COMPLAINTS, Conduct
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, QUIET_BEATS, SLOW, STRIKES, Stalls
-from shoal.core.messages import Booker, Booking, Member, Send, Settings, View, WhoBooked
+from shoal.core.messages import Booker, Booking, Member, Phase, Send, Settings, View, WhoBooked
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
-VIEW = View(number=5, step=3, members=MEMBERS, owners=(0, 1, 2, 3), started=True, since=4)  # owned by a, b, c, d
+VIEW = View(
+    number=5, step=3, members=MEMBERS, owners=(0, 1, 2, 3), phase=Phase.TRAINING, since=4
+)  # owned by a, b, c, d
 LONG_S = max(QUIET_BEATS * SETTINGS.beat_s, FLOORS * SETTINGS.hop_floor_s)
 ANSWER_S = ANSWER_BEATS * SETTINGS.beat_s
 

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
     Booker,
     Books,
+    BooksRequest,
     Busy,
     Cancel,
     Cancelled,
@@ -29,6 +29,7 @@ from shoal.core.messages import (
     Message,
     Output,
     Pending,
+    Phase,
     Query,
     Recall,
     Refused,
@@ -49,7 +50,7 @@ def a_view(number: int = 2, step: int = 0, stages: int = 2, owner: str = ME, wit
     names = [ME] + [f"{letter}{stage}" for stage in range(stages) for letter in "ab"]
     members = tuple(Member(name, int(name[1:]) if name != ME else 0) for name in names if name != without)
     owners = tuple(at for at, member in enumerate(members) if member.peer == owner)
-    return View(number=number, step=step, members=members, owners=owners, started=True, epoch=epoch)
+    return View(number=number, step=step, members=members, owners=owners, phase=Phase.TRAINING, epoch=epoch)
 
 
 class Rig:
@@ -158,7 +159,7 @@ def test_with_one_stage_there_is_only_a_backward_of_the_tokens() -> None:
 
 def test_no_more_than_inflight_are_in_progress_and_the_oldest_go_first() -> None:
     view = a_view()
-    view = View(number=2, step=0, members=view.members, owners=(0,) * 9, started=True)
+    view = View(number=2, step=0, members=view.members, owners=(0,) * 9, phase=Phase.TRAINING)
     rig = Rig(view=view)
     assert [c.task.index for c in rig.out if isinstance(c, Do)] == [0, 1, 2, 3]  # type: ignore[union-attr]
     assert rig.trainer.summary().waiting == 5
@@ -263,7 +264,7 @@ def test_nobody_earns_time_by_saying_unasked_that_a_hop_is_pending() -> None:
 
 def test_of_two_replicas_the_one_with_less_in_progress_is_asked() -> None:
     view = a_view()
-    view = View(number=2, step=0, members=view.members, owners=(0,) * 4, started=True)
+    view = View(number=2, step=0, members=view.members, owners=(0,) * 4, phase=Phase.TRAINING)
     rig = Rig(view=view)
     fetches = [c.task for c in rig.out if isinstance(c, Do)]
     asked = []
@@ -396,7 +397,7 @@ def test_a_recall_of_nothing_means_that_the_booking_is_gone() -> None:
 
 
 def test_a_failing_sole_replica_is_retried_with_growing_pauses() -> None:
-    view = View(number=2, step=0, members=(Member(ME, 0), Member("a1", 1)), owners=(0,), started=True)
+    view = View(number=2, step=0, members=(Member(ME, 0), Member("a1", 1)), owners=(0,), phase=Phase.TRAINING)
     rig = Rig(view=view)
     rig.at_last_backward()
     times = []
@@ -436,11 +437,11 @@ def test_a_peer_that_answers_nothing_is_reported() -> None:
 
 def test_an_empty_stage_is_waited_for() -> None:
     members = (Member(ME, 0), Member("a0", 0))
-    rig = Rig(view=View(number=2, step=0, members=members, owners=(0,), started=True))
+    rig = Rig(view=View(number=2, step=0, members=members, owners=(0,), phase=Phase.TRAINING))
     rig.read()
     assert rig.answer(rig.sent(Forward), Output) == []
     assert rig.trainer.deadline is None
-    view = View(number=3, step=0, members=(*members, Member("a1", 1)), owners=(0,), started=True)
+    view = View(number=3, step=0, members=(*members, Member("a1", 1)), owners=(0,), phase=Phase.TRAINING)
     rig.keep(rig.trainer.on_view(view, 5.0))
     assert rig.sent(Backward).peer == "a1"
 
@@ -471,7 +472,7 @@ def a_heir(number: int = 3) -> Rig:
 
 def test_an_heir_asks_everybody_and_goes_on_from_what_is_booked() -> None:
     rig = a_heir()
-    asked = [c.peer for c in rig.out if isinstance(c, Send) and c.message == AskBooks(0, 0, 3)]
+    asked = [c.peer for c in rig.out if isinstance(c, Send) and c.message == BooksRequest(0, 0, 3)]
     assert asked == [ME, "a0", "a1", "b1"]
     for peer in (ME, "a0", "b1"):
         assert rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ())) == []
@@ -498,7 +499,7 @@ def test_books_are_asked_for_again_until_everybody_has_answered_or_left() -> Non
     assert [c.peer for c in rig.tick() if isinstance(c, Send)] == ["b1"]
     assert [c.peer for c in rig.tick() if isinstance(c, Send)] == ["b1"]
     members = tuple(member for member in a_view(without="b0").members if member.peer != "b1")
-    view = View(number=4, step=0, members=members, owners=(0,), started=True)
+    view = View(number=4, step=0, members=members, owners=(0,), phase=Phase.TRAINING)
     assert [type(command) for command in rig.trainer.on_view(view, rig.now)] == [Do]
 
 
@@ -585,7 +586,9 @@ def test_the_leader_is_told_how_many_servers_did_not_answer() -> None:
 def test_an_heir_that_lacks_somebodys_books_says_whose() -> None:
     rig = Rig(view=a_view(owner="a0"))
     rig.keep(rig.trainer.on_view(a_view(number=3), 0.0))
-    asked = [command.peer for command in rig.out if isinstance(command, Send) and isinstance(command.message, AskBooks)]
+    asked = [
+        command.peer for command in rig.out if isinstance(command, Send) and isinstance(command.message, BooksRequest)
+    ]
     for peer in asked:
         (told,) = asks(rig)
         assert (told.peer, told.at) == ("", peer)

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from shoal.core.messages import (
-    AskChunk,
-    AskState,
     BlobRef,
     CheckChunk,
     Chunk,
+    ChunkRequest,
     Command,
+    Continued,
     Do,
     Done,
     Export,
@@ -25,11 +25,13 @@ from shoal.core.messages import (
     Member,
     Note,
     Offer,
+    Phase,
     ReadChunk,
     Rebuilt,
     Result,
     Send,
     Settings,
+    StateRequest,
     Task,
     View,
     Wire,
@@ -44,7 +46,7 @@ T = TypeVar("T")
 
 
 def a_view(number: int = 1, step: int = 5, **changes: object) -> View:
-    view = View(number=number, step=step, members=MEMBERS, joining=(Member("me", 1),), started=True)
+    view = View(number=number, step=step, members=MEMBERS, joining=(Member("me", 1),), phase=Phase.TRAINING)
     return msgspec.structs.replace(view, **changes)
 
 
@@ -94,12 +96,12 @@ class Play:
         return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]
 
     def asked(self) -> list[tuple[str, int]]:
-        return [(peer, ask.chunk) for peer, ask in self.sent(AskChunk)]
+        return [(peer, ask.chunk) for peer, ask in self.sent(ChunkRequest)]
 
 
 def test_all_replicas_are_asked_and_each_gives_some_chunks() -> None:
     play = Play()
-    asked = play.sent(AskState)
+    asked = play.sent(StateRequest)
     assert sorted(peer for peer, _ in asked) == ["b", "c", "d"] and {ask.since for _, ask in asked} == {5}
     taken: list[tuple[str, int]] = []
     for donor in "bcd":
@@ -154,7 +156,7 @@ def test_chunks_that_always_come_late_are_taken_and_teach_patience() -> None:
     play.chunk("b", 1)
     check = play.task(CheckChunk)
     play.wait(0.5)
-    assert play.sent(AskState), "it is asked again"
+    assert play.sent(StateRequest), "it is asked again"
     play.offer("b")
     assert play.asked() == [("b", 2), ("b", 3)], "not for what is here or being checked"
     play.done(check)
@@ -197,7 +199,7 @@ def test_a_download_without_donors_goes_on_with_the_next_that_has_the_same_versi
     play.chunk("b", 1, gone=True)
     assert play.asked() == []
     play.wait(0.5)
-    assert "b" not in [peer for peer, _ in play.sent(AskState)]
+    assert "b" not in [peer for peer, _ in play.sent(StateRequest)]
     play.offer("c", step=6, manifest=Manifest(hashes=("x",), sizes=(1,)))
     assert play.asked() == [("c", 0)], "nobody has version 5 any more: begin anew with 6"
 
@@ -235,7 +237,7 @@ def test_commits_do_not_disturb_a_download_until_they_cannot_be_heard() -> None:
     play.whole("b", 0)
     assert play.server.since == 5
     play.view(a_view(2, step=7))  # how 5 and 6 were committed is not known
-    assert play.server.since == 7 and sorted(peer for peer, _ in play.sent(AskState)) == ["b", "c", "d"]
+    assert play.server.since == 7 and sorted(peer for peer, _ in play.sent(StateRequest)) == ["b", "c", "d"]
     play.offer("b", step=5)
     assert play.asked() == []
     play.offer("b", step=7)
@@ -243,7 +245,7 @@ def test_commits_do_not_disturb_a_download_until_they_cannot_be_heard() -> None:
 
 
 def test_a_first_stage_that_cannot_be_built_is_tried_again() -> None:
-    play = Play(a_view(step=0, started=False))
+    play = Play(a_view(step=0, phase=Phase.GATHERING))
     play.take(play.transfer.on_failed(Failed(play.task(Init).id, "no memory"), play.now))
     play.wait(4.0)
     assert play.task(Init).step == 0
@@ -260,7 +262,7 @@ def a_donor(joiners: str = "xy", step: int = 5) -> Play:
 
 
 def ask(play: Play, peer: str, since: int = 5) -> None:
-    play.hear(peer, AskState(epoch=0, stage=1, since=since))
+    play.hear(peer, StateRequest(epoch=0, stage=1, since=since))
 
 
 def exported(play: Play) -> None:
@@ -270,7 +272,7 @@ def exported(play: Play) -> None:
 @pytest.mark.parametrize("ends", [Done, Failed])
 def test_of_all_that_was_wanted_during_a_build_only_the_newest_is_built(ends: type[Done] | type[Failed]) -> None:
     """Found by simulation (fleet 1598): five rollbacks in 20 s, and a peer that built five stages one after the other for 90 s."""
-    view = a_view(step=0, started=False, members=MEMBERS, joining=(Member("me", 1),))
+    view = a_view(step=0, phase=Phase.GATHERING, members=MEMBERS, joining=(Member("me", 1),))
     play = Play(view)
     first = play.task(Init)
     for epoch, stage in ((1, 0), (2, 1), (3, 0)):
@@ -296,16 +298,16 @@ def test_a_donor_that_was_moved_offers_its_new_stage_and_not_its_copy_of_the_old
     exported(play)
     play.view(a_view(2, step=5, members=(Member("a", 1), Member("b", 0)), joining=(Member("x", 0),)))
     play.take(play.server.load_state(0, 5, 0, 10, "d0", 0.0))
-    play.hear("x", AskState(epoch=0, stage=0, since=5))
+    play.hear("x", StateRequest(epoch=0, stage=0, since=5))
     assert play.sent(Offer) == [] and play.task(Export).step == 5, "nobody can use the copy of stage 1 any more"
     exported(play)
     assert [(offer.stage, offer.manifest) for _, offer in play.sent(Offer)] == [(0, MANIFEST)]
-    play.hear("x", AskChunk(epoch=0, step=5, stage=0, chunk=0))
+    play.hear("x", ChunkRequest(epoch=0, step=5, stage=0, chunk=0))
     assert play.task(ReadChunk).step == 5
 
 
 def test_a_donor_that_built_its_stage_anew_offers_a_new_copy() -> None:
-    """Found by simulation (stopped 7): its hands had dropped the copy with the seat, and a joiner asked for a chunk of it for ever."""
+    """Found by simulation (stopped 7): its copy was dropped with the seat, and a joiner asked for a chunk of it for ever."""
     play = a_donor()
     ask(play, "x")
     exported(play)
@@ -339,10 +341,10 @@ def test_strangers_get_nothing_and_nobody_reads_without_end() -> None:
     exported(play)
     reads = 0
     for chunk in [*range(8), *range(8)]:
-        play.hear("x", AskChunk(epoch=0, step=5, stage=1, chunk=chunk))
+        play.hear("x", ChunkRequest(epoch=0, step=5, stage=1, chunk=chunk))
         reads += sum(isinstance(c, Do) and isinstance(c.task, ReadChunk) for c in play.said)
     assert reads == 8
-    play.hear("stranger", AskChunk(epoch=0, step=5, stage=1, chunk=0))
+    play.hear("stranger", ChunkRequest(epoch=0, step=5, stage=1, chunk=0))
     assert play.said == []
 
 
@@ -396,7 +398,7 @@ def test_of_a_stage_made_from_two_neighbours_the_chunks_of_both_are_counted() ->
     settings = msgspec.structs.replace(SETTINGS, stages=3)
     server = Server("me", settings)
     transfer = StateTransfer("me", settings, random.Random(1), server)
-    view = View(number=2, step=5, members=members, epoch=1, kept=True, rebuilt=rebuilt)
+    view = View(number=2, step=5, members=members, epoch=1, continued=Continued(rebuilt))
     server.on_view(view, 0.0)
     transfer.on_view(view, 0.0)
     for number, (peer, stage) in enumerate((("a", 0), ("c", 2))):

@@ -8,7 +8,7 @@ import pytest
 from tests.rounds import Group
 
 from shoal.core.allreduce.rounds import TELL, TELL_BEATS
-from shoal.core.messages import Part, Peer, Resend, Sum, Waits
+from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, Waits
 
 NAMES = ("a", "b", "c", "d")
 
@@ -27,9 +27,9 @@ def first_of(lost: Callable[[Peer, Peer, object], bool]) -> Callable[[Peer, Peer
     seen: set[tuple[Peer, Peer, int, bool]] = set()
 
     def once(source: Peer, target: Peer, message: object) -> bool:
-        if not isinstance(message, Part | Sum):
+        if not isinstance(message, ReduceChunk | GatherChunk):
             return False
-        key = source, target, message.chunk, isinstance(message, Sum)
+        key = source, target, message.chunk, isinstance(message, GatherChunk)
         first = key not in seen
         seen.add(key)
         return first and lost(source, target, message)
@@ -57,7 +57,7 @@ def test_a_message_lost_now_and_then_is_asked_for_and_no_reason_to_complain() ->
 
 
 def test_whoever_sends_no_parts_is_named_by_all_others() -> None:
-    play = played(lambda source, target, message: source == "c" and isinstance(message, Part), until_waits=3)
+    play = played(lambda source, target, message: source == "c" and isinstance(message, ReduceChunk), until_waits=3)
     assert play.reduced == {}
     told = waiting(play)
     assert all(told[peer][0] == {"c"} for peer in "abd")
@@ -71,18 +71,18 @@ def test_whoever_receives_nothing_names_all_others_and_is_named_for_its_sums() -
 
 
 def test_whoever_sends_no_sums_is_named_for_them_and_for_nothing_else() -> None:
-    play = played(lambda source, target, message: source == "b" and isinstance(message, Sum), until_waits=3)
+    play = played(lambda source, target, message: source == "b" and isinstance(message, GatherChunk), until_waits=3)
     told = waiting(play)
     assert all(told[peer] == (set(), {"b"}) for peer in "acd") and "b" not in told
 
 
 def test_it_is_told_of_the_round_under_way_and_to_the_leader_alone() -> None:
-    play = played(lambda source, target, message: source == "c" and isinstance(message, Part))
+    play = played(lambda source, target, message: source == "c" and isinstance(message, ReduceChunk))
     assert all((waits.epoch, waits.step, waits.round) == (0, 3, 7) for _, waits in play.waits)
     assert not [message for _, _, message in play.sent if isinstance(message, Waits)]
 
 
-@pytest.mark.parametrize("kind", [Part, Sum])
+@pytest.mark.parametrize("kind", [ReduceChunk, GatherChunk])
 def test_nothing_is_told_before_several_usual_times_without_anything_new(kind: type) -> None:
     play = Group(NAMES, 4000)
     play.lost = lambda source, target, message: source == "c" and isinstance(message, kind)
@@ -96,7 +96,7 @@ def test_nothing_is_told_before_several_usual_times_without_anything_new(kind: t
 def test_a_round_in_which_something_new_comes_now_and_then_is_slow_and_not_in_vain() -> None:
     """Every part of c is lost at first, piece after piece: long in all, but never long without anything new."""
     play = Group(NAMES, 8000, 500)
-    play.lost = first_of(lambda source, target, message: source == "c" and isinstance(message, Part))
+    play.lost = first_of(lambda source, target, message: source == "c" and isinstance(message, ReduceChunk))
     play.begin()
     play.run(until=lambda: len(play.reduced) == 4)
     assert len(play.reduced) == 4 and play.now > 4 * TELL * play.settings.hop_floor_s and play.waits == []

@@ -10,7 +10,7 @@ import pytest
 from tests.rounds import Group, Symbols, held
 
 from shoal.core.allreduce.layout import ONE_ROW, SLICES, SPARED, Layout, early_parts, owned, split
-from shoal.core.messages import RANKS, Boundary, Chunk, Part, Peer, Resend, Sum, rank
+from shoal.core.messages import RANKS, Boundary, Chunk, GatherChunk, Peer, ReduceChunk, Resend, rank
 
 
 def names(count: int) -> tuple[Peer, ...]:
@@ -112,15 +112,17 @@ def test_slices_go_one_after_the_other_and_within_one_the_next_owner_first() -> 
 
 def test_sums_of_slices_go_before_parts_and_both_before_a_joiners_state() -> None:
     """Those of even owners do not: a narrow line that takes sums first has the parts for its own sum last, for which all others wait."""
-    first = Sum(0, 0, 0, 0, first=True)
-    ranks = [rank(message) for message in (Boundary(0, 0, 0, 0, True), first, Part(0, 0, 0, 0), Chunk(0, 0, 0, 0))]
+    first = GatherChunk(0, 0, 0, 0, first=True)
+    ranks = [
+        rank(message) for message in (Boundary(0, 0, 0, 0, True), first, ReduceChunk(0, 0, 0, 0), Chunk(0, 0, 0, 0))
+    ]
     assert ranks == sorted(set(ranks)) and ranks[-1] == RANKS - 1
-    assert rank(Sum(0, 0, 0, 0)) == rank(Part(0, 0, 0, 0))
+    assert rank(GatherChunk(0, 0, 0, 0)) == rank(ReduceChunk(0, 0, 0, 0))
     for widths, owners in (((), 4), ((100, 400, 50, 400), 2 * SLICES)):
         play = Group(names(4), 2000, widths=widths)
         play.begin()
         play.run()
-        sums = [message for _, _, message in play.sent if isinstance(message, Sum)]
+        sums = [message for _, _, message in play.sent if isinstance(message, GatherChunk)]
         assert len(sums) == 3 * owners and all(message.first is bool(widths) for message in sums)
 
 
@@ -132,9 +134,9 @@ def whole(play: Group) -> None:
     assert set(play.reduced) == set(play.names) and not play.failures
     assert len({one.digest for one in play.reduced.values()}) == 1
     for name in play.names:
-        hands = play.hands[name]
-        assert isinstance(hands, Symbols)
-        assert all(held == tuple((peer,) for peer in play.names) for _, _, held in hands.gathered[7])
+        runner = play.runner[name]
+        assert isinstance(runner, Symbols)
+        assert all(held == tuple((peer,) for peer in play.names) for _, _, held in runner.gathered[7])
 
 
 @pytest.mark.parametrize("piece_values", [0, 700])

@@ -93,7 +93,7 @@ def test_a_run_without_a_single_step_has_an_account_too() -> None:
 def test_bytes_are_told_by_kind_and_by_peer() -> None:
     assert "sent" not in account.text(a_summary())
     sent = Traffic(3 << 20, 2 << 20, 1 << 20, 0, 2048)
-    p1 = account.Carried(sent, Traffic(state=5 << 20), Kept(shelf=7 << 20, memory=9 << 20, disk=1 << 30))
+    p1 = account.Carried(sent, Traffic(state=5 << 20), Kept(store=7 << 20, memory=9 << 20, disk=1 << 30))
     text = account.text(a_summary(sent=sent, traffic={"p1": p1}))
     assert "sent           6.0 MiB: activations 3.0 MiB, gradients 2.0 MiB, averaging 1.0 MiB, control 2.0 KiB" in text
     assert "p1             sent 6.0 MiB: activations" in text

@@ -164,7 +164,7 @@ def test_bytes_by_kind_are_shown_and_by_peer_where_there_is_room() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (100, 40), (40, 40)])
 def test_what_each_peer_received_and_holds_is_shown_by_kind_where_there_is_room(width: int, height: int) -> None:
-    kept = Kept(shelf=111 << 20, memory=222 << 20, disk=333 << 20)
+    kept = Kept(store=111 << 20, memory=222 << 20, disk=333 << 20)
     came = Traffic(1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)
     peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(7 << 20), received=came, kept=kept) for i in range(4))
     snapshot = a_snapshot(peers=peers, sent=Traffic(28 << 20))

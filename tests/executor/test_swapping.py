@@ -219,9 +219,9 @@ def test_device_memory_stays_under_the_limit_and_is_what_the_plan_says() -> None
         most, _, least = limits(config)
         limit = swapping(config, drawn.choice([least, drawn.randint(least, most)])).plan.device_bytes
         one = swapping(config, limit)  # not a byte to spare
-        with memory.Watch("cpu") as watch:
+        with memory.MemoryMeter("cpu") as watch:
             whole_batch(one)
-        peak = one.held_bytes + watch.peak
+        peak = one.resident_bytes + watch.peak
         assert peak <= limit
         assert peak == pytest.approx(one.plan.device_bytes, rel=0.03)
 
@@ -250,7 +250,7 @@ def test_a_microbatch_that_is_refused_leaves_the_sum_and_takes_its_whole_call_wi
 
 
 class Steep(nn.Module):
-    """Hands its input through; the gradient of its parameter is not a number."""
+    """TaskRunner its input through; the gradient of its parameter is not a number."""
 
     def __init__(self) -> None:
         super().__init__()

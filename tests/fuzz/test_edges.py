@@ -15,7 +15,7 @@ VIEW = m.View(
     step=3,
     members=(m.Member("p0.0", 0), m.Member("p1.0", 1)),
     owners=(0, 1, 0, 1),
-    started=True,
+    phase=m.Phase.TRAINING,
     last=m.Committed(2, 5, 1.0, 2.0, ("a", "b"), ((m.Share("p0.0", (0, 1)),), (m.Share("p1.0", (0, 1)),))),
 )
 FACTS = edges.Facts(name="p9.0", peer="p0.0", view=VIEW, term=3, round=5)

@@ -201,7 +201,9 @@ def test_machines_that_are_taken_away_show_in_the_plan(tmp_path: Path, capsys: p
     assert "churn         2 losses an hour cost" in capsys.readouterr().out
 
 
-def test_a_shelf_too_narrow_for_the_planned_stages_is_told(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_activation_store_too_small_for_the_planned_stages_is_told(
+    cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--stages", "2"]
     assert call(*words) == 0
     told = capsys.readouterr()

@@ -16,7 +16,9 @@ from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work, profile, spans
 from shoal.planner.strategy import plan, strategy
 from shoal.planner.strategy.plan import Plan, StagePlan
-from shoal.planner.strategy.strategy import Problem, decide
+from shoal.planner.strategy.pricing import as_planned
+from shoal.planner.strategy.problem import Problem, best_stages
+from shoal.planner.strategy.strategy import decide
 
 SHAPE = Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, intermediate=2816, vocabulary=32000)
 WORK = Work(microbatches=64, sequences=4, tokens=1024, value_bytes=2)
@@ -81,12 +83,10 @@ def test_owners_that_follow_the_lines_are_in_the_plan_and_read_back() -> None:
     given = problem(msgspec.structs.replace(fleet, devices=(fleet.devices[0], *wide)), wiring="stochastic")
     made = decided(given, 1)
     assert made.widths == (25_000, 100_000, 100_000, 100_000) and "follows the lines' widths" in made.reason
-    assert strategy.as_planned(given, made).widths == made.widths
+    assert as_planned(given, made).widths == made.widths
     int8 = msgspec.structs.replace(given, travel=codec.Travel(averaging="int8"))
-    busiest = strategy.as_planned(int8, made).averaging_codec_s
-    assert busiest > int8.averaging_codec_s(strategy.as_planned(int8, made).gradient_bytes[0], 4), (
-        "who owns most adds most"
-    )
+    busiest = as_planned(int8, made).averaging_codec_s
+    assert busiest > int8.averaging_codec_s(as_planned(int8, made).gradient_bytes[0], 4), "who owns most adds most"
     even = decided(problem(fleet), 1)
     assert even.widths == () and "follows the lines' widths" not in even.reason
     short = msgspec.structs.replace(made, widths=(1, 2))
@@ -97,7 +97,7 @@ def test_owners_that_follow_the_lines_are_in_the_plan_and_read_back() -> None:
 def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:
     few = problem(work=msgspec.structs.replace(WORK, microbatches=8, sequences=1, tokens=128))
     many = problem(machines(bandwidth_Bps=5e6), work=msgspec.structs.replace(WORK, microbatches=4096))
-    assert strategy.best_stages(few) > 4 > 1 > strategy.best_stages(many)
+    assert best_stages(few) > 4 > 1 > best_stages(many)
     assert len(decided(few).stages) > len(decided(many).stages) == 1
 
 
@@ -373,24 +373,24 @@ def test_memory_that_is_not_stated_is_not_checked() -> None:
 )
 def test_a_server_keeps_both_ends_of_its_boundaries_for_the_whole_step(inner: bool, last: bool, tensors: int) -> None:
     """Ten microbatches, tensors of 3 bytes there and of 2 back."""
-    everything = memory.Shelf(keep_bytes=1e9, spill_bytes=0)
+    everything = memory.StoreLimits(keep_bytes=1e9, spill_bytes=0)
     assert everything.kept_bytes(10, inner, last, 3.0, 2.0) == tensors
-    assert memory.Shelf(1e9, spill_bytes=7).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, 7)
+    assert memory.StoreLimits(1e9, spill_bytes=7).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, 7)
     own_gradients = 10 * 2 * inner  # they stay beyond the limit
-    assert memory.Shelf(4, spill_bytes=0).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, own_gradients + 4)
+    assert memory.StoreLimits(4, spill_bytes=0).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, own_gradients + 4)
 
 
 def test_what_servers_keep_is_in_the_plans_peak_memory_where_it_lies() -> None:
-    shelf = memory.Shelf(2.0**40, 0)
-    given = problem(shelf=shelf)
-    made, plain = decided(given, 4), decided(problem(shelf=memory.Shelf(0, 0)), 4)
+    store_limits = memory.StoreLimits(2.0**40, 0)
+    given = problem(store_limits=store_limits)
+    made, plain = decided(given, 4), decided(problem(store_limits=memory.StoreLimits(0, 0)), 4)
     tensor_bytes, share = given.profile.boundary_bytes, WORK.microbatches / 2
     assert [stage.kept_bytes for stage in made.stages] == [k * share * tensor_bytes for k in (2, 4, 4, 2)]
     assert [stage.kept_bytes for stage in plain.stages] == [k * share * tensor_bytes for k in (0, 1, 1, 1)]
     more = [one.memory_bytes - other.memory_bytes for one, other in zip(made.stages, plain.stages, strict=True)]
     kept = zip(made.stages, plain.stages, strict=True)
     assert more == pytest.approx([one.kept_bytes - other.kept_bytes for one, other in kept]), "one memory"
-    apart = decided(problem(machines(host_memory_bytes=64e9), shelf=shelf), 4)
+    apart = decided(problem(machines(host_memory_bytes=64e9), store_limits=store_limits), 4)
     alone = [stage.memory_bytes - stage.kept_bytes for stage in made.stages]
     assert [stage.memory_bytes for stage in apart.stages] == pytest.approx(alone)
     assert apart.stages[1].kept_bytes == made.stages[1].kept_bytes
@@ -401,7 +401,9 @@ def test_a_stage_whose_tensors_have_no_room_until_the_commit_does_not_fit(fields
     """Four stages of two: a middle one takes 1.8 GB and its tensors 1.07 GB for every eight microbatches."""
     cluster = machines(**fields)
     roomy = problem(cluster)
-    narrow = problem(cluster, shelf=memory.Shelf(2.0**40, 0), work=msgspec.structs.replace(WORK, microbatches=512))
+    narrow = problem(
+        cluster, store_limits=memory.StoreLimits(2.0**40, 0), work=msgspec.structs.replace(WORK, microbatches=512)
+    )
     made = decided(roomy, 4)
     assert plan.validate(made, roomy.profile, cluster, 2) == []
     with pytest.raises(ValueError, match="fits no device left"):

@@ -19,6 +19,7 @@ PAGES = [
     *TOP,
     *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "design"),
 ]  # design notes keep their day's names
+SOURCES = {path.name for folder in ("src", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")}
 CELL = 200  # characters that a cell of a table may have
 _PATH = re.compile(r"`([A-Za-z0-9_./-]+/[A-Za-z0-9_./-]*|[a-z_]+\.(?:py|md|toml))`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -45,6 +46,7 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = {path for path in _PATH.findall(text) if not path.startswith(_MADE)}
     places = (ROOT, ROOT / "src", ROOT / "src" / "shoal", page.parent)
     missing = [path for path in named if "/" in path and not any((place / path).exists() for place in places)]
+    missing += [path for path in named if path.endswith(".py") and "/" not in path and path not in SOURCES]
     missing += [path for path in _LINK.findall(text) if not (page.parent / path).exists()]
     assert sorted(missing) == []
 
@@ -58,6 +60,14 @@ def test_no_cell_of_a_table_is_an_essay(page: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
     assert [cell for cell in cells if len(cell) > CELL] == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_and_tables_stand_apart_from_the_paragraph_before(page: Path) -> None:
+    """The site's Markdown takes them for text of the paragraph otherwise."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    joined = re.findall(r"^(?![-|#`\s]|\d+\. ).+\n(?:- |1\. |\|).*$", text, re.M)
+    assert joined == []
 
 
 def test_operations_quotes_only_messages_that_the_code_prints() -> None:
@@ -87,7 +97,7 @@ def _literal(quote: str, known: list[re.Pattern[str]]) -> float:
     return sum(any(begin <= word[0] and word[1] <= end for begin, end in spans) for word in words) / len(words)
 
 
-@pytest.mark.parametrize("name", ["protocol", "configuration"])
+@pytest.mark.parametrize("name", ["protocol", "view", "configuration"])
 def test_a_page_that_is_made_from_the_source_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None

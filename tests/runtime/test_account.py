@@ -6,7 +6,7 @@ from random import Random
 
 import msgspec
 
-from shoal.core.messages import Account, Committed, Member, Share, View
+from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.runtime.records.account import Base, Books, Step, restarted, surviving
 
 STAGES, MICROBATCHES = 2, 4
@@ -18,7 +18,7 @@ def a_view(step: int, groups: tuple[tuple[Share, ...], ...] = GROUPS, epoch: int
     """The view that commits step - 1."""
     last = Committed(step - 1, round=step, norm=1.0, loss=2.0, digests=("x", "y"), groups=groups) if step else None
     counted = Account(issued=MICROBATCHES * step, committed=MICROBATCHES * step)
-    view = View(step + 1 + 100 * epoch, step, MEMBERS, started=True, epoch=epoch, last=last, account=counted)
+    view = View(step + 1 + 100 * epoch, step, MEMBERS, phase=Phase.TRAINING, epoch=epoch, last=last, account=counted)
     return msgspec.structs.replace(view, **fields)
 
 
@@ -42,8 +42,8 @@ def test_views_may_come_twice_late_and_in_any_order() -> None:
 
 
 def test_steps_that_were_averaged_beside_the_next_ones_compute_are_counted_once() -> None:
-    ahead = a_view(1, number=9, ahead=True, begun=True)
-    again = a_view(1, number=11, ahead=True, begun=True)  # after a death had opened it again
+    ahead = a_view(1, number=9, phase=Phase.OVERLAPPING)
+    again = a_view(1, number=11, phase=Phase.OVERLAPPING)  # after a death had opened it again
     assert some_books(a_view(0), a_view(1), ahead, again, a_view(2, number=12)).ahead == {1}
     assert some_books(ahead, a_view(0, epoch=1, last=None)).ahead == set()  # all of it is trained again
 
@@ -101,7 +101,7 @@ def test_samples_issued_and_never_committed_do_not_balance() -> None:
 def gone_back(to: int, undone: int, epoch: int = 1) -> View:
     """The view under which everybody goes back to the checkpoint of step `to`."""
     account = Account(issued=MICROBATCHES * to, committed=MICROBATCHES * to, undone=undone)
-    return a_view(to, epoch=epoch, last=None, started=False, account=account)
+    return a_view(to, epoch=epoch, last=None, phase=Phase.GATHERING, account=account)
 
 
 def again(step: int, undone: int, epoch: int = 1, **fields: object) -> View:
@@ -200,7 +200,7 @@ def test_a_resumed_run_keeps_what_was_undone_before_and_counts_its_own_epochs_fr
     books.agree(a_view(4, last=None, account=Account(issued=4)), 0.0)
     books.agree(a_view(5, account=Account(issued=4, committed=4)), 1.0)
     back = Account(undone=4)
-    books.agree(a_view(4, epoch=1, last=None, started=False, account=back), 2.0)
+    books.agree(a_view(4, epoch=1, last=None, phase=Phase.GATHERING, account=back), 2.0)
     assert books.steps == before, "a later epoch of this session voids nothing of the sessions before"
     books.agree(a_view(5, epoch=1, account=msgspec.structs.replace(back, issued=4, committed=4)), 3.0)
     totals = books.totals()

@@ -15,7 +15,7 @@ from tests.rounds import Group
 from shoal.config import Config, Device, Network, Run, Train
 from shoal.core import messages as m
 from shoal.core.allreduce.layout import rows_of
-from shoal.runtime.tasks.task_runner import Hands
+from shoal.runtime.tasks.task_runner import TaskRunner
 
 LENGTH = 5003
 STEP = 3
@@ -24,36 +24,36 @@ UNLIKE = (100, 400, 50, 1000, 400)  # widths of lines; the third owns nothing
 
 
 class Tensors:
-    """tests/rounds.py's hands, around real ones. What comes is checked, as a driver would, and lies in memory of its own."""
+    """tests/rounds.py's runner, around real ones. What comes is checked, as a driver would, and lies in memory of its own."""
 
     def __init__(self, config: Config) -> None:
-        self.hands = Hands(config)
+        self.runner = TaskRunner(config)
         self.do(m.Init("init", 0, 0))
-        seat = self.hands._seat
+        seat = self.runner._seat
         assert seat is not None
         seat.step = STEP
         self.executor: Any = seat.executor
 
     def get(self, name: str) -> Any:
-        return self.hands.blob(name)
+        return self.runner.blob(name)
 
     def put(self, name: str, value: Any) -> None:
         blob = msgspec.structs.replace(value, data=bytearray(value.data))
-        assert self.hands.check(m.Part(0, STEP, 7, 0), (blob,)) == ""
-        self.hands.put(name, blob)
+        assert self.runner.check(m.ReduceChunk(0, STEP, 7, 0), (blob,)) == ""
+        self.runner.put(name, blob)
 
     def drop(self, name: str) -> None:
-        self.hands.drop(name)
+        self.runner.drop(name)
 
     def do(self, task: Any) -> m.Done | m.Failed:
         answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
-        self.hands.submit(task, answers.put)
+        self.runner.submit(task, answers.put)
         answer = answers.get(timeout=ANSWER_S)
         assert isinstance(answer, m.Done), answer
         return answer
 
     def reduced(self, round_: int) -> torch.Tensor:
-        return self.hands._sums.reduced[STEP, round_].reduced
+        return self.runner._sums.reduced[STEP, round_].reduced
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def made() -> Iterator[list[Tensors]]:
     found: list[Tensors] = []
     yield found
     for one in found:
-        one.hands.close()
+        one.runner.close()
 
 
 def a_group(
@@ -74,12 +74,12 @@ def a_group(
         device=Device(executor="emulated", emulated_s=0.0, emulated_gradient=LENGTH, threads=1),
     )
 
-    def hands(name: m.Peer, length: int) -> Tensors:
+    def runner(name: m.Peer, length: int) -> Tensors:
         made.append(Tensors(config))
         return made[-1]
 
     group = tuple(f"p{number:02}" for number in range(replicas))
-    return Group(group, LENGTH, piece_values, hands=hands, seed=replicas, widths=widths)
+    return Group(group, LENGTH, piece_values, runner=runner, seed=replicas, widths=widths)
 
 
 def brought(group: Group, made: list[Tensors], seed: int) -> list[torch.Tensor]:
@@ -149,11 +149,13 @@ def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
         digests = {one.digest for one in group.reduced.values()}
         assert len(group.reduced) == replicas and len(digests) == 1
         for name, one in zip(group.names, made, strict=True):
-            gathered = one.hands._sums.reduced[STEP, number]
-            one.hands._sums.averaging.applied(gathered.left)
+            gathered = one.runner._sums.reduced[STEP, number]
+            one.runner._sums.averaging.applied(gathered.left)
             group.carry(name, group.rounds[name].end("committed"))
         applied += made[0].reduced(number).double()
-    left = sum(one.hands._sums.averaging._left.double() for one in made if one.hands._sums.averaging._left is not None)
+    left = sum(
+        one.runner._sums.averaging._left.double() for one in made if one.runner._sums.averaging._left is not None
+    )
     assert float((applied + left - total).norm() / total.norm()) < 1e-6
     assert float((applied - total).norm() / total.norm()) > 1e-4, "the codes do leave something out"
 

@@ -27,22 +27,22 @@ from shoal.core.messages import (
     Event,
     Finish,
     Gather,
+    GatherChunk,
     Lead,
     Member,
     Message,
     Override,
-    Part,
     Peer,
     Proof,
     Pulse,
     Received,
+    ReduceChunk,
     Reduced,
     Result,
     RunBackward,
     Send,
     Signed,
     Standing,
-    Sum,
     Task,
     Tick,
     View,
@@ -59,11 +59,11 @@ from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import AnyLine
 from shoal.runtime.signing import Signing
 from shoal.runtime.tasks.coding import Held
-from shoal.runtime.tasks.task_runner import Hands
+from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.sim.faults import edges
 from shoal.traffic import Kept, Traffic
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.directory.directory import Directory, Record
+from shoal.transport.directory.directory import Directory, PeerRecord
 from shoal.transport.emulated.memory import Hub, MemoryTransport
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority
@@ -94,8 +94,8 @@ class Known(Directory):
 
     async def announce(self) -> None: ...
 
-    async def peers(self) -> list[Record]:
-        return [Record(run="r", peer=name, host="", port=0) for name in self.names]
+    async def peers(self) -> list[PeerRecord]:
+        return [PeerRecord(run="r", peer=name, host="", port=0) for name in self.names]
 
 
 class Heard(Recorder):
@@ -129,10 +129,10 @@ class Swarm:
         self.names.append(name)
         header = trace.Header(PROTOCOL, name, settings(self.config), seed=f"s/{name}", found=number == 1)
         record = Heard(header, self.directory / f"{number}.jsonl")
-        hands = Hands(self.config, self.dataset, Store(str(self.directory / "checkpoints")))
+        runner = TaskRunner(self.config, self.dataset, Store(str(self.directory / "checkpoints")))
         machine = PeerMachine(name, header.settings, Random(header.seed), header.found)
         node = Node(
-            machine, hands, MemoryTransport(self.hub, name), Known(self.names), record, Signing(identity, "run")
+            machine, runner, MemoryTransport(self.hub, name), Known(self.names), record, Signing(identity, "run")
         )
         self.records.append(record)
         self.nodes.append(node)
@@ -146,7 +146,7 @@ class Swarm:
 
     def close(self) -> None:
         for node, record in zip(self.nodes, self.records, strict=True):
-            node.hands.close()
+            node.runner.close()
             record.close()
 
     def books(self) -> Books:
@@ -196,7 +196,7 @@ def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path)
     assert all(len(found) == 1 for found in digests.values())
     # Of one step at most: input, output and gradient of every microbatch at every stage, and a round's parts.
     a_step = 4 * TINY.run.stages * 3 + 8
-    assert max(node.hands.held() for node in swarm.nodes) <= a_step
+    assert max(node.runner.held() for node in swarm.nodes) <= a_step
 
 
 def test_a_peer_whose_device_is_lost_leaves_and_the_others_go_on(
@@ -205,15 +205,15 @@ def test_a_peer_whose_device_is_lost_leaves_and_the_others_go_on(
     swarm = Swarm(msgspec.structs.replace(TINY, run=msgspec.structs.replace(TINY.run, peers=5, steps=4)), tmp_path)
     for _ in range(5):
         swarm.add()
-    victim, real, passes = swarm.nodes[1], Hands._backward, [0]
+    victim, real, passes = swarm.nodes[1], TaskRunner._backward, [0]
 
-    def broken(self: Hands, task: RunBackward, *given: torch.Tensor) -> Result:
-        passes[0] += self is victim.hands
-        if self is victim.hands and passes[0] >= 2:  # it has booked one microbatch, which others must redo
+    def broken(self: TaskRunner, task: RunBackward, *given: torch.Tensor) -> Result:
+        passes[0] += self is victim.runner
+        if self is victim.runner and passes[0] >= 2:  # it has booked one microbatch, which others must redo
             raise RuntimeError("CUDA error: unspecified launch failure")
         return real(self, task, *given)
 
-    monkeypatch.setattr(Hands, "_backward", broken)
+    monkeypatch.setattr(TaskRunner, "_backward", broken)
     monkeypatch.setattr(base, "alive", lambda config: False)
 
     async def part(node: Node) -> Finish:
@@ -238,7 +238,7 @@ def test_a_peer_whose_device_is_lost_leaves_and_the_others_go_on(
     assert (totals.steps, totals.issued, totals.committed, totals.lost) == (4, 16, 16, 0)
 
 
-def in_memory(held: Hands) -> int:
+def in_memory(held: TaskRunner) -> int:
     """Bytes of all tensors of rounds that are held under names, each storage once."""
     storages = {}
     for name in held._blobs.names():
@@ -270,18 +270,18 @@ def test_a_round_takes_no_more_memory_than_it_may(
         for _ in range(TINY.run.peers):
             swarm.add()
         found: list[int] = []
-        put, run = Hands.put, Hands._run
+        put, run = TaskRunner.put, TaskRunner._run
 
-        def counted_put(self: Hands, name: str, value: Held) -> int:
+        def counted_put(self: TaskRunner, name: str, value: Held) -> int:
             nbytes = put(self, name, value)
             found.append(in_memory(self))
             return nbytes
 
-        def counted_run(self: Hands, task: Task, held: dict[str, Held]) -> Result:
+        def counted_run(self: TaskRunner, task: Task, held: dict[str, Held]) -> Result:
             if not isinstance(task, Cut | Add | Gather):
                 return run(self, task, held)
             before = in_memory(self)
-            with memory.Watch("cpu") as watch:
+            with memory.MemoryMeter("cpu") as watch:
                 result = run(self, task, held)
             made = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
             found.append(before + watch.peak - made)
@@ -289,12 +289,12 @@ def test_a_round_takes_no_more_memory_than_it_may(
 
         with monkeypatch.context() as patched:
             patched.setattr(optimizer, "NORM_VALUES", 500)  # squares in fp64 take up to 8 MiB, whatever the limit
-            patched.setattr(Hands, "put", counted_put)
-            patched.setattr(Hands, "_run", counted_run)
+            patched.setattr(TaskRunner, "put", counted_put)
+            patched.setattr(TaskRunner, "_run", counted_run)
             finishes = asyncio.run(swarm.run())
         swarm.close()
         assert all(finish.ok for finish in finishes)
-        return max(found), 4 * swarm.nodes[0].hands._seated().executor.length
+        return max(found), 4 * swarm.nodes[0].runner._seated().executor.length
 
     limit = 60_000
     peak, gradient_bytes = most(limit)
@@ -328,7 +328,7 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
                     activations += activation
                 case Boundary():
                     gradients += gradient
-                case Part(chunk=chunk) | Sum(chunk=chunk):
+                case ReduceChunk(chunk=chunk) | GatherChunk(chunk=chunk):
                     averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
         sent, came = node.tally.totals()
         received += came
@@ -338,8 +338,8 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
         assert [item.step for item in carried] == sorted(item.step for item in carried)
         assert (carried[-1].sent, carried[-1].received) == (sent, came)
         assert carried[-1].kept == node.kept_most
-        assert node.kept_most.memory >= max(node.kept_most.shelf, activation)
-        assert node.kept_most.shelf > 0
+        assert node.kept_most.memory >= max(node.kept_most.store, activation)
+        assert node.kept_most.store > 0
         assert node.kept == Kept()
     totals = [node.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0
@@ -377,7 +377,7 @@ def test_eighteen_replicas_of_the_whole_model_have_one_processs_bits(round_bytes
     finishes = asyncio.run(swarm.run(8 * LONG_S))
     swarm.close()
     assert all(finish.ok for finish in finishes)
-    length = swarm.nodes[0].hands._seated().executor.length
+    length = swarm.nodes[0].runner._seated().executor.length
     assert (settings(config).piece_values < length) is (round_bytes < 1 << 30)
     commits = [step.commit for step in swarm.books().steps]
     assert [len(commit.groups[0]) for commit in commits] == [18, 18]
@@ -406,7 +406,7 @@ def test_a_lone_peer_that_serves_the_whole_model_talks_to_itself(tmp_path: Path)
     swarm.close()
     assert finish.ok
     assert swarm.books().totals().balanced
-    assert node.hands.held() == 0
+    assert node.runner.held() == 0
 
 
 class Listener:
@@ -436,9 +436,9 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
         machine.until = 2  # the first Tick, and the harmless message
         transport, other = MemoryTransport(hub, machine.name), MemoryTransport(hub, "b" * 32 + ".1")
         header = trace.Header(PROTOCOL, machine.name, settings(TINY), seed="", found=False)
-        hands, record = Hands(TINY), Heard(header, tmp_path / "t.jsonl")
+        runner, record = TaskRunner(TINY), Heard(header, tmp_path / "t.jsonl")
         signing = Signing(Identity.new(), "run")
-        node = Node(machine, hands, transport, Known([]), record, signing)  # type: ignore[arg-type]
+        node = Node(machine, runner, transport, Known([]), record, signing)  # type: ignore[arg-type]
         await transport.start()
         await other.start()
         for message, blobs in sent:
@@ -447,7 +447,7 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
         other.send(machine.name, Pulse(1, 1, 1, True), ())
         async with asyncio.timeout(LONG_S):
             await node.run()
-        hands.close()
+        runner.close()
         record.close()
         return [event for event in machine.events if type(event).__name__ == "Received"]
 
@@ -493,10 +493,10 @@ def test_a_machine_with_other_data_than_the_runs_is_refused_by_name(tmp_path: Pa
     words = ["data.source=text", f"data.path={text}", "data.sequence=16", f"run.dir={tmp_path}", "model.layers=3"]
     config = configuration.load(None, words)
     digest = build.data(config).digest
-    build.hands(configuration.load(None, [*words, f"data.digest={digest}"])).close()
+    build.runner(configuration.load(None, [*words, f"data.digest={digest}"])).close()
     text.write_text("other words here, " * 40)
     with pytest.raises(ValueError, match=r"the data here is another than the run's: .* data\.digest = '"):
-        build.hands(configuration.load(None, [*words, f"data.digest={digest}"]))
+        build.runner(configuration.load(None, [*words, f"data.digest={digest}"]))
 
 
 def test_nobodys_word_but_the_operators_reaches_the_machine(swarm: Swarm, tmp_path: Path) -> None:
@@ -554,11 +554,11 @@ def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
     before = node.machine.last_now
     for message, blobs in (
         (standing, ()),
-        (Sum(0, 0, 1, 0), (floats(100),)),
+        (GatherChunk(0, 0, 1, 0), (floats(100),)),
         (Pulse(1, 1, 1, True, rate=float("nan")), (floats(1),)),
     ):
         node._on_message(Incoming(peer=STRANGER, message=message, blobs=blobs))
-        assert node.machine.last_now is before and node.hands.held() == 0
+        assert node.machine.last_now is before and node.runner.held() == 0
     assert of_use(node.machine, Incoming(STRANGER, pulse)) == Pulse(1, 1, 1, True)
     assert of_use(node.machine, Incoming(STRANGER, lead)) == Lead(9, 9, 9, "d")
     swarm.close()

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core.messages import AskPasses, AskStanding, Passes
+from shoal.core.messages import Passes, PassesRequest, StandingRequest
 from shoal.runtime import passes
 from shoal.runtime.passes import Gate
 from shoal.transport.base import Incoming, Lost
@@ -100,8 +100,8 @@ def test_a_list_told_to_one_peer_reaches_all_at_once_and_shuts_out_who_is_on_it(
             peers[0].gate.hear(a_list(3, bad.grant.id))
             await until(lambda: all(peer.membership.standing.version == 3 for peer in peers))
             await until(lambda: all(peer.changes for peer in peers))
-            rogue.transport.send(peers[1].name, AskStanding())
-            peers[2].transport.send(peers[1].name, AskStanding())
+            rogue.transport.send(peers[1].name, StandingRequest())
+            peers[2].transport.send(peers[1].name, StandingRequest())
             await until(lambda: peers[1].passed)
             assert [item.peer for item in peers[1].passed] == [peers[2].name]
 
@@ -130,7 +130,7 @@ def test_a_newcomer_learns_the_list_when_it_first_speaks(monkeypatch: pytest.Mon
         ann, bob = Peer(hub, invite), Peer(hub, invite)
         ann.membership.take_list(a_list(5))
         async with together(ann, bob, knowing=lambda _: ()):
-            bob.transport.send(ann.name, AskStanding())
+            bob.transport.send(ann.name, StandingRequest())
             await until(lambda: bob.membership.standing.version == 5)
             assert ann.passed and not bob.passed, "what is about passes reaches no machine"
 
@@ -145,7 +145,7 @@ def test_a_forged_list_is_not_taken_and_an_old_one_changes_nothing() -> None:
         async with together(ann, bob, knowing=lambda _: ()):
             for version, data in ((2, a_list(2)), (1, a_list(1, invite.grant.id)), (9, forged), (10, a_list(10))):
                 bob.transport.send(ann.name, Passes(version, data))
-            bob.transport.send(ann.name, AskStanding())
+            bob.transport.send(ann.name, StandingRequest())
             await until(lambda: ann.passed)
             assert ann.membership.standing.version == 2 and not ann.refused, "nor is a liar listened to again"
 
@@ -163,12 +163,12 @@ def test_nobody_has_a_large_list_sent_for_the_asking(monkeypatch: pytest.MonkeyP
         async with together(ann, knowing=lambda _: ()):
             await bob.transport.start()
             for _ in range(50):
-                bob.transport.send(ann.name, AskPasses(0))
-            bob.transport.send(ann.name, AskStanding())
+                bob.transport.send(ann.name, PassesRequest(0))
+            bob.transport.send(ann.name, StandingRequest())
             await until(lambda: ann.passed)
-            bob.transport.send(bob.name, AskStanding())
+            bob.transport.send(bob.name, StandingRequest())
             got = []
-            while not isinstance((item := await bob.transport.receive()).message, AskStanding):
+            while not isinstance((item := await bob.transport.receive()).message, StandingRequest):
                 got.append(item.message)
             assert sum(isinstance(message, Passes) for message in got) == 1
             await bob.transport.close()

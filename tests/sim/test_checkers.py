@@ -21,7 +21,7 @@ def a_watch(staleness: int = 0) -> Watch:
 
 def a_view(number: int = 5, **changes: object) -> m.View:
     members = tuple(m.Member(peer, stage) for peer, stage in (("a", 0), ("b", 0), ("c", 1)))
-    view = m.View(number=number, step=0, members=members, owners=(0, 1, 2), started=True)
+    view = m.View(number=number, step=0, members=members, owners=(0, 1, 2), phase=m.Phase.TRAINING)
     return msgspec.structs.replace(view, **changes)
 
 
@@ -82,8 +82,8 @@ def met(group: str, *others: str) -> set[str]:
     shares = tuple(m.Share(peer, ()) for peer in group)
     watch.sent("leader", "a", m.Round(epoch=0, step=0, round=7, view=5, groups=(shares,)))
     for to in others:
-        watch.sent("a", to, m.Part(epoch=0, step=0, round=7, chunk=1))
-        watch.sent("a", to, m.Sum(epoch=0, step=0, round=7, chunk=1))
+        watch.sent("a", to, m.ReduceChunk(epoch=0, step=0, round=7, chunk=1))
+        watch.sent("a", to, m.GatherChunk(epoch=0, step=0, round=7, chunk=1))
     return found(watch)
 
 
@@ -145,14 +145,14 @@ def test_a_view_that_does_not_follow_is_caught(changes: dict[str, object]) -> No
 
 
 def test_a_step_that_is_computed_beside_the_one_before_is_caught_where_updates_are_not_delayed() -> None:
-    ahead = {"number": 6, "ahead": True, "begun": True, "since": 6}
-    for staleness, wanted in ((0, {"ahead"}), (1, set())):
+    ahead = {"number": 6, "phase": m.Phase.OVERLAPPING, "since": 6}
+    for staleness, wanted in ((0, {"view"}), (1, set())):
         watch = a_watch(staleness)
         watch.agreed("a", a_view())
         watch.agreed("a", a_view(**ahead))
         assert found(watch) == wanted
     watch.agreed("a", a_view(**ahead | {"number": 7, "step": 1}))  # and on to the next but one without a commit between
-    assert found(watch) == {"ahead"}
+    assert found(watch) == {"view"}
 
 
 @pytest.mark.parametrize(("staleness", "versions"), [(0, {0: 0, 1: 1, 2: 2}), (1, {0: 0, 1: 0, 2: 1})])
@@ -262,7 +262,7 @@ def test_a_checkpoint_of_other_parameters_is_caught() -> None:
 
 def a_last_view(**changes: object) -> m.View:
     account = m.Account(issued=STEPS * MICROBATCHES, committed=STEPS * MICROBATCHES)
-    return a_view(step=STEPS, owners=(), finished=True, account=account, **changes)
+    return a_view(step=STEPS, owners=(), phase=m.Phase.FINISHED, account=account, **changes)
 
 
 def test_a_run_that_ended_well_is_no_violation() -> None:

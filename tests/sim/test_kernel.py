@@ -1,4 +1,4 @@
-"""The simulator's own ground: virtual time, the network's contract, hands that compute in symbols."""
+"""The simulator's own ground: virtual time, the network's contract, task runners that compute in symbols."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shoal.core import messages as m
-from shoal.sim import scenario
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import CLEAN, Network
-from shoal.sim.task_runner import BAD, Hands, World
+from shoal.sim.scenarios import catalogue, drawing, scenario
+from shoal.sim.task_runner import BAD, TaskRunner, World
 
 
 def test_actions_run_in_order_of_time_and_ties_in_order_of_asking() -> None:
@@ -102,9 +102,9 @@ def test_a_cut_lets_nothing_pass_until_it_is_joined() -> None:
 
 
 def test_a_case_is_the_same_for_the_same_seed_and_kinds_of_faults_vary() -> None:
-    chaos = scenario.SCENARIOS["chaos"]
-    assert scenario.draw(chaos, 3) == scenario.draw(chaos, 3)
-    cases = [scenario.draw(chaos, seed) for seed in range(40)]
+    chaos = catalogue.SCENARIOS["chaos"]
+    assert drawing.draw(chaos, 3) == drawing.draw(chaos, 3)
+    cases = [drawing.draw(chaos, seed) for seed in range(40)]
     assert {case.happenings.pauses > 0 for case in cases} == {True, False}
     assert {case.messages.drop > 0 for case in cases} == {True, False}
 
@@ -113,26 +113,26 @@ def test_a_scenario_file_is_refused_with_its_name_and_what_is_wrong(tmp_path: An
     path = tmp_path / "mine.toml"
     path.write_text("pears = [2, 3]\n")
     with pytest.raises(ValueError, match=r"mine\.toml.*pears"):
-        scenario.load(str(path))
+        catalogue.load(str(path))
     path.write_text('name = "mine"\npeers = [2, 3]\n[messages]\ndrop = 0.5\n')
-    assert scenario.load(str(path)).messages.drop == 0.5
+    assert catalogue.load(str(path)).messages.drop == 0.5
     with pytest.raises(ValueError, match="neither a file nor one of"):
-        scenario.load("nonsense")
+        catalogue.load("nonsense")
 
 
 class Bench:
-    """Hands on a kernel of their own."""
+    """TaskRunner on a kernel of their own."""
 
     def __init__(self, stages: int = 2) -> None:
         self.kernel = Kernel()
         self.world = World(stages, 100)
         self.results: dict[str, m.Done | m.Failed] = {}
 
-    def hands(self) -> Hands:
-        return Hands(self.world, self.kernel.after, lambda: self.kernel.now)
+    def runner(self) -> TaskRunner:
+        return TaskRunner(self.world, self.kernel.after, lambda: self.kernel.now)
 
-    def do(self, hands: Hands, task: m.Task) -> m.Done | m.Failed:
-        hands.submit(task, self._note)
+    def do(self, runner: TaskRunner, task: m.Task) -> m.Done | m.Failed:
+        runner.submit(task, self._note)
         self.kernel.run(until=1e9, events=10**6)
         return self.results[task.id]
 
@@ -140,31 +140,31 @@ class Bench:
         self.results[result.id] = result
 
 
-def trained(bench: Bench, hands: Hands, indices: tuple[int, ...]) -> None:
+def trained(bench: Bench, runner: TaskRunner, indices: tuple[int, ...]) -> None:
     """Stage 0's part of these microbatches; the gradients from above are made up."""
     for index in indices:
-        hands.blobs[f"x{index}"] = ("x", 0, index, 0, "")
-        hands.blobs[f"g{index}"] = ("g", 0, index, 0, "above")
-        bench.do(hands, m.RunBackward(f"b{index}", 0, index, 0, f"x{index}", f"g{index}", ""))
+        runner.blobs[f"x{index}"] = ("x", 0, index, 0, "")
+        runner.blobs[f"g{index}"] = ("g", 0, index, 0, "above")
+        bench.do(runner, m.RunBackward(f"b{index}", 0, index, 0, f"x{index}", f"g{index}", ""))
 
 
-def averaged(bench: Bench, hands: list[Hands]) -> list[m.Done | m.Failed]:
+def averaged(bench: Bench, runner: list[TaskRunner]) -> list[m.Done | m.Failed]:
     """Cut, add and gather in one chunk."""
-    for number, one in enumerate(hands):
+    for number, one in enumerate(runner):
         bench.do(one, m.Cut(f"c{number}", 0, (0, 100), ("part",)))
-    for one in hands:
-        for number, other in enumerate(hands):
+    for one in runner:
+        for number, other in enumerate(runner):
             one.blobs[f"part{number}"] = other.blobs["part"]
     results = []
-    for number, one in enumerate(hands):
-        bench.do(one, m.Add(f"a{number}", tuple(f"part{k}" for k in range(len(hands))), "sum"))
+    for number, one in enumerate(runner):
+        bench.do(one, m.Add(f"a{number}", tuple(f"part{k}" for k in range(len(runner))), "sum"))
         results.append(bench.do(one, m.Gather(f"r{number}", 0, 1, ("sum",))))
     return results
 
 
 def test_two_replicas_that_average_hold_the_same_parameters() -> None:
     bench = Bench()
-    pair = [bench.hands(), bench.hands()]
+    pair = [bench.runner(), bench.runner()]
     for number, one in enumerate(pair):
         bench.do(one, m.Init(f"i{number}", 0, 0))
     trained(bench, pair[0], (0, 2))
@@ -181,11 +181,11 @@ def test_a_digest_tells_one_microbatch_more_and_another_norm_apart() -> None:
     digests = set()
     for indices, norm in (((0, 1), 1.0), ((0, 1, 1), 1.0), ((0,), 1.0), ((0, 1), 2.0)):
         bench = Bench()
-        hands = bench.hands()
-        bench.do(hands, m.Init("i", 0, 0))
-        trained(bench, hands, indices)
-        averaged(bench, [hands])
-        done = bench.do(hands, m.Apply("p", 0, 1, norm, False))
+        runner = bench.runner()
+        bench.do(runner, m.Init("i", 0, 0))
+        trained(bench, runner, indices)
+        averaged(bench, [runner])
+        done = bench.do(runner, m.Apply("p", 0, 1, norm, False))
         assert isinstance(done, m.Done)
         digests.add(done.result.digest)
     assert len(digests) == 4
@@ -193,7 +193,7 @@ def test_a_digest_tells_one_microbatch_more_and_another_norm_apart() -> None:
 
 def test_a_downloaded_state_is_the_donors_and_a_damaged_chunk_is_refused() -> None:
     bench = Bench()
-    donor, joiner = bench.hands(), bench.hands()
+    donor, joiner = bench.runner(), bench.runner()
     init = bench.do(donor, m.Init("i", 1, 0))
     export = bench.do(donor, m.Export("e", 0))
     assert isinstance(init, m.Done) and isinstance(export, m.Done) and export.result.manifest is not None
@@ -210,33 +210,33 @@ def test_a_downloaded_state_is_the_donors_and_a_damaged_chunk_is_refused() -> No
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda bench, hands: bench.do(hands, m.Apply("p", 0, 9, 1.0, False)),
-        lambda bench, hands: bench.do(hands, m.RunForward("f", 3, 0, 0, "x0", "y")),
-        lambda bench, hands: bench.do(hands, m.Gather("g", 0, 1, ("nothing",))),
-        lambda bench, hands: trained(bench, hands, (0,)) or bench.do(hands, m.Cut("c", 5, (0, 100), ("z",))),
+        lambda bench, runner: bench.do(runner, m.Apply("p", 0, 9, 1.0, False)),
+        lambda bench, runner: bench.do(runner, m.RunForward("f", 3, 0, 0, "x0", "y")),
+        lambda bench, runner: bench.do(runner, m.Gather("g", 0, 1, ("nothing",))),
+        lambda bench, runner: trained(bench, runner, (0,)) or bench.do(runner, m.Cut("c", 5, (0, 100), ("z",))),
     ],
 )
-def test_what_no_machine_may_ask_for_is_noted(break_it: Callable[[Bench, Hands], Any]) -> None:
+def test_what_no_machine_may_ask_for_is_noted(break_it: Callable[[Bench, TaskRunner], Any]) -> None:
     bench = Bench()
-    hands = bench.hands()
-    bench.do(hands, m.Init("i", 0, 0))
-    hands.blobs["x0"] = ("x", 3, 0, 0, "")
-    break_it(bench, hands)
+    runner = bench.runner()
+    bench.do(runner, m.Init("i", 0, 0))
+    runner.blobs["x0"] = ("x", 3, 0, 0, "")
+    break_it(bench, runner)
     assert bench.world.faults
 
 
 def test_computing_is_one_after_the_other_and_reading_beside_it() -> None:
     bench = Bench()
-    hands = bench.hands()
-    hands.forward_s = 1.0
-    bench.do(hands, m.Init("i", 0, 0))
+    runner = bench.runner()
+    runner.forward_s = 1.0
+    bench.do(runner, m.Init("i", 0, 0))
     began = bench.kernel.now
     ends: list[tuple[str, float]] = []
-    hands.blobs["x"] = ("x", 0, 0, 0, "")
+    runner.blobs["x"] = ("x", 0, 0, 0, "")
     for number in range(2):
-        hands.submit(
+        runner.submit(
             m.RunForward(f"f{number}", 0, 0, 0, "x", f"y{number}"), lambda r: ends.append((r.id, bench.kernel.now))
         )
-    hands.submit(m.Fetch("t", 0, 1, "z"), lambda r: ends.append((r.id, bench.kernel.now)))
+    runner.submit(m.Fetch("t", 0, 1, "z"), lambda r: ends.append((r.id, bench.kernel.now)))
     bench.kernel.run(until=1e9, events=100)
     assert [(name, pytest.approx(at - began)) for name, at in ends] == [("t", 0.01), ("f0", 1.0), ("f1", 2.0)]

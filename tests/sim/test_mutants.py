@@ -26,13 +26,16 @@ from shoal.core.leader.progress import RoundWatch
 from shoal.core.leader.rules import commit, order, removal
 from shoal.core.leader.rules.order import Check, Rule
 from shoal.core.leader.rules.reassignment import reassign, takeovers
+from shoal.core.messages import View
 from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
 from shoal.core.trainer.trainer import Trainer
-from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
+from shoal.sim.scenarios.catalogue import SCENARIOS
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
-from shoal.sim.task_runner import Hands
+from shoal.sim.task_runner import TaskRunner
 
 SEEDS = 80
 STORM = Scenario(
@@ -179,7 +182,7 @@ def commits_before_all_is_booked(patch: Patch) -> None:
 
 def computes_with_the_newest_parameters(patch: Patch) -> None:
     """A step that was begun with delayed updates goes on with the parameters that are made meanwhile."""
-    patch.setattr(Hands, "_used", lambda self, *_: self.digest)
+    patch.setattr(TaskRunner, "_used", lambda self, *_: self.digest)
 
 
 def never_opens_a_closed_step_again(patch: Patch) -> None:
@@ -191,8 +194,11 @@ def goes_on_without_asking_for_books(patch: Patch) -> None:
     """Whoever goes on with a step does not ask what of it is booked."""
     on_view = Trainer.on_view
 
+    class New(View, frozen=True):
+        begun = False  # type: ignore[assignment]
+
     def as_if_new(self: Trainer, view: Any, now: float) -> Any:
-        self._view = msgspec.structs.replace(self._view, begun=False)
+        self._view = New(*msgspec.structs.astuple(self._view))
         return on_view(self, view, now)
 
     patch.setattr(Trainer, "on_view", as_if_new)

@@ -12,7 +12,7 @@ import pytest
 
 from shoal import trace
 from shoal.sim import run
-from shoal.sim.scenario import load
+from shoal.sim.scenarios.catalogue import load
 from shoal.sim.swarm import simulate
 
 _SLOW = pytest.mark.slow
@@ -37,7 +37,7 @@ FAILED_ONCE: list[tuple[str, int]] = [  # with the day it was found and what was
     ("chaos", 6528),  # 2026-11-21: the same, and the slowest was the leader
     ("chaos", 5552),  # 2026-11-21: a member put out and taken back within a step; who missed a view kept its void books
 ]
-FAILED_SINCE = [  # hops as the seed draws them, updates not delayed; of the large fleets 1598 is quick
+FAILED_SINCE = [  # updates not delayed; of the large fleets 1598 is quick
     # 2026-11-22: one slow answer made the deadline of a lost hop 94 s
     pytest.param("fleet", 5370, marks=_SLOW),
     # 2026-11-22: a stage's only peer served a long step alone, while another held its state

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
+    BooksRequest,
     Boundary,
     Cancel,
     Command,
@@ -31,6 +31,7 @@ from shoal.core.messages import (
     Gone,
     Member,
     Message,
+    Phase,
     Pull,
     Recall,
     Result,
@@ -42,12 +43,12 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.replica_state import ReplicaState
-from shoal.core.server.activation_store import Shelf
+from shoal.core.server.activation_store import ActivationStore
 from shoal.core.server.hops import Hops
 from shoal.core.server.verdict import Request
 from shoal.core.trainer.trainer import Trainer
 
-TO_SERVER = (Forward, Backward, Recall, Cancel, AskBooks, Boundary, Pull, Gone)
+TO_SERVER = (Forward, Backward, Recall, Cancel, BooksRequest, Boundary, Pull, Gone)
 Value = tuple[str, int, int, int, int]  # x or g, epoch, step, index, stage
 NBYTES = 100
 
@@ -105,7 +106,14 @@ class World:
             stays = before in peers and (old.step, old.epoch) == (step, epoch)
             owners.append(peers.index(before) if stays else self.rng.randrange(len(peers)))
         self.views.append(
-            View(number=old.number + 1, step=step, members=members, owners=tuple(owners), started=True, epoch=epoch)
+            View(
+                number=old.number + 1,
+                step=step,
+                members=members,
+                owners=tuple(owners),
+                phase=Phase.TRAINING,
+                epoch=epoch,
+            )
         )
 
     def start(self, member: Member) -> None:
@@ -149,8 +157,7 @@ class World:
                         assert blob in node.blobs or blob.endswith("/x"), f"{blob} is dropped twice"
                         node.blobs.pop(blob, None)
                 case Do():
-                    names = () if isinstance(command.task, Fetch) else self.inputs(command.task)
-                    node.tasks.append((command.task, tuple(node.blobs[name] for name in names)))
+                    node.tasks.append((command.task, tuple(node.blobs[name] for name in command.task.reads)))
                 case Send(message=Complaint()):
                     pass
                 case Send():
@@ -158,11 +165,6 @@ class World:
                     if values and not isinstance(command.message, Boundary):
                         assert all(value[0] == "x" and value[4] == 0 for value in values), "an owner carries a tensor"
                     self.mail.append(Letter(peer, command.peer, command.message, values))
-
-    @staticmethod
-    def inputs(task: Task) -> tuple[str, ...]:
-        assert isinstance(task, RunForward | RunBackward)
-        return (task.x,) if isinstance(task, RunForward) else (task.x, task.grad)
 
     def hand_over(self, letter: Letter, fault: str = "") -> None:
         node = self.nodes.get(letter.to)
@@ -180,7 +182,7 @@ class World:
                 commands = node.hops.on_tensor(letter.source, message, blobs, fault, self.now)
             case Recall() | Cancel():
                 commands = node.hops.on_cancel(letter.source, message)
-            case AskBooks():
+            case BooksRequest():
                 commands = node.hops.on_ask_books(letter.source, message)
             case _:
                 commands = node.trainer.on_message(letter.source, message, blobs, fault, self.now)
@@ -209,7 +211,7 @@ class World:
                 assert (grad[0], *grad[2:]) == wanted, f"{task} with {grad}"
                 assert grad[1] == x[1], "tensors of two epochs"
                 made = ("g", x[1], task.step, task.index, task.stage - 1) if task.out else None
-        owner = node.trainer if task.id.startswith("t") else node.hops
+        owner = node.trainer if task.asker == "trainer" else node.hops
         if fails and not isinstance(task, Fetch):
             commands = node.hops.on_failed(Failed(task.id, "no memory"))
         else:
@@ -227,9 +229,9 @@ class World:
         for peer, node in list(self.nodes.items()):
             if node.trainer.deadline is not None and node.trainer.deadline <= self.now:
                 self.carry_out(peer, node.trainer.tick(self.now))
-            if node.hops.shelf.deadline is not None and node.hops.shelf.deadline <= self.now:
+            if node.hops.store.deadline is not None and node.hops.store.deadline <= self.now:
                 self.carry_out(peer, node.hops.tick(self.now))
-                assert node.hops.shelf.deadline is None or node.hops.shelf.deadline > self.now
+                assert node.hops.store.deadline is None or node.hops.store.deadline > self.now
             self.go_on(peer)
 
     # ------------------------------------------------------------------------------------------------- what happens
@@ -315,15 +317,15 @@ class World:
         booked = self.booked()
         assert len(booked) == len(set(booked)), f"booked twice: {sorted(booked)}"
         for peer, node in self.nodes.items():
-            held = [node.blobs[node.hops.shelf.blob(key)] for key in node.hops.shelf._held]
+            held = [node.blobs[node.hops.store.blob(key)] for key in node.hops.store._held]
             keys = [
-                ("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.shelf._held
+                ("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.store._held
             ]
             assert [(value[0], *value[2:]) for value in held] == keys, f"{peer} keeps a tensor under another's name"
-            made = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.shelf._held)
-            assert node.hops.shelf.nbytes == NBYTES * len(held)
+            made = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.store._held)
+            assert node.hops.store.nbytes == NBYTES * len(held)
             most = self.settings.keep_bytes + NBYTES * (4 * self.settings.queue_limit + self.settings.microbatches + 4)
-            assert node.hops.shelf.nbytes - NBYTES * made <= most, f"{peer} keeps {node.hops.shelf.nbytes} bytes"
+            assert node.hops.store.nbytes - NBYTES * made <= most, f"{peer} keeps {node.hops.store.nbytes} bytes"
 
     def complete(self) -> bool:
         return len(self.booked()) == self.settings.stages * self.settings.microbatches
@@ -343,7 +345,7 @@ class World:
             deadlines = [
                 at
                 for node in self.nodes.values()
-                for at in (node.trainer.deadline, node.hops.shelf.deadline)
+                for at in (node.trainer.deadline, node.hops.store.deadline)
                 if at is not None
             ]
             if not self.mail and deadlines:
@@ -385,14 +387,14 @@ Patch = pytest.MonkeyPatch
 
 def takes_a_tensor_of_an_older_step(patch: Patch) -> None:
     """Whatever step a boundary tensor is of, it is taken for this one's."""
-    on_boundary = Shelf.on_boundary
+    on_boundary = ActivationStore.on_boundary
 
-    def trusting(self: Shelf, peer: str, message: Any, *rest: Any) -> Any:
+    def trusting(self: ActivationStore, peer: str, message: Any, *rest: Any) -> Any:
         if self._replica.view is not None:
             message = msgspec.structs.replace(message, step=self._replica.view.step)
         return on_boundary(self, peer, message, *rest)
 
-    patch.setattr(Shelf, "on_boundary", trusting)
+    patch.setattr(ActivationStore, "on_boundary", trusting)
 
 
 def drops_what_it_made_before_the_commit(patch: Patch) -> None:
@@ -401,7 +403,7 @@ def drops_what_it_made_before_the_commit(patch: Patch) -> None:
 
     def careless(self: Hops, job: Any, key: Any, nbytes: int) -> Any:
         sent = keep(self, job, key, nbytes)
-        return [*sent, *self.shelf.make_room((), (), False), Drop((self.shelf._remove(key),))]
+        return [*sent, *self.store.make_room((), (), False), Drop((self.store._remove(key),))]
 
     patch.setattr(Hops, "_keep", careless)
 

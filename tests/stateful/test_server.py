@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shoal.core.messages import (
     Add,
     Apply,
-    AskBooks,
     Backward,
     BlobRef,
     Books,
+    BooksRequest,
     Boundary,
     Busy,
     Cancel,
@@ -37,15 +37,17 @@ from shoal.core.messages import (
     Failed,
     Forward,
     Gather,
+    GatherChunk,
     Gone,
     Gradient,
     Member,
     Message,
     Missing,
     Output,
-    Part,
+    Phase,
     Pull,
     Recall,
+    ReduceChunk,
     Reduced,
     Refused,
     Resend,
@@ -57,7 +59,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Share,
-    Sum,
     Task,
     View,
 )
@@ -84,7 +85,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.server = Server(ME, Settings(stages=2, microbatches=INDICES, steps=99, queue_limit=3))
         self.server.leader = "a"
         members = (Member("a", 0), Member("b", 0), Member(ME, 1), Member(MATE, 1))
-        self.view = View(number=1, step=0, members=members, owners=(0, 1, 0, 1), started=True)
+        self.view = View(number=1, step=0, members=members, owners=(0, 1, 0, 1), phase=Phase.TRAINING)
         self.shown = 0  # views the server has seen
         self.views = [self.view]
         self.plans = [Plan() for _ in range(INDICES)]
@@ -121,7 +122,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 case Drop():
                     for blob in command.blobs:
                         assert blob in self.live, f"{blob} is dropped twice or was never there"
-                        assert not any(blob in inputs(task) for task in self.tasks), f"{blob} is dropped while in use"
+                        assert not any(blob in task.reads for task in self.tasks), f"{blob} is dropped while in use"
                         self.live.remove(blob)
                 case Do():
                     self.begin(command.task)
@@ -131,7 +132,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
                     self.answers.append((command.peer, command.message))
 
     def begin(self, task: Task) -> None:
-        assert all(blob in self.live for blob in inputs(task)), "a task reads a blob that is not held"
+        assert all(blob in self.live for blob in task.reads), "a task reads a blob that is not held"
         match task:
             case RunBackward():
                 peer, message = self.origin[task.grad]
@@ -174,13 +175,13 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 assert blobs == ()
             case Pull():
                 self.pulls.append(message)
-            case Boundary() | Part() | Sum():
+            case Boundary() | ReduceChunk() | GatherChunk():
                 assert len(blobs) == 1
             case Reduced():
                 self.reduced = message
 
     def deliver(self, peer: str, message: Message, fault: str = "") -> None:
-        count = int(isinstance(message, Backward | Boundary | Part | Sum))  # of a Backward the tokens
+        count = int(isinstance(message, Backward | Boundary | ReduceChunk | GatherChunk))  # of a Backward the tokens
         blobs = tuple(f"in/{self.blob + i}" for i in range(count))
         self.blob += count
         self.live.update(blobs)
@@ -330,12 +331,12 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 self.plans[index] = Plan("adopting")
         if first:
             self.show_all()
-        self.send("a", AskBooks(0, self.view.step, self.view.number), arrives)
+        self.send("a", BooksRequest(0, self.view.step, self.view.number), arrives)
 
     @rule()
     def the_books_are_asked_for_again(self) -> None:
         if any(plan.state == "adopting" for plan in self.plans):
-            self.deliver("a", AskBooks(0, self.view.step, self.view.number))
+            self.deliver("a", BooksRequest(0, self.view.step, self.view.number))
 
     # ---------------------------------------------------------------------------------------------- views and rounds
 
@@ -393,9 +394,9 @@ class ServerAmongOwners(RuleBasedStateMachine):
         step = self.rounds[number].step
         match kind:
             case "part":
-                message: Message = Part(0, step, number, 0)
+                message: Message = ReduceChunk(0, step, number, 0)
             case "sum":
-                message = Sum(0, step, number, 1)
+                message = GatherChunk(0, step, number, 1)
             case _:
                 message = Resend(0, step, number, int(kind == "ask part"), kind == "ask sum")
         self.deliver(MATE, message, "values are not finite" if fault and older else "")
@@ -464,7 +465,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
             case Apply() | Reset():
                 self.sum.clear()
                 result = Result(digest=f"p{self.server.step + 1}")
-        self.live.update(outputs(task))
+        self.live.update(task.makes)
         self.carry_out(self.server.on_done(Done(task.id, result, 0.5), self.now))
 
     def cut_is_current(self, task: Cut, number: int) -> bool:
@@ -508,31 +509,9 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.carry_out(self.server.drop_state())
         while self.tasks:
             task = self.tasks.pop(0)
-            self.live.update(outputs(task))
+            self.live.update(task.makes)
             self.carry_out(self.server.on_done(Done(task.id, Result(), 0.1), self.now))
         assert not self.live, f"never dropped: {sorted(self.live)}"
-
-
-def inputs(task: Task) -> tuple[str, ...]:
-    match task:
-        case RunForward():
-            return (task.x,)
-        case RunBackward():
-            return task.x, task.grad
-        case Add():
-            return task.parts
-        case Gather():
-            return task.sums
-    return ()
-
-
-def outputs(task: Task) -> tuple[str, ...]:
-    match task:
-        case RunForward() | RunBackward() | Add():
-            return (task.out,)
-        case Cut():
-            return task.outs
-    return ()
 
 
 WALK = {  # move: how often it is made, in a walk that goes further into a run than hypothesis does

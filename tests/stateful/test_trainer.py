@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
     Books,
+    BooksRequest,
     Busy,
     Cancel,
     Cancelled,
@@ -33,6 +33,7 @@ from shoal.core.messages import (
     Message,
     Missing,
     Output,
+    Phase,
     Recall,
     Refused,
     Result,
@@ -42,7 +43,7 @@ from shoal.core.messages import (
 )
 from shoal.core.trainer.trainer import Trainer
 
-REQUESTS = (Forward, Backward, Recall, Cancel, AskBooks)
+REQUESTS = (Forward, Backward, Recall, Cancel, BooksRequest)
 QUEUE = 3
 
 
@@ -58,7 +59,7 @@ class Server:
     running: tuple[str, Forward | Backward] | None = None
     booked: list[int] = field(default_factory=list)
     void: dict[tuple[int, int, int], int] = field(default_factory=dict)  # attempts up to this one will not be booked
-    asked: list[tuple[str, AskBooks]] = field(default_factory=list)
+    asked: list[tuple[str, BooksRequest]] = field(default_factory=list)
     out: list[tuple[str, Message]] = field(default_factory=list)  # to, message; receipts carry no tensor
 
     def owner(self, index: int) -> str:
@@ -89,7 +90,7 @@ class Server:
     def receive(self, owner: str, message: Message, refuse: bool = False) -> None:
         if (message.epoch, message.step) < (self.view.epoch, self.view.step):  # type: ignore[union-attr]
             return
-        if isinstance(message, AskBooks):
+        if isinstance(message, BooksRequest):
             if (message.epoch, message.step) == (self.view.epoch, self.view.step):
                 self.asked.append((owner, message))
                 self.show_books()
@@ -203,7 +204,9 @@ class Swarm(RuleBasedStateMachine):
             before = old.members[old.owners[index]].peer if old.owners else ""
             stays = before in peers and (old.step, old.epoch) == (step, epoch)
             owners.append(peers.index(before) if stays else self.rng.randrange(len(peers)))
-        view = View(number=old.number + 1, step=step, members=members, owners=tuple(owners), started=True, epoch=epoch)
+        view = View(
+            number=old.number + 1, step=step, members=members, owners=tuple(owners), phase=Phase.TRAINING, epoch=epoch
+        )
         self.views.append(view)
 
     def show(self, peer: str, at: int) -> None:
@@ -234,7 +237,7 @@ class Swarm(RuleBasedStateMachine):
         message = send.message
         assert set(send.blobs) <= node.blobs, "sends what it does not hold"
         assert send.peer in [member.peer for member in node.view.members]
-        if not isinstance(message, AskBooks):
+        if not isinstance(message, BooksRequest):
             attempt = (peer, message.epoch, message.step, message.index, message.attempt)  # type: ignore[union-attr]
             assert attempt not in self.sent, "an attempt number is sent twice"
             self.sent.add(attempt)

@@ -10,19 +10,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.core.messages import Cancelled, Output, Peer
+from shoal.core.messages import Boundary, Cancelled, Peer
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.emulated.faulty import FAULTS, Fault, Faulty, Way, read
+from shoal.transport.emulated.faulty import FAULTS, Direction, Fault, Faulty, read
 from shoal.transport.emulated.memory import Hub, MemoryTransport
-from shoal.transport.emulated.shaped import Link
+from shoal.transport.emulated.shaped import AccessLink
 
 LONG_S = 3600.0
 
 
 def fault(
-    way: Way = "both", others: tuple[Peer, ...] = (), link: Link | None = None, lasting_s: float = LONG_S
+    direction: Direction = "both",
+    others: tuple[Peer, ...] = (),
+    link: AccessLink | None = None,
+    lasting_s: float = LONG_S,
 ) -> Fault:
-    return Fault(side=("a",), others=others, way=way, link=link, until_s=time.monotonic() + lasting_s)
+    return Fault(side=("a",), others=others, direction=direction, link=link, until_s=time.monotonic() + lasting_s)
 
 
 def write(path: Path, *faults: Fault) -> None:
@@ -53,17 +56,19 @@ def among(path: Path, story: Callable[[dict[str, Faulty]], Awaitable[None]]) -> 
 async def next_of(peer: Faulty) -> int:
     """The index of the next message that arrives; a minute is for machines that are very busy."""
     item = await asyncio.wait_for(peer.receive(), 60)
-    assert isinstance(item, Incoming) and isinstance(item.message, Cancelled | Output)
+    assert isinstance(item, Incoming) and isinstance(item.message, Cancelled | Boundary)
     return item.message.index
 
 
 # ------------------------------------------------------------------------------------------------------------- meaning
 
 
-@pytest.mark.parametrize(("way", "out", "back"), [("both", True, True), ("out", True, False), ("in", False, True)])
-def test_a_way_is_seen_from_the_side(way: Way, out: bool, back: bool) -> None:
-    assert fault(way).meets("a", "b") is out
-    assert fault(way).meets("b", "a") is back
+@pytest.mark.parametrize(
+    ("direction", "out", "back"), [("both", True, True), ("out", True, False), ("in", False, True)]
+)
+def test_a_way_is_seen_from_the_side(direction: Direction, out: bool, back: bool) -> None:
+    assert fault(direction).meets("a", "b") is out
+    assert fault(direction).meets("b", "a") is back
 
 
 def test_a_side_keeps_its_links_among_itself_and_others_keep_theirs() -> None:
@@ -86,10 +91,10 @@ def test_a_file_that_is_torn_or_not_there_cuts_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- passing
 
 
-@pytest.mark.parametrize(("way", "arrives"), [("both", []), ("out", ["a"]), ("in", ["b"])])
-def test_what_is_cut_vanishes_in_that_direction_only(tmp_path: Path, way: Way, arrives: list[str]) -> None:
+@pytest.mark.parametrize(("direction", "arrives"), [("both", []), ("out", ["a"]), ("in", ["b"])])
+def test_what_is_cut_vanishes_in_that_direction_only(tmp_path: Path, direction: Direction, arrives: list[str]) -> None:
     path = tmp_path / FAULTS
-    write(path, fault(way, others=("b",)))
+    write(path, fault(direction, others=("b",)))
 
     async def story(peers: dict[str, Faulty]) -> None:
         a, b, c = peers["a"], peers["b"], peers["c"]
@@ -159,9 +164,9 @@ def test_a_hole_takes_messages_with_blobs_and_lets_small_ones_pass(tmp_path: Pat
         a, b = peers["a"], peers["b"]
         blob = Blob("uint8", (1,), b"x")
         for index, blobs in ((1, (blob,)), (2, ()), (3, (blob,)), (4, ())):
-            a.send("b", Output(0, 1, index, 0, 1) if blobs else control(index), blobs)
+            a.send("b", Boundary(0, 1, index, 1, False) if blobs else control(index), blobs)
         assert [await next_of(b), await next_of(b)] == [2, 4]
-        b.send("a", Output(0, 1, 5, 0, 1), (blob,))
+        b.send("a", Boundary(0, 1, 5, 1, False), (blob,))
         assert await next_of(a) == 5, "the other direction is whole"
 
     among(path, story)
@@ -187,12 +192,12 @@ def test_peers_find_a_new_file_by_themselves(tmp_path: Path) -> None:
 
 def test_a_slow_link_keeps_its_order_and_gives_up_what_it_holds_when_it_is_mended(tmp_path: Path) -> None:
     path = tmp_path / FAULTS
-    write(path, fault(link=Link(delay_s=LONG_S), others=("b",)))
+    write(path, fault(link=AccessLink(delay_s=LONG_S), others=("b",)))
 
     async def story(peers: dict[str, Faulty]) -> None:
         a, b, c = peers["a"], peers["b"], peers["c"]
         a.send("b", control(0))
-        a.send("b", Output(0, 1, 1, 0, 0), (Blob("uint8", (3,), b"abc"),))
+        a.send("b", Boundary(0, 1, 1, 1, False), (Blob("uint8", (3,), b"abc"),))
         a.send("b", control(2))
         a.send("c", control(7))  # another link
         assert await next_of(c) == 7
@@ -209,13 +214,13 @@ def test_a_slow_link_keeps_its_order_and_gives_up_what_it_holds_when_it_is_mende
 
 def test_a_slow_link_carries_no_more_than_its_bandwidth(tmp_path: Path) -> None:
     path = tmp_path / FAULTS
-    write(path, fault(link=Link(delay_s=0.05, up_Bps=1e6)))
+    write(path, fault(link=AccessLink(delay_s=0.05, up_Bps=1e6)))
 
     async def story(peers: dict[str, Faulty]) -> None:
         a, b = peers["a"], peers["b"]
         began_s = time.monotonic()
         for index in range(3):
-            a.send("b", Output(0, 1, index, 0, 0), (Blob("uint8", (100_000,), bytes(100_000)),))
+            a.send("b", Boundary(0, 1, index, 1, False), (Blob("uint8", (100_000,), bytes(100_000)),))
         assert [await next_of(b) for _ in range(3)] == [0, 1, 2]
         assert time.monotonic() - began_s >= 0.35  # 300 kB over 1 MB/s, and the delay
 

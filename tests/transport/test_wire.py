@@ -12,10 +12,10 @@ from msgspec import inspect as types
 
 from shoal.core.messages import (
     RANKS,
-    AskPublish,
     Backward,
     Booking,
     Books,
+    Boundary,
     Chunk,
     Entry,
     Lead,
@@ -23,11 +23,11 @@ from shoal.core.messages import (
     Member,
     Message,
     Offer,
-    Output,
     Override,
     Ping,
     Proof,
     Propose,
+    PublishRequest,
     Pulse,
     Round,
     Share,
@@ -141,8 +141,8 @@ def test_only_bulk_messages_carry_blobs() -> None:
 
 
 def test_a_message_too_large_for_others_is_not_encoded() -> None:
-    with pytest.raises(ValueError, match="AskPublish takes"):
-        whole(AskPublish(0, 1, ("x" * (1 << 20),) * 5))
+    with pytest.raises(ValueError, match="PublishRequest takes"):
+        whole(PublishRequest(0, 1, ("x" * (1 << 20),) * 5))
 
 
 def test_a_head_is_message_and_blobs_only() -> None:
@@ -168,11 +168,11 @@ def in_pieces(frame: Frame, sizes: list[int], bulk: bool = True, limits: Limits 
 @given(st.lists(st.integers(1, 300), max_size=30), st.lists(st.binary(max_size=400), max_size=4))
 def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[bytes]) -> None:
     blobs = tuple(Blob("uint8", (len(each),), each) for each in data)
-    frame = encode(Output(0, 1, 2, 0, 0), blobs, LIMITS)
+    frame = encode(Boundary(0, 1, 2, 1, False), blobs, LIMITS)
     arrived = in_pieces(frame, sizes)
     assert arrived.whole and arrived.nbytes == frame.nbytes
     message, found = arrived.message()
-    assert message == Output(0, 1, 2, 0, 0)
+    assert message == Boundary(0, 1, 2, 1, False)
     assert [bytes(blob.data) for blob in found] == data
 
 
@@ -182,11 +182,11 @@ def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
     for rank, nbytes in ((RANKS, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
         with pytest.raises(Malformed, match=f"rank {rank} and {nbytes} bytes"):
             wire.fragment(wire.fragment_head(rank, nbytes))
-    arrived = in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
+    arrived = in_pieces(encode(Boundary(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
     with pytest.raises(Malformed, match="after the end of its message"):
         arrived.room(1)
     with pytest.raises(Malformed, match="with blobs among control"):
-        in_pieces(encode(Output(0, 1, 2, 0, 0), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
+        in_pieces(encode(Boundary(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
 
 
 def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_there() -> None:
@@ -233,7 +233,7 @@ HONEST = {
         0, 1, 1, 1, tuple((Share(name, tuple(range(at, 100_000, 1000))),) for at, name in enumerate(NAMES)), (NAMES,)
     ),
     "Offer": Offer(0, 1, 0, Manifest(("f" * 64,) * 14_000, (1 << 22,) * 14_000)),
-    "AskPublish": AskPublish(0, 1, ("x" * 70_000,) * 50),
+    "PublishRequest": PublishRequest(0, 1, ("x" * 70_000,) * 50),
 }
 
 
@@ -277,7 +277,7 @@ def test_the_largest_that_honest_peers_send_fits_its_kind(kind: type) -> None:
     message = largest(kind)
     data = whole(message)
     assert decode(data, LIMITS)[0] == message
-    if kind.__name__ not in ("Propose", "Standing", "Override", "Round", "Saved", "AskPublish"):
+    if kind.__name__ not in ("Propose", "Standing", "Override", "Round", "Saved", "PublishRequest"):
         assert len(data) <= wire.most_bytes(kind.__name__, bulk=False) < 4 << 20
         assert wire.most_bytes(kind.__name__, bulk=False) <= max(4 * len(data), wire.ORDINARY_BYTES), (
             "more than it needs"

@@ -25,7 +25,7 @@ def slices(config: Config) -> int:
     return device.slices(config.device, config.train)
 
 
-def narrow_shelf(config: Config, tensor_bytes: float, stages: int, inflight: int) -> str:
+def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int) -> str:
     """What is wrong with network.keep_bytes for boundary tensors of that size, in words; '' when it is wide enough.
 
     Below 2 * stages * inflight tensors servers answer Busy while they wait for one another, and a run is slow and right

@@ -8,11 +8,12 @@ is trained.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from enum import Enum
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 16  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 17  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -115,6 +116,24 @@ class Evicted(Value, frozen=True):
     times: Count = 1
 
 
+class Continued(Value, frozen=True):
+    """An epoch goes on with states of the epoch before, but for these stages, which are made from their neighbours first. Books of
+    the epoch before are void."""
+
+    rebuilt: tuple[Rebuilt, ...] = ()
+
+
+class Phase(Enum):
+    """What a run does under a view. Legal transitions: core/consensus/phases.py."""
+
+    GATHERING = "gathering"  # no step is computed: peers join and prepare their stage's state
+    TRAINING = "training"  # `step` is computed, and averaged when its books are complete
+    OVERLAPPING = "overlapping"  # with delayed updates: `step` is averaged while the next one is computed
+    REOPENED = "reopened"  # with delayed updates: a death took books of `step`, which is computed again before the next one goes on
+    SAVING = "saving"  # all steps are committed, the last checkpoint is being written
+    FINISHED = "finished"  # the run is over
+
+
 class View(Value, frozen=True):
     """The replicated value. `members` vote, serve and train; `joining` download their stage's state. Who was a member before
     goes on voting while it does: otherwise two moves and two deaths would leave five peers without a majority."""
@@ -124,8 +143,7 @@ class View(Value, frozen=True):
     members: tuple[Member, ...]
     joining: tuple[Member, ...] = ()
     owners: tuple[Index, ...] = ()  # owners[i]: position in `members` of the trainer that owns microbatch i of `work`
-    started: bool = False
-    finished: bool = False
+    phase: Phase = Phase.GATHERING
     epoch: Count = 0  # raised when the run goes back to a checkpoint: everything of an older epoch is void
     last: Committed | None = None
     account: Account = Account()
@@ -134,13 +152,40 @@ class View(Value, frozen=True):
     fenced: tuple[
         Member, ...
     ] = ()  # served those stages in this step and do not any more: books there are void until the next
-    kept: bool = False  # this epoch began without going back: states of the epoch before stand, books do not
-    rebuilt: tuple[Rebuilt, ...] = ()  # stages that were made from their neighbours before this epoch's first step
-    # Only with delayed updates (Settings.staleness = 1):
-    ahead: bool = False  # the books of `step` are closed and it is averaged, while step + 1 is computed
-    begun: bool = False  # step + 1 was opened: `ahead`, or a death has opened `step` again
+    continued: Continued | None = (
+        None  # until this epoch's first commit; None: it began with a checkpoint, or the run with it
+    )
     since: Count = 0  # number of the view that set `work`, or set it again: requests of older views are void
     evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
+
+    @property
+    def started(self) -> bool:
+        """This epoch's first step has begun."""
+        return self.phase is not Phase.GATHERING
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    @property
+    def ahead(self) -> bool:
+        """The books of `step` are closed and it is averaged, while the next step is computed."""
+        return self.phase is Phase.OVERLAPPING
+
+    @property
+    def begun(self) -> bool:
+        """The next step was opened: it is computed, or waits for `step`, which was opened again."""
+        return self.phase in (Phase.OVERLAPPING, Phase.REOPENED)
+
+    @property
+    def kept(self) -> bool:
+        """This epoch began without going back to a checkpoint."""
+        return self.continued is not None
+
+    @property
+    def rebuilt(self) -> tuple[Rebuilt, ...]:
+        """Stages that are made from their neighbours before this epoch's first step."""
+        return self.continued.rebuilt if self.continued is not None else ()
 
     def keeps(self, holding: Holding) -> bool:
         """That state of the epoch before is what this epoch begins with, too."""
@@ -220,7 +265,7 @@ class Accept(Wire, frozen=True):
     by: Signed | None = None
 
 
-class AskVote(Wire, frozen=True):
+class VoteRequest(Wire, frozen=True):
     term: Term
     last_term: Term
     last_number: Count
@@ -228,7 +273,7 @@ class AskVote(Wire, frozen=True):
 
 
 class Vote(Wire, frozen=True):
-    """Answer to AskVote. Signed when it is granted and no trial."""
+    """Answer to VoteRequest. Signed when it is granted and no trial."""
 
     term: Term
     granted: bool
@@ -285,7 +330,7 @@ class Complaint(Wire, frozen=True):
     kind: Literal["faulty", "unreachable", "stale"] = "faulty"
 
 
-class AskStanding(Wire, frozen=True):
+class StandingRequest(Wire, frozen=True):
     """Operator to any peer: how do you stand? Answer: Standing."""
 
 
@@ -314,7 +359,7 @@ class Dismissed(Wire, frozen=True):
     number: Count
 
 
-class AskPasses(Wire, frozen=True):
+class PassesRequest(Wire, frozen=True):
     """Any peer to any other: I hold this version of the authority's list of passes. Answer: Passes. Drivers settle it (runtime/passes.py);
     no machine hears of it."""
 
@@ -515,7 +560,7 @@ class Refused(Wire, frozen=True):
     reason: Text
 
 
-class AskBooks(Wire, frozen=True):
+class BooksRequest(Wire, frozen=True):
     """New owner to server: which microbatches have you booked? Answered once the view is `view` or newer and nothing
     that a former owner sent is running."""
 
@@ -547,9 +592,9 @@ class Round(Wire, frozen=True):
     listeners: tuple[tuple[Peer, ...], ...] = ()
 
 
-class Part(Wire, frozen=True):
-    """Replica to chunk owner: blob 0 is my sum's values of that chunk, or my row's. Chunks are numbered through all pieces of the
-    gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py)."""
+class ReduceChunk(Wire, frozen=True):
+    """Reduce-scatter, replica to chunk owner: blob 0 is that chunk of my gradient sum, or of my row's. Chunks are numbered through all
+    pieces of the gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py)."""
 
     epoch: Count
     step: Count
@@ -557,9 +602,9 @@ class Part(Wire, frozen=True):
     chunk: Index
 
 
-class Sum(Wire, frozen=True):
-    """Chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order within a row,
-    then the rows in theirs. `heard`: to a listener. `first`: it goes before parts that wait, of slices that come later."""
+class GatherChunk(Wire, frozen=True):
+    """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order
+    within a row, then the rows in theirs. `heard`: to a listener. `first`: it goes before parts that wait, of slices that come later."""
 
     epoch: Count
     step: Count
@@ -570,7 +615,7 @@ class Sum(Wire, frozen=True):
 
 
 class Resend(Wire, frozen=True):
-    """Replica to replica: I still miss your part (as a chunk's owner) or your sum (`sum` true) of that chunk."""
+    """Replica to replica: I still miss your ReduceChunk (as a chunk's owner) or your GatherChunk (`sum` true) of that chunk."""
 
     epoch: Count
     step: Count
@@ -635,7 +680,7 @@ class RoundFailed(Wire, frozen=True):
 # ------------------------------------------------------------------------------------------------- state, checkpoints
 
 
-class AskState(Wire, frozen=True):
+class StateRequest(Wire, frozen=True):
     """Joiner to replica: offer me the state of your stage, of version `since` or newer: what is committed from there on I hear."""
 
     epoch: Count
@@ -659,7 +704,7 @@ class Offer(Wire, frozen=True):
     manifest: Manifest
 
 
-class AskChunk(Wire, frozen=True):
+class ChunkRequest(Wire, frozen=True):
     epoch: Count
     step: Count
     stage: Stage
@@ -686,14 +731,14 @@ class Saved(Wire, frozen=True):
     failed: Text = ""
 
 
-class AskSave(Wire, frozen=True):
+class SaveRequest(Wire, frozen=True):
     """Leader to replica: write your stage's shard of the checkpoint of version `step` (you keep a copy until told)."""
 
     epoch: Count
     step: Count
 
 
-class AskPublish(Wire, frozen=True):
+class PublishRequest(Wire, frozen=True):
     """Leader to one peer: every shard is there; make the checkpoint whole and visible."""
 
     epoch: Count
@@ -746,14 +791,14 @@ class Measured(Wire, frozen=True):
 
 
 Message = (
-    Lead | Propose | Accept | AskVote | Vote | Pulse | Join | Redirect | Leave | Complaint | Dismissed
-    | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | AskBooks | Books
+    Lead | Propose | Accept | VoteRequest | Vote | Pulse | Join | Redirect | Leave | Complaint | Dismissed
+    | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
     | Query | Pending
     | Boundary | Pull | Coming | Gone | Missing
-    | Round | Part | Sum | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
-    | AskState | Offer | AskChunk | Chunk | Saved | AskSave | AskPublish | Published
-    | AskStanding | Standing | Override
-    | AskPasses | Passes
+    | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
+    | StateRequest | Offer | ChunkRequest | Chunk | Saved | SaveRequest | PublishRequest | Published
+    | StandingRequest | Standing | Override
+    | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
 )  # fmt: skip
 
@@ -761,8 +806,8 @@ BULK = (
     Forward,
     Backward,
     Boundary,
-    Part,
-    Sum,
+    ReduceChunk,
+    GatherChunk,
     Chunk,
     Ping,
     Pong,
@@ -782,9 +827,9 @@ def rank(message: Message) -> int:
             return 0 if message.gradient else 1
         case Forward():
             return 1
-        case Sum():
+        case GatherChunk():
             return 2 if message.first else 3
-        case Part():
+        case ReduceChunk():
             return 3
     return 4
 
@@ -907,19 +952,64 @@ class Do(Command, frozen=True):
     task: Task
 
 
-class Fetch(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Read microbatch `index` of `step` from the data into blob `out` (tokens: (B, L+1) int64)."""
+Lane = Literal["compute", "average", "read", "write"]
+Purpose = Literal["hop", "round", "state"]
+Asker = Literal["server", "trainer", "transfer"]
+ASKERS: dict[str, Asker] = {"s": "server", "t": "trainer", "y": "transfer"}  # by the beginning of a task's id
+
+
+class TaskBase(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """What all tasks say of themselves: the lane they run on ("average" is "compute" where updates are not delayed), what they are part
+    of, and the fields that name the blobs they read and make. Tasks of one lane are carried out in the order given."""
 
     id: str
+
+    lane: ClassVar[Lane] = "compute"
+    purpose: ClassVar[Purpose] = "state"
+    inputs: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the blobs that it needs, in order."""
+        return self._blobs(self.inputs)
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self._blobs(self.outputs)
+
+    @property
+    def asker(self) -> Asker:
+        return asker_of(self.id)
+
+    def _blobs(self, fields: tuple[str, ...]) -> tuple[str, ...]:
+        """A field holds one name, '' for none, or several."""
+        values = [getattr(self, field) for field in fields]
+        return tuple(name for value in values for name in ((value,) if isinstance(value, str) else value) if name)
+
+
+def asker_of(id: str) -> Asker:
+    """Which part of a peer gave the task with that id, and gets its end."""
+    return ASKERS[id.partition("/")[0]]
+
+
+class Fetch(TaskBase, frozen=True):
+    """Read microbatch `index` of `step` from the data into blob `out` (tokens: (B, L+1) int64)."""
+
+    lane = "read"
+    purpose = "hop"
+    outputs = ("out",)
     step: int
     index: int
     out: str
 
 
-class RunForward(msgspec.Struct, frozen=True, tag=True, gc=False):
+class RunForward(TaskBase, frozen=True):
     """The stage on blob `x` into blob `out`."""
 
-    id: str
+    purpose = "hop"
+    inputs = ("x",)
+    outputs = ("out",)
     step: int
     index: int
     stage: int
@@ -927,12 +1017,14 @@ class RunForward(msgspec.Struct, frozen=True, tag=True, gc=False):
     out: str
 
 
-class RunBackward(msgspec.Struct, frozen=True, tag=True, gc=False):
+class RunBackward(TaskBase, frozen=True):
     """Recompute the stage on `x`, run back from `grad` (last stage: loss against the tokens), add to the step's sum,
     write the gradient of `x` to `out` ('' at stage 0). Result: loss at the last stage. Failed leaves the sum as it
     was."""
 
-    id: str
+    purpose = "hop"
+    inputs = ("x", "grad")
+    outputs = ("out",)
     step: int
     index: int
     stage: int
@@ -941,38 +1033,47 @@ class RunBackward(msgspec.Struct, frozen=True, tag=True, gc=False):
     out: str
 
 
-class Cut(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Cut(TaskBase, frozen=True):
     """Copy slices of the step's sum (of `bounds[i]` to `bounds[i+1]` values) into blobs `outs`."""
 
-    id: str
+    purpose = "round"
+    outputs = ("outs",)
     step: int
     bounds: tuple[int, ...]
     outs: tuple[str, ...]
 
 
-class Add(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Add(TaskBase, frozen=True):
     """Add blobs `parts` in that order into blob `out`."""
 
-    id: str
+    lane = "average"
+    purpose = "round"
+    inputs = ("parts",)
+    outputs = ("out",)
     parts: tuple[str, ...]
     out: str
 
 
-class AddRow(msgspec.Struct, frozen=True, tag=True, gc=False):
+class AddRow(TaskBase, frozen=True):
     """Add blobs `parts` in that order, and copy slices of their sum, which is values `bounds[0]` to `bounds[-1]` of the gradient,
     into blobs `outs`."""
 
-    id: str
+    lane = "average"
+    purpose = "round"
+    inputs = ("parts",)
+    outputs = ("outs",)
     parts: tuple[str, ...]
     bounds: tuple[int, ...]
     outs: tuple[str, ...]
 
 
-class Gather(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Gather(TaskBase, frozen=True):
     """Put `sums` one after another into the reduced gradient of `round`, from value `start` on. With `last` it is whole.
     Result, then: digest, norm_sq (fp64). Failed: non-finite values."""
 
-    id: str
+    lane = "average"
+    purpose = "round"
+    inputs = ("sums",)
     step: int
     round: int
     sums: tuple[str, ...]
@@ -980,92 +1081,88 @@ class Gather(msgspec.Struct, frozen=True, tag=True, gc=False):
     last: bool = True
 
 
-class Apply(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Apply(TaskBase, frozen=True):
     """Clip round `round`'s reduced gradient by the whole model's `norm`, one optimizer step, empty the step's sum; parameters
     are now those of step + 1. With `save`, keep a copy for RunSave. Result: digest of the parameters.
 
     With delayed updates hops of step + 1 go on before and after with the parameters of `step`, which stay until the next."""
 
-    id: str
+    purpose = "round"
     step: int
     round: int
     norm: float
     save: bool
 
 
-class Reset(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Reset(TaskBase, frozen=True):
     """Empty every step's sum (a peer's books are void: it was fenced, moved or rolled back). Result: nothing."""
 
-    id: str
 
-
-class Init(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Init(TaskBase, frozen=True):
     """Build stage `stage` with the parameters of version `step`: from the seed, or from the checkpoint of that step.
     Result: digest, length."""
 
-    id: str
     stage: int
     step: int
 
 
-class Export(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Export(TaskBase, frozen=True):
     """Copy parameters, optimizer state and schedule position of version `step`, to be read by ReadChunk. Result:
     manifest. A later Export replaces the copy."""
 
-    id: str
     step: int
 
 
-class ReadChunk(msgspec.Struct, frozen=True, tag=True, gc=False):
+class ReadChunk(TaskBase, frozen=True):
     """Chunk `chunk` of the exported copy of `step` into blob `out`. Failed: another version is held."""
 
-    id: str
+    lane = "read"
+    outputs = ("out",)
     step: int
     chunk: int
     out: str
 
 
-class CheckChunk(msgspec.Struct, frozen=True, tag=True, gc=False):
+class CheckChunk(TaskBase, frozen=True):
     """Compare blob `blob` with `digest` (SHA-256) and keep it as chunk `chunk`. Failed: it differs."""
 
-    id: str
+    lane = "read"
+    inputs = ("blob",)
     chunk: int
     digest: str
     blob: str
 
 
-class Import(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Import(TaskBase, frozen=True):
     """Build stage `stage` at version `step` from the kept chunks. Result: digest, length."""
 
-    id: str
     stage: int
     step: int
     chunks: int
 
 
-class Blend(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Blend(TaskBase, frozen=True):
     """Build stage `stage` at version `step` from its neighbours' states: kept chunks 0 to `chunks[0]` are the stage below,
     the next `chunks[1]` the one above; every tensor is `below` of the one and the rest of the other. Result: digest, length."""
 
-    id: str
     stage: int
     step: int
     chunks: tuple[int, int]
     below: float
 
 
-class RunSave(msgspec.Struct, frozen=True, tag=True, gc=False):
+class RunSave(TaskBase, frozen=True):
     """Write this stage's shard of the checkpoint of version `step` from the copy kept by Apply. Result: record."""
 
-    id: str
+    lane = "write"
     stage: int
     step: int
 
 
-class RunPublish(msgspec.Struct, frozen=True, tag=True, gc=False):
+class RunPublish(TaskBase, frozen=True):
     """Write index and configuration, and make the checkpoint of `step` visible at once. Result: record = its path."""
 
-    id: str
+    lane = "write"
     step: int
     records: tuple[str, ...]
 

@@ -11,31 +11,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
-from shoal.core.leader.leader import Coordinator
+from shoal.core.leader.leader import Leader
 from shoal.core.member.admission import Admission
 from shoal.core.member.departure import Departure
 from shoal.core.member.heartbeat import Heartbeat
-from shoal.core.member.leadership import Leadership
+from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.notes import StallNotes, change_note
 from shoal.core.member.roster import Roster
 from shoal.core.member.updates import OverrideRelay, ViewRepair
 from shoal.core.messages import (
     Accept,
-    AskBooks,
-    AskChunk,
     Asked,
-    AskPublish,
-    AskSave,
-    AskStanding,
-    AskState,
-    AskVote,
+    Asker,
     Backward,
     Barred,
     BlobRef,
     Booker,
+    BooksRequest,
     Boundary,
     Cancel,
     Chunk,
+    ChunkRequest,
     Coming,
     Command,
     Complaint,
@@ -46,6 +42,7 @@ from shoal.core.messages import (
     Failed,
     Forward,
     Found,
+    GatherChunk,
     Gone,
     Join,
     Lead,
@@ -53,30 +50,35 @@ from shoal.core.messages import (
     Note,
     Offer,
     Override,
-    Part,
     Peer,
     Propose,
     Published,
+    PublishRequest,
     Pull,
     Pulse,
     Query,
     Recall,
     Received,
     Redirect,
+    ReduceChunk,
     Reduced,
     Resend,
     Round,
     RoundFailed,
     Saved,
+    SaveRequest,
     Send,
     Settings,
-    Sum,
+    StandingRequest,
+    StateRequest,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
     Waits,
     WhoBooked,
     Wire,
+    asker_of,
 )
 from shoal.core.server.server import Server
 from shoal.core.timers import soonest
@@ -86,12 +88,26 @@ from shoal.core.transfer.transfer import StateTransfer
 if TYPE_CHECKING:
     from random import Random
 
-CONSENSUS = (Lead, Propose, Accept, AskVote, Vote)
-TRANSFER = (AskState, Offer, AskChunk, Chunk)
+CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
+TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
 TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
-ABOUT_RUN = (Dismissed, AskStanding, Override, Redirect)
-FROM_LEADER = (Round, AskSave, AskPublish)
-SERVER = (Forward, Backward, Query, Recall, Cancel, AskBooks, Boundary, Pull, Coming, Gone, Part, Sum, Resend)
+ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
+FROM_LEADER = (Round, SaveRequest, PublishRequest)
+SERVER = (
+    Forward,
+    Backward,
+    Query,
+    Recall,
+    Cancel,
+    BooksRequest,
+    Boundary,
+    Pull,
+    Coming,
+    Gone,
+    ReduceChunk,
+    GatherChunk,
+    Resend,
+)
 GAP_BEATS = 3  # without an event: this process did not run
 ALIVE_SILENCES = 2  # a peer that sent anything within that time may be alive
 
@@ -105,12 +121,12 @@ class PeerMachine:
         self.server = Server(name, settings)
         self.trainer = Trainer(name, settings, rng)
         self.transfer = StateTransfer(name, settings, rng, self.server)
-        self.leadership = Leadership(name, settings, self.register)
+        self.leader_role = LeaderRole(name, settings, self.register)
         self.roster = Roster(name, outside=not found)
         self.admission = Admission(settings, self.roster, self.register, self.server, found)
         self.relay = OverrideRelay(settings, self.roster, self.register)
         self.repair = ViewRepair(settings, self.register, self.relay)
-        self.heartbeat = Heartbeat(settings, self.roster, self.register, self.leadership, self.server, self.transfer)
+        self.heartbeat = Heartbeat(settings, self.roster, self.register, self.leader_role, self.server, self.transfer)
         self.departure = Departure(settings)
         self.stall_notes = StallNotes(settings)
         self.last_now: float | None = None
@@ -145,8 +161,8 @@ class PeerMachine:
         return self.register.leader
 
     @property
-    def coordinator(self) -> Coordinator:
-        return self.leadership.coordinator
+    def leadership(self) -> Leader:
+        return self.leader_role.leadership
 
     @property
     def finished(self) -> bool:
@@ -186,7 +202,7 @@ class PeerMachine:
         if gap_s > GAP_BEATS * self.settings.beat_s:
             self.register.forgive(gap_s, now)
             self.trainer.forgive(gap_s)
-            self.leadership.forgive(gap_s, now)
+            self.leader_role.forgive(gap_s, now)
         return []
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
@@ -202,20 +218,25 @@ class PeerMachine:
             case Failed():
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():
-                self.leadership.doubt(event.peer, now)
+                self.leader_role.doubt(event.peer, now)
                 self.server.on_unreachable(event.peer)
                 return self.trainer.on_unreachable(event.peer, now)
             case Found():
                 return self.admission.on_found(event.peers) + self.relay.on_found(event.peers)
             case Barred():
-                self.leadership.barred = event.peers
+                self.leader_role.barred = event.peers
             case Asked():
                 self.departure.leaving = event.reason or "asked to"
         return []
 
     def _owner(self, task: str) -> Server | Trainer | StateTransfer:
         """The part that gave that task."""
-        return {"t": self.trainer, "s": self.server, "y": self.transfer}[task[0]]  # type: ignore[return-value]
+        parts: dict[Asker, Server | Trainer | StateTransfer] = {
+            "trainer": self.trainer,
+            "server": self.server,
+            "transfer": self.transfer,
+        }
+        return parts[asker_of(task)]
 
     # -------------------------------------------------------------------------------------------------- messages
 
@@ -244,7 +265,7 @@ class PeerMachine:
             commands = register.on_message(peer, message, now) + commands
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self.stall_notes.note(message.stalled, now)
-        elif isinstance(message, AskVote) and self.view is not None and not self.roster.belongs(peer):
+        elif isinstance(message, VoteRequest) and self.view is not None and not self.roster.belongs(peer):
             return self.repair.to_outsider(peer, message.last_number, now)
         return commands
 
@@ -253,14 +274,14 @@ class PeerMachine:
             leader = self.register.leader
             redirected = isinstance(message, Join) and leader is not None and leader != peer
             return [Send(peer, Redirect(leader=leader))] if redirected and leader is not None else []
-        commands = self.leadership.on_message(peer, message, now)
+        commands = self.leader_role.on_message(peer, message, now)
         if not isinstance(message, Pulse):
             return commands
         if self.roster.belongs(peer):
             repaired = self.register.repair(peer, message.term, message.number)
             behind = message.number < self.roster.number
             return commands + (repaired or (self.repair.newest(peer, message.number) if behind else []))
-        if not self.coordinator.asks_to_join(peer):
+        if not self.leadership.asks_to_join(peer):
             commands += self.repair.to_outsider(peer, message.number, now)
         return commands
 
@@ -268,7 +289,7 @@ class PeerMachine:
         match message:
             case Dismissed() if self.view is not None and self.view.finished and self.roster.belongs(peer):
                 return self._finish(True, "the run is finished")
-            case AskStanding():
+            case StandingRequest():
                 within_s = ALIVE_SILENCES * self.settings.silence_s
                 standing = self.roster.standing(self.register.term, within_s, now)
                 return [Send(peer, standing)] if standing is not None else []
@@ -308,7 +329,7 @@ class PeerMachine:
             for view in self.register.take():
                 commands += self._adopt(view, now)
             if not self.register.leading or self.finished:
-                self.leadership.end()
+                self.leader_role.end()
                 break
             commands += self._lead(now)
             if not self.register.views.fresh:
@@ -317,7 +338,7 @@ class PeerMachine:
             commands += self.transfer.review(now)
         if self.server.stale:
             complaint = Complaint(about=self.name, reason=self.server.stale, kind="stale")
-            commands += self.leadership.tell(complaint, now)
+            commands += self.leader_role.tell(complaint, now)
             if self.register.leader is not None:
                 self.server.stale = ""
         if self.server.changed or _due(self.heartbeat.beat_at, now):
@@ -325,16 +346,16 @@ class PeerMachine:
         return commands
 
     def _lead(self, now: float) -> list[Command]:
-        view, leadership = self.register.agreed, self.leadership
+        view, leader_role = self.register.agreed, self.leader_role
         assert view is not None
-        leadership.led_at = now
+        leader_role.led_at = now
         commands: list[Command] = []
-        if not leadership.current:
-            commands += leadership.begin(view, now) + self._beat(now)
-        commands += leadership.decide(now) + self.stall_notes.note(self.coordinator.stall, now)
-        if self.coordinator.resigns:
-            return commands + leadership.resign(now)
-        if self.coordinator.dismissed:
+        if not leader_role.current:
+            commands += leader_role.begin(view, now) + self._beat(now)
+        commands += leader_role.decide(now) + self.stall_notes.note(self.leadership.stall, now)
+        if self.leadership.resigns:
+            return commands + leader_role.resign(now)
+        if self.leadership.dismissed:
             self.departure.on_all_dismissed(now)
         return commands
 
@@ -345,7 +366,7 @@ class PeerMachine:
         self.trainer.leader = self.server.leader = self.register.leader
         commands: list[Command] = []
         if self.register.leading:
-            self.leadership.on_view(view, now)
+            self.leader_role.on_view(view, now)
             commands += change_note(before, view)
         if self.name not in self.present:
             return commands + self._on_view_without_me(before, view, now)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import units
-from shoal.shown import escaped_json, escaped_lines
+from shoal.escaping import escaped_json, escaped_lines
 from shoal.traffic import KINDS, Kept, Traffic
 
 
@@ -124,7 +124,7 @@ def _traffic(summary: Summary) -> list[tuple[str, str]]:
 
 def _held(kept: Kept) -> str:
     disk = f", {units.size(kept.disk)} on disk" if kept.disk else ""
-    return f"{units.size(kept.shelf)} of boundary tensors for a step; of all tensors {units.size(kept.memory)} in memory{disk}"
+    return f"{units.size(kept.store)} of boundary tensors for a step; of all tensors {units.size(kept.memory)} in memory{disk}"
 
 
 def _bytes(sent: Traffic) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches
-from shoal.core.messages import Account, Committed, Member, Share, View
+from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.executor import create
 from shoal.executor.base import Executor
 from shoal.executor.delayed import Delayed
@@ -56,7 +56,7 @@ class Alone:
         """Train one step. Returns what a run would have agreed on. Broken: nothing of the step is in the parameters."""
         try:
             losses = self._losses(told)
-            reduced = self.executor.brought()
+            reduced = self.executor.contribution()
             norm = math.sqrt(norm_sq(reduced))
             if not math.isfinite(norm):
                 raise ValueError(f"the gradient of step {self.done} is not finite; try a lower train.learning_rate")
@@ -129,7 +129,7 @@ class Alone:
     def _back(self, batch: list[Tensor]) -> list[float]:
         executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
         if isinstance(executor, Swapping):
-            return executor.batch_back(batch)
+            return executor.backward_batch(batch)
         losses = [executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
         return [loss for loss in losses if loss is not None]
 
@@ -144,8 +144,7 @@ class Alone:
             number=self.done + 1,
             step=self.done,
             members=(Member(ME, 0),),
-            started=True,
-            finished=self.done >= self._config.run.steps,
+            phase=Phase.FINISHED if self.done >= self._config.run.steps else Phase.TRAINING,
             last=committed,
             saved=self.saved or 0,
             account=Account(issued=trained, committed=trained),

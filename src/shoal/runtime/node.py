@@ -1,7 +1,7 @@
 """Drives one peer's machine: everything that happens becomes an event, every command is carried out. It decides nothing.
 
 One TaskGroup: what the transport receives, what tasks found out, the machine's deadline, directory look-ups and the report.
-`handle` never waits, so events are handled one at a time whichever task brings them. Tensors stay in the hands; what
+`handle` never waits, so events are handled one at a time whichever task brings them. Tensors stay in the task runner; what
 comes off the network is checked there before the machine hears of it.
 """
 
@@ -17,8 +17,6 @@ from shoal import trace
 from shoal.core.messages import (
     Accept,
     Asked,
-    AskStanding,
-    AskVote,
     Barred,
     BlobRef,
     Command,
@@ -40,10 +38,12 @@ from shoal.core.messages import (
     Received,
     Redirect,
     Send,
+    StandingRequest,
     Tick,
     Unreachable,
     View,
     Vote,
+    VoteRequest,
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.measure import Meter
@@ -52,7 +52,7 @@ from shoal.runtime.records.record import Record
 from shoal.runtime.records.report import Progress, Told
 from shoal.runtime.signing import Signatures
 from shoal.runtime.tasks.coding import Held
-from shoal.runtime.tasks.task_runner import Hands
+from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.traffic import Kept, Size, Tally
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.directory.directory import Directory
@@ -60,16 +60,24 @@ from shoal.transport.directory.directory import Directory
 REPORT_S = 0.5
 LOOK_UP_S = 0.5  # between two look-ups, however often they are asked for
 ANNOUNCE_S = 20.0  # well within the time for which a directory keeps a record
-FROM_OUTSIDE = (Join, AskVote, AskStanding, Override, Redirect, Accept, Vote)  # all small but Override, which is signed
+FROM_OUTSIDE = (
+    Join,
+    VoteRequest,
+    StandingRequest,
+    Override,
+    Redirect,
+    Accept,
+    Vote,
+)  # all small but Override, which is signed
 
 
 class Node:
-    """One peer at work. Whoever makes it starts and closes transport, directory and hands."""
+    """One peer at work. Whoever makes it starts and closes transport, directory and runner."""
 
     def __init__(
         self,
         machine: PeerMachine,
-        hands: Hands,
+        runner: TaskRunner,
         transport: Transport,
         directory: Directory,
         record: Record,
@@ -77,7 +85,7 @@ class Node:
         gate: Gate | None = None,
     ) -> None:
         """`gate`: where passes count."""
-        self.machine, self.hands, self.transport, self.signing = machine, hands, transport, signing
+        self.machine, self.runner, self.transport, self.signing = machine, runner, transport, signing
         self.directory, self.record = directory, record
         self.meter = Meter(transport)
         self.gate = gate
@@ -85,7 +93,7 @@ class Node:
         self._news = asyncio.Event()  # something to announce at once
         self.tally = Tally()
         self.finish: Finish | None = None
-        self._shelf_most = 0  # bytes that the machine has kept for a step at most
+        self._activations_most = 0  # bytes that the machine has kept for a step at most
         self._view: View | None = None
         self._serial = 0
         self._armed: float | None = None  # the deadline that _ticks sleeps until
@@ -129,7 +137,7 @@ class Node:
         now = time.monotonic()
         commands = self.machine.handle(event, now)
         self.record.event(now, event, commands)
-        self._shelf_most = max(self._shelf_most, self.machine.server.kept_bytes)
+        self._activations_most = max(self._activations_most, self.machine.server.kept_bytes)
         if self.machine.view is not self._view and self.machine.view is not None:
             if self._view is None or self.machine.view.step != self._view.step:
                 self._tell_traffic(now)
@@ -146,19 +154,19 @@ class Node:
         match command:
             case Send(peer=peer) if peer == self.machine.name:
                 # Handled after this event, as if it had travelled; own names for the blobs, since a Drop may follow.
-                refs = tuple(self._keep(self.hands.get(name)) for name in command.blobs)
+                refs = tuple(self._keep(self.runner.get(name)) for name in command.blobs)
                 self._inbox.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
             case Send():
-                blobs = tuple(self.hands.blob(name) for name in command.blobs)
+                blobs = tuple(self.runner.blob(name) for name in command.blobs)
                 message = self.signing.seal(command.peer, command.message)
                 sent = self.transport.send(command.peer, message, blobs)
                 if sent:
                     self.tally.sent(command.message, _sizes(blobs), sent)
             case Do():
-                self.hands.submit(command.task, self._on_result)
+                self.runner.submit(command.task, self._on_result)
             case Drop():
                 for name in command.blobs:
-                    self.hands.drop(name)
+                    self.runner.drop(name)
             case Find():
                 self._find.set()
             case Finish():
@@ -166,7 +174,7 @@ class Node:
                 self._over.set()
 
     def _on_result(self, result: Done | Failed) -> None:
-        """Called on the hands' threads."""
+        """Called on the task runner's threads."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: this peer's part is over
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, result)
 
@@ -195,7 +203,7 @@ class Node:
         message = self.signing.check(incoming.peer, heard) if heard is not None else None
         if message is None:
             return
-        fault = self.hands.check(message, incoming.blobs)
+        fault = self.runner.check(message, incoming.blobs)
         if not trace.finite(message):
             if not incoming.blobs:
                 return  # nobody honest sends such a number; a machine would only have to guess what it means
@@ -207,7 +215,7 @@ class Node:
         """Under a name of its own: what the driver names begins with 'r'."""
         self._serial += 1
         name = f"r/{self._serial}"
-        return BlobRef(id=name, nbytes=self.hands.put(name, value))
+        return BlobRef(id=name, nbytes=self.runner.put(name, value))
 
     async def _ticks(self) -> None:
         while True:
@@ -277,11 +285,11 @@ class Node:
 
     @property
     def kept(self) -> Kept:
-        return self.hands.kept(self.machine.server.kept_bytes)
+        return self.runner.kept(self.machine.server.kept_bytes)
 
     @property
     def kept_most(self) -> Kept:
-        return self.hands.kept_most(self._shelf_most)
+        return self.runner.kept_most(self._activations_most)
 
     def _progress(self) -> Progress:
         sent, received = self.tally.totals()

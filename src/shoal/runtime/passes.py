@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from shoal import units
-from shoal.core.messages import AskPasses, Passes, Peer
+from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.transport.base import Incoming, Transport
-from shoal.transport.identity.passes import Membership, Standing, date
+from shoal.transport.identity.passes import Membership, PassStatus, date
 
 log = logging.getLogger(__name__)
 
 SPREAD_S = 5.0  # between two comparisons with somebody
 FANOUT = 16  # who are told of news at once; with so many each, 10,000 peers have heard after four rounds
 AGAIN_S = 5.0  # the same list goes to the same peer no sooner: nobody can have it sent for the asking
-REFUSES = "it refuses: "  # as hello.py begins another's refusal
+REFUSES = "it refuses: "  # as handshake.py begins another's refusal
 REFUSALS = 16  # told of, in words that others choose
 MET = 4096  # peers remembered as met
 WARN = 0.2  # of a pass's lifetime: how long before its end people are told
@@ -64,7 +64,7 @@ class Gate:
             return True
         version = self.membership.standing.version
         match message:
-            case AskPasses():
+            case PassesRequest():
                 self._answer(peer, message.version)
             case Passes(data=b""):
                 if message.version < version:
@@ -76,7 +76,7 @@ class Gate:
                 if peer not in self._met:
                     self._meet(peer, float("-inf"))
                     if version:
-                        self._transport.send(peer, AskPasses(version))
+                        self._transport.send(peer, PassesRequest(version))
                 return False
         return True
 
@@ -122,14 +122,14 @@ class Gate:
         """For ever."""
         self._loop = asyncio.get_running_loop()
         self.membership.on_change = self._on_change
-        if self.membership.standing != Standing():
+        if self.membership.standing != PassStatus():
             self._take_effect()
         began = time.monotonic()
         while True:
             self._look_at_mine(time.monotonic() - began)
             version = self.membership.standing.version
             for peer in self._some(1) if version else ():
-                self._transport.send(peer, AskPasses(version))
+                self._transport.send(peer, PassesRequest(version))
             await asyncio.sleep(SPREAD_S)
 
     def _on_change(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shoal.core import messages as m
+from shoal.core.consensus.phases import misplaced, transition
 from shoal.sim.task_runner import Reduced, World
 
 HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
@@ -78,20 +79,20 @@ class Watch:
         elif type(message) is m.Round:
             self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
             self.newest_round = max(self.newest_round, message.round)
-        elif type(message) is m.Part or (type(message) is m.Sum and not message.heard):
+        elif type(message) is m.ReduceChunk or (type(message) is m.GatherChunk and not message.heard):
             self._meets(peer, to, message)
         elif type(message) is m.Lead or (type(message) is m.Propose and message.proof is None):
             other = self._leaders.setdefault(message.term, peer)
             if other != peer:
                 self.report(peer, "leader", f"leads term {message.term} beside {other}")
 
-    def group_of(self, peer: m.Peer, message: m.Part | m.Sum) -> tuple[m.Peer, ...]:
+    def group_of(self, peer: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> tuple[m.Peer, ...]:
         """With whom that peer averages in that round, itself too."""
         groups = self._rounds.get((message.epoch, message.step, message.round), ())
         found = ([share.peer for share in group] for group in groups)
         return next((tuple(names) for names in found if peer in names), ())
 
-    def _meets(self, peer: m.Peer, to: m.Peer, message: m.Part | m.Sum) -> None:
+    def _meets(self, peer: m.Peer, to: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> None:
         """Gradients go to those of the own group, and in a large one to few of them."""
         key = message.epoch, message.step, message.round, peer
         met = self._met.setdefault(key, set())
@@ -152,15 +153,17 @@ class Watch:
             self.report(peer, "view", f"view {view.number} has no members")
         if any(owner >= len(names) for owner in view.owners):
             self.report(peer, "view", f"view {view.number} has owners {view.owners} of {len(names)} members")
+        wrong = misplaced(view, self.settings)
+        if wrong:
+            self.report(peer, "view", f"view {view.number} is {wrong}")
         if view.started and view.step < self.settings.steps and len(view.owners) != self.settings.microbatches:
             self.report(peer, "view", f"view {view.number} has {len(view.owners)} owners")
 
     def _follows(self, peer: m.Peer, before: m.View, view: m.View) -> None:
+        if transition(before, view) is None:
+            text = f"{before.phase.value} at step {before.step} to {view.phase.value} at step {view.step}"
+            self.report(peer, "view", f"view {view.number} goes from {text}")
         if view.epoch == before.epoch:
-            if view.step not in (before.step, before.step + 1):
-                self.report(peer, "view", f"view {view.number} goes from step {before.step} to {view.step}")
-            else:
-                self._opens(peer, before, view)
             if view.work == before.work and view.started and before.started:
                 entered = {(one.peer, one.stage) for one in view.members if one not in before.members}
                 again = entered & {(one.peer, one.stage) for one in before.fenced + view.fenced}
@@ -172,15 +175,6 @@ class Watch:
             self.report(peer, "view", f"view {view.number} goes back to epoch {view.epoch}")
         elif not view.kept:
             self._fresh = view.step
-
-    def _opens(self, peer: m.Peer, before: m.View, view: m.View) -> None:
-        """The next step but one is not opened before a step is committed, and nothing is with updates that are not delayed."""
-        if view.ahead and not (self.settings.staleness and view.started and view.begun):
-            self.report(
-                peer, "ahead", f"view {view.number} computes step {view.work} while step {view.step} is averaged"
-            )
-        if view.work > before.work + 1 or (view.work > before.work and before.ahead):
-            self.report(peer, "ahead", f"view {view.number} goes on from step {before.work} to {view.work}")
 
     def _staffed(self, peer: m.Peer, before: m.View, view: m.View) -> None:
         """A move never empties a stage: only the removal of its last replica does."""
@@ -317,6 +311,6 @@ def progress(view: m.View) -> str:
     members = ", ".join(f"{one.peer}:{one.stage}" for one in view.members)
     joining = ", ".join(f"{one.peer}:{one.stage}" for one in view.joining)
     return (
-        f"view {view.number} epoch {view.epoch} step {view.step} started {view.started} members [{members}] "
+        f"view {view.number} epoch {view.epoch} step {view.step} {view.phase.value} members [{members}] "
         f"joining [{joining}] account {view.account}, because {view.reason!r}"
     )

@@ -31,8 +31,6 @@ SECONDS: dict[type, float] = {
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
-BESIDE = (m.Fetch, m.ReadChunk, m.CheckChunk, m.RunSave, m.RunPublish)  # not in the line of computing tasks
-ROUNDS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
 
 
@@ -64,7 +62,7 @@ class Storage:
 
 
 class World:
-    """What all hands of one simulation share: the storage, and for the checkers what each digest stands for."""
+    """What all task runners of one simulation share: the storage, and for the checkers what each digest stands for."""
 
     def __init__(self, stages: int, values: int, staleness: int = 0, wire: Wire | None = None) -> None:
         self.wire = wire
@@ -80,7 +78,7 @@ class World:
         return self.values + 7 * stage
 
 
-class Hands:
+class TaskRunner:
     """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
 
     def __init__(self, world: World, after: After, now: Callable[[], float]) -> None:
@@ -110,22 +108,22 @@ class Hands:
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
         kind = type(task)
-        inputs = [self._find(name, kind.__name__) for name in _inputs(task)]
+        inputs = [self._find(name, kind.__name__) for name in task.reads]
         if kind is m.RunForward or kind is m.RunBackward:
             seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
         else:
             seconds = SECONDS[kind] * self.slowness
             if isinstance(task, m.Cut):
                 self._share = (task.bounds[-1] - task.bounds[0]) / max(1, self.world.length(self.stage))
-            if kind in ROUNDS:
+            if task.purpose == "round":
                 seconds *= self.rounds * (1.0 if kind is m.Apply else self._share)
-            elif kind is not m.Fetch:
+            elif task.purpose == "state":
                 seconds *= self.states
             seconds = min(seconds, LONGEST_S)
         if self.world.wire is not None:
             seconds += self.world.wire.codec_s(task, self.world.stages, inputs) * self.slowness
         now = self._now()
-        if kind in BESIDE:
+        if task.lane in ("read", "write"):  # beside the line of computing tasks
             wait = seconds
         else:
             self._free_s = max(self._free_s, now) + seconds
@@ -378,22 +376,22 @@ def _added(parts: Sequence[Blob]) -> Blob:
     return (*parts[0][:4], tuple(one for part in parts for one in part[4]))
 
 
-def _inputs(task: m.Task) -> tuple[str, ...]:
-    if isinstance(task, m.RunForward):
-        return (task.x,)
-    if isinstance(task, m.RunBackward):
-        return (task.x, task.grad) if task.grad else (task.x,)
-    if isinstance(task, m.Add | m.AddRow):
-        return task.parts
-    if isinstance(task, m.Gather):
-        return task.sums
-    return (task.blob,) if isinstance(task, m.CheckChunk) else ()
-
-
-_WORK: dict[type, Callable[[Hands, Any, Sequence[Blob]], m.Result]] = {
-    m.Fetch: Hands._fetch, m.RunForward: Hands._forward, m.RunBackward: Hands._backward, m.Cut: Hands._cut,
-    m.AddRow: Hands._add_row, m.Add: Hands._add, m.Gather: Hands._gather, m.Apply: Hands._apply, m.Reset: Hands._reset, m.Init: Hands._init,
-    m.Export: Hands._export, m.ReadChunk: Hands._read, m.CheckChunk: Hands._check, m.Import: Hands._import,
-    m.Blend: Hands._blend,
-    m.RunSave: Hands._save, m.RunPublish: Hands._publish,
-}  # fmt: skip
+_WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
+    m.Fetch: TaskRunner._fetch,
+    m.RunForward: TaskRunner._forward,
+    m.RunBackward: TaskRunner._backward,
+    m.Cut: TaskRunner._cut,
+    m.AddRow: TaskRunner._add_row,
+    m.Add: TaskRunner._add,
+    m.Gather: TaskRunner._gather,
+    m.Apply: TaskRunner._apply,
+    m.Reset: TaskRunner._reset,
+    m.Init: TaskRunner._init,
+    m.Export: TaskRunner._export,
+    m.ReadChunk: TaskRunner._read,
+    m.CheckChunk: TaskRunner._check,
+    m.Import: TaskRunner._import,
+    m.Blend: TaskRunner._blend,
+    m.RunSave: TaskRunner._save,
+    m.RunPublish: TaskRunner._publish,
+}

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from shoal.core.messages import Command, Part, Peer, Sum
+from shoal.core.messages import Command, GatherChunk, Peer, ReduceChunk
 from shoal.core.replica_state import drop
 
 
 class Early(msgspec.Struct, frozen=True):
-    """A Part or Sum that came before the Round it belongs to, or before the view that this round needs."""
+    """A chunk received before the Round it belongs to, or before the view that this round needs."""
 
-    message: Part | Sum
+    message: ReduceChunk | GatherChunk
     blobs: tuple[str, ...]
     fault: str
 
@@ -32,7 +32,7 @@ class EarlyChunks:
 
     def hold(self, peer: Peer, early: Early, most: int) -> list[Command]:
         """At most `most` of its newest round, the lowest ones."""
-        held = self._held.setdefault((peer, isinstance(early.message, Sum)), [])
+        held = self._held.setdefault((peer, isinstance(early.message, GatherChunk)), [])
         if any(one.when == early.when or one.message.round > early.message.round for one in held):
             return drop(early.blobs)
         stale = [one for one in held if one.message.round < early.message.round]

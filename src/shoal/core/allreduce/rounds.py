@@ -1,16 +1,16 @@
-"""One replica's part in a round: cut its sum, exchange parts and sums, hold the group's reduced gradient.
+"""One replica's part in a round: cut its sum, exchange chunks, hold the group's reduced gradient.
 
-For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides
-who takes part, who adds which chunk, brought by whom, and who tells whom. Here: Part, Sum and Resend, the order of the tasks, what an
-abort leaves behind. At most one round is held; a newer number replaces it. A task that is under way when its round ends goes
-on, and its blobs go with it.
+For server.py, which owns the books and decides whether a round may start now and what a commit does. layout.py decides who takes
+part, who adds which chunk, and who sends it to whom. Here: ReduceChunk, GatherChunk and Resend, the order of the tasks, and what a
+round that ends early leaves behind. At most one round is held; a newer number replaces it. A task that is running when its round
+ends goes on, and its blobs go with it.
 
-In a group of one row what everybody brings is added once, and told to all. Of several rows the owner of a row's chunk adds what its row
-brings, cuts that and brings it to those who add up the rows; what they tell it, it tells its row.
+In a group of one row the owner of a chunk adds what all replicas send, and sends the sum to all. Of several rows the owner of a row's
+chunk adds what its row sends, cuts that sum and sends it to those who add up the rows; the sum that it receives it sends to its row.
 
-A large gradient goes piece by piece: the next one is cut when this one is gathered. Nobody is further than one piece ahead of me,
-since every sum of a piece needs my part, which I send when I have all sums of the piece before. So what another may still ask
-for is, of the piece before, a sum that I tell; and what comes too early is a part of the next piece.
+A large gradient goes piece by piece: a replica cuts the next one when it has gathered this one. No replica is further than one piece
+ahead of another, since every sum of a piece needs a ReduceChunk of each, sent when the piece before was gathered. So what a replica
+may still ask for is a sum of the piece before, and a chunk that is early belongs to the next piece.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from shoal.core.messages import (
     Done,
     Failed,
     Gather,
-    Part,
+    GatherChunk,
     Peer,
+    ReduceChunk,
     Reduced,
     Resend,
     Round,
@@ -41,7 +42,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Share,
-    Sum,
     View,
     Waits,
 )
@@ -83,7 +83,7 @@ class Current(msgspec.Struct):
     asks: int = 0  # for what is missing, so far
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
-    )  # Part or (True) Sum, and not asked for since
+    )  # ReduceChunk or (True) GatherChunk; not requested again since
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     reduced: Reduced | None = None
@@ -167,8 +167,8 @@ class Rounds:
             return []
         read: set[str] = set()
         for task in current.tasks.values():
-            self._void[task.id] = _inputs(task), _outputs(task)
-            read.update(_inputs(task))
+            self._void[task.id] = task.reads, task.makes
+            read.update(task.reads)
         return drop(tuple(blob for blob in current.live if blob not in read))
 
     def turn(self, everything: bool = True) -> list[Command]:
@@ -200,7 +200,7 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------------- messages
 
     def on_message(
-        self, peer: Peer, message: Part | Sum | Resend, blobs: tuple[str, ...], fault: str, now: float
+        self, peer: Peer, message: ReduceChunk | GatherChunk | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
         view = self._replica.view
         if view is None or message.epoch != view.epoch or not self._serves(peer):
@@ -250,7 +250,7 @@ class Rounds:
 
     def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
         message, place = early.message, current.piece.place
-        if isinstance(message, Part):
+        if isinstance(message, ReduceChunk):
             held = current.piece.parts.get(message.chunk, {})
             adding = message.chunk in current.piece.adding.values()
             wanted = peer in place.adds.get(message.chunk, ()) and peer not in held and not adding
@@ -266,7 +266,7 @@ class Rounds:
         blob = early.blobs[0]
         current.came = now
         current.live[blob] = None
-        if isinstance(message, Part):
+        if isinstance(message, ReduceChunk):
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return self._go_on(current)
         commands = self._tell(current, message.chunk, blob)
@@ -308,7 +308,7 @@ class Rounds:
         task = current.tasks.pop(done.id, None) if current is not None else None
         if current is None or task is None:
             return []
-        current.live.update(dict.fromkeys(_outputs(task)))
+        current.live.update(dict.fromkeys(task.makes))
         match task:
             case Cut():
                 return self._on_cut(current, task)
@@ -391,7 +391,7 @@ class Rounds:
         peers = current.piece.place.tells[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        heard = Sum(current.message.epoch, current.message.step, current.message.round, number, heard=True)
+        heard = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, heard=True)
         return sends + [Send(peer, heard, (blob,)) for peer in current.listeners]
 
     def _go_on(self, current: Current) -> list[Command]:
@@ -459,12 +459,12 @@ class Rounds:
             Send(self._replica.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
         ]
 
-    def _part(self, current: Current, chunk: int) -> Part:
-        return Part(current.message.epoch, current.message.step, current.message.round, chunk)
+    def _part(self, current: Current, chunk: int) -> ReduceChunk:
+        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk)
 
-    def _sum(self, current: Current, chunk: int) -> Sum:
+    def _sum(self, current: Current, chunk: int) -> GatherChunk:
         of = current.message
-        return Sum(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
+        return GatherChunk(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)
@@ -486,26 +486,6 @@ def _missing(current: Current, name: Peer) -> list[tuple[Peer, int, bool]]:
             missing += [(peer, number, False) for peer in peers if peer != name and peer not in held]
     hears = piece.place.hears.items()
     return missing + [(peer, number, True) for number, peer in hears if peer != name and number not in piece.sums]
-
-
-def _inputs(task: Work) -> tuple[str, ...]:
-    match task:
-        case Cut():
-            return ()
-        case AddRow() | Add():
-            return task.parts
-        case Gather():
-            return task.sums
-
-
-def _outputs(task: Work) -> tuple[str, ...]:
-    match task:
-        case Cut() | AddRow():
-            return task.outs
-        case Add():
-            return (task.out,)
-        case Gather():
-            return ()
 
 
 def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:

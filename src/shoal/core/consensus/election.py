@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.consensus.agreed import AgreedViews, rank
 from shoal.core.consensus.certificates import majority, signers
-from shoal.core.messages import AskVote, Command, Peer, Send, Settings, Signed, Vote
+from shoal.core.messages import Command, Peer, Send, Settings, Signed, Vote, VoteRequest
 from shoal.core.names import key_of
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Election:
     def _request_votes(self, trial: bool) -> list[Command]:
         assert self._views.accepted is not None
         term, number = rank(self._views.accepted)
-        request = AskVote(term=self.term, last_term=term, last_number=number, trial=trial)
+        request = VoteRequest(term=self.term, last_term=term, last_number=number, trial=trial)
         return [Send(peer, request) for peer in self._views.others()]
 
     def on_vote(self, peer: Peer, vote: Vote, now: float) -> list[Command]:
@@ -150,7 +150,7 @@ class Election:
 
     # -------------------------------------------------------------------------------------------------- voter
 
-    def on_request(self, peer: Peer, request: AskVote, now: float) -> list[Command]:
+    def on_request(self, peer: Peer, request: VoteRequest, now: float) -> list[Command]:
         """Vote for `peer`, or not; a trial changes nothing here. A peer that is behind receives the newest view, too."""
         accepted, commands = self._views.accepted, list[Command]()
         last = rank(accepted) if accepted is not None else (0, 0)

@@ -25,7 +25,6 @@ from shoal.core.consensus.replication import Replication
 from shoal.core.consensus.validity import flaw
 from shoal.core.messages import (
     Accept,
-    AskVote,
     Command,
     Entry,
     Lead,
@@ -38,6 +37,7 @@ from shoal.core.messages import (
     Signed,
     View,
     Vote,
+    VoteRequest,
     Wire,
 )
 
@@ -165,7 +165,7 @@ class Register:
                 return self._on_proof(peer, message, now)
             case Accept():
                 return self.replication.on_accept(peer, message, now) if self.leading else []
-            case AskVote():
+            case VoteRequest():
                 return self.election.on_request(peer, message, now)
             case Vote():
                 commands = self.election.on_vote(peer, message, now)

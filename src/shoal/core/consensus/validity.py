@@ -2,7 +2,7 @@
 
 The leader decides which view comes next. These are its bounds, which each voter checks against the view that it holds (register.py):
 each peer is listed once, stages and owners exist, steps and epochs advance by one, a commit counts each microbatch once at each stage,
-and no invite has more peers than it admits. Pure.
+no invite has more peers than it admits, and the phase may follow (phases.py). Pure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from shoal.core.consensus.phases import misplaced, transition
 from shoal.core.messages import Committed, Peer, Settings, View
 from shoal.core.names import invite_of, limit_of
 
@@ -33,9 +34,7 @@ def _shape(view: View, settings: Settings) -> str:
         return f"{len(view.owners)} owners among {len(view.members)} members of {settings.microbatches} microbatches"
     if max(view.number, view.epoch) >= NUMBERS or view.step > settings.steps:
         return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"
-    if view.finished and view.step < settings.steps:
-        return f"finished at step {view.step} of {settings.steps}"
-    return _commit_shape(view.last, settings) or _admitted(names)
+    return misplaced(view, settings) or _commit_shape(view.last, settings) or _admitted(names)
 
 
 def _commit_shape(last: Committed | None, settings: Settings) -> str:
@@ -62,19 +61,15 @@ def _succession(before: View, view: View, settings: Settings) -> str:
         return f"number {view.number} after {before.number}"
     if view.epoch not in (before.epoch, before.epoch + 1) or before.finished:
         return f"epoch {view.epoch} after {before.epoch}{' of a finished run' if before.finished else ''}"
+    if transition(before, view) is None:
+        epoch = " of a new epoch" if view.epoch > before.epoch else ""
+        return f"{view.phase.value} at step {view.step}{epoch} after {before.phase.value} at step {before.step}"
     if view.epoch > before.epoch:
-        return "" if view.step <= before.step else f"epoch {view.epoch} begins at step {view.step}, after {before.step}"
-    if before.started and not view.started:
-        return "a step that began has not begun"
-    return _step(before, view, settings)
-
-
-def _step(before: View, view: View, settings: Settings) -> str:
-    """The same step, or the next one with the commit of the step before."""
-    last = view.last
+        return ""
     if view.step == before.step:
-        return "" if last == before.last else "another commit of the same step"
-    if view.step != before.step + 1 or last is None or last.step != before.step or not before.started:
+        return "" if view.last == before.last else "another commit of the same step"
+    last = view.last
+    if last is None or last.step != before.step:
         return f"step {view.step} after {before.step}, last committed {last.step if last is not None else 'none'}"
     return _commit(before, last, settings)
 

@@ -1,9 +1,10 @@
 """Whom the leader evicts for what it did: evidence, not accusations.
 
-What a peer sends to the leader and cannot be (books with an index twice) convicts it at once. What only others have seen needs two
-accusers of different keys; where only one other can have seen it, that one's word counts, but whoever convicts two peers alone, or
-alone accuses several, goes itself: a machine that cannot receive, or lies. A replica whose values differ from those of the others of
-its stage downloads its state again, and goes at the third time. For leader.py, which evicts; for as long as its peer leads.
+A peer that sends the leader what cannot be (books with an index twice) is convicted at once. What only other peers can see needs two
+accusers with different keys. Where only one other peer can see it, one accuser is enough; but a peer that convicts two others alone, or
+accuses several alone, is evicted itself: it cannot receive, or it lies. A replica whose values differ from those of its stage's others
+downloads its state again, and is evicted at the third time. For facts.py, which asks, and rules/removal.py, which evicts; all of this is
+forgotten with the leader, but how often a key was evicted, which is in the View.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from shoal.core.messages import Evicted, Member, Peer, Settings
 from shoal.core.names import invite_of, key_of
 
 COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
-ACCUSERS = 2  # that are independent, where there can be so many
-ALONE = 3  # peers that one accuses and no other does
-AGE = 64  # steps
-FEW = 2  # peers that one may accuse in any case; more only if they are less than a third
+ACCUSERS = 2  # independent ones, where there can be so many
+ALONE = 3  # peers that one peer accuses and no other does
+AGE = 64  # steps after which it is forgotten whom a peer has accused
+FEW = 2  # peers that one peer may accuse in any case; more only if they are less than a third
 DIFFERS = 3  # times that a replica's values differ before it is evicted
 KEPT = 256  # keys that a view remembers
 DOUBLED = 8  # times that a pause doubles
-WORDS = 8  # complaints of one accuser that are kept
+WORDS = 8  # newest complaints of one accuser that are kept
 
 Verdict = tuple[Peer, str]
 
@@ -45,7 +46,7 @@ class Misfit(msgspec.Struct, frozen=True):
 
 
 class Conduct:
-    """What is held against whom."""
+    """Complaints and differences, by the peers that they are about."""
 
     def __init__(self) -> None:
         self._accused: dict[Peer, dict[Peer, list[str]]] = {}
@@ -56,23 +57,23 @@ class Conduct:
         self._doubts: Counter[str] = Counter()  # of keys: in how many disagreements that nobody could settle
 
     def keep(self, present: Iterable[Peer]) -> None:
-        """Nothing is held against who has left, nor said by it."""
-        there = set(present)
+        """Forget complaints about and by peers that have left the view."""
+        remaining = set(present)
         self._accused = {
-            peer: {by: words for by, words in held.items() if by in there}
+            peer: {by: words for by, words in held.items() if by in remaining}
             for peer, held in self._accused.items()
-            if peer in there
+            if peer in remaining
         }
 
     def step(self) -> None:
-        """A step is committed: what was said in it is over. That one has accused many is so after AGE steps."""
+        """A step is committed: its complaints are forgotten. Whom a peer has accused is forgotten after AGE steps."""
         self._accused.clear()
         self._steps += 1
         if self._steps % AGE == 0:
             self._accuses.clear()
 
     def accuse(self, accuser: Peer, accused: Peer, reason: str, witnesses: int) -> Verdict | None:
-        """Whom to evict now and why, if anybody. `witnesses`: how many others could see it."""
+        """Whom to evict now and why, if anybody. `witnesses`: how many peers could see what `accused` did."""
         if accuser == accused:
             return None
         several = self._accuses.setdefault(key_of(accuser), set())
@@ -93,26 +94,26 @@ class Conduct:
         return None
 
     def alone(self, accuser: Peer, accused: Peer, reason: str) -> Verdict:
-        """One peer's word against another's: it counts once, against one."""
+        """Convict on one peer's word: against a second peer it convicts the accuser."""
         convicted = self._convicted.setdefault(key_of(accuser), set())
         convicted.add(key_of(accused))
         if len(convicted) > 1:
             return accuser, f"is the only one to accuse several peers, the last {accused}: {reason}"
         return accused, reason
 
-    def right(self, found: Mapping[str, list[Peer]], leader: Peer) -> list[Peer]:
-        """Of replicas that hold different values, by digest, those that are taken to be right: most keys; where that is a tie, which two
-        replicas cannot settle, the leader's own, then who has been in fewer such ties, then who is listed first."""
-        size = {value: len({key_of(peer) for peer in peers}) for value, peers in found.items()}
+    def right(self, replicas: Mapping[str, list[Peer]], leader: Peer) -> list[Peer]:
+        """Of replicas with different values, listed by value, those taken to be right: the most keys. In a tie: the leader's own, then
+        those that have been in fewer ties, then those listed first."""
+        size = {value: len({key_of(peer) for peer in peers}) for value, peers in replicas.items()}
         most = max(size.values())
         tied = [value for value, keys in size.items() if keys == most]
-        best = min(tied, key=lambda value: (leader not in found[value], self._doubted(found[value])))
+        best = min(tied, key=lambda value: (leader not in replicas[value], self._doubted(replicas[value])))
         if len(tied) > 1:
-            self._doubts.update(key_of(peer) for value in tied for peer in found[value])
-        return found[best]
+            self._doubts.update(key_of(peer) for value in tied for peer in replicas[value])
+        return replicas[best]
 
     def differs(self, peer: Peer, reason: str) -> Verdict | None:
-        """It has to download its state again; a verdict if it had to too often."""
+        """Count that it must download its state again; a verdict if that is too often."""
         key = key_of(peer)
         self._differed[key] += 1
         return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= DIFFERS else None
@@ -122,7 +123,7 @@ class Conduct:
 
 
 class Pauses:
-    """How long those who were evicted stay out. Views remember who and how often, this leader since when."""
+    """How long evicted peers may not join. The View remembers how often each was evicted, this leader since when."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -136,8 +137,8 @@ class Pauses:
         }
 
     def until(self, peer: Peer, standing: Iterable[Peer]) -> float:
-        """When it may come back: under its key; and under any other, when more peers of its invite were evicted than are in good
-        standing. Keys cost nothing, and one broken machine of a laboratory does not keep the others out."""
+        """When that peer may join again. Another key of the same invite waits, too, when more peers of the invite were evicted than are
+        in good standing: keys cost nothing, but one broken machine of a laboratory must not keep the others out."""
         invite = invite_of(peer)
         times, _ = self._since.get(invite, (0, 0.0))
         well = sum(invite_of(other) == invite for other in standing)
@@ -151,7 +152,7 @@ class Pauses:
 
 
 def evicting(before: tuple[Evicted, ...], evicted: Iterable[Peer]) -> tuple[Evicted, ...]:
-    """With those who are evicted now, and their invites; the newest last."""
+    """The view's list with the peers that are evicted now, and their invites; the newest last."""
     times = {one.key: one.times for one in before}
     for peer in evicted:
         for key in dict.fromkeys((key_of(peer), invite_of(peer))):

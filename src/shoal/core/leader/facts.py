@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.core.allreduce.layout import fenced
-from shoal.core.leader.averaging import DISAGREEMENTS, StepRounds
+from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
 from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Pauses, Verdict
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.progress import Progress
@@ -39,7 +39,7 @@ from shoal.core.messages import (
 from shoal.core.replica_state import NOBODY, Known, owner_of
 
 FAILURES = 8  # rounds of one step that a peer may give up
-JOINS = 256  # requests to join that are kept; whoever repeats its request later is heard then
+JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
 MOVES_KEPT = 256  # decided moves: older ones restrict no peer any more
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
@@ -70,6 +70,14 @@ class Evidence:
         self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
         self.resigns = ""  # why this peer should not lead
+
+    def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
+        self.progress.on_view(before, view, now)
+        self.conduct.keep(present)
+        if before is None or _work(before) != _work(view):
+            self.stalls.on_step(now, first=before is None)
+        self.stalls.on_view(view)
+        self.reassigning, self.takeovers = {}, None
 
 
 class History:
@@ -117,7 +125,7 @@ class Facts:
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.known: Known = NOBODY  # the agreed view, and who is in it
-        self.heard: dict[Peer, float] = {}
+        self.received_at: dict[Peer, float] = {}  # each peer's last message
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
@@ -210,7 +218,7 @@ class Facts:
     def lead(self, view: View, now: float) -> None:
         """This peer now leads, with `view` agreed."""
         self.on_view(view, now)
-        self.heard = {member.peer: now for member in view.members + view.joining}
+        self.received_at = {member.peer: now for member in view.members + view.joining}
 
     def on_view(self, view: View, now: float) -> None:
         """A view is agreed (this leader proposed it, or it is the one it begins with)."""
@@ -219,34 +227,21 @@ class Facts:
         serving = {member.peer: member.stage for member in view.members}
         self.known = Known(view, serving, serving | joining)
         self.changed = True
-        for peer in self.present:
-            self.heard.setdefault(peer, now)
-            self.requests.joins.pop(peer, None)
-        fresh_step = before is None or (before.step, before.epoch) != (view.step, view.epoch)
-        evidence = self.evidence
-        evidence.progress.on_view(before, view, now)
-        self.requests.pauses.on_view(view.evicted, now)
-        evidence.conduct.keep(self.present)
-        if fresh_step:
+        self._on_members(before, view, now)
+        self._forget_absent()
+        self.evidence.on_view(before, view, self.present, now)
+        current = self.rounds.open
+        opened_again = before is not None and before.ahead and not view.ahead
+        if opened_again or (current is not None and fenced(current.message, view) is not None):
+            self.rounds.close()
+        if before is None or (before.step, before.epoch) != (view.step, view.epoch):
             self._on_step(before, view, now)
         if self.history.step_at is None and view.started:
             self.history.step_at = now
-        if before is None or _work(before) != _work(view):
-            evidence.stalls.on_step(now, first=before is None)
-        evidence.stalls.on_view(view)
-        evidence.reassigning, evidence.takeovers = {}, None
-        opened_again = before is not None and before.ahead and not view.ahead
-        current = self.rounds.open
-        if fresh_step or opened_again or (current is not None and fenced(current.message, view) is not None):
-            self.rounds.close()
-        self._forget_absent(view)
-        self._on_joiners(before, view)
-        if fresh_step:
-            for peer in [peer for peer in self.pulses if peer in self.present]:
-                self._take_books(peer, self.pulses[peer])
         self.saving.on_view(view)
 
     def _on_step(self, before: View | None, view: View, now: float) -> None:
+        self.rounds.close()
         self.rounds.on_step()
         self.evidence.conduct.step()
         self.history.on_step(before, now)
@@ -254,8 +249,10 @@ class Facts:
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
             self.saving.begin(view)
+        for peer, pulse in list(self.pulses.items()):
+            self._take_books(peer, pulse)
 
-    def _forget_absent(self, view: View) -> None:
+    def _forget_absent(self) -> None:
         """Nothing is kept of peers that are not in the view, and no books of those that are no members."""
         for ledger in self.ledgers.values():
             for peer in [peer for peer in ledger.books if peer not in self.serving]:
@@ -263,7 +260,7 @@ class Facts:
         evidence, requests = self.evidence, self.requests
         tables: Iterable[dict[Peer, object]] = (  # type: ignore[assignment]
             self.pulses,
-            self.heard,
+            self.received_at,
             self.doubted,
             requests.leaves,
             evidence.guilty,
@@ -276,7 +273,11 @@ class Facts:
         for peer in [peer for peer in evidence.stale if peer not in self.serving]:
             del evidence.stale[peer]
 
-    def _on_joiners(self, before: View | None, view: View) -> None:
+    def _on_members(self, before: View | None, view: View, now: float) -> None:
+        self.requests.pauses.on_view(view.evicted, now)
+        for peer in self.present:
+            self.received_at.setdefault(peer, now)
+            self.requests.joins.pop(peer, None)
         known = self.requests.joined_in
         self.requests.joined_in = {
             member.peer: known.get(member.peer, view.number)
@@ -289,7 +290,7 @@ class Facts:
 
     def doubt(self, peer: Peer, now: float) -> None:
         """The network says that peer cannot be reached."""
-        if peer in self.heard:
+        if peer in self.received_at:
             self.doubted.setdefault(peer, now)
 
     def bar(self, peers: tuple[Peer, ...]) -> None:
@@ -302,16 +303,17 @@ class Facts:
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: no peer's silence in that time counts."""
-        self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
+        self.received_at = {peer: min(now, at + gap_s) for peer, at in self.received_at.items()}
         self.doubted.clear()
         self.evidence.progress.forgive(gap_s, now)
         self.evidence.stalls.forgive(now)
+        self.evidence.reassigning = {}  # what owners answered meanwhile is still to be read
         self.rounds.forgive(gap_s, now)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         present = peer in self.present
         if present:
-            self.heard[peer] = now
+            self.received_at[peer] = now
             self.doubted.pop(peer, None)
         if not isinstance(message, Pulse):
             self.changed = True
@@ -327,14 +329,8 @@ class Facts:
                 self.requests.leaves.setdefault(peer, message.reason)
             case Complaint():
                 self._on_complaint(peer, message)
-            case Reduced():
-                self._on_reduced(peer, message, now)
-            case RoundFailed():
-                return self._on_round_failed(peer, message, now)
-            case Waits():
-                current = self.rounds.reporting(peer, message)
-                if current is not None:
-                    current.watch.on_waits(peer, message, now)
+            case Reduced() | RoundFailed() | Waits():
+                return self._on_round(peer, message, now)
             case Booker():
                 self._on_booker(peer, message)
                 self.evidence.stalls.on_answer(peer, message, now)
@@ -377,20 +373,27 @@ class Facts:
             return
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 
-    def _on_reduced(self, peer: Peer, reduced: Reduced, now: float) -> None:
-        current = self.rounds.reporting(peer, reduced)
-        if current is None:
-            return
+    def _on_round(self, peer: Peer, message: Reduced | RoundFailed | Waits, now: float) -> list[Command]:
+        current = self.rounds.reporting(peer, message)
+        match message:
+            case _ if current is None:
+                pass
+            case Reduced():
+                self._on_reduced(peer, message, current, now)
+            case RoundFailed():
+                return self._on_round_failed(peer, message, current, now)
+            case Waits():
+                current.watch.on_waits(peer, message, now)
+        return []
+
+    def _on_reduced(self, peer: Peer, reduced: Reduced, current: OpenRound, now: float) -> None:
         if not (math.isfinite(reduced.norm_sq) and reduced.norm_sq >= 0.0):
             self.evidence.guilty[peer] = f"reports a gradient with the squared norm {reduced.norm_sq}"
         else:
             current.reduced.setdefault(peer, reduced)
             current.watch.on_reduced(now)
 
-    def _on_round_failed(self, peer: Peer, failed: RoundFailed, now: float) -> list[Command]:
-        current = self.rounds.reporting(peer, failed)
-        if current is None:
-            return []
+    def _on_round_failed(self, peer: Peer, failed: RoundFailed, current: OpenRound, now: float) -> list[Command]:
         groups = current.message.groups
         group = next((group for group in groups if any(share.peer == peer for share in group)), ())
         self.rounds.retry(self.settings, now)

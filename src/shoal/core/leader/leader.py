@@ -20,7 +20,7 @@ from shoal.core.messages import Command, Dismissed, Note, Peer, Round, Send, Set
 SEND_AGAIN_BEATS = 4  # a round, to those that have not reported
 
 
-class Coordinator:
+class Leader:
     """Call `lead` when this peer becomes leader, `on_view` with every view that is agreed then, `decide` after every event."""
 
     def __init__(self, name: Peer, settings: Settings) -> None:
@@ -120,10 +120,10 @@ class Coordinator:
 
     def _propose(self, proposal: Proposal, view: View, register: Register, now: float) -> list[Command]:
         self.facts.history.remember(proposal.moves, proposal.norms)
-        after, saved = proposal.view, view.saved
-        if after.epoch == view.epoch:
-            saved = max(saved, self.facts.saving.published)
-        return register.propose(msgspec.structs.replace(after, saved=saved), now)
+        after, published = proposal.view, self.facts.saving.published
+        if after.epoch == view.epoch and published > after.saved:
+            after = msgspec.structs.replace(after, saved=published)
+        return register.propose(after, now)
 
     def _look(self, view: View, now: float) -> list[Command]:
         """Once a beat: which stages nobody serves, which replicas differ, which peers make no progress."""

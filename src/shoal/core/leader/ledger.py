@@ -1,8 +1,7 @@
-"""The leader's account of one step: which replica has booked which microbatch at every stage.
+"""The leader's ledger of one step: which replica has booked which microbatch at every stage.
 
-A step may be averaged when, at every stage, the books of the members are disjoint and together hold every index
-(architecture.md, 'exactly once', rule 3). Rebuilt from the members' pulses, so a new leader knows as much as the old
-one. For leader.py.
+A step can be averaged when, at every stage, the books of the members are disjoint and together hold every index (ARCHITECTURE.md,
+"Exactly once", rule 4). A new leader builds it again from the members' heartbeats. For facts.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from shoal.core.messages import Booking, Index, Member, Peer, Share, Stage
 
 
 class Doubled(msgspec.Struct, frozen=True):
-    """A microbatch in the books of two replicas of a stage, one of which is wrong: by the protocol it was added once."""
+    """A microbatch in the books of two replicas of a stage. One of them is wrong: the protocol adds it once."""
 
     index: Index
     stage: Stage
@@ -32,7 +31,8 @@ class Ledger:
         self.booked = 0  # entries in all books; stages * microbatches when the step is done
 
     def report(self, peer: Peer, books: tuple[Booking, ...]) -> str:
-        """That peer's whole book; what is wrong with it, or ''. Books only grow within a step, so an older, shorter report is ignored."""
+        """Take that peer's whole book. Returns what is wrong with it, or ''. Books only grow within a step: a shorter report is an older
+        one, and is ignored."""
         held = self.books.get(peer, ())
         if len(books) <= len(held):
             return ""
@@ -48,7 +48,7 @@ class Ledger:
         return ""
 
     def forget(self, peer: Peer) -> int:
-        """That peer's books are void (it left the view); returns how many bookings must be computed again."""
+        """Void that peer's books: it left the view. Returns how many bookings must be computed again."""
         lost = len(self.books.pop(peer, ()))
         self.booked -= lost
         return lost
@@ -60,49 +60,50 @@ class Ledger:
         return not self.faults(members)
 
     def faults(self, members: tuple[Member, ...]) -> list[str]:
-        """What keeps the books from being whole: missing and doubly booked indices, in words."""
+        """Missing and doubly booked indices, in words."""
         seen: list[dict[int, Peer]] = [{} for _ in range(self.stages)]
-        found = []
+        faults = []
         for member in members:
             for booking in self.books.get(member.peer, ()):
                 other = seen[member.stage].setdefault(booking.index, member.peer)
                 if other != member.peer:
-                    found.append(f"microbatch {booking.index} is booked by {other} and {member.peer}")
+                    faults.append(f"microbatch {booking.index} is booked by {other} and {member.peer}")
         for stage, indices in enumerate(seen):
             if len(indices) < self.microbatches:
-                found.append(f"stage {stage} has {len(indices)} of {self.microbatches} microbatches")
-        return found
+                faults.append(f"stage {stage} has {len(indices)} of {self.microbatches} microbatches")
+        return faults
 
     def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
-        """What is not booked everywhere, with the highest stage that lacks it: backwards go down from there."""
+        """Microbatches that are not booked at every stage, with the highest stage that lacks each: backward passes go down from it."""
         booked = {(member.stage, one.index) for member in members for one in self.books.get(member.peer, ())}
-        found = []
+        missing = []
         for index in range(self.microbatches):
             lacking = [stage for stage in range(self.stages) if (stage, index) not in booked]
             if lacking:
-                found.append((index, lacking[-1]))
-        return found
+                missing.append((index, lacking[-1]))
+        return missing
 
     def open(self, members: tuple[Member, ...]) -> set[int]:
-        """Microbatches that one of these has yet to book at some stage."""
+        """Microbatches that one of these members has yet to book."""
         times = Counter(booking.index for member in members for booking in self.books.get(member.peer, ()))
         return {index for index in range(self.microbatches) if times[index] < self.stages}
 
     def doubled(self, members: tuple[Member, ...]) -> list[Doubled]:
-        """What two members say they have booked at their stage."""
+        """Microbatches that two members of a stage report as booked."""
         seen: dict[tuple[int, int], Peer] = {}
-        found = []
+        doubled = []
         for member in members:
             for booking in self.books.get(member.peer, ()):
                 other = seen.setdefault((member.stage, booking.index), member.peer)
                 if other != member.peer:
-                    found.append(Doubled(booking.index, member.stage, other, member.peer))
-        return found
+                    doubled.append(Doubled(booking.index, member.stage, other, member.peer))
+        return doubled
 
     def groups(
         self, members: tuple[Member, ...], ready: tuple[Member, ...], widths: tuple[int, ...] = ()
     ) -> tuple[tuple[Share, ...], ...]:
-        """Shares per stage, members first, then joiners that hold the step's parameters and bring nothing. `widths` of seats' lines."""
+        """Shares per stage: members first, then joiners that hold the step's parameters and add no gradient. `widths`: line rates by
+        seat."""
         groups: list[list[Share]] = [[] for _ in range(self.stages)]
         for member in members:
             indices = tuple(booking.index for booking in self.books.get(member.peer, ()))

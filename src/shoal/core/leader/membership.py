@@ -1,6 +1,6 @@
-"""Lists of a view's members: how they change when peers come, go and move, and who of them owns which microbatch.
+"""Lists of a view's members: how they change when peers join, leave and move, and which member owns which microbatch.
 
-For leader.py and recovery.py, whose rules make the next view.
+For the rules (rules/), which make the next view.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from shoal.core.messages import Account, Member, Peer, View
 def moving(
     members: tuple[Member, ...], joining: tuple[Member, ...], moves: tuple[Move, ...]
 ) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    """Members and joiners once those have gone to download the state of their new stage."""
+    """Members and joiners after these moves: a peer that moves joins its new stage and downloads its state."""
     going = {move.peer for move in moves}
     stay = tuple(member for member in members if member.peer not in going)
     return stay, joining + tuple(Member(peer=move.peer, stage=move.stage, back=True) for move in moves)
 
 
 def arrived(joiners: tuple[Member, ...], number: int) -> tuple[Member, ...]:
-    """As members, from the view of that number on."""
+    """These joiners as members, from the view of that number on."""
     return tuple(msgspec.structs.replace(member, back=False, since=number) for member in joiners)
 
 
 def counting(account: Account, joiners: tuple[Member, ...], issued: int = 0) -> Account:
-    """With so many microbatches more, and those of the new members that were none before."""
+    """The account with so many more microbatches issued, and with the joiners that have never been members."""
     new = sum(not member.back for member in joiners)
     return msgspec.structs.replace(account, issued=account.issued + issued, joined=account.joined + new)
 
@@ -45,9 +45,9 @@ def owners_of(members: tuple[Member, ...], microbatches: int) -> tuple[int, ...]
 
 
 def inherit(view: View, members: tuple[Member, ...], unfinished: Collection[int]) -> tuple[int, ...]:
-    """Owners after some members left: the others keep theirs, and what is orphaned goes to those who have least left to do.
+    """Owners after some members left: the others keep their microbatches, and orphaned ones go to the members with the fewest unfinished.
 
-    By turns it would pile up at the first of the view: 29 members of whom two owned 21 of 60 unfinished microbatches."""
+    Dealt out in turn they would pile up at the view's first members: of 29 members two owned 21 of 60 unfinished microbatches."""
     if not members or not view.owners:
         return ()
     position = {member.peer: at for at, member in enumerate(members)}

@@ -1,8 +1,8 @@
-"""Whether each peer of a view still gets on: a heartbeat alone keeps nobody in. For leader.py, which evicts those that are late.
+"""Whether each peer of a view makes progress: a heartbeat alone keeps no peer in the run. For leader.py.
 
-Followed from pulses: that a peer takes the views that are agreed, that a member holds the step that is trained, that a joiner's state
-grows. And from a round: that whoever takes part gets done, or says whose parts it lacks. Every verdict names a peer, with how long it was
-waited for. Books that do not grow are stalls.py's.
+Heartbeats show whether a peer takes the agreed views, a member holds the step that is trained, and a joiner's download grows. In a round
+every participant must finish, or report which chunks it lacks. A verdict names a peer and how long the others waited for it. Books that
+do not grow are stalls.py's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from shoal.core.leader.evictions import Conduct, Verdict
 from shoal.core.messages import Member, Peer, Pulse, Reduced, Round, Settings, View, Waits
 
-VIEW_SILENCES = 3.0  # for a peer that beats to take a view that it is sent with every pulse
+VIEW_SILENCES = 3.0  # for a peer that sends heartbeats to take a view that is sent to it after each
 LEAST_BEATS = 120.0  # no state is waited for less,
 HOLDS = (
     2.0  # of hold_s: the least for a member to hold the step, and for a stage's only replica to get done with a round
@@ -25,11 +25,11 @@ LOAD_HOLDS = (
 STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
 LAST_BEATS = 24.0  # for the last of a round to get done when all others are,
 ROUNDS = 4.0  # or so many times what it took them
-HEAR_BEATS = 3.0  # from the first Waits to a verdict: the others tell theirs, too
+HEAR_BEATS = 3.0  # from the first Waits to a verdict: the other participants' arrive meanwhile
 
 
 class Seen(msgspec.Struct):
-    """When what a peer tells last changed for the better."""
+    """What a peer last reported, and when each of it last advanced."""
 
     number: int
     number_at: float
@@ -76,19 +76,19 @@ class Progress:
             seen.current_at = now
 
     def late(self, view: View, step_s: float, now: float) -> dict[Peer, str]:
-        """Who is to be evicted, and why."""
-        found: dict[Peer, str] = {}
+        """Peers to evict, with the reasons."""
+        late: dict[Peer, str] = {}
         for member in view.members:
             if member.peer != self._name and member.peer in self._seen:
                 why = self._behind(member.peer, view, now) or self._idle(member.peer, view, step_s, now)
                 if why:
-                    found[member.peer] = why
+                    late[member.peer] = why
         for member in view.joining:
             if member.peer in self._seen:
                 why = self._behind(member.peer, view, now) or self._unloaded(member, now)
                 if why:
-                    found[member.peer] = why
-        return found
+                    late[member.peer] = why
+        return late
 
     def _behind(self, peer: Peer, view: View, now: float) -> str:
         seen = self._seen[peer]
@@ -122,45 +122,48 @@ class Progress:
 
 
 class RoundWatch:
-    """One round, as those who take part in it tell of it."""
+    """One open round, as its participants report on it."""
 
     def __init__(self, message: Round, settings: Settings, now: float) -> None:
         self._groups = [[share.peer for share in group] for group in message.groups]
         self._settings = settings
         self._opened = self._reduced_at = now
         self._waits: dict[Peer, Waits] = {}
-        self._told_at: float | None = None
+        self._waits_at: float | None = None
 
     def forgive(self, gap_s: float, now: float) -> None:
-        """What was told while this process was stopped is still to be read."""
+        """Messages that arrived while this process was stopped are still to be read."""
         self._opened = min(now, self._opened + gap_s)
         self._reduced_at = min(now, self._reduced_at + gap_s)
-        if self._told_at is not None:
-            self._told_at = min(now, self._told_at + gap_s)
+        if self._waits_at is not None:
+            self._waits_at = min(now, self._waits_at + gap_s)
 
     def on_reduced(self, now: float) -> None:
         self._reduced_at = now
 
     def on_waits(self, peer: Peer, waits: Waits, now: float) -> None:
         self._waits[peer] = waits
-        if self._told_at is None:
-            self._told_at = now
+        if self._waits_at is None:
+            self._waits_at = now
 
     def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> Verdict | None:
-        """Whom this round waits for in vain."""
-        if self._told_at is not None and now - self._told_at >= HEAR_BEATS * self._settings.beat_s:
-            self._told_at = now
+        """The peer that keeps this round from being done."""
+        if self._waits_at is not None and now - self._waits_at >= HEAR_BEATS * self._settings.beat_s:
+            self._waits_at = now
             for group in self._groups:
-                found = self._accused(group, reduced, conduct, leader)
-                if found is not None:
-                    return found
-        missing = [peer for group in self._groups for peer in group if peer not in reduced]
+                verdict = self._accused(group, reduced, conduct, leader)
+                if verdict is not None:
+                    return verdict
         usual_s = self._reduced_at - self._opened
         late_s = now - self._reduced_at
         if not reduced or late_s <= max(LAST_BEATS * self._settings.beat_s, ROUNDS * usual_s):
             return None
+        return self._last(reduced, late_s)
+
+    def _last(self, reduced: dict[Peer, Reduced], late_s: float) -> Verdict | None:
+        """The only peer of its stage that has not finished, and waits for no other."""
         for group in self._groups:
-            left = [peer for peer in group if peer in missing]
+            left = [peer for peer in group if peer not in reduced]
             if len(left) != 1 or left[0] in self._waits:
                 continue
             if len(group) > 1:

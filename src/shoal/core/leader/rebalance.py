@@ -2,9 +2,9 @@
 
 SWARM (arXiv 2301.11913, section 3.2) moves peers between stages by queue sizes; placing joiners on the thinnest stage
 captures most of that gain with no move at all, so it comes first (`place`). `rebalance` is SWARM's rule, from the least to
-the most loaded stage, with what it leaves out: several moves at once, hysteresis, jitter, what a move costs against what
-it brings, the speeds of peers, the last replica of a stage, and nobody wandering to and fro. For leader.py, which
-asks at step boundaries; benchmarks/rebalance.py says what each is worth.
+the most loaded stage, with what it leaves out: several moves at once, hysteresis, jitter, a move's cost against its gain,
+the speeds of peers, the last replica of a stage, and no peer moving to and fro. For the rules (rules/), which ask at step
+boundaries and after removals; benchmarks/rebalance.py says what each is worth.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known when moves are decided. `members` serve, in the order of the View: the last is the newest."""
+    """The input of a decision about moves. `members` serve, in the order of the View: the last is the newest."""
 
     members: tuple[Member, ...]
     stages: int
@@ -153,22 +153,14 @@ class _Plan:
         self.back = {(m.stage, m.source) for m in resting}
 
     def best(self, thin: int) -> Member | None:
-        """Who should go to that stage, of the stage that can best spare somebody; None if nobody should."""
+        """The peer that should move to that stage, from the stage that can best spare one; None if none should."""
         served = len(self.groups[thin])
         empty = not served and not self.coming[thin]
         if self.coming[thin] >= max(1, served):
             return None  # its replicas have downloads enough to serve
         chosen: tuple[tuple[float, float, int, int], Member] | None = None
         for giver, group in enumerate(self.groups):
-            barred = (giver, thin) in self.used or (giver, thin) in self.back
-            if (
-                self.power[giver] <= self.power[thin]
-                or len(group) < 2
-                or (barred and not empty)
-                or not self._pays(giver, thin)
-            ):
-                continue
-            for at, one in enumerate(group):
+            for at, one in enumerate(group if self._may_give(giver, thin, empty) else ()):
                 if one.peer in self.tired and not empty:
                     continue
                 speed = self.fleet.speeds.get(one.peer, 1.0)
@@ -179,6 +171,13 @@ class _Plan:
                 if chosen is None or worth > chosen[0]:
                     chosen = worth, one
         return chosen[1] if chosen else None
+
+    def _may_give(self, giver: int, thin: int, empty: bool) -> bool:
+        """That stage can spare a peer, and no move between the two has just been made."""
+        if self.power[giver] <= self.power[thin] or len(self.groups[giver]) < 2:
+            return False
+        barred = (giver, thin) in self.used or (giver, thin) in self.back
+        return (empty or not barred) and self._pays(giver, thin)
 
     def _pays(self, giver: int, thin: int) -> bool:
         """What the mover will do at its new stage outweighs what it leaves undone at the old one while it downloads."""
@@ -196,7 +195,7 @@ class _Plan:
 
 
 def _rest_s(move: Move, move_s: float) -> float:
-    """With jitter, so that those who moved together do not all become free at one moment."""
+    """With jitter, so that peers that moved together do not all become free at one moment."""
     return REST_MOVES * move_s * (1 + crc32(f"{move.peer} {move.at_s}".encode()) / 2**32)
 
 

@@ -1,20 +1,19 @@
 """The leader's part in a checkpoint: one replica of each stage writes its shard, then one peer makes the whole visible.
 
-A replica that cannot write is followed by the next of its stage; when none can, the checkpoint is given up with its
-reason and training goes on: the older ones stay. A new leader asks again, and the replicas answer from what they have
-written. For leader.py.
+If a replica cannot write, the next one of its stage is asked; if none can, the checkpoint is given up with its reason and training
+goes on: older checkpoints stay. A new leader asks again, and the replicas answer from what they have written. For leader.py.
 """
 
 from __future__ import annotations
 
 from shoal.core.messages import (
-    AskPublish,
-    AskSave,
     Command,
     Note,
     Peer,
     Published,
+    PublishRequest,
     Saved,
+    SaveRequest,
     Send,
     Settings,
     View,
@@ -46,11 +45,10 @@ class Saving:
         self.step, self.epoch = view.step, view.epoch
         self.records, self.unable, self.unpublished, self.asked = {}, {}, {}, {}
 
-    def on_view(self, view: View) -> list[Command]:
-        """Whoever was asked and is gone will not answer."""
+    def on_view(self, view: View) -> None:
+        """Forget requests to peers that are no members any more: they will not answer."""
         present = {member.peer for member in view.members}
         self.asked = {stage: asked for stage, asked in self.asked.items() if asked[0] in present}
-        return []
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         match message:
@@ -72,7 +70,7 @@ class Saving:
         return []
 
     def tick(self, view: View, now: float) -> list[Command]:
-        """Ask whoever is due to be asked."""
+        """Send the requests that are due."""
         if self.step is None:
             return []
         commands: list[Command] = []
@@ -82,7 +80,7 @@ class Saving:
             able = [m.peer for m in view.members if m.stage == stage and m.peer not in self.unable.get(stage, {})]
             if not able:
                 return self._give_up(self.unable.get(stage, {}), f"stage {stage}")
-            commands += self._ask(stage, able[0], AskSave(epoch=self.epoch, step=self.step), now)
+            commands += self._ask(stage, able[0], SaveRequest(epoch=self.epoch, step=self.step), now)
         if len(self.records) == self.settings.stages:
             able = [m.peer for m in view.members if m.peer not in self.unpublished]
             if not able:
@@ -90,7 +88,7 @@ class Saving:
             publisher = self.name if self.name in able else able[0]
             records = tuple(self.records[stage] for stage in range(self.settings.stages))
             commands += self._ask(
-                PUBLISHER, publisher, AskPublish(epoch=self.epoch, step=self.step, records=records), now
+                PUBLISHER, publisher, PublishRequest(epoch=self.epoch, step=self.step, records=records), now
             )
         return commands
 
@@ -107,6 +105,6 @@ class Saving:
         return [Note("unsaved", f"NOT saved at step {step}: {what}: {why}; older checkpoints are kept")]
 
     def _expected(self, peer: Peer, stage: int, message: Saved | Published) -> bool:
-        """An answer of the one who was asked last, about this checkpoint."""
+        """It answers the newest request, and is about this checkpoint."""
         asked = self.asked.get(stage)
         return (message.step, message.epoch) == (self.step, self.epoch) and asked is not None and asked[0] == peer

@@ -1,8 +1,8 @@
-"""When a step's books stop growing: the leader asks the owners of what is missing where it hangs, and finds who is in the way.
+"""When a step's books stop growing: the leader asks the owners of missing microbatches where each hangs, and finds the peer at fault.
 
-The owner alone knows where its microbatch is. What it says is compared with the books, and what two owners say of one server counts.
-The first remedy costs nobody its place: another member becomes the owner, asks everybody for books, and goes on. Only an owner whose
-microbatches others get on with again and again, and a server that two owners wait for, are evicted. For leader.py.
+Only the owner knows where its microbatch is. Its answer is compared with the books; two owners' answers convict a server. The first remedy
+evicts no peer: another member becomes the owner, asks all replicas for their books, and continues. Evicted are only an owner from whom
+others had to take over again and again, and a server that two owners wait for. For leader.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ASKED = 16  # microbatches that are asked after at a time
 
 
 class Case(msgspec.Struct):
-    """One microbatch that hangs."""
+    """A microbatch that hangs, and its owner's answer."""
 
     owner: Peer
     stage: Stage
@@ -40,6 +40,26 @@ class Case(msgspec.Struct):
     at: Peer = ""  # for whom, as it says
     answer: Booker | None = None
     blameless: bool = False  # its owner waits for others
+
+
+class Reassign(msgspec.Struct, frozen=True):
+    """Another member is to own the microbatch; `blameless`: its owner waits for others."""
+
+    why: str
+    blameless: bool = False
+
+
+class Unbooked(msgspec.Struct, frozen=True):
+    """An owner has the gradient from that replica, whose books lack it."""
+
+    peer: Peer
+
+
+class Late(msgspec.Struct, frozen=True):
+    """An owner waits in vain for the replica that it asked."""
+
+
+Remedy = Reassign | Unbooked | Late
 
 
 class Takeovers(msgspec.Struct, frozen=True):
@@ -87,7 +107,7 @@ class Stalls:
                 self._owned_by.setdefault(index, set()).add(owner)
 
     def forgive(self, now: float) -> None:
-        """This process was stopped: what was booked and answered meanwhile is still to be read."""
+        """This process was stopped: bookings and answers that arrived meanwhile are still to be read."""
         self._grew_at = now
         self._cases.clear()
 
@@ -100,7 +120,7 @@ class Stalls:
             case.at, case.at_since = answer.at, now
 
     def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
-        """Questions, while nothing is booked."""
+        """Questions to owners, when nothing has been booked for long."""
         if ledger.booked != self._booked or self._grew_at is None:
             if self._grew_at is not None and self._booked >= 0:
                 self._gap_s = max(self._gap_s, now - self._grew_at)
@@ -123,47 +143,48 @@ class Stalls:
 
     def judge(self, view: View, ledger: Ledger, conduct: Conduct, now: float) -> tuple[list[Verdict], dict[Index, str]]:
         """Whom to evict, and which microbatches need another owner, with the reasons."""
-        verdicts: list[Verdict] = []
+        verdicts: list[Verdict | None] = []
         moves: dict[Index, str] = {}
-        long_s = self._quiet_s
         for index, case in list(self._cases.items()):
-            answer, what, case.blameless = case.answer, f"microbatch {index} of stage {case.stage}", False
-            if answer is None:
-                if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
-                    moves[index] = f"{case.owner} does not say where {what} is"
-                continue
-            replicas = {member.peer for member in view.members if member.stage == case.stage}
-            booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
-            if answer.peer and answer.peer not in booked:
-                if now - case.asked_at > ANSWER_BEATS * self._settings.beat_s:
-                    case.asked_at = now
-                    if answer.peer not in replicas or answer.peer == case.owner:  # nobody could be convicted of that
-                        moves[index] = f"{case.owner} has {what} from {answer.peer}, which has not booked it"
-                        continue
-                    said = f"its books lack {what}, whose owner {case.owner} has its gradient"
-                    verdicts += [one for one in [conduct.accuse(case.owner, answer.peer, said, 1)] if one is not None]
-            elif case.at in booked and now - case.at_since > long_s:
-                case.blameless = True
-                moves[index] = f"{case.owner} waits for {what}, which {case.at} has booked and answered"
-            elif answer.slow >= SLOW:
-                moves[index] = f"{case.owner} gets no answer for {what} from {answer.slow} peers"
-            elif case.at == case.owner and answer.slow and now - case.at_since > long_s:
-                moves[index] = f"{case.owner} gets nowhere with {what}"
-            elif not case.at and now - case.at_since > long_s:
-                case.blameless = True  # no replica may be free
-                moves[index] = f"{case.owner} has asked nobody for {what}"
-            elif (
-                answer.slow and now - case.at_since > long_s
-            ):  # its owner finds it late, too, by the times that it knows
-                accusers = self._accusers.setdefault(case.at, set())
-                accusers.add(key_of(case.owner))
-                others = len({key_of(member.peer) for member in view.members} - {key_of(case.at)})
-                if len(accusers) >= min(2, others):
-                    verdicts.append((case.at, f"keeps {len(accusers)} owners waiting, the last for {what}"))
-                else:
-                    case.blameless = True
-                    moves[index] = f"{case.owner} waits for {what} at {case.at}"
-        return verdicts, moves
+            case.blameless = False
+            remedy = self._remedy(index, case, view, ledger, now)
+            what = f"microbatch {index} of stage {case.stage}"
+            if isinstance(remedy, Late):
+                verdict, remedy = self._late(case, what, view)
+                verdicts.append(verdict)
+            if isinstance(remedy, Unbooked):
+                said = f"its books lack {what}, whose owner {case.owner} has its gradient"
+                verdicts.append(conduct.accuse(case.owner, remedy.peer, said, 1))
+            elif isinstance(remedy, Reassign):
+                case.blameless = remedy.blameless
+                moves[index] = remedy.why
+        return [verdict for verdict in verdicts if verdict is not None], moves
+
+    def _remedy(self, index: Index, case: Case, view: View, ledger: Ledger, now: float) -> Remedy | None:
+        """What its owner's answer calls for, if anything yet."""
+        answer, what = case.answer, f"microbatch {index} of stage {case.stage}"
+        asked_long = now - case.asked_at > ANSWER_BEATS * self._settings.beat_s
+        if answer is None:
+            return Reassign(f"{case.owner} does not say where {what} is") if asked_long else None
+        replicas = {member.peer for member in view.members if member.stage == case.stage}
+        booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
+        if not answer.peer or answer.peer in booked:
+            return _wait(case, answer, booked, what, long=now - case.at_since > self._quiet_s)
+        if not asked_long:
+            return None
+        case.asked_at = now  # its books may lack it once more
+        if answer.peer not in replicas or answer.peer == case.owner:  # nobody could be convicted of that
+            return Reassign(f"{case.owner} has {what} from {answer.peer}, which has not booked it")
+        return Unbooked(answer.peer)
+
+    def _late(self, case: Case, what: str, view: View) -> tuple[Verdict | None, Reassign | None]:
+        """An owner waits in vain for `case.at`: two owners convict it, where there are two."""
+        accusers = self._accusers.setdefault(case.at, set())
+        accusers.add(key_of(case.owner))
+        others = len({key_of(member.peer) for member in view.members} - {key_of(case.at)})
+        if len(accusers) >= min(2, others):
+            return (case.at, f"keeps {len(accusers)} owners waiting, the last for {what}"), None
+        return None, Reassign(f"{case.owner} waits for {what} at {case.at}", blameless=True)
 
     @property
     def _quiet_s(self) -> float:
@@ -201,3 +222,18 @@ class Stalls:
             had = self._owned_by.setdefault(index, {case.owner})
             if index in takeovers.given:
                 had.add(takeovers.given[index])
+
+
+def _wait(case: Case, answer: Booker, booked: set[Peer], what: str, long: bool) -> Remedy | None:
+    """The owner waits for `case.at`, as it says, which may be itself or nobody; `long`: for long by now."""
+    if case.at in booked and long:
+        return Reassign(f"{case.owner} waits for {what}, which {case.at} has booked and answered", blameless=True)
+    if answer.slow >= SLOW:
+        return Reassign(f"{case.owner} gets no answer for {what} from {answer.slow} peers")
+    if not long:
+        return None
+    if case.at == case.owner and answer.slow:
+        return Reassign(f"{case.owner} gets nowhere with {what}")
+    if not case.at:
+        return Reassign(f"{case.owner} has asked nobody for {what}", blameless=True)  # no replica may be free
+    return Late() if answer.slow else None  # its owner finds it late, too, by the times that it knows

@@ -10,9 +10,9 @@ from __future__ import annotations
 from shoal.core.consensus.register import Register
 from shoal.core.member.admission import FIND_BEATS
 from shoal.core.member.departure import Departure
-from shoal.core.member.leadership import Leadership
+from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.roster import Roster
-from shoal.core.messages import AskVote, Command, Find, Leave, Note, Peer, Pulse, Send, Settings
+from shoal.core.messages import Command, Find, Leave, Note, Peer, Pulse, Send, Settings, VoteRequest
 from shoal.core.server.server import Server
 from shoal.core.transfer.transfer import StateTransfer
 
@@ -25,12 +25,12 @@ class Heartbeat:
         settings: Settings,
         roster: Roster,
         register: Register,
-        leadership: Leadership,
+        leader_role: LeaderRole,
         server: Server,
         transfer: StateTransfer,
     ) -> None:
         self.beat_at: float | None = None
-        self._settings, self._roster, self._register, self._leadership = settings, roster, register, leadership
+        self._settings, self._roster, self._register, self._leader_role = settings, roster, register, leader_role
         self._server, self._transfer = server, transfer
         self._noted_alone = False  # people were told that there is no leader
 
@@ -41,11 +41,11 @@ class Heartbeat:
         if self._roster.view is None or self._roster.outside or departure.finished:
             return []
         if self._silent(1, now):
-            long = now - self._leadership.led_at > self._settings.silence_s
+            long = now - self._leader_role.led_at > self._settings.silence_s
             return self._note_alone(long) + self._ask_others(known, now)
-        commands = self._note_alone(False) + self._leadership.tell(self.state(), now)
+        commands = self._note_alone(False) + self._leader_role.tell(self.state(), now)
         if departure.leaving:
-            commands += self._leadership.tell(Leave(reason=departure.leaving), now)
+            commands += self._leader_role.tell(Leave(reason=departure.leaving), now)
         return commands
 
     def state(self) -> Pulse:
@@ -90,5 +90,5 @@ class Heartbeat:
             return []
         self.beat_at = now + FIND_BEATS * self._settings.beat_s
         peers = dict.fromkeys([member.peer for member in view.members] + list(known))
-        request = AskVote(term=self._register.term, last_term=0, last_number=view.number, trial=True)
+        request = VoteRequest(term=self._register.term, last_term=0, last_number=view.number, trial=True)
         return [Find(), *(Send(peer, request) for peer in peers if peer != self._roster.name)]

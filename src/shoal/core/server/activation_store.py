@@ -56,7 +56,7 @@ class Want(msgspec.Struct):
 
 
 def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
-    """What that hop reads from the shelf, its input first, and who are said to hold it."""
+    """What that hop reads from the activation store, its input first, and who are said to hold it."""
     found = {}
     if message.x_from:
         found[Key(message.step, message.index, message.stage, False)] = message.x_from
@@ -65,7 +65,7 @@ def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
     return found
 
 
-class Shelf:
+class ActivationStore:
     def __init__(self, name: Peer, settings: Settings, replica: ReplicaState) -> None:
         self.nbytes = 0  # all that is kept
         self._bounded = 0  # of these, what the limit holds for

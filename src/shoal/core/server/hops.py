@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import msgspec
 
 from shoal.core.messages import (
-    AskBooks,
     Backward,
     BlobRef,
     Booking,
     Books,
+    BooksRequest,
     Boundary,
     Busy,
     Cancel,
@@ -45,12 +45,12 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of, speaks_for
-from shoal.core.server.activation_store import Key, Shelf, keys_of, needs
+from shoal.core.server.activation_store import ActivationStore, Key, keys_of, needs
 from shoal.core.server.jobs import Declined, Job, Pace, hop_of
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
-STUCK = 4.0  # of hop_floor_s without a booking on a full shelf: what lies there unused is not coming back
+STUCK = 4.0  # of hop_floor_s without a booking while the store is full: then unused tensors go, too
 
 
 class Book(msgspec.Struct):
@@ -70,9 +70,9 @@ class Hops:
             int, Book
         ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
         self._declined = Declined(settings, replica)
-        self._asks: dict[Peer, AskBooks] = {}
+        self._asks: dict[Peer, BooksRequest] = {}
         self.pace = Pace(settings, replica)
-        self.shelf = Shelf(name, settings, replica)
+        self.store = ActivationStore(name, settings, replica)
         self._freed_at = 0.0  # last booking, or when room was made by force
 
     def adding(self, step: int) -> bool:
@@ -109,8 +109,8 @@ class Hops:
                 del self._queue[key]
                 commands += drop(job.blobs)
         if before is not None and view.epoch != before.epoch:
-            commands += self.shelf.turn(everything=True, read=())
-        return commands + self.shelf.on_view(now) + self._tell_missing()
+            commands += self.store.turn(everything=True, read=())
+        return commands + self.store.on_view(now) + self._tell_missing()
 
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
@@ -119,7 +119,7 @@ class Hops:
         dirty = any(book.entries for book in self._books.values()) or adding
         read = self._disown()
         self._queue, self._books = {}, {}
-        return drop(blobs) + self.shelf.turn(everything, read), dirty
+        return drop(blobs) + self.store.turn(everything, read), dirty
 
     def turn(self, before: View, view: View) -> list[Command]:
         """With delayed updates: a step is committed, closed, or opened again. What is older than the view's step goes; the books
@@ -134,7 +134,7 @@ class Hops:
         if not goes_on:
             blobs = tuple(blob for job in self._queue.values() for blob in job.blobs)
             self._queue = {}
-        return drop(blobs) + self.shelf.turn(False, read, goes_on)
+        return drop(blobs) + self.store.turn(False, read, goes_on)
 
     def _disown(self) -> tuple[str, ...]:
         """Nobody wants any more what runs; the blobs that it reads."""
@@ -248,9 +248,9 @@ class Hops:
         if job is not None:
             return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
         made = Key(message.step, index, message.stage + 1, False)
-        if message.backward or made not in self.shelf:
+        if message.backward or made not in self.store:
             return []
-        return [Send(peer, Output(*hop_of(message), self.shelf.size(made)))]
+        return [Send(peer, Output(*hop_of(message), self.store.size(made)))]
 
     def _answers(self, peer: Peer, message: Recall | Cancel | Query) -> bool:
         """Its owner asks, of the step that is computed, and I can keep to what I answer; else the owner asks again."""
@@ -259,7 +259,7 @@ class Hops:
             return False
         return owner_of(view, message.index) == peer and self._replica.able and message.stage == self._replica.stage
 
-    def on_ask_books(self, peer: Peer, message: AskBooks) -> list[Command]:
+    def on_ask_books(self, peer: Peer, message: BooksRequest) -> list[Command]:
         view = self._replica.view
         if view is None or message.epoch != view.epoch or message.step < view.step:
             return []
@@ -295,32 +295,32 @@ class Hops:
         match message:
             case Boundary():
                 pairs = tuple((blob.id, blob.nbytes) for blob in blobs)
-                commands = self.shelf.make_room(self._used(), self._booked, force=False)
-                commands += self.shelf.on_boundary(peer, message, pairs, fault, now)
+                commands = self.store.make_room(self._used(), self._booked, force=False)
+                commands += self.store.on_boundary(peer, message, pairs, fault, now)
             case Pull():
-                commands = self.shelf.on_pull(peer, message)
+                commands = self.store.on_pull(peer, message)
             case Coming():
-                commands = self.shelf.on_coming(peer, message, now)
+                commands = self.store.on_coming(peer, message, now)
             case Gone():
-                commands = self.shelf.on_gone(peer, message, now)
+                commands = self.store.on_gone(peer, message, now)
         return commands + self._tell_missing()
 
     def tick(self, now: float) -> list[Command]:
         """What a hop waits for has not come."""
-        self.shelf.keep_wants(keys_of(job.message for job in self._queue.values()))
-        return self.shelf.tick(now) + self._tell_missing()
+        self.store.keep_wants(keys_of(job.message for job in self._queue.values()))
+        return self.store.tick(now) + self._tell_missing()
 
     def _await(self, now: float) -> list[Command]:
         """Whatever the hops in the queue lack is wanted."""
         commands: list[Command] = []
         for job in self._queue.values():
-            commands += self.shelf.want(needs(job.message), now)
+            commands += self.store.want(needs(job.message), now)
         return commands + self._tell_missing()
 
     def _tell_missing(self) -> list[Command]:
         """Hops whose inputs do not come go back to their owner, for good."""
         commands: list[Command] = []
-        for key in self.shelf.take_failed():
+        for key in self.store.take_failed():
             for job in [job for job in self._queue.values() if key in needs(job.message)]:
                 del self._queue[job.key]
                 commands += drop(job.blobs)
@@ -333,13 +333,13 @@ class Hops:
 
     def _make_room(self, now: float) -> tuple[list[Command], bool]:
         """Whether a forward may be taken: what it makes has to be kept."""
-        commands = self.shelf.make_room(self._used(), self._booked, force=False)
-        if not self.shelf.full or not self.shelf.under_way(self._booked):
+        commands = self.store.make_room(self._used(), self._booked, force=False)
+        if not self.store.full or not self.store.under_way(self._booked):
             return commands, True
         if now - self._freed_at < STUCK * self._settings.hop_floor_s:
             return commands, False
         self._freed_at = now
-        return commands + self.shelf.make_room(self._used(), self._booked, force=True), True
+        return commands + self.store.make_room(self._used(), self._booked, force=True), True
 
     def _used(self) -> dict[Key, None]:
         running = [self._running.message] if self._running is not None else []
@@ -347,14 +347,14 @@ class Hops:
 
     def _inputs(self, job: Job) -> tuple[str, ...]:
         """The blobs that its task reads: the stage's input, then the gradient of its output or the tokens."""
-        kept = tuple(self.shelf.blob(key) for key in needs(job.message))
+        kept = tuple(self.store.blob(key) for key in needs(job.message))
         return job.blobs + kept if job.message.stage == 0 else kept + job.blobs
 
     def _keep(self, job: Job, key: Key, nbytes: int) -> list[Command]:
         """What a hop has made stays here, and goes straight to whoever goes on with it."""
-        commands = self.shelf.put(key, job.out, nbytes)
+        commands = self.store.put(key, job.out, nbytes)
         if job.message.to in self._replica.known.serving:
-            commands += self.shelf.send(job.message.to, key)
+            commands += self.store.send(job.message.to, key)
         return commands
 
     # ------------------------------------------------------------------------------------------------------ answers
@@ -364,7 +364,7 @@ class Hops:
         made = Key(step, index, replica.stage - 1, True)
         return [
             Send(
-                peer, Gradient(replica.epoch, step, index, replica.stage, attempt, booking.loss, self.shelf.size(made))
+                peer, Gradient(replica.epoch, step, index, replica.stage, attempt, booking.loss, self.store.size(made))
             )
         ]
 
@@ -405,7 +405,7 @@ class Hops:
         return [Do(RunForward(job.task, step, index, stage, x, out))]
 
     def _complete(self, job: Job) -> bool:
-        return all(key in self.shelf for key in needs(job.message))
+        return all(key in self.store for key in needs(job.message))
 
     def on_done(self, done: Done, now: float) -> list[Command] | None:
         """None: not a task of mine."""
@@ -447,7 +447,7 @@ class Hops:
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""
-        self.shelf.on_unreachable(peer)
+        self.store.on_unreachable(peer)
 
     def _id(self) -> str:
         return f"s/{next(self._serial)}"

@@ -12,12 +12,10 @@ from itertools import count
 from shoal.core.allreduce.rounds import Rounds
 from shoal.core.messages import (
     Apply,
-    AskBooks,
-    AskPublish,
-    AskSave,
     Backward,
     BlobRef,
     Booking,
+    BooksRequest,
     Boundary,
     Cancel,
     Coming,
@@ -26,21 +24,23 @@ from shoal.core.messages import (
     Done,
     Failed,
     Forward,
+    GatherChunk,
     Gone,
     Holding,
     Message,
     Note,
-    Part,
     Peer,
+    PublishRequest,
     Pull,
     Query,
     Recall,
+    ReduceChunk,
     Resend,
     Reset,
     Round,
+    SaveRequest,
     Settings,
     Share,
-    Sum,
     View,
 )
 from shoal.core.replica_state import ReplicaState, ViewChange, change_of, drop, is_fenced, member_of
@@ -133,7 +133,7 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.shelf.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
+        return soonest(self._hops.store.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
 
     @property
     def since(self) -> int:
@@ -148,7 +148,7 @@ class Server:
     @property
     def kept_bytes(self) -> int:
         """Boundary tensors kept for the step."""
-        return self._hops.shelf.nbytes
+        return self._hops.store.nbytes
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -191,7 +191,7 @@ class Server:
         return [Note("state", f"stage {self.stage} must be downloaded again: {reason}")]
 
     def _call_stale(self, now: float) -> None:
-        """Repeated, since the message that peer.py makes of it may vanish. A joiner's transfer does so itself."""
+        """Repeated, since the message that peer.py makes of it may vanish. A joiner's sync sees to itself."""
         self._retell_at = now + REPEAT_BEATS * self.settings.beat_s
         view = self._replica.view
         if view is not None and member_of(view.members, self.name):
@@ -287,19 +287,19 @@ class Server:
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
-            case Sum() if message.heard:
+            case GatherChunk() if message.heard:
                 return self._catch_up.take(peer, message, names, fault) + self._continue(now)
-            case Part() | Sum() | Resend():
+            case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
                 commands = self._hops.on_cancel(peer, message)
             case Query():
                 commands = self._hops.on_query(peer, message)
-            case AskBooks():
+            case BooksRequest():
                 commands = self._hops.on_ask_books(peer, message)
             case Round():
                 commands = self._on_round(peer, message, now)
-            case AskSave() | AskPublish():
+            case SaveRequest() | PublishRequest():
                 commands = self._on_ask_shard(peer, message)
             case _:
                 commands = []
@@ -375,11 +375,11 @@ class Server:
             self.changed = True  # the leader may not know my books as they are
         return commands
 
-    def _on_ask_shard(self, peer: Peer, message: AskSave | AskPublish) -> list[Command]:
+    def _on_ask_shard(self, peer: Peer, message: SaveRequest | PublishRequest) -> list[Command]:
         replica = self._replica
         if replica.view is None or peer != self.leader or message.epoch != replica.view.epoch:
             return []
-        if isinstance(message, AskPublish):
+        if isinstance(message, PublishRequest):
             return self._shards.publish(peer, message)
         step = (
             replica.step if replica.has_state and not replica.unfit else message.step

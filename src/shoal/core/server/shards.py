@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.core.messages import (
-    AskPublish,
-    AskSave,
     Command,
     Do,
     Done,
     Failed,
     Peer,
     Published,
+    PublishRequest,
     RunPublish,
     RunSave,
     Saved,
+    SaveRequest,
     Send,
 )
 from shoal.core.replica_state import TEXT
@@ -29,13 +29,13 @@ class Shards:
     def __init__(self, serial: Iterator[int]) -> None:
         self.kept: tuple[int, int] | None = None  # (stage, version) of the copy that Apply kept
         self._serial = serial
-        self._asked: tuple[Peer, AskSave] | None = None  # not begun: that version may still come
+        self._asked: tuple[Peer, SaveRequest] | None = None  # not begun: that version may still come
         self._saving: tuple[str, Peer, Saved] | None = None
         self._publishing: tuple[str, Peer, Published] | None = None
         self._saved: Saved | None = None
         self._published: Published | None = None
 
-    def save(self, peer: Peer, message: AskSave) -> list[Command]:
+    def save(self, peer: Peer, message: SaveRequest) -> list[Command]:
         """Note the wish; `go_on` sees to it."""
         done, key = self._saved, (message.epoch, message.step)
         if done is not None and (done.epoch, done.step) == key:
@@ -59,7 +59,7 @@ class Shards:
         self._saving = task, peer, answer
         return [Do(RunSave(task, stage, message.step))]
 
-    def publish(self, peer: Peer, message: AskPublish) -> list[Command]:
+    def publish(self, peer: Peer, message: PublishRequest) -> list[Command]:
         done, key = self._published, (message.epoch, message.step)
         if done is not None and (done.epoch, done.step) == key:
             return [Send(peer, done)]

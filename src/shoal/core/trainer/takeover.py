@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.core.messages import Books, Index, Peer, Stage
 
-BOOKS_AGAIN = 8  # AskBooks is first repeated after hop_floor_s / 8: a lost one holds up every adopted microbatch
+BOOKS_AGAIN = 8  # BooksRequest is first repeated after hop_floor_s / 8: a lost one holds up every adopted microbatch
 
 
 class Group(msgspec.Struct, eq=False):

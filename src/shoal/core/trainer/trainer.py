@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from shoal.core.messages import (
-    AskBooks,
     BlobRef,
     Booker,
     Books,
+    BooksRequest,
     Busy,
     Command,
     Do,
@@ -243,7 +243,7 @@ class Trainer:
         view, missing = self._view, self._adoptions.missing
         for peer in missing:
             self._routes.asked(peer, now)
-            self._out.append(Send(peer, AskBooks(view.epoch, view.work, self._adoptions.floor)))
+            self._out.append(Send(peer, BooksRequest(view.epoch, view.work, self._adoptions.floor)))
         if missing:
             self._timers.set(BOOKS, now + self._adoptions.pause_s(self._settings.hop_floor_s))
 

@@ -25,10 +25,10 @@ from shoal.core.messages import (
     Done,
     Failed,
     Gather,
+    GatherChunk,
     Note,
     Peer,
     Settings,
-    Sum,
     View,
 )
 from shoal.core.replica_state import ReplicaState, drop
@@ -100,7 +100,7 @@ class CatchUp:
         missed = [step for step in range(self.since, view.step) if step not in self._commits]
         return commands + (self._give_up(max(missed) + 1) if missed else [])
 
-    def take(self, peer: Peer, message: Sum, blobs: tuple[str, ...], fault: str) -> list[Command]:
+    def take(self, peer: Peer, message: GatherChunk, blobs: tuple[str, ...], fault: str) -> list[Command]:
         view, key = self._replica.view, self._key
         stages = self._replica.known.present
         wanted = (

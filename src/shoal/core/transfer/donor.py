@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.core.messages import (
-    AskChunk,
-    AskState,
     Chunk,
+    ChunkRequest,
     Command,
     Do,
     Done,
@@ -25,6 +24,7 @@ from shoal.core.messages import (
     Peer,
     ReadChunk,
     Send,
+    StateRequest,
     View,
 )
 from shoal.core.server.server import Server
@@ -42,8 +42,8 @@ class Donor:
         self._manifest: Manifest | None = None  # of the copy, once it is exported
         self._exporting = ""  # task that makes the copy
         self._takers: set[Peer] = set()  # joiners that the copy was offered to
-        self._waiting: dict[Peer, AskState] = {}  # for the export to end
-        self._reading: dict[str, tuple[Peer, AskChunk]] = {}  # by task
+        self._waiting: dict[Peer, StateRequest] = {}  # for the export to end
+        self._reading: dict[str, tuple[Peer, ChunkRequest]] = {}  # by task
 
     def on_view(self, view: View) -> None:
         self._view = view
@@ -54,7 +54,7 @@ class Donor:
         """The state held here is replaced, and its copy with it."""
         self._copy, self._manifest, self._takers = None, None, set()
 
-    def on_state_request(self, peer: Peer, request: AskState) -> list[Command]:
+    def on_state_request(self, peer: Peer, request: StateRequest) -> list[Command]:
         """Offer the copy if it is new enough; export a new one if no peer needs the old one any more."""
         server, view = self._server, self._view
         if view is None or not self._may_receive(peer, request.stage, view):
@@ -76,7 +76,7 @@ class Donor:
         self._copy, self._exporting = (server.epoch, server.stage, server.step), self._id()
         return [Do(Export(id=self._exporting, step=server.step))]
 
-    def on_chunk_request(self, peer: Peer, request: AskChunk) -> list[Command]:
+    def on_chunk_request(self, peer: Peer, request: ChunkRequest) -> list[Command]:
         view, manifest = self._view, self._manifest
         held = self._copy == (request.epoch, request.stage, request.step) and self._server.stage == request.stage
         if view is None or not self._may_receive(peer, request.stage, view):
@@ -123,7 +123,7 @@ class Donor:
         beside = {one.stage for one in lost if abs(one.stage - stage) == 1}
         return any(m.peer == peer and m.stage in beside for m in view.members + view.joining)
 
-    def _suits(self, request: AskState) -> bool:
+    def _suits(self, request: StateRequest) -> bool:
         if self._copy is None or self._manifest is None:
             return False
         epoch, stage, step = self._copy
@@ -137,9 +137,9 @@ class Donor:
         return f"y/{next(self._serial)}"
 
 
-def _nothing(request: AskState) -> Offer:
+def _nothing(request: StateRequest) -> Offer:
     return Offer(epoch=request.epoch, step=0, stage=request.stage, manifest=Manifest(hashes=(), sizes=()))
 
 
-def _chunk(request: AskChunk, *, gone: bool = False) -> Chunk:
+def _chunk(request: ChunkRequest, *, gone: bool = False) -> Chunk:
     return Chunk(epoch=request.epoch, step=request.step, stage=request.stage, chunk=request.chunk, gone=gone)

@@ -15,11 +15,10 @@ import msgspec
 
 from shoal.core.latency import Latency
 from shoal.core.messages import (
-    AskChunk,
-    AskState,
     BlobRef,
     CheckChunk,
     Chunk,
+    ChunkRequest,
     Command,
     Do,
     Manifest,
@@ -28,6 +27,7 @@ from shoal.core.messages import (
     Peer,
     Send,
     Settings,
+    StateRequest,
     View,
 )
 from shoal.core.replica_state import drop
@@ -140,7 +140,7 @@ class Downloader:
         able = [peer for peer in able if peer not in self._shunned]
         chosen = self._rng.sample(able, min(DONORS, len(able)))  # none: repeated when a view brings one
         oldest = self._oldest(view, since)
-        return [Send(peer, AskState(epoch=target.epoch, stage=source, since=oldest)) for peer in chosen]
+        return [Send(peer, StateRequest(epoch=target.epoch, stage=source, since=oldest)) for peer in chosen]
 
     def give_up_late(self, now: float) -> list[Command]:
         """Go on without the donors whose chunks are late."""
@@ -241,7 +241,7 @@ class Downloader:
                 chunk = current.wanted.pop(0)
                 current.open[chunk] = donor, now
                 busy += 1
-                request = AskChunk(epoch=target.epoch, step=current.step, stage=current.stage, chunk=chunk)
+                request = ChunkRequest(epoch=target.epoch, step=current.step, stage=current.stage, chunk=chunk)
                 commands.append(Send(donor, request))
         self._watch(now)
         return commands

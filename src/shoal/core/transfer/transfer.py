@@ -12,11 +12,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from shoal.core.messages import (
-    AskChunk,
-    AskState,
     Blend,
     BlobRef,
     Chunk,
+    ChunkRequest,
     Command,
     Do,
     Done,
@@ -28,6 +27,7 @@ from shoal.core.messages import (
     Offer,
     Peer,
     Settings,
+    StateRequest,
     View,
     Wire,
 )
@@ -179,9 +179,9 @@ class StateTransfer:
                 return self.downloader.on_offer(peer, message, self._view, self._server.since, now)
             case Chunk():
                 return self.downloader.on_chunk(peer, message, blobs, fault, now)
-            case AskState():
+            case StateRequest():
                 return self._donor.on_state_request(peer, message)
-            case AskChunk():
+            case ChunkRequest():
                 return self._donor.on_chunk_request(peer, message)
         return []
 

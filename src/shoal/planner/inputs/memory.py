@@ -28,7 +28,7 @@ class Need(msgspec.Struct, frozen=True):
     kept_bytes: float = 0.0  # boundary tensors kept until the step commits, in the host's memory too
 
 
-class Shelf(msgspec.Struct, frozen=True):
+class StoreLimits(msgspec.Struct, frozen=True):
     """How much of a step's boundary tensors a server keeps: network.keep_bytes and network.spill_bytes."""
 
     keep_bytes: float = 2.0**32

@@ -11,7 +11,7 @@ import torch
 
 from shoal import codec
 from shoal.config import Config
-from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, Message, Part, Sum
+from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
 from shoal.runtime.data import vocabulary
@@ -65,8 +65,8 @@ class Kinds:
         return next((f"{kind.what}: {fault}" for kind, fault in zip(kinds, faults, strict=True) if fault), "")
 
     def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
-        if isinstance(message, Part | Sum):
-            heard = isinstance(message, Sum) and message.heard
+        if isinstance(message, ReduceChunk | GatherChunk):
+            heard = isinstance(message, GatherChunk) and message.heard
             most = length or (self._most if heard else 0)
             # A lone replica tells listeners its sum as it applies it: not encoded.
             codecs = (codec.RAW, self._averaging) if heard else (self._averaging,)
@@ -99,7 +99,7 @@ class Kinds:
             code = coding.code_of(blob)
             fault = compress.fault(code)
             return fault or (
-                "" if compress.most(code) <= MOST else f"values up to {compress.most(code):.1g}: {TOO_LARGE}"
+                "" if compress.largest(code) <= MOST else f"values up to {compress.largest(code):.1g}: {TOO_LARGE}"
             )
         tensor = tensor_of(blob)
         if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):

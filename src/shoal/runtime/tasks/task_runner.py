@@ -1,6 +1,6 @@
 """Carries out core's tasks with real tensors: keeps the blobs, the stage's executor, rounds, copies of state, checkpoints.
 
-For runtime/node.py, which hands over every Do and passes each Done or Failed back to the machine; which task, when and for
+For runtime/node.py, which gives it every Do and passes each Done or Failed back to the machine; which task, when and for
 whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
 time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
 storage which takes minutes holds up neither training nor data. With delayed updates a fourth, `average`, adds up what a round brings
@@ -84,7 +84,7 @@ class Later(Exception):
         self.lane, self.work = lane, work
 
 
-class Hands:
+class TaskRunner:
     """One peer's tensors and what is done with them. `dataset` is not needed by emulated stages, `store` not without
     checkpoints. `put`, `get`, `drop`, `blob`, `check` and `submit` are called from one thread, the driver's."""
 
@@ -150,13 +150,13 @@ class Hands:
         """Blobs in the table: what leaks would make grow."""
         return len(self._blobs)
 
-    def kept(self, shelf: int) -> Kept:
-        """Bytes of tensors held now; `shelf`: what the machine keeps of them for the step."""
-        return Kept(shelf, self._blobs.memory_bytes, self._blobs.disk_bytes)
+    def kept(self, store: int) -> Kept:
+        """Bytes of tensors held now; `store`: what the machine keeps of them for the step."""
+        return Kept(store, self._blobs.memory_bytes, self._blobs.disk_bytes)
 
-    def kept_most(self, shelf: int) -> Kept:
+    def kept_most(self, store: int) -> Kept:
         """The same, at most so far."""
-        return Kept(shelf, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
+        return Kept(store, self._blobs.most_memory_bytes, self._blobs.most_disk_bytes)
 
     def check(self, message: Message, blobs: tuple[Blob, ...]) -> str:
         """What is wrong with a message's blobs, in words for its sender; '' when nothing is."""
@@ -169,14 +169,12 @@ class Hands:
         """Carry out a task; `done` is called once, on the thread that did it.
 
         Blobs that are here now may be dropped at once; others are looked for when the task's turn has come."""
-        here = [(name, self._blobs.get(name)) for name in _inputs(task)]
+        here = [(name, self._blobs.get(name)) for name in task.reads]
         held = {name: blob for name, blob in here if blob is not None}
         with self._lock:
-            self._awaited.update(_outputs(task))
-        lane = "read" if isinstance(task, Fetch | ReadChunk | CheckChunk) else "compute"
-        lane = "write" if isinstance(task, RunSave | RunPublish) else lane
-        lane = "average" if isinstance(task, AddRow | Add | Gather) and "average" in self._lanes else lane
-        self._lanes[lane].put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
+            self._awaited.update(task.makes)
+        lane = self._lanes.get(task.lane, self._lanes["compute"])
+        lane.put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End after the tasks that are running; those that wait are not answered."""
@@ -209,8 +207,8 @@ class Hands:
             reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
             answer = Failed(task.id, reason, lost=not base.alive(self._config))
         with self._lock:
-            self._awaited.difference_update(_outputs(task))
-            self._unwanted.difference_update(_outputs(task))
+            self._awaited.difference_update(task.makes)
+            self._unwanted.difference_update(task.makes)
         done(answer)
 
     def _run(self, task: Task, held: dict[str, Held]) -> Result:
@@ -445,27 +443,6 @@ class Hands:
         if self._store is None:
             raise ValueError("this peer knows no place for checkpoints")
         return self._store
-
-
-def _inputs(task: Task) -> tuple[str, ...]:
-    match task:
-        case RunForward():
-            return (task.x,)
-        case RunBackward():
-            return (task.x, task.grad)
-        case AddRow() | Add():
-            return task.parts
-        case Gather():
-            return task.sums
-        case CheckChunk():
-            return (task.blob,)
-    return ()
-
-
-def _outputs(task: Task) -> tuple[str, ...]:
-    if isinstance(task, Cut | AddRow):
-        return task.outs
-    return (task.out,) if isinstance(task, Fetch | RunForward | RunBackward | Add | ReadChunk) else ()
 
 
 def _whole(executor: Executor) -> dict[str, torch.Tensor]:

@@ -16,10 +16,10 @@ from shoal.core.leader.evictions import Dispute
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import counted_twice
 from shoal.core.leader.membership import arrived, counting, inherit, moving, owners_of
-from shoal.core.leader.rebalance import rebalance
+from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules.moves import before_the_next_step
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Committed, Member, Peer, Settings, View
+from shoal.core.messages import Account, Committed, Member, Peer, Phase, Settings, View
 from shoal.core.planned import complete
 
 NORMS = 1e-6  # by which the norms of equal gradients may differ: sums of the same values on unlike machines
@@ -87,48 +87,59 @@ def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: fl
     over, goes_on = view.step + 1 >= settings.steps, view.ahead
     leaves = facts.requests.leaves
     new = _took_part(view, last)
-    staying = view.members + arrived(new, view.number + 1)
-    leavers = {member.peer for member in view.members if member.peer in leaves and not goes_on}
-    members = tuple(member for member in staying if member.peer not in leavers)
-    if {member.stage for member in members} != {member.stage for member in staying}:
-        members, leavers = staying, set()  # a stage is never emptied by a leave
+    leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
+    members, left = _without(leaving, view.members + arrived(new, view.number + 1))
     joining = tuple(member for member in view.joining if member not in new and member.peer not in leaves)
-    reasons = [
-        f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
-    ]
-    reasons += [f"{member.peer} serves stage {member.stage}" for member in new]
-    reasons += [f"{peer} leaves: {leaves[peer]}" for peer in sorted(leavers)]
-    quiet = over or goes_on or complete(settings, members)  # while everybody is as planned, the plan balances
-    moves = () if quiet else rebalance(before_the_next_step(members, joining, view, facts, settings, now))
+    moves: tuple[Move, ...] = ()
+    if not (over or goes_on or complete(settings, members)):  # while everybody is as planned, the plan balances
+        moves = rebalance(before_the_next_step(members, joining, view, facts, settings, now))
     members, joining = moving(members, joining, moves)
-    reasons += [move.reason for move in moves]
     owners: tuple[int, ...] = ()
     if goes_on:
         owners = inherit(view, members, ())
     elif not over:
         owners = owners_of(members, settings.microbatches)
-    account = counting(view.account, new, issued=0 if over or goes_on else settings.microbatches)
     after = successor(
         view,
-        reasons,
+        _reasons(last, new, left, moves),
         step=view.step + 1,
         members=members,
         joining=joining,
         owners=owners,
-        ahead=False,
-        begun=False,
-        finished=over and not last.save,
+        phase=Phase.TRAINING if not over else Phase.SAVING if last.save else Phase.FINISHED,
         last=last,
-        account=msgspec.structs.replace(
-            account,
-            committed=account.committed + settings.microbatches,
-            counted_twice=account.counted_twice + counted_twice(last.groups),
-        ),
+        account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
         fenced=view.fenced if goes_on else (),
-        kept=False,
-        rebuilt=(),
+        continued=None,
     )
     return Proposal(after, moves)
+
+
+def _reasons(last: Committed, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
+    return [
+        f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}",
+        *(f"{member.peer} serves stage {member.stage}" for member in new),
+        *(f"{peer} leaves: {left[peer]}" for peer in sorted(left)),
+        *(move.reason for move in moves),
+    ]
+
+
+def _account(view: View, last: Committed, new: tuple[Member, ...], microbatches: int, begins: bool) -> Account:
+    """With the step's microbatches, and those of the next one if it `begins` now."""
+    account = counting(view.account, new, issued=microbatches if begins else 0)
+    return msgspec.structs.replace(
+        account,
+        committed=account.committed + microbatches,
+        counted_twice=account.counted_twice + counted_twice(last.groups),
+    )
+
+
+def _without(leaving: dict[Peer, str], members: tuple[Member, ...]) -> tuple[tuple[Member, ...], dict[Peer, str]]:
+    """Members that stay, and those that leave: none when a stage would be emptied."""
+    staying = tuple(member for member in members if member.peer not in leaving)
+    if {member.stage for member in staying} != {member.stage for member in members}:
+        return members, {}
+    return staying, leaving
 
 
 def _took_part(view: View, last: Committed) -> tuple[Member, ...]:
@@ -142,4 +153,4 @@ def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     """After the last step the run is over once its checkpoint is published or cannot be."""
     if view.finished or view.step < settings.steps or not facts.saving.idle:
         return None
-    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], finished=True))
+    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], phase=Phase.FINISHED))

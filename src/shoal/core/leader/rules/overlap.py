@@ -2,10 +2,10 @@
 
 With Settings.staleness = 1 step s is computed with version s - 1 of the parameters, so that step s + 1 needs nothing of step s.
 
-    View(step s)                    s is computed
-    View(step s, ahead)             the books of s are complete and closed: s is averaged, s + 1 is computed
-    View(step s + 1)                s is committed; s + 1 is computed, as before
-    View(step s, begun, not ahead)  a death took books of s: what is missing of it is computed again, s + 1 waits
+    View(step s, TRAINING)      s is computed
+    View(step s, OVERLAPPING)   the books of s are complete and closed: s is averaged, s + 1 is computed
+    View(step s + 1, TRAINING)  s is committed; s + 1 is computed, as before
+    View(step s, REOPENED)      a death took books of s: what is missing of it is computed again, s + 1 waits
 
 What replicas do with the books of two steps is hops.py's, the tensors are the driver's.
 """
@@ -21,7 +21,7 @@ from shoal.core.leader.membership import owners_of
 from shoal.core.leader.rebalance import rebalance
 from shoal.core.leader.rules.moves import before_the_next_step
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Settings, View
+from shoal.core.messages import Phase, Settings, View
 from shoal.core.planned import complete
 
 
@@ -42,8 +42,7 @@ def overlap(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
     after = successor(
         view,
         [reason],
-        ahead=True,
-        begun=True,
+        phase=Phase.OVERLAPPING,
         since=view.number + 1,
         owners=owners_of(view.members, settings.microbatches),
         account=account,
@@ -62,4 +61,4 @@ def _awaited(view: View, facts: Facts, settings: Settings, now: float) -> bool:
 
 def opened_again(view: View) -> dict[str, Any]:
     """What changes when the step that is being averaged is computed again, before all else."""
-    return {"ahead": False, "since": view.number + 1}
+    return {"phase": Phase.REOPENED, "since": view.number + 1}

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.core.consensus.phases import transition
 from shoal.core.leader.rebalance import Move
 from shoal.core.messages import View
 from shoal.core.replica_state import TEXT
@@ -26,4 +27,6 @@ class Proposal(msgspec.Struct, frozen=True):
 
 def successor(view: View, reasons: Iterable[str], **changes: Any) -> View:
     """The view that follows `view`, with these changes and for these reasons. Every next view is made here."""
-    return msgspec.structs.replace(view, number=view.number + 1, reason="; ".join(reasons)[:TEXT], **changes)
+    after = msgspec.structs.replace(view, number=view.number + 1, reason="; ".join(reasons)[:TEXT], **changes)
+    assert transition(view, after) is not None, (view, after)
+    return after

@@ -13,7 +13,7 @@ import msgspec
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import counting, owners_of
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Holding, Member, Rebuilt, Settings, View
+from shoal.core.messages import Continued, Holding, Member, Phase, Rebuilt, Settings, View
 from shoal.core.planned import planned_seat
 
 
@@ -56,10 +56,8 @@ def take_back(view: View, facts: Facts, settings: Settings, now: float) -> Propo
         members=members,
         owners=owners_of(members, settings.microbatches),
         epoch=view.epoch + 1,
-        kept=True,
-        rebuilt=(),
-        ahead=False,
-        begun=False,
+        phase=Phase.SAVING if view.phase is Phase.SAVING else Phase.TRAINING,
+        continued=Continued(),
         since=view.number + 1,
         last=None,
         fenced=(),
@@ -102,11 +100,9 @@ def _gone_back(view: View, stage: int, why_not: str, facts: Facts, settings: Set
         [reason],
         step=saved,
         owners=(),
-        started=False,
+        phase=Phase.GATHERING,
         fenced=(),
         epoch=view.epoch + 1,
-        ahead=False,
-        begun=False,
         since=view.number + 1,
         last=None,
         account=msgspec.structs.replace(
@@ -116,8 +112,7 @@ def _gone_back(view: View, stage: int, why_not: str, facts: Facts, settings: Set
             undone=account.undone + undone,
         ),
         saved=saved,
-        kept=False,
-        rebuilt=(),
+        continued=None,
     )
 
 
@@ -148,13 +143,10 @@ def _rebuilt(view: View, rebuilt: tuple[Rebuilt, ...], facts: Facts, settings: S
         view,
         [f"{words}: nothing is undone, the loss will show it; step {view.step} begins again"],
         owners=(),
-        started=False,
+        phase=Phase.GATHERING,
         fenced=(),
         epoch=view.epoch + 1,
-        kept=True,
-        rebuilt=rebuilt,
-        ahead=False,
-        begun=False,
+        continued=Continued(rebuilt),
         since=view.number + 1,
         last=None,
         account=msgspec.structs.replace(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 import msgspec
 
 from shoal.core.leader.evictions import evicting
@@ -11,60 +13,87 @@ from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
 from shoal.core.leader.rules.moves import fleet, left_s
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Member, Peer, Settings, View
+from shoal.core.messages import Account, Member, Peer, Settings, View
 
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or sends a heartbeat within this many beats
+
+
+def looks(view: View, facts: Facts, settings: Settings, now: float) -> bool:
+    """Someone is convicted, or silence is looked at now."""
+    evidence = facts.evidence
+    return bool(facts.scan or evidence.guilty or evidence.stale or evidence.unfit)
 
 
 def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
     """Evict the silent, the guilty and joiners with a wrong state; members with a wrong state download it again. Where that leaves a
     stage too thin, others move there at once: the end of the step may be far."""
-    evidence = facts.evidence
-    if not (facts.scan or evidence.guilty or evidence.stale or evidence.unfit):
-        return None
     evicted = _evicted(view, facts, settings, now)
-    again = [one for one in view.members if one.peer in evidence.stale and one.peer not in evicted]
+    stale = facts.evidence.stale
+    again = {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
     if not evicted and not again:
         return None
-    reasons = [f"{peer} {why}" for peer, why in evicted.items()]
-    reasons += [f"{member.peer} downloads its state again: {evidence.stale[member.peer]}" for member in again]
-    left = set(evicted) | {member.peer for member in again}
-    members = tuple(member for member in view.members if member.peer not in left)
-    joining = tuple(member for member in view.joining if member.peer not in left)
-    joining += tuple(msgspec.structs.replace(member, back=True) for member in again)
+    members, joining = _left(view, evicted, again)
     moves = _moves(view, members, joining, facts, settings, now) if evicted else ()
     members, joining = moving(members, joining, moves)
-    reasons += [move.reason for move in moves]
-    left |= {move.peer for move in moves}
-    redone = sum(len(ledger.books.get(peer, ())) for ledger in facts.ledgers.values() for peer in left)
-    killed = sum(peer in evicted for peer in view.voters)
-    account = view.account
+    reasons = _reasons(evicted, again, moves)
+    void = {*evicted, *again, *(move.peer for move in moves)}  # peers whose books are void
     changes = {
         "members": members,
         "joining": joining,
         "owners": inherit(view, members, facts.ledger(view.work).open(members)),
-        "fenced": (*view.fenced, *(member for member in view.members if member.peer in left)),
-        "account": msgspec.structs.replace(account, redone=account.redone + redone, killed=account.killed + killed),
-        "evicted": evicting(view.evicted, [peer for peer in evicted if peer in evidence.guilty]),
+        "fenced": view.fenced + _of(view.members, void),
+        "account": _account(view, void, evicted, facts),
+        "evicted": evicting(view.evicted, [peer for peer in evicted if peer in facts.evidence.guilty]),
     }
-    if view.ahead and opens_again(view, left, facts):
+    if opens_again(view, void, facts):
         changes |= overlap.opened_again(view)
         changes["owners"] = owners_of(members, settings.microbatches) if members else ()
         reasons.append(f"step {view.step} is opened again")
     return Proposal(successor(view, reasons, **changes), moves)
 
 
-def opens_again(view: View, left: set[Peer], facts: Facts) -> bool:
-    """The closed step lacks books without these peers: it must be computed again before it can be averaged."""
+def _reasons(evicted: dict[Peer, str], again: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
+    return [
+        *(f"{peer} {why}" for peer, why in evicted.items()),
+        *(f"{peer} downloads its state again: {why}" for peer, why in again.items()),
+        *(move.reason for move in moves),
+    ]
+
+
+def _of(members: tuple[Member, ...], peers: Container[Peer]) -> tuple[Member, ...]:
+    return tuple(member for member in members if member.peer in peers)
+
+
+def _left(
+    view: View, evicted: Container[Peer], again: Container[Peer]
+) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    """Members and joiners without the evicted ones; those with a wrong state join anew."""
+    members = tuple(one for one in view.members if one.peer not in evicted and one.peer not in again)
+    joining = tuple(one for one in view.joining if one.peer not in evicted)
+    return members, joining + tuple(msgspec.structs.replace(one, back=True) for one in _of(view.members, again))
+
+
+def _account(view: View, void: Iterable[Peer], evicted: Container[Peer], facts: Facts) -> Account:
+    """With the bookings that are computed again, and the voters that are gone."""
+    redone = sum(len(ledger.books.get(peer, ())) for ledger in facts.ledgers.values() for peer in void)
+    killed = sum(peer in evicted for peer in view.voters)
+    account = view.account
+    return msgspec.structs.replace(account, redone=account.redone + redone, killed=account.killed + killed)
+
+
+def opens_again(view: View, void: Iterable[Peer], facts: Facts) -> bool:
+    """A step that is closed lacks books without these peers: it must be computed again before it can be averaged."""
+    if not view.ahead:
+        return False
     closed = facts.ledger(view.step)
-    return not closed.complete(view.members) or any(bool(closed.books.get(peer)) for peer in left)
+    return not closed.complete(view.members) or any(closed.books.get(peer) for peer in void)
 
 
 def _evicted(view: View, facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:
     """Who is evicted, and why. A leader does not evict itself."""
     evicted: dict[Peer, str] = {}
     for peer in [member.peer for member in view.members + view.joining if member.peer != facts.name]:
-        silence = now - facts.heard.get(peer, now)
+        silence = now - facts.received_at.get(peer, now)
         if silence > settings.silence_s:
             evicted[peer] = f"silent for {silence:.1f} s"
         elif now - facts.doubted.get(peer, now) >= DOUBT_BEATS * settings.beat_s:

@@ -7,7 +7,7 @@ import msgspec
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import arrived, counting, names, owners_of
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Member, Settings, View
+from shoal.core.messages import Member, Phase, Settings, View
 
 
 def every_stage_ready(view: View, facts: Facts, settings: Settings, now: float) -> bool:
@@ -43,7 +43,7 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         members=arrived(ready, view.number + 1),
         joining=rest,
         owners=owners_of(ready, settings.microbatches),
-        started=True,
+        phase=Phase.TRAINING if view.step < settings.steps else Phase.SAVING,
         fenced=(),
         account=counting(view.account, new, issued=settings.microbatches),
     )
