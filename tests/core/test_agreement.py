@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shoal.core.consensus.certificates import accepted, checked, digest, seal, voted
-from shoal.core.consensus.election import PAUSES, TERMS, Role
+from shoal.core.consensus.election import PAUSES, TERMS, ElectionRole
 from shoal.core.consensus.register import Register
 from shoal.core.consensus.validity import flaw
 from shoal.core.messages import (
@@ -128,7 +128,7 @@ def test_one_voters_claims_never_make_a_leader_stand_down_and_twos_ever_more_rar
                 register.on_message(name, Accept(register.term + 1, 0), now)
             if not register.leading:
                 stood_down.append(now)
-                register.election.role = Role.LEADER  # elected again at once
+                register.election.role = ElectionRole.LEADER  # elected again at once
         pauses = [after - before for before, after in itertools.pairwise(stood_down)]
         assert bool(stood_down) is bool(most) and len(stood_down) <= most and PAUSES >= 4
         assert all(after >= 1.5 * before for before, after in itertools.pairwise(pauses))

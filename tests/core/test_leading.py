@@ -6,6 +6,7 @@ from collections import deque
 from random import Random
 
 from shoal.core.leader.rules.checks import STALLED
+from shoal.core.member.notes import SAY_AGAIN_BEATS
 from shoal.core.messages import (
     Booker,
     Command,
@@ -26,7 +27,7 @@ from shoal.core.messages import (
     Tick,
     WhoBooked,
 )
-from shoal.core.peer import SAY_AGAIN_BEATS, PeerMachine
+from shoal.core.peer import PeerMachine
 
 SETTINGS = Settings(stages=1, microbatches=3, steps=9, peers=3)
 QUIET_S = STALLED * SETTINGS.beat_s
@@ -96,11 +97,11 @@ def test_it_is_said_again_from_time_to_time_and_not_with_every_beat() -> None:
     play = Play()
     play.wait(QUIET_S + 1.0)
     for name in "ab":
-        machine = play.machines[name]
-        assert machine.stalled_at is not None
-        after = machine.stalled_at + SAY_AGAIN_BEATS * SETTINGS.beat_s
-        assert machine._tell_stall("it hangs", after - 0.1) == []
-        assert machine._tell_stall("it hangs", after) == [Note("stall", "it hangs")]
+        notes = play.machines[name].stall_notes
+        assert notes.noted_at is not None
+        after = notes.noted_at + SAY_AGAIN_BEATS * SETTINGS.beat_s
+        assert notes.note("it hangs", after - 0.1) == []
+        assert notes.note("it hangs", after) == [Note("stall", "it hangs")]
 
 
 def test_a_commit_ends_it_for_everybody() -> None:

@@ -1055,7 +1055,7 @@ def test_a_joiner_that_does_not_hear_a_commit_downloads_again() -> None:
     play.tick(SETTINGS.hold_s - 0.1)
     assert play.server.ready
     play.tick(SETTINGS.hold_s)
-    assert not play.server.ready and play.server.stale == "", "its sync sees to itself"
+    assert not play.server.ready and play.server.stale == "", "its transfer asks for a state itself"
     assert play.server.since == 1
 
 

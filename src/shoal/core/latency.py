@@ -1,7 +1,7 @@
 """Running estimates of a duration: a moving average, and the median of the latest samples.
 
 Timeouts follow these estimates: of hops (trainer/routing.py), of tasks (server/jobs.py), of tensors on their way
-(server/activation_store.py), of averaging rounds (allreduce/rounds.py) and of state chunks (transfer/transfer.py). Each user chooses
+(server/activation_store.py), of averaging rounds (allreduce/rounds.py) and of state chunks (transfer/download.py). Each user chooses
 its own multiple and its own bounds.
 """
 

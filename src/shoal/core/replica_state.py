@@ -75,7 +75,7 @@ class ReplicaState(msgspec.Struct):
         return self._known
 
 
-class Change(Enum):
+class ViewChange(Enum):
     """What a newer view means for the state that a replica holds."""
 
     STATE_VOID = "its epoch began without my state, or I serve another stage"
@@ -85,7 +85,7 @@ class Change(Enum):
     SAME_STEP = "who is a member, or which step is computed"
 
 
-def change_of(name: Peer, replica: ReplicaState, before: View | None, view: View) -> Change:
+def change_of(name: Peer, replica: ReplicaState, before: View | None, view: View) -> ViewChange:
     """What `view`, which follows `before`, means for peer `name`, whose state is `replica`."""
     me = member_of(view.members + view.joining, name)
     late = replica.applying is not None and replica.step + 1 == view.step  # the commit before is being applied
@@ -93,12 +93,12 @@ def change_of(name: Peer, replica: ReplicaState, before: View | None, view: View
     if replica.has_state and (
         (view.epoch != replica.epoch and not goes_on) or (me is not None and me.stage != replica.stage)
     ):
-        return Change.STATE_VOID
+        return ViewChange.STATE_VOID
     if replica.has_state and view.epoch != replica.epoch:
-        return Change.EPOCH_KEEPS_STATE
+        return ViewChange.EPOCH_KEEPS_STATE
     if before is None or (before.epoch, before.step) != (view.epoch, view.step):
-        return Change.STEP
-    return Change.FENCED if is_fenced(name, before, view) else Change.SAME_STEP
+        return ViewChange.STEP
+    return ViewChange.FENCED if is_fenced(name, before, view) else ViewChange.SAME_STEP
 
 
 def is_fenced(name: Peer, before: View, view: View) -> bool:

@@ -2,7 +2,7 @@
 
 The stream has the safetensors layout, a header with names, types, shapes and offsets and then the raw values, so that a
 checkpoint's file is that stream and a download needs no other format. Nothing is trusted: header and chunk sizes are
-bounded, offsets must have no gap or overlap, and every chunk is compared with its hash. core/transfer/transfer.py decides
+bounded, offsets must have no gap or overlap, and every chunk is compared with its hash. core/transfer/download.py decides
 which chunk is requested from which peer, and what follows when a hash differs.
 """
 

@@ -1,9 +1,9 @@
 """What a peer signs when it votes or accepts a view, and when such signatures prove that something was agreed.
 
-A View counts as agreed, and a peer as the leader of a term, when majorities have signed it: nobody's word is enough, not even a
-member's. Here: the bytes that are signed, in which message, and who has to have signed. Keys are the driver's business
-(runtime/signing.py): it calls `seal` on every message that leaves and `checked` on every message that comes, so that a machine is
-handed only signatures that hold. For register.py and the drivers.
+A View counts as agreed, and a peer as the leader of a term, when majorities have signed it: the claim of one peer, even of a member,
+proves nothing. Here: the bytes that are signed, in which message, and who must have signed. Keys are the driver's business
+(runtime/signing.py): it calls `seal` on each message that is sent and `checked` on each message that is received, so that a machine
+receives only valid signatures. For the other modules of consensus and the drivers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ CLAIMS = 2  # voters that must claim a higher term, where there are so many, bef
 PAUSES = 8  # doublings of the time before claims can make a leader stand down again
 
 
-class Role(Enum):
+class ElectionRole(Enum):
     FOLLOWER = "follower"
     TRIAL = "trial"  # asking whether an election would be won
     CANDIDATE = "candidate"
@@ -70,7 +70,7 @@ class Election:
 
     def __init__(self, name: Peer, settings: Settings, rng: Random, views: AgreedViews) -> None:
         self.term = 0
-        self.role = Role.FOLLOWER
+        self.role = ElectionRole.FOLLOWER
         self.leader: Peer | None = None
         self.voted: Peer | None = None  # for whom, in this term
         self.votes: dict[Peer, Signed] = {}  # for this peer
@@ -85,7 +85,7 @@ class Election:
 
     @property
     def leading(self) -> bool:
-        return self.role is Role.LEADER
+        return self.role is ElectionRole.LEADER
 
     # ---------------------------------------------------------------------------------------------- candidate
 
@@ -97,7 +97,7 @@ class Election:
 
     def stand(self, now: float) -> list[Command]:
         """Ask in a trial whether an election would be won."""
-        self.role, self.leader = Role.TRIAL, None
+        self.role, self.leader = ElectionRole.TRIAL, None
         self.votes = {self._name: Signed(self._name)}
         self.rearm(now)
         return self.campaign(now) if self._views.decided_by(self.votes) else self._request_votes(trial=True)
@@ -105,7 +105,7 @@ class Election:
     def campaign(self, now: float) -> list[Command]:
         """Stand for election in the next term."""
         self.term += 1
-        self.role, self.voted = Role.CANDIDATE, self._name
+        self.role, self.voted = ElectionRole.CANDIDATE, self._name
         self.votes = {self._name: Signed(self._name)}
         self.rearm(now)
         if self._views.decided_by(self.votes):
@@ -120,51 +120,58 @@ class Election:
         return [Send(peer, request) for peer in self._views.others()]
 
     def on_vote(self, peer: Peer, vote: Vote, now: float) -> list[Command]:
-        if self.role not in (Role.TRIAL, Role.CANDIDATE):
+        if self.role not in (ElectionRole.TRIAL, ElectionRole.CANDIDATE):
             return []
         if vote.term > self.term:
             self.claimed(peer, vote.term, now)
             return []
         if not vote.granted:
             return []
-        if vote.trial and self.role is Role.TRIAL:
+        if vote.trial and self.role is ElectionRole.TRIAL:
             self.votes[peer] = Signed(peer)
-        elif self.role is Role.CANDIDATE and vote.term == self.term and vote.by is not None and vote.by.peer == peer:
+        elif (
+            self.role is ElectionRole.CANDIDATE
+            and vote.term == self.term
+            and vote.by is not None
+            and vote.by.peer == peer
+        ):
             self.votes[peer] = vote.by
         else:
             return []
         if not self._views.decided_by(self.votes):
             return []
-        if self.role is Role.TRIAL:
+        if self.role is ElectionRole.TRIAL:
             return self.campaign(now)
         self._win()
         return []
 
     def _win(self) -> None:
-        self.role, self.leader, self.proven = Role.LEADER, self._name, (self.term, self._name)
+        self.role, self.leader, self.proven = ElectionRole.LEADER, self._name, (self.term, self._name)
 
     # -------------------------------------------------------------------------------------------------- voter
 
     def on_request(self, peer: Peer, request: VoteRequest, now: float) -> list[Command]:
         """Vote for `peer`, or not; a trial changes nothing here. A peer that is behind receives the newest view, too."""
-        views = self._views
-        last = rank(views.accepted) if views.accepted is not None else (0, 0)
+        accepted, commands = self._views.accepted, list[Command]()
+        last = rank(accepted) if accepted is not None else (0, 0)
         current = (request.last_term, request.last_number) >= last
         contact = self.leading or now - self.heard_leader_at < self._settings.silence_s * 0.5
-        commands: list[Command] = []
-        if views.view is not None and request.last_number < views.view.number:
-            commands = [Send(peer, one) for one in views.certified(request.last_number)]
+        commands += [Send(peer, one) for one in self._views.certified(request.last_number)]
         if request.trial:
             granted = current and not contact and request.term >= self.term
             return [*commands, Send(peer, Vote(term=self.term, granted=granted, trial=True))]
         if request.term > self.term and (self.leading or not contact):
             self.claimed(peer, request.term, now)
-        granted = request.term == self.term and current and self.voted in (None, peer) and not self.leading
-        if granted:
-            self.voted, self._pledged = peer, self.term
-            self.rearm(now)
-        by = Signed(self._name) if granted else None
-        return [*commands, Send(peer, Vote(term=self.term, granted=granted, by=by))]
+        granted = request.term == self.term and current
+        return [*commands, Send(peer, self._vote(peer, now) if granted else Vote(term=self.term, granted=False))]
+
+    def _vote(self, peer: Peer, now: float) -> Vote:
+        """A peer that does not lead has one vote in a term."""
+        if self.leading or self.voted not in (None, peer):
+            return Vote(term=self.term, granted=False)
+        self.voted, self._pledged = peer, self.term
+        self.rearm(now)
+        return Vote(term=self.term, granted=True, by=Signed(self._name))
 
     # ----------------------------------------------------------------------------------------------- follower
 
@@ -180,7 +187,7 @@ class Election:
             self.proven = term, peer
         if term != self.term:
             self.term, self.voted = term, None
-        self.role, self.leader, self.heard_leader_at = Role.FOLLOWER, peer, now
+        self.role, self.leader, self.heard_leader_at = ElectionRole.FOLLOWER, peer, now
         self.rearm(now)
         return True
 
@@ -198,7 +205,7 @@ class Election:
         """Follow no leader, in `term` or in the current one if that is higher."""
         if term > self.term:
             self.term, self.voted = term, None
-        self.role, self.leader = Role.FOLLOWER, None
+        self.role, self.leader = ElectionRole.FOLLOWER, None
         self.rearm(now)
 
     def resign(self, now: float) -> None:

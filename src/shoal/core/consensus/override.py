@@ -6,7 +6,7 @@ the newest checkpoint, with a number, a term and an epoch so far ahead that what
 themselves is older, and void as soon as they hear of it. It refuses wherever it can see that the others may live: then both sides
 would train. What it cannot see is why the command asks for the name of everybody who is given up.
 
-Pure; for cli/recover.py. What a peer does with an Override is in peer.py.
+Pure; for cli/recover.py. What a peer does with an Override is in member/updates.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether a view can be, and whether it can follow the one before: what no voter accepts, whoever proposes it.
+"""Whether a view is valid, and whether it can follow the one before. No voter accepts any other, whoever proposes it.
 
-A leader decides which view comes next; these are the bounds that it cannot leave, checked by each voter against the view it holds
-(register.py): everybody in it once, stages and owners that exist, steps and epochs that advance by one, a commit in which every
-microbatch is counted once at every stage, no invite with more peers than it admits, a phase that may follow (phases.py). Pure.
+The leader decides which view comes next. These are its bounds, which each voter checks against the view that it holds (register.py):
+each peer is listed once, stages and owners exist, steps and epochs advance by one, a commit counts each microbatch once at each stage,
+no invite has more peers than it admits, and the phase may follow (phases.py). Pure.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from shoal.core.messages import (
     Share,
     View,
 )
-from shoal.core.replica_state import Change, ReplicaState, change_of, drop, is_fenced, member_of
+from shoal.core.replica_state import ReplicaState, ViewChange, change_of, drop, is_fenced, member_of
 from shoal.core.server.early import EarlyRequests
 from shoal.core.server.hops import Hops
 from shoal.core.server.shards import Shards
@@ -230,20 +230,20 @@ class Server:
         change = change_of(self.name, replica, before, view)
         replica.view = view
         match change:
-            case Change.STATE_VOID:
+            case ViewChange.STATE_VOID:
                 commands = self.drop_state()
                 me = member_of(view.members + view.joining, self.name)
                 if view.started and member_of(view.members, self.name) == me:  # the others train: I must come in anew
                     replica.unfit = f"holds nothing that epoch {view.epoch} began with"
                     self._call_stale(now)
-            case Change.EPOCH_KEEPS_STATE:
+            case ViewChange.EPOCH_KEEPS_STATE:
                 replica.epoch, self.changed = view.epoch, True
                 commands = self._forget(empty_sum=True)
-            case Change.STEP:
+            case ViewChange.STEP:
                 commands = self._next_step(before, view)
-            case Change.FENCED:
+            case ViewChange.FENCED:
                 commands = self._forget(empty_sum=True)  # others compute again what I had booked
-            case Change.SAME_STEP:
+            case ViewChange.SAME_STEP:
                 assert before is not None
                 commands = self._same_step(before, view)
         commands += self._catch_up.on_view(view, now)

@@ -1,11 +1,12 @@
-"""How a joiner keeps up with the run while it downloads: it receives the sums of every round, and applies them later.
+"""How a joiner catches up with commits while it downloads: it receives the sums of each round, and applies them later.
 
-A download of version v takes minutes over the internet, and nobody waits for it: the run commits steps v, v + 1, ... meanwhile.
-Chunk owners, in a group of several rows those of one row, send the sums to the joiners of their stage too (`Round.listeners`), and
-every agreed view says which round was committed with which norm. So a joiner that has taken the state of version v applies what it
-heard, step by step, until it holds the version being trained, with the same bytes and in the same order as everybody else. For server.py.
+A download of version v takes minutes over the internet, and no peer waits for it: the run commits steps v, v + 1, ... meanwhile. Chunk
+owners, in a group of several rows those of one row, send the sums to the joiners of their stage too (`Round.listeners`), and each
+agreed view says which round was committed with which norm. A joiner that has imported the state of version v applies the sums that it
+received, step by step, until it holds the version being trained, with the same bytes and in the same order as all replicas.
 
-What was not heard (a message lost, too far behind) cannot be applied: `since` moves up, and transfer.py downloads a newer version.
+What was not received (a message was lost, or too many steps are missing) cannot be applied: `since` moves up, and transfer.py downloads
+a newer version. For server.py.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import ReplicaState, drop
 
-CHUNKS = 1 << 16  # of one gradient that are heard of one peer at most: of 4096 pieces among 64 replicas
-LONG = 1 << 40  # values; of a gradient so long every chunk is there that the group may have
-HEARD = 16  # steps whose sums are kept at most: each is as large as the stage's gradient
+CHUNKS = 1 << 16  # of one gradient that are kept of one peer at most: of 4096 pieces among 64 replicas
+LONG = 1 << 40  # values; a gradient of that length has every chunk that the group may have
+STEPS = 16  # whose sums are kept at most: each is as large as the stage's gradient
 
 
-class Heard(msgspec.Struct):
-    """Sums of one step's newest round, by number of the chunk: who added it up, and blob."""
+class RoundSums(msgspec.Struct):
+    """Sums received of one step's newest round, by number of the chunk: the sender, and the blob."""
 
     round: int
     sums: dict[int, tuple[Peer, str]] = msgspec.field(default_factory=dict)
@@ -48,19 +49,21 @@ class Heard(msgspec.Struct):
 
 
 class CatchUp:
+    """Idle in a peer that is not joining."""
+
     def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState) -> None:
         self._name, self._settings = name, settings
         self._serial = serial
         self._replica = replica
-        self._key: tuple[int, int] | None = None  # (epoch, stage) that I prepare
+        self._key: tuple[int, int] | None = None  # (epoch, stage) that this joiner prepares
         self.since = 0  # a state of this version or a newer one can be brought up to date
-        self._heard: dict[int, Heard] = {}
-        self._commits: dict[int, tuple[Committed, float]] = {}  # step -> how it was committed, and when I learned it
+        self._received: dict[int, RoundSums] = {}  # by step
+        self._commits: dict[int, tuple[Committed, float]] = {}  # by step; and when the view that says so arrived
         self._task: Gather | None = None
 
     @property
     def active(self) -> bool:
-        """I am a joiner, and hear what is committed."""
+        """This peer is a joiner, and keeps the sums of what is committed."""
         return self._key is not None
 
     @property
@@ -80,19 +83,22 @@ class CatchUp:
         if key is None:
             self.since = view.step
             return commands
-        last = view.last
-        if last is not None and last.step == view.step - 1 and last.step >= self.since:
-            self._commits.setdefault(last.step, (last, now))
-            if self._name not in last.listeners:  # I was not known to listen when its round began
-                commands += self._give_up(last.step + 1)
-        missed = [step for step in range(self.since, view.step) if step not in self._commits]
-        if missed:  # a newer view says nothing of the steps before its last
-            commands += self._give_up(max(missed) + 1)
-        if view.step - self.since > HEARD:
+        commands += self._learn(view, now)
+        if view.step - self.since > STEPS:
             commands += self._give_up(view.step)
-        if self._replica.has_state and self._replica.epoch == key[0] and self._replica.stage == key[1]:
+        if self._replica.has_state and (self._replica.epoch, self._replica.stage) == key:
             commands += self._give_up(min(self._replica.step, view.step))
         return commands
+
+    def _learn(self, view: View, now: float) -> list[Command]:
+        """Take in how the step before was committed. A view describes the newest commit only: those of missed views are unknown."""
+        last, commands = view.last, list[Command]()
+        if last is not None and last.step == view.step - 1 and last.step >= self.since:
+            self._commits.setdefault(last.step, (last, now))
+            if self._name not in last.listeners:  # its round began before this joiner was listed
+                commands = self._give_up(last.step + 1)
+        missed = [step for step in range(self.since, view.step) if step not in self._commits]
+        return commands + (self._give_up(max(missed) + 1) if missed else [])
 
     def take(self, peer: Peer, message: GatherChunk, blobs: tuple[str, ...], fault: str) -> list[Command]:
         view, key = self._replica.view, self._key
@@ -108,21 +114,21 @@ class CatchUp:
         )
         if not wanted:
             return drop(blobs)
-        heard = self._heard.setdefault(message.step, Heard(message.round))
+        received = self._received.setdefault(message.step, RoundSums(message.round))
         known = self._commits.get(message.step)
-        if message.round < heard.round or (known is not None and known[0].round != message.round):
+        if message.round < received.round or (known is not None and known[0].round != message.round):
             return drop(blobs)
         commands: list[Command] = []
-        if message.round > heard.round:
-            commands = drop(heard.blobs())
-            heard.round, heard.sums = message.round, {}
-        if message.chunk in heard.sums or sum(other == peer for other, _ in heard.sums.values()) >= CHUNKS:
+        if message.round > received.round:
+            commands = drop(received.blobs())
+            received.round, received.sums = message.round, {}
+        if message.chunk in received.sums or sum(other == peer for other, _ in received.sums.values()) >= CHUNKS:
             return commands + drop(blobs)
-        heard.sums[message.chunk] = peer, blobs[0]
+        received.sums[message.chunk] = peer, blobs[0]
         return commands
 
     def go_on(self) -> list[Command]:
-        """Apply the next step that was committed without me, if I hold the version before it and heard all of it."""
+        """Apply the next step that was committed meanwhile, if the version before it and all of its sums are here."""
         replica, view = self._replica, self._replica.view
         if self._key is None or view is None or self._task is not None:
             return []
@@ -130,13 +136,13 @@ class CatchUp:
         if not behind or replica.step not in self._commits or not self._complete(replica.step):
             return []
         commit, _ = self._commits[replica.step]
-        heard = self._heard[replica.step]
-        sums = tuple(heard.sums[chunk][1] for chunk in self._tellers(commit))
+        received = self._received[replica.step]
+        sums = tuple(received.sums[chunk][1] for chunk in self._senders(commit))
         self._task = Gather(f"s/{next(self._serial)}", replica.step, commit.round, sums)
         return [Do(self._task)]
 
     def on_done(self, done: Done) -> list[Command] | None:
-        """None: not a task of mine."""
+        """None if the task is not one of this class."""
         task = self._task
         if task is None or done.id != task.id:
             return None
@@ -148,13 +154,13 @@ class CatchUp:
             or not replica.ready
             or (replica.step, replica.epoch) != (task.step, self._key[0])
         ):
-            return []  # meanwhile all of this was made void
+            return []  # what the task was for is void
         commit, _ = known
         if commit.round != task.round or commit.digests[replica.stage] != done.result.digest:
-            return self._give_up(task.step + 1)  # somebody sent me other values than were committed
+            return self._give_up(task.step + 1)  # a peer sent other values than were committed
         replica.applying = Apply(f"s/{next(self._serial)}", task.step, task.round, commit.norm, False)
-        said = f"applies step {task.step}, which was committed while it downloaded"
-        return [Note("state", said), Do(replica.applying), *self._give_up(task.step + 1)]
+        words = f"applies step {task.step}, which was committed while it downloaded"
+        return [Note("state", words), Do(replica.applying), *self._give_up(task.step + 1)]
 
     def on_failed(self, failed: Failed) -> list[Command] | None:
         if self._task is None or failed.id != self._task.id:
@@ -163,7 +169,7 @@ class CatchUp:
         return self._give_up(task.step + 1)
 
     def tick(self, now: float) -> list[Command]:
-        """What was committed and is not heard whole within hold_s has been lost."""
+        """Sums of a commit that are not complete within hold_s have been lost."""
         late = [
             step
             for step, (_, at) in self._commits.items()
@@ -174,16 +180,22 @@ class CatchUp:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _complete(self, step: int) -> bool:
-        """I have heard every chunk of the round with which that step was committed."""
-        commit, heard = self._commits[step][0], self._heard.get(step)
-        if heard is None or heard.round != commit.round or self._key is None or self._key[1] >= len(commit.groups):
+        """Each chunk of the round with which that step was committed is here."""
+        commit, received = self._commits[step][0], self._received.get(step)
+        if (
+            received is None
+            or received.round != commit.round
+            or self._key is None
+            or self._key[1] >= len(commit.groups)
+        ):
             return False
         return all(
-            chunk in heard.sums and heard.sums[chunk][0] == teller for chunk, teller in self._tellers(commit).items()
+            chunk in received.sums and received.sums[chunk][0] == sender
+            for chunk, sender in self._senders(commit).items()
         )
 
-    def _tellers(self, commit: Committed) -> dict[int, Peer]:
-        """Of every chunk of that round, in order. Without a replica the length is not known: of the first piece only."""
+    def _senders(self, commit: Committed) -> dict[int, Peer]:
+        """The sender of each chunk of that round, in order. Until a state is here its length is unknown: of the first piece only."""
         assert self._key is not None
         shares = commit.groups[self._key[1]]
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
@@ -198,19 +210,19 @@ class CatchUp:
         return senders
 
     def _give_up(self, since: int) -> list[Command]:
-        """Nothing before step `since` is needed, or can be had."""
+        """Drop what is older than step `since`: it is not needed, or cannot be completed."""
         if since <= self.since:
             return []
         self.since = since
         commands: list[Command] = []
-        for step in [step for step in self._heard if step < since]:
-            commands += drop(self._heard.pop(step).blobs())
+        for step in [step for step in self._received if step < since]:
+            commands += drop(self._received.pop(step).blobs())
         for step in [step for step in self._commits if step < since]:
             del self._commits[step]
         return commands
 
     def _forget(self) -> list[Command]:
-        blobs = tuple(blob for heard in self._heard.values() for blob in heard.blobs())
-        self._heard.clear()
+        blobs = tuple(blob for received in self._received.values() for blob in received.blobs())
+        self._received.clear()
         self._commits.clear()
         return drop(blobs)

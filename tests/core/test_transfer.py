@@ -37,7 +37,7 @@ from shoal.core.messages import (
     Wire,
 )
 from shoal.core.server.server import Server
-from shoal.core.transfer.transfer import Sync
+from shoal.core.transfer.transfer import StateTransfer
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=99, beat_s=0.5)
 MEMBERS = (Member("a", 0), Member("b", 1), Member("c", 1), Member("d", 1))
@@ -55,7 +55,7 @@ class Play:
 
     def __init__(self, view: View | None = None, name: str = "me") -> None:
         self.server = Server(name, SETTINGS)
-        self.sync = Sync(name, SETTINGS, random.Random(1), self.server)
+        self.transfer = StateTransfer(name, SETTINGS, random.Random(1), self.server)
         self.now = 0.0
         self.said: list[Command] = []
         self.view(view or a_view())
@@ -64,10 +64,10 @@ class Play:
         self.said = commands
 
     def view(self, view: View) -> None:
-        self.take(self.server.on_view(view, self.now) + self.sync.on_view(view, self.now))
+        self.take(self.server.on_view(view, self.now) + self.transfer.on_view(view, self.now))
 
     def hear(self, peer: str, message: Wire, blobs: tuple[BlobRef, ...] = (), fault: str = "") -> None:
-        self.take(self.sync.on_message(peer, message, blobs, fault, self.now))
+        self.take(self.transfer.on_message(peer, message, blobs, fault, self.now))
 
     def offer(self, peer: str, step: int = 5, manifest: Manifest = MANIFEST) -> None:
         self.hear(peer, Offer(epoch=0, step=step, stage=1, manifest=manifest))
@@ -82,11 +82,11 @@ class Play:
         self.done(self.task(CheckChunk))
 
     def done(self, task: Task, **result: object) -> None:
-        self.take(self.sync.on_done(Done(task.id, Result(**result)), self.now))  # type: ignore[arg-type]
+        self.take(self.transfer.on_done(Done(task.id, Result(**result)), self.now))  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.take(self.sync.tick(self.now))
+        self.take(self.transfer.tick(self.now))
 
     def task(self, kind: type[T]) -> T:
         (found,) = [c.task for c in self.said if isinstance(c, Do) and isinstance(c.task, kind)]
@@ -184,10 +184,10 @@ def test_a_silent_donor_is_waited_for_twice_as_long_each_time() -> None:
     waited = []
     for _ in range(6):
         began = play.now
-        while play.sync.download is not None and play.sync.download.donors:
-            play.wait((play.sync.deadline or 0.0) - play.now)
+        while play.transfer.downloader.current is not None and play.transfer.downloader.current.donors:
+            play.wait((play.transfer.deadline or 0.0) - play.now)
         waited.append(play.now - began)
-        play.wait((play.sync.deadline or 0.0) - play.now)
+        play.wait((play.transfer.deadline or 0.0) - play.now)
         play.offer("b")
     assert waited == [4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
 
@@ -217,7 +217,7 @@ def test_a_chunk_with_another_digest_is_asked_of_somebody_else() -> None:
     play.offer("b")
     play.offer("c")
     play.chunk("b", 0)
-    play.take(play.sync.on_failed(Failed(play.task(CheckChunk).id, "its digest differs"), play.now))
+    play.take(play.transfer.on_failed(Failed(play.task(CheckChunk).id, "its digest differs"), play.now))
     play.whole("c", 2)
     assert ("c", 0) in play.asked() and "b" not in [peer for peer, _ in play.asked()]
 
@@ -246,7 +246,7 @@ def test_commits_do_not_disturb_a_download_until_they_cannot_be_heard() -> None:
 
 def test_a_first_stage_that_cannot_be_built_is_tried_again() -> None:
     play = Play(a_view(step=0, phase=Phase.GATHERING))
-    play.take(play.sync.on_failed(Failed(play.task(Init).id, "no memory"), play.now))
+    play.take(play.transfer.on_failed(Failed(play.task(Init).id, "no memory"), play.now))
     play.wait(4.0)
     assert play.task(Init).step == 0
 
@@ -280,7 +280,9 @@ def test_of_all_that_was_wanted_during_a_build_only_the_newest_is_built(ends: ty
         play.view(msgspec.structs.replace(view, number=view.number + epoch, epoch=epoch, joining=joining))
         assert not [c for c in play.said if isinstance(c, Do)], "one is under way, and cannot be called off"
     over = Done(first.id, Result(digest="old", length=1)) if ends is Done else Failed(first.id, "no room")
-    play.take(play.sync.on_done(over, play.now) if isinstance(over, Done) else play.sync.on_failed(over, play.now))
+    play.take(
+        play.transfer.on_done(over, play.now) if isinstance(over, Done) else play.transfer.on_failed(over, play.now)
+    )
     last = play.task(Init)
     assert last.stage == 0 and not play.server.has_state
     play.done(last, digest="new", length=2)
@@ -309,7 +311,7 @@ def test_a_donor_that_built_its_stage_anew_offers_a_new_copy() -> None:
     play = a_donor()
     ask(play, "x")
     exported(play)
-    play.take(play.sync._build(Import("again", 1, 5, 1)))
+    play.take(play.transfer._start(Import("again", 1, 5, 1)))
     play.take(play.server.load_state(1, 5, 0, 10, "d", 0.0))
     ask(play, "x")
     assert play.sent(Offer) == [] and play.task(Export).step == 5
@@ -352,11 +354,11 @@ def test_an_offer_counts_only_from_a_replica_of_the_stage(peer: str) -> None:
     view = a_view()
     play = Play(msgspec.structs.replace(view, joining=(*view.joining, Member("j", 1))))
     play.offer(peer)
-    assert play.asked() == [] and play.sync.download is None
+    assert play.asked() == [] and play.transfer.downloader.current is None
     play.offer("b")
     assert play.asked() == [("b", 0), ("b", 1)]
     play.offer(peer)
-    assert play.sync.download is not None and list(play.sync.download.donors) == ["b"]
+    assert play.transfer.downloader.current is not None and list(play.transfer.downloader.current.donors) == ["b"]
 
 
 def test_a_replica_that_left_or_moved_offers_nothing_any_more() -> None:
@@ -374,20 +376,20 @@ def test_an_offer_of_nothing_or_of_too_old_a_version_is_not_taken() -> None:
     play.offer("b", manifest=Manifest(hashes=(), sizes=()))
     play.offer("b", manifest=Manifest(hashes=("h",), sizes=(1, 2)))
     play.offer("b", step=4)
-    assert play.asked() == [] and play.sync.download is None
+    assert play.asked() == [] and play.transfer.downloader.current is None
 
 
 def test_chunks_that_are_here_and_right_are_counted_for_the_leader() -> None:
     play = alone()
-    assert play.sync.loaded == 0
+    assert play.transfer.loaded == 0
     for chunk in range(3):
         play.whole("b", chunk)
-        assert play.sync.loaded == chunk + 1
+        assert play.transfer.loaded == chunk + 1
     play.chunk("b", 3)
-    assert play.sync.loaded == 3, "not before it is compared"
+    assert play.transfer.loaded == 3, "not before it is compared"
     play.wait(4.5)
     play.wait(30.0)
-    assert play.sync.loaded == 3, "nor does it shrink when a donor is given up"
+    assert play.transfer.loaded == 3, "nor does it shrink when a donor is given up"
 
 
 def test_of_a_stage_made_from_two_neighbours_the_chunks_of_both_are_counted() -> None:
@@ -395,17 +397,17 @@ def test_of_a_stage_made_from_two_neighbours_the_chunks_of_both_are_counted() ->
     rebuilt = (Rebuilt(stage=1),)
     settings = msgspec.structs.replace(SETTINGS, stages=3)
     server = Server("me", settings)
-    sync = Sync("me", settings, random.Random(1), server)
+    transfer = StateTransfer("me", settings, random.Random(1), server)
     view = View(number=2, step=5, members=members, epoch=1, continued=Continued(rebuilt))
     server.on_view(view, 0.0)
-    sync.on_view(view, 0.0)
+    transfer.on_view(view, 0.0)
     for number, (peer, stage) in enumerate((("a", 0), ("c", 2))):
-        sync.on_message(peer, Offer(1, 5, stage, Manifest(hashes=("h",), sizes=(9,))), (), "", 0.0)
+        transfer.on_message(peer, Offer(1, 5, stage, Manifest(hashes=("h",), sizes=(9,))), (), "", 0.0)
         check = next(
             command.task
-            for command in sync.on_message(peer, Chunk(1, 5, stage, 0), (BlobRef("blob", 9),), "", 0.0)
+            for command in transfer.on_message(peer, Chunk(1, 5, stage, 0), (BlobRef("blob", 9),), "", 0.0)
             if isinstance(command, Do)
         )
-        assert sync.loaded == number
-        sync.on_done(Done(check.id, Result()), 0.0)
-        assert sync.loaded == number + 1
+        assert transfer.loaded == number
+        transfer.on_done(Done(check.id, Result()), 0.0)
+        assert transfer.loaded == number + 1

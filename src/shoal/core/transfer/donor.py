@@ -1,0 +1,145 @@
+"""Serving a stage's state: a replica gives a copy of its state to the joiners of its stage, chunk by chunk.
+
+A copy is one version, exported as a whole and offered with its manifest (hashes and sizes of its chunks). It is kept while a peer that
+it was offered to may still read it, so that all donors and joiners agree on one version; a newer copy is exported when no peer needs
+the older one any more. Only joiners of the stage, and members that rebuild a lost neighbouring stage from this one, receive anything,
+and the reads of each are bounded. For transfer.py; the receiving side is download.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.core.messages import (
+    Chunk,
+    ChunkRequest,
+    Command,
+    Do,
+    Done,
+    Drop,
+    Export,
+    Failed,
+    Manifest,
+    Offer,
+    Peer,
+    ReadChunk,
+    Send,
+    StateRequest,
+    View,
+)
+from shoal.core.server.server import Server
+
+READS_AT_ONCE = 8  # for one joiner; requests beyond that are not answered
+
+
+class Donor:
+    """The copy of this peer's state, and who reads it."""
+
+    def __init__(self, server: Server, serial: Iterator[int]) -> None:
+        self._server, self._serial = server, serial
+        self._view: View | None = None
+        self._copy: tuple[int, int, int] | None = None  # (epoch, stage, step)
+        self._manifest: Manifest | None = None  # of the copy, once it is exported
+        self._exporting = ""  # task that makes the copy
+        self._takers: set[Peer] = set()  # joiners that the copy was offered to
+        self._waiting: dict[Peer, StateRequest] = {}  # for the export to end
+        self._reading: dict[str, tuple[Peer, ChunkRequest]] = {}  # by task
+
+    def on_view(self, view: View) -> None:
+        self._view = view
+        rebuilding = view.members if view.rebuilt and not view.started else ()
+        self._takers &= {member.peer for member in view.joining + rebuilding}
+
+    def forget(self) -> None:
+        """The state held here is replaced, and its copy with it."""
+        self._copy, self._manifest, self._takers = None, None, set()
+
+    def on_state_request(self, peer: Peer, request: StateRequest) -> list[Command]:
+        """Offer the copy if it is new enough; export a new one if no peer needs the old one any more."""
+        server, view = self._server, self._view
+        if view is None or not self._may_receive(peer, request.stage, view):
+            return []
+        if not server.ready or (server.epoch, server.stage) != (request.epoch, request.stage):
+            return [Send(peer, _nothing(request))]
+        if self._exporting:
+            self._waiting[peer] = request
+            return []
+        if self._suits(request):
+            self._takers.add(peer)
+            return [Send(peer, self._offer(request.stage))]
+        held = self._copy is not None and self._copy[:2] == (view.epoch, server.stage)
+        in_use = self._takers - {peer} if held else set()
+        if in_use or server.step < request.since:
+            return [Send(peer, _nothing(request))]
+        self._waiting[peer] = request
+        self.forget()
+        self._copy, self._exporting = (server.epoch, server.stage, server.step), self._id()
+        return [Do(Export(id=self._exporting, step=server.step))]
+
+    def on_chunk_request(self, peer: Peer, request: ChunkRequest) -> list[Command]:
+        view, manifest = self._view, self._manifest
+        held = self._copy == (request.epoch, request.stage, request.step) and self._server.stage == request.stage
+        if view is None or not self._may_receive(peer, request.stage, view):
+            return []
+        if manifest is None or not held or request.chunk >= len(manifest.sizes):
+            return [Send(peer, _chunk(request, gone=True))]
+        running = [one for reader, one in self._reading.values() if reader == peer]
+        if request in running or len(running) >= READS_AT_ONCE:
+            return []
+        task = self._id()
+        self._reading[task] = (peer, request)
+        return [Do(ReadChunk(id=task, step=request.step, chunk=request.chunk, out=task))]
+
+    def on_done(self, done: Done) -> list[Command]:
+        if done.id == self._exporting:
+            self._exporting, self._manifest = "", done.result.manifest
+            requests, self._waiting = self._waiting, {}
+            suited = {peer for peer, request in requests.items() if self._suits(request)}
+            self._takers |= suited
+            return [
+                Send(peer, self._offer(request.stage) if peer in suited else _nothing(request))
+                for peer, request in requests.items()
+            ]
+        if done.id in self._reading:
+            peer, request = self._reading.pop(done.id)
+            return [Send(peer, _chunk(request), (done.id,)), Drop((done.id,))]
+        return []
+
+    def on_failed(self, failed: Failed) -> list[Command]:
+        if failed.id == self._exporting:
+            self._exporting, self._copy = "", None
+            requests, self._waiting = self._waiting, {}
+            return [Send(peer, _nothing(request)) for peer, request in requests.items()]
+        if failed.id in self._reading:
+            peer, request = self._reading.pop(failed.id)
+            return [Send(peer, _chunk(request, gone=True))]
+        return []
+
+    def _may_receive(self, peer: Peer, stage: int, view: View) -> bool:
+        """`peer` joins the stage, or rebuilds a lost neighbour of it from its state."""
+        if any((member.peer, member.stage) == (peer, stage) for member in view.joining):
+            return True
+        lost = view.rebuilt if not view.started else ()
+        beside = {one.stage for one in lost if abs(one.stage - stage) == 1}
+        return any(m.peer == peer and m.stage in beside for m in view.members + view.joining)
+
+    def _suits(self, request: StateRequest) -> bool:
+        if self._copy is None or self._manifest is None:
+            return False
+        epoch, stage, step = self._copy
+        return (epoch, stage) == (request.epoch, request.stage) and step >= request.since
+
+    def _offer(self, stage: int) -> Offer:
+        assert self._copy is not None and self._manifest is not None
+        return Offer(epoch=self._copy[0], step=self._copy[2], stage=stage, manifest=self._manifest)
+
+    def _id(self) -> str:
+        return f"y/{next(self._serial)}"
+
+
+def _nothing(request: StateRequest) -> Offer:
+    return Offer(epoch=request.epoch, step=0, stage=request.stage, manifest=Manifest(hashes=(), sizes=()))
+
+
+def _chunk(request: ChunkRequest, *, gone: bool = False) -> Chunk:
+    return Chunk(epoch=request.epoch, step=request.step, stage=request.stage, chunk=request.chunk, gone=gone)

@@ -1,0 +1,286 @@
+"""Downloading a stage's state from up to DONORS of its replicas at once.
+
+The donors offer the same manifest (hashes and sizes of the chunks of one version). Each chunk comes from one of them and is compared
+with its hash. A donor that dies, lies or falls silent costs the chunks requested of it; the verified chunks stay. A late chunk is as
+good as one in time, and lengthens the patience: otherwise a line on which each chunk takes longer than the deadline would never deliver
+one. For transfer.py, which decides what to download and what to do with a whole state; the sending side is donor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal.core.latency import Latency
+from shoal.core.messages import (
+    BlobRef,
+    CheckChunk,
+    Chunk,
+    ChunkRequest,
+    Command,
+    Do,
+    Manifest,
+    Note,
+    Offer,
+    Peer,
+    Send,
+    Settings,
+    StateRequest,
+    View,
+)
+from shoal.core.replica_state import drop
+
+if TYPE_CHECKING:
+    from random import Random
+
+DONORS = 3  # replicas that a download is spread over
+CHUNKS_AT_ONCE = 2  # in flight from one donor: one travels while the other is read
+RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer get four times as long,
+DOUBLED = 4  # and twice as long, at most so many times, after each donor given up since the last chunk arrived
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The state to prepare, and the stages that it is made from: its own, or its two neighbours if it is rebuilt."""
+
+    epoch: int
+    stage: int
+    sources: tuple[int, ...]
+
+
+class Download(msgspec.Struct):
+    """One version of one source's state, on its way here. A chunk is `wanted`, `open` (requested: of which peer, when), being checked,
+    or in `have`. The driver keeps them from number `first` on."""
+
+    stage: int
+    first: int
+    step: int
+    manifest: Manifest
+    wanted: list[int]
+    donors: dict[Peer, None]
+    open: dict[int, tuple[Peer, float]] = {}
+    given_up: dict[tuple[int, Peer], float] = {}  # when that chunk was requested of that peer, which may still send it
+    checking: dict[str, tuple[int, Peer]] = {}
+    have: set[int] = set()
+
+    def holds(self, chunk: int) -> bool:
+        """It is here, if its hash is right."""
+        return chunk in self.have or any(number == chunk for number, _ in self.checking.values())
+
+    def late(self, chunk: int, peer: Peer) -> float | None:
+        """When that chunk was requested of `peer`, which was given up since; None if it was not, or is not needed any more."""
+        at = self.given_up.pop((chunk, peer), None)
+        return None if self.holds(chunk) else at
+
+
+class Downloader:
+    """transfer.py calls `begin` with what it wants, `request` to find donors, and `abandon` when it wants it no more."""
+
+    def __init__(self, name: Peer, settings: Settings, rng: Random, serial: Iterator[int]) -> None:
+        self._name, self._settings, self._rng, self._serial = name, settings, rng, serial
+        self.target: Target | None = None
+        self.current: Download | None = None
+        self.whole: list[int] = []  # chunks of each source that is here
+        self.retry_at: float | None = None
+        self._shunned: set[Peer] = set()  # donors that failed, not used again while there are others
+        self._usual = Latency()  # seconds from requesting a chunk to receiving it
+        self._misses = 0  # donors given up since the last chunk arrived
+
+    @property
+    def loaded(self) -> int:
+        """Chunks that are here and verified."""
+        return sum(self.whole) + (len(self.current.have) if self.current is not None else 0)
+
+    @property
+    def complete(self) -> bool:
+        """All sources are here."""
+        return self.target is not None and len(self.whole) == len(self.target.sources)
+
+    @property
+    def has_donors(self) -> bool:
+        return self.current is not None and bool(self.current.donors)
+
+    # ---------------------------------------------------------------------------------------------- the download
+
+    def begin(self, target: Target) -> None:
+        self.abandon()
+        self.target = target
+
+    def abandon(self) -> None:
+        """Forget the target and the chunks."""
+        self.target, self.current, self.retry_at, self._misses = None, None, None, 0
+        self._shunned.clear()
+        self.whole.clear()
+
+    def start_over(self, now: float) -> None:
+        """The chunks could not be made into a state."""
+        self.current = None
+        self.whole.clear()
+        self.wait(now)
+
+    def wait(self, now: float) -> None:
+        self.retry_at = now + RETRY_BEATS * self._settings.beat_s
+
+    def due(self, now: float) -> bool:
+        """Something is late. The deadline is then no longer set."""
+        if self.retry_at is None or now < self.retry_at:
+            return False
+        self.retry_at = None
+        return True
+
+    def request(self, view: View, since: int) -> list[Command]:
+        """Ask replicas of the next source for their state. `since`: the oldest version of the target's own stage that is useful."""
+        target, source, current = self.target, self._source, self.current
+        assert target is not None
+        able = [member.peer for member in view.members if member.stage == source and member.peer != self._name]
+        able = [peer for peer in able if current is None or peer not in current.donors]
+        if not set(able) - self._shunned:
+            self._shunned.clear()
+        able = [peer for peer in able if peer not in self._shunned]
+        chosen = self._rng.sample(able, min(DONORS, len(able)))  # none: repeated when a view brings one
+        oldest = self._oldest(view, since)
+        return [Send(peer, StateRequest(epoch=target.epoch, stage=source, since=oldest)) for peer in chosen]
+
+    def give_up_late(self, now: float) -> list[Command]:
+        """Go on without the donors whose chunks are late."""
+        assert self.current is not None
+        late = {peer for peer, at in self.current.open.values() if now - at >= self._patience_s}
+        commands: list[Command] = []
+        for peer in sorted(late):
+            self._misses += 1
+            commands += self._without(peer, "it does not answer", now)
+        if self.retry_at is None:
+            self._watch(now)
+        return commands
+
+    # -------------------------------------------------------------------------------------------------- messages
+
+    def on_offer(self, peer: Peer, offer: Offer, view: View, since: int, now: float) -> list[Command]:
+        target, source = self.target, self._source
+        if target is None or (target.epoch, source) != (offer.epoch, offer.stage):
+            return []
+        if not any((member.peer, member.stage) == (peer, source) for member in view.members):
+            return []  # only a replica of that stage has its state
+        sizes, hashes = offer.manifest.sizes, offer.manifest.hashes
+        if not sizes or len(sizes) != len(hashes) or offer.step < self._oldest(view, since):
+            if not self.has_donors:
+                self.retry_at = now + self._settings.beat_s
+            return []
+        current = self.current
+        if current is not None and (current.step, current.manifest) != (offer.step, offer.manifest):
+            if current.donors:
+                return []
+            self.current = None  # no donor has that version any more
+        if self.current is None:
+            self.current = Download(source, sum(self.whole), offer.step, offer.manifest, list(range(len(sizes))), {})
+        self.current.donors[peer] = None
+        return self.go_on(now)
+
+    def on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
+        unused = drop(tuple(blob.id for blob in blobs))
+        current, target = self.current, self.target
+        version = (chunk.epoch, chunk.stage, chunk.step)
+        if current is None or target is None or (target.epoch, current.stage, current.step) != version:
+            return unused
+        usable = not chunk.gone and not fault and len(blobs) == 1
+        donor, requested_at = current.open.get(chunk.chunk, ("", 0.0))
+        if donor == peer and not usable:
+            return unused + self._without(peer, fault or "it has moved on", now)
+        if donor != peer:
+            late = current.late(chunk.chunk, peer)
+            if late is None or not usable:
+                return unused
+            requested_at = late
+        current.open.pop(chunk.chunk, None)
+        current.wanted = [number for number in current.wanted if number != chunk.chunk]
+        self._usual.add(now - requested_at)
+        self._misses = 0
+        task = f"y/{next(self._serial)}"
+        current.checking[task] = chunk.chunk, peer
+        digest = current.manifest.hashes[chunk.chunk]
+        kept_as = current.first + chunk.chunk
+        return [Do(CheckChunk(id=task, chunk=kept_as, digest=digest, blob=blobs[0].id)), *unused]
+
+    # ------------------------------------------------------------------------------------------------ task results
+
+    def is_checking(self, task: str) -> bool:
+        return self.current is not None and task in self.current.checking
+
+    def on_right(self, task: str) -> Download | None:
+        """The chunk has its hash. Returns the download if it was the last one."""
+        current = self.current
+        assert current is not None
+        chunk, _ = current.checking.pop(task)
+        current.have.add(chunk)
+        chunks = len(current.manifest.sizes)
+        if len(current.have) < chunks:
+            return None
+        self.current = None
+        self.whole.append(chunks)
+        if not self.complete:
+            self._shunned.clear()
+        return current
+
+    def on_wrong(self, task: str, why: str, now: float) -> list[Command]:
+        """The chunk does not have its hash."""
+        assert self.current is not None
+        chunk, peer = self.current.checking.pop(task)
+        self.current.wanted.append(chunk)
+        return self._without(peer, why, now)
+
+    def go_on(self, now: float) -> list[Command]:
+        """Request as many chunks as the donors may have in flight."""
+        current, target = self.current, self.target
+        if current is None or target is None or not current.donors:
+            return []
+        commands: list[Command] = []
+        for donor in current.donors:
+            busy = sum(peer == donor for peer, _ in current.open.values())
+            while current.wanted and busy < CHUNKS_AT_ONCE:
+                chunk = current.wanted.pop(0)
+                current.open[chunk] = donor, now
+                busy += 1
+                request = ChunkRequest(epoch=target.epoch, step=current.step, stage=current.stage, chunk=chunk)
+                commands.append(Send(donor, request))
+        self._watch(now)
+        return commands
+
+    # --------------------------------------------------------------------------------------------------- private
+
+    @property
+    def _source(self) -> int:
+        """The stage whose state comes next."""
+        return self.target.sources[len(self.whole)] if self.target is not None else -1
+
+    def _oldest(self, view: View, since: int) -> int:
+        """The oldest version of the next source that is useful: neighbours' states must be those of the view."""
+        assert self.target is not None
+        return since if self._source == self.target.stage else view.step
+
+    def _watch(self, now: float) -> None:
+        """Set the deadline to when the next chunk is late."""
+        requested = [at for _, at in self.current.open.values()] if self.current is not None else []
+        self.retry_at = min(requested, default=now) + self._patience_s
+
+    @property
+    def _patience_s(self) -> float:
+        usual_s = max(RETRY_BEATS * self._settings.beat_s, 4 * (self._usual.value or 0.0))
+        return float(usual_s * 2 ** min(self._misses, DOUBLED))
+
+    def _without(self, peer: Peer, why: str, now: float) -> list[Command]:
+        """Request the open chunks of `peer`, a donor no longer, of the others."""
+        current = self.current
+        assert current is not None
+        current.donors.pop(peer, None)
+        self._shunned.add(peer)
+        lost = [chunk for chunk, (donor, _) in current.open.items() if donor == peer]
+        for chunk in lost:
+            current.given_up[chunk, peer] = current.open.pop(chunk)[1]
+        current.wanted = sorted({*current.wanted, *lost})
+        have = f"{len(current.have)} of {len(current.manifest.sizes)} chunks are here"
+        note = Note("state", f"no more of version {current.step} from {peer}: {why}; {have}")
+        if current.donors:
+            return [note, *self.go_on(now)]
+        self.retry_at = now + self._settings.beat_s
+        return [note]
