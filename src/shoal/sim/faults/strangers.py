@@ -215,27 +215,29 @@ class Strangers:
             self._count(before, view)
 
     def _count(self, before: m.View, view: m.View) -> None:
-        now = self.context.kernel.now
-        there = {one.peer for one in view.members + view.joining}
-        was = {one.peer for one in before.members + before.joining}
-        for peer in sorted(there - was):
+        """Who joined, was made to download again, or was evicted from one view to the next."""
+        then = {one.peer for one in before.members + before.joining}
+        now = {one.peer for one in view.members + view.joining}
+        for peer in sorted(now - then):
             if self._key(peer) in self.acting:
-                self.inside_s[self._key(peer)] = now
-        again = {one.peer for one in view.joining} & {one.peer for one in before.members}
-        for peer in sorted(again):
+                self.inside_s[self._key(peer)] = self.context.kernel.now
+        for peer in sorted({one.peer for one in view.joining} & {one.peer for one in before.members}):
             node = self.processes.nodes.get(peer)
             if node is not None and not node.condition.away and f"{peer} downloads its state again" in view.reason:
-                self.wronged.append(f"{now:.1f} s: {peer}, since {view.reason}")
-        for peer in sorted(was - there):
-            one, node = self.by_key.get(self._key(peer)), self.processes.nodes.get(peer)
-            if one is not None:
-                if self.acting.get(one.key):
-                    since = self.inside_s.pop(one.key, self.began_s[one.key])
-                    self.evicted.setdefault(str(one), []).append(round(now - since, 1))
-            elif node is not None and not (
-                node.condition.away or node.stopped or node.condition.leaving or view.finished
-            ):
-                self.wronged.append(f"{now:.1f} s: {peer}, since {view.reason}")
+                self._wrong(peer, view)
+        for peer in sorted(then - now):
+            self._evict(peer, view)
+
+    def _evict(self, peer: m.Peer, view: m.View) -> None:
+        one, node = self.by_key.get(self._key(peer)), self.processes.nodes.get(peer)
+        if one is not None and self.acting.get(one.key):
+            since_s = self.inside_s.pop(one.key, self.began_s[one.key])
+            self.evicted.setdefault(str(one), []).append(round(self.context.kernel.now - since_s, 1))
+        elif one is None and node is not None and node.available and not node.condition.leaving and not view.finished:
+            self._wrong(peer, view)
+
+    def _wrong(self, peer: m.Peer, view: m.View) -> None:
+        self.wronged.append(f"{self.context.kernel.now:.1f} s: {peer}, since {view.reason}")
 
     def _key(self, peer: m.Peer) -> int:
         number = peer[1:].partition(".")[0]
