@@ -1,12 +1,12 @@
-"""Peers that mean harm, beside an honest swarm: what they do, when, and what it costs the others.
+"""Hostile peers beside an honest swarm: what they do, when, and what it costs the others.
 
-An outsider has a pass and is in no view. A joiner and a member are machines of ours behind a mask, which changes, withholds and adds what
-they send. A black hole is an honest peer whose small messages pass, and whose messages with blobs vanish, one way. All of them begin
-after training has, and most go on when everything else heals. They are fewer than half of the members, found no run, and keep quiet while
-they lead or while no honest replica serves their stage: whoever decides alone, or holds the only copy, cannot be worked without.
+An outsider has a pass and is in no view. A joiner and a member are machines of ours behind a mask, which changes, withholds and adds
+messages. A black hole is an honest peer whose messages with blobs are lost in one direction. All of them begin after training has, and
+most go on when everything else heals. They are fewer than half of the members, found no run, and act honestly while they lead or while no
+honest replica serves their stage: a run cannot replace a leader that decides alone, or the only copy of a stage.
 
-What must hold is said of the honest alone (swarm.py, checkers.py). `Strangers` counts besides who was put out: `wronged` are honest
-peers that lived and were not cut off, `evicted` says how long the others had their way.
+The invariants hold for honest peers alone (swarm.py, checkers.py). `Strangers` also counts evictions: `wronged` are honest peers that
+lived and were not cut off, `evicted` says for how long each hostile peer acted.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ class Strangers:
 
     def _culprit(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
-        told = m.RoundFailed(
+        answer = m.RoundFailed(
             view.epoch, view.step, self.context.watch.newest_round, "its part is not finite", self._someone()
         )
-        yield self._leader(), told
+        yield self._leader(), answer
 
     def _saved(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
@@ -200,16 +200,16 @@ class Strangers:
         if node.machine.leading:
             self.propose(view)
         if view not in self.proposed.get(view.number, ()):
-            told = f"view {view.number} was proposed by nobody who leads: {view!r:.400}"
-            self.context.watch.report(node.name, "forged", told)
+            text = f"view {view.number} was proposed by nobody who leads: {view!r:.400}"
+            self.context.watch.report(node.name, "forged", text)
         if view.number in self._views:
             return
         self._views[view.number] = view
         if view.last is not None and all(digest in self.context.world.reduced for digest in view.last.digests):
             wanted = sum(map(norm_sq, view.last.digests))
             if not math.isclose(view.last.norm**2, wanted, rel_tol=1e-9):
-                told = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted**0.5:g}"
-                self.context.watch.report(node.name, "norm", told)
+                text = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted**0.5:g}"
+                self.context.watch.report(node.name, "norm", text)
         before = self._views.get(view.number - 1)
         if before is not None:
             self._count(before, view)
@@ -244,7 +244,7 @@ class Strangers:
         return int(number) if number.isascii() and number.isdigit() else -1  # of a name that an attack made up
 
     def alone(self) -> str:
-        """A stage that only hostile peers serve, though no honest one was put out: no run can do without what they alone hold."""
+        """A stage that only hostile peers serve though no honest one was evicted: no run can go on without its state."""
         if self.wronged:
             return ""
         for stage in range(self.context.settings.stages):
@@ -365,18 +365,18 @@ class HostileMask:
         """Whatever was asked is to wait for ever."""
         if isinstance(message, m.Output | m.Gradient | m.Pending):
             backward = isinstance(message, m.Gradient)
-            told = m.Busy(message.epoch, message.step, message.index, message.stage, message.attempt, backward, 1e308)
-            return told, ()
+            answer = m.Busy(message.epoch, message.step, message.index, message.stage, message.attempt, backward, 1e308)
+            return answer, ()
         return message, values
 
     def _missing(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """Whatever was asked could not be done, and is done again elsewhere."""
         if isinstance(message, m.Output | m.Gradient):
             backward = isinstance(message, m.Gradient)
-            told = m.Missing(
+            answer = m.Missing(
                 message.epoch, message.step, message.index, message.stage, message.attempt, backward, False
             )
-            return told, ()
+            return answer, ()
         return message, values
 
 

@@ -15,7 +15,7 @@ from shoal.planner.strategy.problem import Problem, basis, best_stages, stages_t
 from shoal.planner.strategy.seating import Refusal
 
 
-def told(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Plan:
+def described(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Plan:
     """The first of the played options as a Plan; the others are its runners-up."""
     best, devices = played[0], problem.cluster.devices
     seats, made = best.seats, problem.profile
@@ -67,7 +67,7 @@ def _stage(problem: Problem, option: Option, number: int) -> StagePlan:
 def _peers(problem: Problem, option: Option, memory_bytes: tuple[float, ...]) -> tuple[PeerPlan, ...]:
     """By seat."""
     seats, step = option.seats, option.step
-    assert step is not None, "only played options are told"
+    assert step is not None, "only played options become plans"
     return tuple(
         PeerPlan(
             problem.cluster.devices[device].name,
@@ -94,7 +94,7 @@ def _seat_routes(seats: Seats) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 def _prediction(problem: Problem, option: Option) -> Prediction:
     step = option.step
-    assert step is not None, "only played options are told"
+    assert step is not None, "only played options become plans"
     devices = problem.cluster.devices
     price = 24 * sum(devices[d].price_per_h for d, stage in enumerate(option.seats.stage_of) if stage >= 0)
     return Prediction(
