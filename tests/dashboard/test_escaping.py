@@ -139,7 +139,7 @@ def test_a_machines_name_cannot_write_into_cluster_toml() -> None:
     assert measured.named([quoted]) == ["ab = 1"]
     text = measured.cluster_text(
         [measured.Machine(name, device) for name in measured.named([device])],
-        [measured.Link("a", "b", 0.0, 0.0, HOSTILE)],
+        [measured.MeasuredLink("a", "b", 0.0, 0.0, HOSTILE)],
     )
     assert_harmless(text, but="\n")
 

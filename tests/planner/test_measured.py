@@ -9,7 +9,7 @@ import pytest
 
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.cluster import Device
-from shoal.planner.inputs.measured import Link, Machine, cluster_text, device_from, device_text, named
+from shoal.planner.inputs.measured import Machine, MeasuredLink, cluster_text, device_from, device_text, named
 
 GPU = Device(
     name="lab",
@@ -43,7 +43,7 @@ def test_peers_of_one_machine_are_numbered_and_unknown_ones_too() -> None:
 
 def test_a_measured_cluster_is_read_back_with_each_direction_of_its_own(tmp_path: Path) -> None:
     machines = [Machine("lab-0", GPU, 1.25e6, 2.5e6), Machine("lab-1", GPU)]
-    links = [Link("lab-0", "lab-1", 0.02, 1e6), Link("lab-1", "lab-0", 0.03, 2e6)]
+    links = [MeasuredLink("lab-0", "lab-1", 0.02, 1e6), MeasuredLink("lab-1", "lab-0", 0.03, 2e6)]
     file = tmp_path / "cluster.toml"
     file.write_text(cluster_text(machines, links, ("measured",)))
     found = cluster.read(file)
@@ -56,12 +56,12 @@ def test_a_measured_cluster_is_read_back_with_each_direction_of_its_own(tmp_path
 
 def test_what_could_not_be_measured_is_not_made_up(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    good, lost = Link("a", "b", 0.02, 1e6), Link("b", "a", 0.0, 0.0, "no answer\nwithin 10 s")
+    good, lost = MeasuredLink("a", "b", 0.02, 1e6), MeasuredLink("b", "a", 0.0, 0.0, "no answer\nwithin 10 s")
     device = Device(name="", flops=1e9)
     file.write_text(cluster_text([Machine("a", device), Machine("b", device)], [good, lost]))
     with pytest.raises(ValueError, match="no bandwidth from b to a"):
         cluster.read(file)
-    file.write_text(cluster_text([Machine("a", device), Machine("b", None)], [good, Link("b", "a", 0.02, 1e6)]))
+    file.write_text(cluster_text([Machine("a", device), Machine("b", None)], [good, MeasuredLink("b", "a", 0.02, 1e6)]))
     with pytest.raises(ValueError, match="device 2 lacks flops"):
         cluster.read(file)
 

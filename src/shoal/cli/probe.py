@@ -225,7 +225,7 @@ def _cluster(found: Survey, title: str) -> str:
         for peer, name, device in zip(found.peers, names, devices, strict=True)
     ]
     links = [
-        measured.Link(name_of[a], name_of[b], link.delay_s, link.bandwidth_Bps, link.reason)
+        measured.MeasuredLink(name_of[a], name_of[b], link.delay_s, link.bandwidth_Bps, link.reason)
         for (a, b), link in sorted(found.links.items(), key=lambda item: (name_of[item[0][0]], name_of[item[0][1]]))
     ]
     notes = [

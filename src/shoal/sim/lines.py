@@ -78,8 +78,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
             case m.Cut():
                 return encode_s(travel.averaging, task.bounds[-1] - task.bounds[0])
             case m.AddRow() | m.Add():  # parts as long as their sum
-                came = sum(map(_values, inputs))
-                return decode_s(travel.averaging, came) + encode_s(travel.averaging, came / len(inputs))
+                received = sum(map(_values, inputs))
+                return decode_s(travel.averaging, received) + encode_s(travel.averaging, received / len(inputs))
             case m.Gather():
                 return decode_s(travel.averaging, sum(map(_values, inputs)))
         return 0.0

@@ -31,7 +31,7 @@ from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Scenario
 from shoal.sim.swarm import Outcome, Swarm
 
-TELL_S = 30.0  # between lines of progress
+PROGRESS_S = 30.0  # between lines of progress
 
 
 class SeedResult(msgspec.Struct, frozen=True):
@@ -96,12 +96,12 @@ def describe(line: SeedResult) -> str:
         f"seed {line.seed}: {verdict}, {line.committed} steps committed, {line.redone} bookings redone, "
         f"{line.virtual_s:.0f} virtual s, {line.events} events, {line.events_per_s:.0f} events/s{stuck}"
     )
-    told = [f"  hostile: {', '.join(line.hostile)}"] if line.hostile else []
-    told += [
+    lines = [f"  hostile: {', '.join(line.hostile)}"] if line.hostile else []
+    lines += [
         f"  evicted: {who} after {', '.join(f'{one:.0f}' for one in after)} s" for who, after in line.evicted.items()
     ]
-    told += [f"  wronged: {who}" for who in line.wronged]
-    return "\n".join([text, *told, *(f"  {violation}" for violation in line.violations[:10])])
+    lines += [f"  wronged: {who}" for who in line.wronged]
+    return "\n".join([text, *lines, *(f"  {violation}" for violation in line.violations[:10])])
 
 
 class Tracer:
@@ -154,7 +154,7 @@ class Tally:
         self.wronged = 0  # honest peers evicted or sent to begin anew, beside hostile ones
         self.evicted_s: list[float] = []  # after how long each hostile one was
         self.failed: list[SeedResult] = []
-        self._began = self._told = time.perf_counter()
+        self._began = self._reported = time.perf_counter()
 
     def add(self, line: SeedResult) -> None:
         self.seeds += 1
@@ -164,8 +164,8 @@ class Tally:
         self.evicted_s += [one for after in line.evicted.values() for one in after]
         if not line.ok:
             self.failed.append(line)
-        if time.perf_counter() - self._told > TELL_S:
-            self._told = time.perf_counter()
+        if time.perf_counter() - self._reported > PROGRESS_S:
+            self._reported = time.perf_counter()
             print(f"{line.scenario}: {self}", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
@@ -227,25 +227,30 @@ def _all(
         ):
             for kind, count in line.struck.items():
                 struck[kind] = struck.get(kind, 0) + count
-            if notes:
-                print("\n".join(notes))
-            if given.json:
-                print(msgspec.json.encode(line).decode(), flush=True)
-            elif not line.ok or len(chosen) <= 20:
-                print(describe(line), flush=True)
+            _show(line, notes, given.json, described=len(chosen) <= 20)
             before.add(line)
             tally.add(line)
-            if not line.ok:
-                print(f"rerun: {line.rerun}", file=sys.stderr, flush=True)
             if not line.ok and not given.keep_going:
                 break
         if many and not given.json:
-            print(f"{scenario.name}: {before}{_told(struck)}", flush=True)
+            print(f"{scenario.name}: {before}{_struck(struck)}", flush=True)
         if tally.failed and not given.keep_going:
             break
     if not given.json:
         print(tally)
     return bool(tally.failed)
+
+
+def _show(line: SeedResult, notes: list[str] | None, json: bool, described: bool) -> None:
+    """Print one seed's result. `described`: in words, even if no invariant was broken."""
+    if notes:
+        print("\n".join(notes))
+    if json:
+        print(msgspec.json.encode(line).decode(), flush=True)
+    elif not line.ok or described:
+        print(describe(line), flush=True)
+    if not line.ok:
+        print(f"rerun: {line.rerun}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -289,7 +294,7 @@ def _one(given: argparse.Namespace, scenario: Scenario, seed: int, many: bool) -
     return line, swarm.context.notes
 
 
-def _told(struck: dict[str, int]) -> str:
+def _struck(struck: dict[str, int]) -> str:
     words = ", ".join(f"{count} {kind}" for kind, count in sorted(struck.items()))
     return f"; struck: {words}" if words else ""
 

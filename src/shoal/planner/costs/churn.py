@@ -30,10 +30,10 @@ class Churn(msgspec.Struct, frozen=True):
 
 def expected(plan: Plan, cluster: Cluster, silence_s: float, checkpoint_steps: int) -> Churn:
     """`checkpoint_steps`: between two checkpoints; 0 = none before the end, and then an hour is at stake."""
-    told = plan.predicted
-    assert told is not None, "a plan that was just made has its numbers"
+    predicted = plan.predicted
+    assert predicted is not None, "a plan that was just made has its numbers"
     rate_of = {device.name: device.losses_per_h for device in cluster.devices}
-    undone_s = checkpoint_steps / 2 * told.step_s if checkpoint_steps else 3600.0
+    undone_s = checkpoint_steps / 2 * predicted.step_s if checkpoint_steps else 3600.0
     losses, fatal, lost_s = 0.0, 0.0, 0.0
     worst: tuple[float, int, str] = (0.0, 0, "")
     for number, stage in enumerate(plan.stages):
@@ -42,7 +42,7 @@ def expected(plan: Plan, cluster: Cluster, silence_s: float, checkpoint_steps: i
             continue
         others = len(stage.peers) - 1
         if others:
-            each_s = silence_s + 0.5 * told.microbatches_s / others + told.microbatches_s / len(stage.peers)
+            each_s = silence_s + 0.5 * predicted.microbatches_s / others + predicted.microbatches_s / len(stage.peers)
         else:
             each_s = silence_s + undone_s
             fatal += rate

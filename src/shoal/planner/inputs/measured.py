@@ -16,7 +16,7 @@ DEVICE_FILE = (
 _FIELDS = ("memory_bytes", "host_memory_bytes", "host_Bps", "up_Bps", "down_Bps", "disk_Bps")
 
 
-class Link(msgspec.Struct, frozen=True):
+class MeasuredLink(msgspec.Struct, frozen=True):
     """One direction between two devices, by name. No bandwidth: it could not be measured, for this `reason`."""
 
     source: str
@@ -64,7 +64,7 @@ def named(devices: Sequence[Device | None]) -> list[str]:
     return names
 
 
-def cluster_text(machines: Sequence[Machine], links: Sequence[Link], notes: Sequence[str] = ()) -> str:
+def cluster_text(machines: Sequence[Machine], links: Sequence[MeasuredLink], notes: Sequence[str] = ()) -> str:
     """cluster.toml: every link measured, one way each."""
     lines = [f"# {note}" for note in notes]
     lines += ["", "links = ["]

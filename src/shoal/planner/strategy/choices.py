@@ -30,7 +30,7 @@ def choose(problem: Problem, allow: tuple[str, ...], decide: Decide, peers_divid
 
     `peers_divide(peers)`: can a local step's batch be shared out to so many? The problem has the configured travel and local
     steps, from which each option differs in one thing."""
-    told: list[Choice] = []
+    compared: list[Choice] = []
     best, configured = decide(problem), problem.travel
     codes: list[str] = [how for how in ("bf16", "int8", "int4") if how in allow]
     backwards = [how for how in codes if how in BACK]
@@ -38,14 +38,14 @@ def choose(problem: Problem, allow: tuple[str, ...], decide: Decide, peers_divid
     for how in codes:
         back = how if how in BACK else backwards[-1] if backwards else configured.gradients
         boundary.append(msgspec.structs.replace(configured, activations=how, gradients=back))
-    problem, best = _step(problem, best, "boundary", boundary, decide, told)
-    problem, best = _step(problem, best, "averaging", _averaging(problem, codes), decide, told)
+    problem, best = _step(problem, best, "boundary", boundary, decide, compared)
+    problem, best = _step(problem, best, "averaging", _averaging(problem, codes), decide, compared)
     if "local_steps" in allow:
         travel = msgspec.structs.replace(configured, averaging=problem.travel.averaging)  # one stage has no boundaries
-        local, made = _local(msgspec.structs.replace(problem, travel=travel), best, decide, peers_divide, told)
+        local, made = _local(msgspec.structs.replace(problem, travel=travel), best, decide, peers_divide, compared)
         if made is not best:  # and what is left of averaging may be encoded
-            problem, best = _step(local, made, "averaging", _averaging(local, codes), decide, told)
-    return msgspec.structs.replace(best, choices=tuple(told))
+            problem, best = _step(local, made, "averaging", _averaging(local, codes), decide, compared)
+    return msgspec.structs.replace(best, choices=tuple(compared))
 
 
 def _averaging(problem: Problem, codes: list[str]) -> list[codec.Travel]:
@@ -53,7 +53,7 @@ def _averaging(problem: Problem, codes: list[str]) -> list[codec.Travel]:
 
 
 def _step(
-    problem: Problem, best: Plan, what: str, travels: list[codec.Travel], decide: Decide, told: list[Choice]
+    problem: Problem, best: Plan, what: str, travels: list[codec.Travel], decide: Decide, compared: list[Choice]
 ) -> tuple[Problem, Plan]:
     """The one of these ways to travel that gives most, if it gives enough."""
     found = [(problem, best)]
@@ -65,12 +65,12 @@ def _step(
     if tokens_per_s(chosen[1]) < GAIN * tokens_per_s(best):
         chosen = found[0]
     if len(found) > 1:
-        told += [_told(what, _name(what, other.travel), made, other is chosen[0]) for other, made in found]
+        compared += [_choice(what, _name(what, other.travel), made, other is chosen[0]) for other, made in found]
     return chosen
 
 
 def _local(
-    problem: Problem, best: Plan, decide: Decide, peers_divide: Callable[[int], bool], told: list[Choice]
+    problem: Problem, best: Plan, decide: Decide, peers_divide: Callable[[int], bool], compared: list[Choice]
 ) -> tuple[Problem, Plan]:
     """With the fewest local steps that bring nearly all that more of them would; the plan itself when that gives too little."""
     if problem.emulated_s or problem.local_steps > 1 or not peers_divide(len(problem.cluster.devices)):
@@ -89,7 +89,7 @@ def _local(
     chosen = next(entry for entry in found if tokens_per_s(entry[1]) >= ENOUGH * most)
     if tokens_per_s(chosen[1]) < GAIN * tokens_per_s(best):
         chosen = found[0]
-    told += [_told("local steps", str(other.local_steps), made, other is chosen[0]) for other, made in found]
+    compared += [_choice("local steps", str(other.local_steps), made, other is chosen[0]) for other, made in found]
     return chosen
 
 
@@ -117,7 +117,7 @@ def _name(what: str, travel: codec.Travel) -> str:
     return travel.averaging if what == "averaging" else f"{travel.activations} there, {travel.gradients} back"
 
 
-def _told(what: str, how: str, made: Plan, taken: bool) -> Choice:
+def _choice(what: str, how: str, made: Plan, taken: bool) -> Choice:
     assert made.predicted is not None
-    told = made.predicted
-    return Choice(what, how, told.step_s, told.tokens_per_s, told.sent_bytes, told.codec_s, taken)
+    predicted = made.predicted
+    return Choice(what, how, predicted.step_s, predicted.tokens_per_s, predicted.sent_bytes, predicted.codec_s, taken)

@@ -124,12 +124,12 @@ def load(path: str | Path) -> Plan:
     try:
         return msgspec.json.decode(data.decode(), type=Plan)
     except UnicodeDecodeError as error:
-        told = f"byte {error.start} is no UTF-8 text; is it the right file?"
+        problem = f"byte {error.start} is no UTF-8 text; is it the right file?"
     except msgspec.ValidationError as error:
-        told = _no_plan(str(error), json.loads(data))
+        problem = _no_plan(str(error), json.loads(data))
     except msgspec.DecodeError as error:
-        told = _no_json(data.decode(), str(error))
-    raise ValueError(f"{path} is not a plan: {told}. A whole one: `shoal plan CONFIG --cluster FILE --out {path}`")
+        problem = _no_json(data.decode(), str(error))
+    raise ValueError(f"{path} is not a plan: {problem}. A whole one: `shoal plan CONFIG --cluster FILE --out {path}`")
 
 
 def validate(plan: Plan, profile: Profile, cluster: Cluster, value_bytes: int) -> list[str]:

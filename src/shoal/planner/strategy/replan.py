@@ -64,14 +64,14 @@ def replan(
     assert fresh.predicted is not None
     then_s, move_s = fresh.predicted.step_s, change_s(fresh, problem, running, now_s)
     saved_s = running.steps_left * (now_s - then_s)
-    told = f"{words}; a step takes {_s(now_s)} as it is and {_s(then_s)} with the new plan"
+    text = f"{words}; a step takes {_s(now_s)} as it is and {_s(then_s)} with the new plan"
     if not saved_s > GAIN * move_s:
         left = (
             f"over {running.steps_left} steps that saves {_s(max(saved_s, 0.0))}, and changing over costs {_s(move_s)}"
         )
-        return Verdict(None, f"{told}: {left}; the run goes on as it is", changed, now_s, then_s, move_s)
+        return Verdict(None, f"{text}: {left}; the run goes on as it is", changed, now_s, then_s, move_s)
     pays = f"changing over costs {_s(move_s)} and saves {_s(saved_s)} until the end"
-    return Verdict(fresh, f"{told}: {pays}", changed, now_s, then_s, move_s)
+    return Verdict(fresh, f"{text}: {pays}", changed, now_s, then_s, move_s)
 
 
 def difference(old: Plan, serving: Mapping[str, int]) -> tuple[float, str]:

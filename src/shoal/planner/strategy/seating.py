@@ -45,7 +45,6 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Re
         return Refusal(text)
     cut = spans(blocks, stages)
     work = [problem.profile.stage(span) for span in cut]
-    flops = [4 * stage.flops or 1.0 for stage in work]
     stage_of = [-1] * len(devices)
     rate = [0.0] * stages
     by_memory = sorted(fleet, key=lambda i: (-(devices[i].memory_bytes or math.inf), -devices[i].flops, i))
@@ -59,18 +58,24 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Re
             )
             return Refusal(text + ("" if problem.swapping else ", or --swap"), lacks)
         stage_of[device], rate[stage] = stage, devices[device].flops
-    left = sorted((i for i in fleet if stage_of[i] < 0), key=lambda i: (-devices[i].flops, i))
-    for device in left:
-        fits = [s for s in range(stages) if lacks_bytes(problem, cut[s], devices[device]) <= 0]
-        if fits:
-            stage = min(fits, key=lambda s: (rate[s] / flops[s], s))
-            stage_of[device] = stage
-            rate[stage] += devices[device].flops
+    _fill(problem, cut, [device for device in fleet if stage_of[device] < 0], stage_of, rate)
     if problem.uneven:
         other = _balanced(problem, cut, rate)
         if all(lacks_bytes(problem, other[s], devices[d]) <= 0 for d, s in enumerate(stage_of) if s >= 0):
             cut = other
     return placed(problem, cut, tuple(stage_of))
+
+
+def _fill(problem: Problem, cut: tuple[range, ...], left: list[int], stage_of: list[int], rate: list[float]) -> None:
+    """Seats the devices that are left, the fastest first, each where least FLOP/s serve the stage's work so far."""
+    devices = problem.cluster.devices
+    flops = [4 * problem.profile.stage(span).flops or 1.0 for span in cut]
+    for device in sorted(left, key=lambda i: (-devices[i].flops, i)):
+        fits = [s for s, span in enumerate(cut) if lacks_bytes(problem, span, devices[device]) <= 0]
+        if fits:
+            stage = min(fits, key=lambda s: (rate[s] / flops[s], s))
+            stage_of[device] = stage
+            rate[stage] += devices[device].flops
 
 
 def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: int) -> Option:

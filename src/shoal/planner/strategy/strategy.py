@@ -18,11 +18,11 @@ import numpy as np
 from shoal import units
 from shoal.planner.prediction import wiring
 from shoal.planner.prediction.step import predict, weighted
+from shoal.planner.strategy.describing import described
 from shoal.planner.strategy.plan import Plan
 from shoal.planner.strategy.pricing import Option, as_planned, owning
 from shoal.planner.strategy.problem import Problem, best_stages, stages_text
 from shoal.planner.strategy.seating import Refusal, fleets, improved, seated
-from shoal.planner.strategy.telling import told
 
 SIZES = (0.25, 0.5, 1, 2, 4)  # of the configured microbatch
 PLAYED = 4  # numbers of stages whose step is played, the best by the rough formula
@@ -60,7 +60,7 @@ def decide(problem: Problem, rng: np.random.Generator, budget: int = 400, stages
     played.sort(key=_step_s)
     played[:WIRED] = [_wired(problem, option, rng) for option in played[:WIRED]]
     played.sort(key=_step_s)
-    return told(problem, played, refusals)
+    return described(problem, played, refusals)
 
 
 def decide_sizes(

@@ -1,4 +1,4 @@
-"""Reads records of spot instances that came and went: when, which node, and whether it came.
+"""Reads records of spot instances that were added and removed: when, which node, and which of both.
 
 Two public formats: lines of `milliseconds,add|remove,node` (Bamboo's), and JSON lines
 `[milliseconds, "add"|"remove"|"no-op", {"nodes": [...]}]` (Parcae's). For `shoal chaos --trace` and benchmarks/rebalance.py; what is
@@ -88,7 +88,7 @@ def _seconds(time_ms: float) -> float:
 
 
 def some(changes: Iterable[Change], one_of: int) -> tuple[Change, ...]:
-    """The record of a smaller cluster: every `one_of`-th node, in the order in which they first came."""
+    """The record of a smaller cluster: every `one_of`-th node, in the order in which they were first added."""
     order: dict[str, int] = {}
     kept = []
     for change in changes:

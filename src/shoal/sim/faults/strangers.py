@@ -1,12 +1,12 @@
-"""Peers that mean harm, beside an honest swarm: what they do, when, and what it costs the others.
+"""Hostile peers beside an honest swarm: what they do, when, and what it costs the others.
 
-An outsider has a pass and is in no view. A joiner and a member are machines of ours behind a mask, which changes, withholds and adds what
-they send. A black hole is an honest peer whose small messages pass, and whose messages with blobs vanish, one way. All of them begin
-after training has, and most go on when everything else heals. They are fewer than half of the members, found no run, and keep quiet while
-they lead or while no honest replica serves their stage: whoever decides alone, or holds the only copy, cannot be worked without.
+An outsider has a pass and is in no view. A joiner and a member are machines of ours behind a mask, which changes, withholds and adds
+messages. A black hole is an honest peer whose messages with blobs are lost in one direction. All of them begin after training has, and
+most go on when everything else heals. They are fewer than half of the members, found no run, and act honestly while they lead or while no
+honest replica serves their stage: a run cannot replace a leader that decides alone, or the only copy of a stage.
 
-What must hold is said of the honest alone (swarm.py, checkers.py). `Strangers` counts besides who was evicted: `wronged` are honest
-peers that lived and were not cut off, `evicted` says how long the others had their way.
+The invariants hold for honest peers alone (swarm.py, checkers.py). `Strangers` also counts evictions: `wronged` are honest peers that
+lived and were not cut off, `evicted` says for how long each hostile peer acted.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ class Strangers:
 
     def _culprit(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
-        told = m.RoundFailed(
+        answer = m.RoundFailed(
             view.epoch, view.step, self.context.watch.newest_round, "its part is not finite", self._someone()
         )
-        yield self._leader(), told
+        yield self._leader(), answer
 
     def _saved(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
@@ -200,49 +200,51 @@ class Strangers:
         if node.machine.leading:
             self.propose(view)
         if view not in self.proposed.get(view.number, ()):
-            told = f"view {view.number} was proposed by nobody who leads: {view!r:.400}"
-            self.context.watch.report(node.name, "forged", told)
+            text = f"view {view.number} was proposed by nobody who leads: {view!r:.400}"
+            self.context.watch.report(node.name, "forged", text)
         if view.number in self._views:
             return
         self._views[view.number] = view
         if view.last is not None and all(digest in self.context.world.reduced for digest in view.last.digests):
             wanted = sum(map(norm_sq, view.last.digests))
             if not math.isclose(view.last.norm**2, wanted, rel_tol=1e-9):
-                told = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted**0.5:g}"
-                self.context.watch.report(node.name, "norm", told)
+                text = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted**0.5:g}"
+                self.context.watch.report(node.name, "norm", text)
         before = self._views.get(view.number - 1)
         if before is not None:
             self._count(before, view)
 
     def _count(self, before: m.View, view: m.View) -> None:
-        now = self.context.kernel.now
-        there = {one.peer for one in view.members + view.joining}
-        was = {one.peer for one in before.members + before.joining}
-        for peer in sorted(there - was):
+        """Who joined, was made to download again, or was evicted from one view to the next."""
+        then = {one.peer for one in before.members + before.joining}
+        now = {one.peer for one in view.members + view.joining}
+        for peer in sorted(now - then):
             if self._key(peer) in self.acting:
-                self.inside_s[self._key(peer)] = now
-        again = {one.peer for one in view.joining} & {one.peer for one in before.members}
-        for peer in sorted(again):
+                self.inside_s[self._key(peer)] = self.context.kernel.now
+        for peer in sorted({one.peer for one in view.joining} & {one.peer for one in before.members}):
             node = self.processes.nodes.get(peer)
             if node is not None and not node.condition.away and f"{peer} downloads its state again" in view.reason:
-                self.wronged.append(f"{now:.1f} s: {peer}, since {view.reason}")
-        for peer in sorted(was - there):
-            one, node = self.by_key.get(self._key(peer)), self.processes.nodes.get(peer)
-            if one is not None:
-                if self.acting.get(one.key):
-                    since = self.inside_s.pop(one.key, self.began_s[one.key])
-                    self.evicted.setdefault(str(one), []).append(round(now - since, 1))
-            elif node is not None and not (
-                node.condition.away or node.stopped or node.condition.leaving or view.finished
-            ):
-                self.wronged.append(f"{now:.1f} s: {peer}, since {view.reason}")
+                self._wrong(peer, view)
+        for peer in sorted(then - now):
+            self._evict(peer, view)
+
+    def _evict(self, peer: m.Peer, view: m.View) -> None:
+        one, node = self.by_key.get(self._key(peer)), self.processes.nodes.get(peer)
+        if one is not None and self.acting.get(one.key):
+            since_s = self.inside_s.pop(one.key, self.began_s[one.key])
+            self.evicted.setdefault(str(one), []).append(round(self.context.kernel.now - since_s, 1))
+        elif one is None and node is not None and node.available and not node.condition.leaving and not view.finished:
+            self._wrong(peer, view)
+
+    def _wrong(self, peer: m.Peer, view: m.View) -> None:
+        self.wronged.append(f"{self.context.kernel.now:.1f} s: {peer}, since {view.reason}")
 
     def _key(self, peer: m.Peer) -> int:
         number = peer[1:].partition(".")[0]
         return int(number) if number.isascii() and number.isdigit() else -1  # of a name that an attack made up
 
     def alone(self) -> str:
-        """A stage that only hostile peers serve, though no honest one was evicted: no run can do without what they alone hold."""
+        """A stage that only hostile peers serve though no honest one was evicted: no run can go on without its state."""
         if self.wronged:
             return ""
         for stage in range(self.context.settings.stages):
@@ -363,18 +365,18 @@ class HostileMask:
         """Whatever was asked is to wait for ever."""
         if isinstance(message, m.Output | m.Gradient | m.Pending):
             backward = isinstance(message, m.Gradient)
-            told = m.Busy(message.epoch, message.step, message.index, message.stage, message.attempt, backward, 1e308)
-            return told, ()
+            answer = m.Busy(message.epoch, message.step, message.index, message.stage, message.attempt, backward, 1e308)
+            return answer, ()
         return message, values
 
     def _missing(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """Whatever was asked could not be done, and is done again elsewhere."""
         if isinstance(message, m.Output | m.Gradient):
             backward = isinstance(message, m.Gradient)
-            told = m.Missing(
+            answer = m.Missing(
                 message.epoch, message.step, message.index, message.stage, message.attempt, backward, False
             )
-            return told, ()
+            return answer, ()
         return message, values
 
 

@@ -108,7 +108,7 @@ def a_region(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 
 
 def region_cut(injector: Injector, planned: PlannedFault, rng: Random) -> None:
-    """One region hears nobody else and is not heard."""
+    """One region neither receives from the others nor reaches them."""
     names = _region(injector, rng)
     if names:
         _isolate(injector, planned, names, both=True)
@@ -123,7 +123,7 @@ def cut(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 
 
 def way(injector: Injector, planned: PlannedFault, rng: Random) -> None:
-    """One peer is not heard by the others, or hears nothing of them."""
+    """One peer does not reach the others, or receives nothing from them."""
     node = injector.victim(rng)
     if node is not None:
         _isolate(injector, planned, [node.name], both=False, out=rng.random() < 0.5)

@@ -17,7 +17,7 @@ from shoal.sim.faults import hostile
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario, Strikes
 
 TIGHT = 2.0  # patience where servers keep six microbatches of a step and pass them nearly one by one
-BLOB_BYTES = 100  # of any tensor, as the machines are told; links count the scenario's own
+BLOB_BYTES = 100  # of any tensor, as the machines see it; links count the scenario's own
 Limits = TypeVar("Limits", Messages, Happenings, Strikes)
 
 

@@ -40,7 +40,7 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     joiners: int = 0
     pauses: int = 0  # stopped for up to 12 s, then continued
     halves: int = 0  # the network parts in two
-    one_ways: int = 0  # one peer is not heard (or hears nothing) by some others
+    one_ways: int = 0  # messages from (or to) one peer do not reach some others
     slows: int = 0  # one peer computes 10 times slower
     jumps: int = 0  # one peer's clock jumps ahead
     full_disks: int = 0
@@ -65,7 +65,7 @@ class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     wipes: int = 0  # everybody; the same command is started again
     rows: int = 0  # in the exchanges of an averaging: what a row adds up (or a group of one row),
     columns: int = 0  # what the rows' sums add up to,
-    tellings: int = 0  # that every replica is told
+    tellings: int = 0  # the sums that every replica receives
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,8 +93,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     happenings: Happenings = Happenings()
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
-    strangers: tuple[int, int] = (0, 0)  # hostile peers (strangers.py)
-    acts: tuple[str, ...] = ()  # what those do, as place/act; nothing: anything
+    strangers: tuple[int, int] = (0, 0)  # hostile peers (faults/strangers.py)
+    acts: tuple[str, ...] = ()  # what those do, as role/act; empty: anything
     regions: tuple[int, int] = (1, 1)  # links within one are fast, between two slow
     faults_s: float = 25.0  # counted from the start of training; then everything heals
     start_s: float = 90.0  # the run must have started by then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -14,26 +15,11 @@ from shoal.planner.strategy.problem import Problem, basis, best_stages, stages_t
 from shoal.planner.strategy.seating import Refusal
 
 
-def told(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Plan:
+def described(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Plan:
+    """The first of the played options as a Plan; the others are its runners-up."""
     best, devices = played[0], problem.cluster.devices
     seats, made = best.seats, problem.profile
-    stages = []
-    for number, span in enumerate(best.cut):
-        group = seats.replicas(number)
-        what = made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer
-        need = memory.swapping(*what) if best.swaps[number] else memory.resident(*what)
-        rates = [1 / hop_s(seats, d) for d in group]
-        kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
-        need = msgspec.structs.replace(need, kept_bytes=kept_bytes)
-        memory_bytes = max(memory.peak(need, devices[d]) for d in group)
-        last = number == best.stages - 1
-        slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
-        names = tuple(devices[d].name for d in group)
-        kind = "swapping" if best.swaps[number] else "resident"
-        gradient_bytes = seats.gradient_bytes[number]
-        stages.append(
-            StagePlan(span.start, span.stop, names, kind, memory_bytes, slowest_s, gradient_bytes, kept_bytes)
-        )
+    stages = tuple(_stage(problem, best, number) for number in range(best.stages))
     left_out = tuple(devices[d].name for d, stage in enumerate(seats.stage_of) if stage < 0)
     runners_up = tuple(
         f"{stages_text(option.stages)}: {option.step.step_s:.3g} s a step ({option.step.bottleneck})"
@@ -42,7 +28,7 @@ def told(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pla
     )
     return Plan(
         problem.shape.layers,
-        tuple(stages),
+        stages,
         left_out,
         _reason(problem, played, refusals),
         _prediction(problem, best),
@@ -60,10 +46,28 @@ def told(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Pla
     )
 
 
+def _stage(problem: Problem, option: Option, number: int) -> StagePlan:
+    """One stage: its peers, the memory of the fullest, the seconds of the slowest."""
+    seats, made, span = option.seats, problem.profile, option.cut[number]
+    devices, group = problem.cluster.devices, option.seats.replicas(number)
+    what = made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer
+    need = memory.swapping(*what) if option.swaps[number] else memory.resident(*what)
+    rates = [1 / hop_s(seats, d) for d in group]
+    kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
+    need = msgspec.structs.replace(need, kept_bytes=kept_bytes)
+    memory_bytes = max(memory.peak(need, devices[d]) for d in group)
+    last = number == option.stages - 1
+    slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
+    names = tuple(devices[d].name for d in group)
+    kind: Literal["swapping", "resident"] = "swapping" if option.swaps[number] else "resident"
+    gradient_bytes = seats.gradient_bytes[number]
+    return StagePlan(span.start, span.stop, names, kind, memory_bytes, slowest_s, gradient_bytes, kept_bytes)
+
+
 def _peers(problem: Problem, option: Option, memory_bytes: tuple[float, ...]) -> tuple[PeerPlan, ...]:
     """By seat."""
     seats, step = option.seats, option.step
-    assert step is not None, "only played options are told"
+    assert step is not None, "only played options become plans"
     return tuple(
         PeerPlan(
             problem.cluster.devices[device].name,
@@ -90,7 +94,7 @@ def _seat_routes(seats: Seats) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 def _prediction(problem: Problem, option: Option) -> Prediction:
     step = option.step
-    assert step is not None, "only played options are told"
+    assert step is not None, "only played options become plans"
     devices = problem.cluster.devices
     price = 24 * sum(devices[d].price_per_h for d, stage in enumerate(option.seats.stage_of) if stage >= 0)
     return Prediction(
