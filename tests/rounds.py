@@ -196,7 +196,7 @@ class Group:
             self.reduced[name] = message
         elif isinstance(message, RoundFailed):
             self.failures[name] = message
-        elif isinstance(message, GatherChunk) and message.heard:
+        elif isinstance(message, GatherChunk) and message.to_listener:
             self.heard.append((name, command.peer, message))
         elif isinstance(message, Waits):
             self.waits.append((name, message))

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from shoal.core.allreduce import layout, rounds
-from shoal.core.allreduce.layout import Layout, Place
+from shoal.core.allreduce.layout import Layout, Role
 from shoal.core.allreduce.rounds import Rounds
 from shoal.core.consensus import agreed, certificates, election, register
 from shoal.core.consensus.agreed import AgreedViews
@@ -31,7 +31,9 @@ from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
 from shoal.core.trainer.trainer import Trainer
-from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
+from shoal.sim.scenarios.catalogue import SCENARIOS
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 from shoal.sim.task_runner import TaskRunner
 
@@ -100,7 +102,7 @@ def forgets_a_waiting_microbatch(patch: Patch) -> None:
     wait = Owned.wait
 
     def forgetful(self: Owned, one: Microbatch) -> None:
-        if one.place is not microbatch.Place.FINISHED:
+        if one.progress is not microbatch.Progress.FINISHED:
             wait(self, one)
 
     patch.setattr(Owned, "wait", forgetful)
@@ -157,7 +159,7 @@ def adopts_without_asking_for_books(patch: Patch) -> None:
     def at_once(self: Trainer, indices: list[int], now: float) -> None:
         self._own({index: {} for index in indices})
 
-    patch.setattr(Trainer, "_adopt", at_once)
+    patch.setattr(Trainer, "_take_over", at_once)
 
 
 def applies_what_it_does_not_hold(patch: Patch) -> None:
@@ -203,26 +205,28 @@ def goes_on_without_asking_for_books(patch: Patch) -> None:
 
 
 def adds_the_rows_but_for_the_last(patch: Patch) -> None:
-    place = Layout.place
+    place = Layout.role
 
-    def short(self: Layout, peer: str) -> Place:
+    def short(self: Layout, peer: str) -> Role:
         found = place(self, peer)
-        fewer = {number: peers[: len(self.rows) - 1] for number, peers in found.adds.items() if number in found.hears}
+        fewer = {
+            number: peers[: len(self.rows) - 1] for number, peers in found.adds.items() if number in found.receives
+        }
         return msgspec.structs.replace(found, adds=found.adds | fewer)
 
-    patch.setattr(Layout, "place", short)
+    patch.setattr(Layout, "role", short)
 
 
 def adds_as_it_comes(patch: Patch) -> None:
     """Each replica first adds what it has itself."""
-    place = Layout.place
+    place = Layout.role
 
-    def own_first(self: Layout, peer: str) -> Place:
+    def own_first(self: Layout, peer: str) -> Role:
         found = place(self, peer)
         turned = {number: tuple(sorted(peers, key=lambda one: one != peer)) for number, peers in found.adds.items()}
         return msgspec.structs.replace(found, adds=turned)
 
-    patch.setattr(Layout, "place", own_first)
+    patch.setattr(Layout, "role", own_first)
 
 
 def meets_everybody(patch: Patch) -> None:

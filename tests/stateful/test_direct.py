@@ -410,7 +410,7 @@ def drops_what_it_made_before_the_commit(patch: Patch) -> None:
 
 def books_what_it_said_was_missing(patch: Patch) -> None:
     """A hop whose input did not come is given back to its owner, and kept all the same."""
-    tell = Hops._tell_missing
+    tell = Hops._send_missing
 
     def stubborn(self: Hops) -> Any:
         queued = dict(self._queue)
@@ -418,7 +418,7 @@ def books_what_it_said_was_missing(patch: Patch) -> None:
         self._queue.update(queued)
         return [command for command in told if not isinstance(command, Drop)]
 
-    patch.setattr(Hops, "_tell_missing", stubborn)
+    patch.setattr(Hops, "_send_missing", stubborn)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A tensor is named by its step, microbatch, stage and direction: every replica of a stage computes the same one, so any copy
 will do and no attempt number is needed. Both ends of a boundary keep it until the step is committed, so that a lost hop is
-redone alone. What a hop needs and is not here is awaited, or pulled from whom its owner names; what does not come is told to
+redone alone. What a hop needs and is not here is awaited, or pulled from whom its owner names; what does not arrive is reported to
 the owner, who knows where else it may be. Over the limit what was booked here goes first: the other end has
 it too, and it can be computed again. The gradients made here cannot, not without booking twice: they stay, beyond the limit.
 Left to others: what runs when (hops.py), who is asked (trainer.py), the tensors (the driver).
@@ -45,8 +45,8 @@ class Key(NamedTuple):
     gradient: bool
 
 
-class Want(msgspec.Struct):
-    """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: somebody was told to send it here."""
+class AwaitedTensor(msgspec.Struct):
+    """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: another peer was asked to send it here."""
 
     sources: tuple[Peer, ...]
     turns: list[Peer]
@@ -57,12 +57,12 @@ class Want(msgspec.Struct):
 
 def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
     """What that hop reads from the activation store, its input first, and who are said to hold it."""
-    found = {}
+    needed = {}
     if message.x_from:
-        found[Key(message.step, message.index, message.stage, False)] = message.x_from
+        needed[Key(message.step, message.index, message.stage, False)] = message.x_from
     if isinstance(message, Backward) and message.grad_from:
-        found[Key(message.step, message.index, message.stage, True)] = message.grad_from
-    return found
+        needed[Key(message.step, message.index, message.stage, True)] = message.grad_from
+    return needed
 
 
 class ActivationStore:
@@ -70,10 +70,10 @@ class ActivationStore:
         self.nbytes = 0  # all that is kept
         self._bounded = 0  # of these, what the limit holds for
         self._name, self._settings, self._replica = name, settings, replica
-        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order in which they came
-        self._wants: dict[Key, Want] = {}
+        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order of their arrival
+        self._wants: dict[Key, AwaitedTensor] = {}
         self._failed: dict[Key, None] = {}  # what does not come
-        self._no_room: dict[Key, None] = {}  # came, and could not stay
+        self._no_room: dict[Key, None] = {}  # received, and not kept
         self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
         self._sent: set[tuple[Peer, Key]] = set()  # and the connection has held since
         self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
@@ -110,7 +110,7 @@ class ActivationStore:
         return []
 
     def turn(self, everything: bool, read: Collection[str], goes_on: bool = False) -> list[Command]:
-        """The step is over, or (`everything`) my state is void. Blobs that a task still `read`s go with the task. `goes_on`: only what is
+        """The step is over, or (`everything`) my replica is. Blobs that a task still `read`s go with the task. `goes_on`: only what is
         older than the view's step goes, hops do not notice."""
         view = self._replica.view
         step = -1 if view is None else view.step
@@ -126,15 +126,15 @@ class ActivationStore:
 
     def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> list[Command]:
         """Let go of what can be missed until the limit is kept: of hops booked here; with `force` of any that none needs."""
-        gone: list[str] = []
+        dropped: list[str] = []
         for always in (True, False):
             for key in [key for key in self._held if key not in used and not self._made_gradient(key)]:
                 if not self.full or not (always or force):
                     break
                 if not always or self._closed(key) or (key.microbatch in booked and self._of_now(key)):
-                    gone.append(self._remove(key))
+                    dropped.append(self._remove(key))
                     self._no_room[key] = None
-        return drop(tuple(gone))
+        return drop(tuple(dropped))
 
     def under_way(self, booked: Collection[Index]) -> bool:
         """Something is kept for a hop that is not booked here yet: booking it will free memory."""
@@ -170,12 +170,12 @@ class ActivationStore:
                 continue
             others = [peer for peer in sources if peer != self._name] * PULLS
             mine = [self._name] if self._name in sources and key not in self._no_room else []
-            self._wants[key] = Want(sources, [*mine, *others], now, [now])
+            self._wants[key] = AwaitedTensor(sources, [*mine, *others], now, [now])
             commands += self._ask(key, now)
         return commands
 
     def keep_wants(self, needed: Collection[Key]) -> None:
-        """Hops that needed the others are gone."""
+        """No hop needs the others any more."""
         self._wants = {key: want for key, want in self._wants.items() if key in needed}
 
     def take_failed(self) -> dict[Key, None]:

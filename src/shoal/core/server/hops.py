@@ -110,7 +110,7 @@ class Hops:
                 commands += drop(job.blobs)
         if before is not None and view.epoch != before.epoch:
             commands += self.store.turn(everything=True, read=())
-        return commands + self.store.on_view(now) + self._tell_missing()
+        return commands + self.store.on_view(now) + self._send_missing()
 
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
@@ -247,10 +247,10 @@ class Hops:
         job = (self._running if self._runs(key) else None) or self._queue.get(key)
         if job is not None:
             return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
-        made = Key(message.step, index, message.stage + 1, False)
-        if message.backward or made not in self.store:
+        output = Key(message.step, index, message.stage + 1, False)
+        if message.backward or output not in self.store:
             return []
-        return [Send(peer, Output(*hop_of(message), self.store.size(made)))]
+        return [Send(peer, Output(*hop_of(message), self.store.size(output)))]
 
     def _answers(self, peer: Peer, message: Recall | Cancel | Query) -> bool:
         """Its owner asks, of the step that is computed, and I can keep to what I answer; else the owner asks again."""
@@ -303,21 +303,21 @@ class Hops:
                 commands = self.store.on_coming(peer, message, now)
             case Gone():
                 commands = self.store.on_gone(peer, message, now)
-        return commands + self._tell_missing()
+        return commands + self._send_missing()
 
     def tick(self, now: float) -> list[Command]:
         """What a hop waits for has not come."""
         self.store.keep_wants(keys_of(job.message for job in self._queue.values()))
-        return self.store.tick(now) + self._tell_missing()
+        return self.store.tick(now) + self._send_missing()
 
     def _await(self, now: float) -> list[Command]:
         """Whatever the hops in the queue lack is wanted."""
         commands: list[Command] = []
         for job in self._queue.values():
             commands += self.store.want(needs(job.message), now)
-        return commands + self._tell_missing()
+        return commands + self._send_missing()
 
-    def _tell_missing(self) -> list[Command]:
+    def _send_missing(self) -> list[Command]:
         """Hops whose inputs do not come go back to their owner, for good."""
         commands: list[Command] = []
         for key in self.store.take_failed():
@@ -361,10 +361,11 @@ class Hops:
 
     def _gradient(self, peer: Peer, step: int, index: Index, attempt: int) -> list[Command]:
         booking, replica = self._book_of(step).kept[index], self._replica
-        made = Key(step, index, replica.stage - 1, True)
+        gradient = Key(step, index, replica.stage - 1, True)
         return [
             Send(
-                peer, Gradient(replica.epoch, step, index, replica.stage, attempt, booking.loss, self.store.size(made))
+                peer,
+                Gradient(replica.epoch, step, index, replica.stage, attempt, booking.loss, self.store.size(gradient)),
             )
         ]
 

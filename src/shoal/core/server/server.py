@@ -1,7 +1,7 @@
 """A replica of one stage: what agreed views, the leader's rounds and commits do to the state held here.
 
-For peer.py, which shows it agreed views and messages and tells the leader its books. Left to others: which hop runs and what is
-booked (hops.py), averaging (rounds.py), checkpoints (shards.py), how the state comes here (transfer.py), who owns what (the view),
+For peer.py, which shows it agreed views and messages and reports its books to the leader. Left to others: which hop runs and what is
+booked (hops.py), averaging (rounds.py), checkpoints (shards.py), how the state is downloaded (transfer.py), who owns what (the view),
 and tensors: the driver carries out tasks in the order in which they are given.
 """
 
@@ -44,19 +44,19 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.replica_state import Change, ReplicaState, change_of, drop, is_fenced, member_of
-from shoal.core.server.early import Early
+from shoal.core.server.early import EarlyRequests
 from shoal.core.server.hops import Hops
 from shoal.core.server.shards import Shards
 from shoal.core.server.verdict import Request
 from shoal.core.timers import soonest
-from shoal.core.transfer.catch_up import Listening
+from shoal.core.transfer.catch_up import CatchUp
 
 REPEAT_BEATS = 4  # between two calls for a fresh state
 
 
 class Server:
     """peer.py sets `leader` before each call. `changed` asks for a pulse at once; `stale` says in words why this replica needs
-    its stage's state again; peer.py clears both when it has told the leader."""
+    its stage's state again; peer.py clears both when it has reported them."""
 
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.name, self.settings = name, settings
@@ -66,10 +66,10 @@ class Server:
         self._serial = count()
         self._hops = Hops(name, settings, self._serial, self._replica)
         self._rounds = Rounds(name, settings, self._serial, self._replica)
-        self._listening = Listening(name, settings, self._serial, self._replica)
-        self._early = Early(self._replica, settings.queue_limit)
+        self._catch_up = CatchUp(name, settings, self._serial, self._replica)
+        self._early = EarlyRequests(self._replica, settings.queue_limit)
         self._shards = Shards(self._serial)
-        self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
+        self._round: tuple[Peer, Round] | None = None  # received before its view or version, or while a backward ran
         self._retell_at: float | None = None
         self._kept: tuple[Holding, int, str] | None = None  # what I held when I was evicted; its length and digest
 
@@ -133,12 +133,12 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.store.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
+        return soonest(self._hops.store.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
 
     @property
     def since(self) -> int:
-        """The oldest version of my stage's state that can be brought up to date with what I have heard."""
-        return self._listening.since
+        """The oldest version of my stage's state that can be brought up to date with the sums received."""
+        return self._catch_up.since
 
     @property
     def unfit(self) -> str:
@@ -207,7 +207,7 @@ class Server:
 
     def _continue(self, now: float) -> list[Command]:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
-        commands = self._try_round(now) + self._listening.go_on()
+        commands = self._try_round(now) + self._catch_up.go_on()
         for held in self._early.ripe():
             commands += self._hops.on_hop(held, now)
         return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
@@ -217,7 +217,7 @@ class Server:
         replica, view = self._replica, self._replica.view
         if not replica.ready or view is None or (replica.epoch, replica.step) >= (view.epoch, view.step):
             return []
-        if self._listening.active and replica.epoch == view.epoch and replica.step >= self._listening.since:
+        if self._catch_up.active and replica.epoch == view.epoch and replica.step >= self._catch_up.since:
             return []
         return self._need_state(f"holds step {replica.step} and not what led to step {view.step}", now)
 
@@ -246,7 +246,7 @@ class Server:
             case Change.SAME_STEP:
                 assert before is not None
                 commands = self._same_step(before, view)
-        commands += self._listening.on_view(view, now)
+        commands += self._catch_up.on_view(view, now)
         return commands + self._hops.on_view(before, view, now) + self._check(now) + self._continue(now)
 
     def _same_step(self, before: View, view: View) -> list[Command]:
@@ -287,8 +287,8 @@ class Server:
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
-            case GatherChunk() if message.heard:
-                return self._listening.take(peer, message, names, fault) + self._continue(now)
+            case GatherChunk() if message.to_listener:
+                return self._catch_up.take(peer, message, names, fault) + self._continue(now)
             case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
@@ -317,7 +317,7 @@ class Server:
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
         if commands is None:
-            commands = self._listening.on_done(done)
+            commands = self._catch_up.on_done(done)
         if commands is None:
             commands = self._shards.on_done(done) + self._rounds.on_done(done, now)
         return commands + self._check(now) + self._continue(now)
@@ -328,7 +328,7 @@ class Server:
             self._replica.applying = None
             commands = self._need_state(f"the optimizer step failed: {failed.reason}", now)
         if commands is None:
-            commands = self._listening.on_failed(failed)
+            commands = self._catch_up.on_failed(failed)
         if commands is None:
             commands = self._shards.on_failed(failed) + self._rounds.on_failed(failed, now)
         return commands + self._check(now) + self._continue(now)
@@ -343,7 +343,7 @@ class Server:
     def tick(self, now: float) -> list[Command]:
         if self._retell_at is not None and now >= self._retell_at:
             self._call_stale(now)
-        return self._hops.tick(now) + self._rounds.tick(now) + self._listening.tick(now) + self._check(now)
+        return self._hops.tick(now) + self._rounds.tick(now) + self._catch_up.tick(now) + self._check(now)
 
     # ------------------------------------------------------------------------------------------ asked by the leader
 

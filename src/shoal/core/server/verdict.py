@@ -16,7 +16,7 @@ from shoal.core.server.jobs import wanted
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A hop that `peer` asks for. `blobs` came with it; `fault` says what the driver found wrong with them."""
+    """A hop that `peer` asks for. `blobs` are those of its message; `fault` says what the driver found wrong with them."""
 
     peer: Peer
     message: Forward | Backward
@@ -54,7 +54,7 @@ class Postpone(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """It is wrong and will never be taken. `faulty`: the leader is told of its sender."""
+    """It is wrong and will never be taken. `faulty`: the leader receives a complaint of its sender."""
 
     reason: str
     faulty: bool
@@ -84,10 +84,10 @@ def judge(request: Request, name: Peer, replica: ReplicaState, settings: Setting
         return Ignore()
     if not replica.able:
         return Postpone()
-    return _objection(request, replica, settings) or Take()
+    return _checked(request, replica, settings)
 
 
-def _objection(request: Request, replica: ReplicaState, settings: Settings) -> Refuse | None:
+def _checked(request: Request, replica: ReplicaState, settings: Settings) -> Refuse | Take:
     message = request.message
     if message.stage != replica.stage:
         return Refuse(f"stage {message.stage} is not served here", faulty=False)
@@ -98,4 +98,4 @@ def _objection(request: Request, replica: ReplicaState, settings: Settings) -> R
         return Refuse(f"{len(request.blobs)} blobs where {blobs} belong", faulty=True)
     if len(needs(message)) != holders:
         return Refuse(f"{len(needs(message))} holders named where {holders} belong", faulty=True)
-    return None
+    return Take()

@@ -329,7 +329,7 @@ class Routes:
         replica.asked_at = now
         return silent_s
 
-    def heard(self, peer: Peer) -> None:
+    def received(self, peer: Peer) -> None:
         if peer in self._at:
             self._at[peer][1].asked_at, self._at[peer][1].misses = None, 0
 

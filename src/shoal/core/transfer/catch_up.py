@@ -1,4 +1,4 @@
-"""How a joiner keeps up with the run while it downloads: it hears the sums of every round, and applies them later.
+"""How a joiner keeps up with the run while it downloads: it receives the sums of every round, and applies them later.
 
 A download of version v takes minutes over the internet, and nobody waits for it: the run commits steps v, v + 1, ... meanwhile.
 Chunk owners, in a group of several rows those of one row, send the sums to the joiners of their stage too (`Round.listeners`), and
@@ -47,7 +47,7 @@ class Heard(msgspec.Struct):
         return tuple(blob for _, blob in self.sums.values())
 
 
-class Listening:
+class CatchUp:
     def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState) -> None:
         self._name, self._settings = name, settings
         self._serial = serial
@@ -183,19 +183,19 @@ class Listening:
         )
 
     def _tellers(self, commit: Committed) -> dict[int, Peer]:
-        """Of every chunk of that round, in order. Without a seat the length is not known: of the first piece only."""
+        """Of every chunk of that round, in order. Without a replica the length is not known: of the first piece only."""
         assert self._key is not None
         shares = commit.groups[self._key[1]]
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
         has_state = self._replica.has_state and self._replica.stage == self._key[1]
         most = self._settings.piece_values if has_state else 0
-        found: dict[int, Peer] = {}
+        senders: dict[int, Peer] = {}
         for piece in count():
             layout = split(self._replica.length if has_state else LONG, group, most, piece, widths)
-            found.update(layout.hears(self._name))
+            senders.update(layout.receives(self._name))
             if layout.last:
                 break
-        return found
+        return senders
 
     def _give_up(self, since: int) -> list[Command]:
         """Nothing before step `since` is needed, or can be had."""

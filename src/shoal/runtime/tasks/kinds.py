@@ -66,7 +66,7 @@ class Kinds:
 
     def _kinds(self, message: Message, length: int) -> tuple[BlobSpec, ...] | str:
         if isinstance(message, ReduceChunk | GatherChunk):
-            for_joiner = isinstance(message, GatherChunk) and message.heard
+            for_joiner = isinstance(message, GatherChunk) and message.to_listener
             most = length or (self._most if for_joiner else 0)
             # A single replica sends joiners its sum unencoded, as it applies it.
             codecs = (codec.RAW, self._averaging) if for_joiner else (self._averaging,)
