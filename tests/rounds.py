@@ -38,7 +38,7 @@ from shoal.core.messages import (
     View,
     Waits,
 )
-from shoal.core.replica_state import Seat
+from shoal.core.replica_state import ReplicaState
 
 MOST = 60_000  # events of a round; more are a round that does not end
 
@@ -132,8 +132,8 @@ class Group:
         self.runner = {name: runner(name, length) for name in names}
         self.rounds: dict[Peer, Rounds] = {}
         for name in names:
-            seat = Seat(self.view, "leader", seated=True, stage=0, step=3, length=length)
-            self.rounds[name] = Rounds(name, self.settings, count(), seat)
+            replica = ReplicaState(self.view, "leader", has_state=True, stage=0, step=3, length=length)
+            self.rounds[name] = Rounds(name, self.settings, count(), replica)
         self.listeners = listeners
         self.lost: Callable[[Peer, Peer, Any], bool] = lambda *_: False
         self.now = 0.0
@@ -196,7 +196,7 @@ class Group:
             self.reduced[name] = message
         elif isinstance(message, RoundFailed):
             self.failures[name] = message
-        elif isinstance(message, GatherChunk) and message.heard:
+        elif isinstance(message, GatherChunk) and message.to_listener:
             self.heard.append((name, command.peer, message))
         elif isinstance(message, Waits):
             self.waits.append((name, message))

@@ -14,9 +14,9 @@ from shoal.core.messages import Committed
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning import problem as planning_problem
 from shoal.planner.inputs.profile import profile
-from shoal.planner.strategy import strategy
 from shoal.planner.strategy.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.strategy.plan import save as save_plan
+from shoal.planner.strategy.problem import gradient_bytes
 from shoal.runtime.records.account import Step
 
 EVEN = Plan(
@@ -57,7 +57,7 @@ def test_a_plan_of_a_model_with_as_many_blocks_but_of_another_size_is_refused_be
     made = profile(planning_problem.shape(config), planning_problem.work(config))
     cut = (range(3), range(3, 6))
     stages = tuple(
-        msgspec.structs.replace(stage, gradient_bytes=strategy.gradient_bytes(made, span, "none"))
+        msgspec.structs.replace(stage, gradient_bytes=gradient_bytes(made, span, "none"))
         for stage, span in zip(EVEN.stages, cut, strict=True)
     )
     right = msgspec.structs.replace(EVEN, stages=stages)

@@ -57,7 +57,7 @@ def test_pieces_cover_every_value_once_within_their_size_and_number_their_chunks
                 for piece in count():
                     chunks = split(length, group, most, piece)
                     assert chunks.bounds[0] == at and chunks.first == piece * len(group)
-                    assert [list(chunks.place(peer).adds) for peer in chunks.owners] == [[c] for c in chunks.numbers]
+                    assert [list(chunks.role(peer).adds) for peer in chunks.owners] == [[c] for c in chunks.numbers]
                     at, number = chunks.bounds[-1], number + 1
                     assert 1 <= at - chunks.bounds[0] <= max(most, len(group))
                     if chunks.last:
@@ -68,7 +68,7 @@ def test_pieces_cover_every_value_once_within_their_size_and_number_their_chunks
 def test_a_replica_beyond_the_last_value_owns_no_chunk() -> None:
     chunks = split(1, ["a", "b"])
 
-    assert (chunks.place("a").adds, chunks.place("b").adds) == ({0: ("a", "b")}, {})
+    assert (chunks.role("a").adds, chunks.role("b").adds) == ({0: ("a", "b")}, {})
 
 
 def test_a_round_whose_books_are_disjoint_and_whole_is_taken_part_in() -> None:

@@ -197,7 +197,7 @@ def a_replica() -> Play:
     return play
 
 
-GROUPS = ((Share(OWNER, (0, 1, 2, 3)),), (Share(ME, (0, 1)), Share("mate", (2, 3))))
+GROUPS = ((Share(OWNER, (0, 1, 2, 3)),), (Share(ME, (0, 1)), Share("replica", (2, 3))))
 
 
 def test_a_hop_of_the_next_step_runs_while_the_sum_of_the_one_before_is_cut() -> None:
@@ -245,19 +245,19 @@ def test_a_part_of_the_next_round_that_overtakes_its_view_is_kept_for_it() -> No
     play = a_replica()
     play.hear(OWNER, Round(0, 0, 5, 2, GROUPS))
     play.done(play.task(Cut))
-    play.hear("mate", ReduceChunk(0, 0, 5, 0), 1)
+    play.hear("replica", ReduceChunk(0, 0, 5, 0), 1)
     play.done(play.task(Add))
-    play.hear("mate", GatherChunk(0, 0, 5, 1), 1)
+    play.hear("replica", GatherChunk(0, 0, 5, 1), 1)
     play.done(play.task(Gather), digest="sum", norm_sq=1.0)
     play.backward(0, 3 << 20, step=1, view=2)
     play.done(play.task(RunBackward), loss=1.0)
-    (early,) = play.hear("mate", ReduceChunk(0, 1, 6, 0), 1)  # the mate has seen the commit
-    (later,) = play.hear("mate", ReduceChunk(0, 2, 7, 0), 1)
+    (early,) = play.hear("replica", ReduceChunk(0, 1, 6, 0), 1)  # the other replica has seen the commit
+    (later,) = play.hear("replica", ReduceChunk(0, 2, 7, 0), 1)
     assert play.dropped() == [later]  # nobody can be two steps ahead
     play.view(a_view(3, step=1, last=a_commit(), since=2))
     play.done(play.task(Apply), digest="d1")
     play.view(ahead(4, step=1, last=a_commit(), since=4))
-    play.hear(OWNER, Round(0, 1, 6, 4, (GROUPS[0], (Share(ME, (0,)), Share("mate", (1, 2, 3))))))
+    play.hear(OWNER, Round(0, 1, 6, 4, (GROUPS[0], (Share(ME, (0,)), Share("replica", (1, 2, 3))))))
     play.done(play.task(Cut))
     assert play.task(Add).parts[1] == early
 

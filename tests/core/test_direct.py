@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 import pytest
 from tests.core import test_server, test_trainer
-from tests.core.test_server import MATE, ME, OTHER, OWNER, SETTINGS, Play
+from tests.core.test_server import ME, OTHER, OWNER, REPLICA, SETTINGS, Play
 
 from shoal.core.messages import (
     Backward,
@@ -171,9 +171,9 @@ def test_an_owner_that_asks_is_told_what_waits_what_was_made_and_what_is_booked(
 
 def test_a_holder_that_has_it_no_longer_is_not_waited_for() -> None:
     play = a_server()
-    play.hear(OWNER, a_forward(0, 7, MATE, OTHER))
-    assert [peer for peer, _, _ in play.sends(Pull)] == [MATE]
-    play.hear(MATE, Gone(0, 0, 0, 1, False))
+    play.hear(OWNER, a_forward(0, 7, REPLICA, OTHER))
+    assert [peer for peer, _, _ in play.sends(Pull)] == [REPLICA]
+    play.hear(REPLICA, Gone(0, 0, 0, 1, False))
     assert [peer for peer, _, _ in play.sends(Pull)] == [OTHER]
     play.hear(OTHER, Gone(0, 0, 0, 1, False))
     assert [message for _, message, _ in play.sends(Missing)] == [Missing(0, 0, 0, 1, 7, False, False)]

@@ -35,20 +35,20 @@ def test_chunks_of_all_owners_cover_the_gradient_once_in_every_exchange(replicas
             assert layout.bounds[0] == at and list(layout.bounds) == sorted(set(layout.bounds))
             at = layout.bounds[-1]
             spans = dict(zip(layout.numbers, pairwise(layout.bounds), strict=True))
-            places = {peer: layout.place(peer) for peer in group}
+            places = {peer: layout.role(peer) for peer in group}
             added = Counter(number for place in places.values() for number in place.adds if number in spans)
             assert added == Counter(layout.numbers), "every chunk of the group's sum is added up by one replica"
             for row in layout.rows:
                 cuts = {places[peer].cuts for peer in row}
                 assert len(cuts) == 1 and (cut := cuts.pop())[0] == layout.bounds[0] and cut[-1] == layout.bounds[-1]
-                passed = [number for peer in row for number in sorted(places[peer].passes)]
+                passed = [number for peer in row for number in sorted(places[peer].forwards)]
                 assert passed == list(layout.numbers), "every row has its sum of everything, once"
                 for peer in row:
                     place = places[peer]
-                    held = [spans[number] for number in sorted(place.passes)]
+                    held = [spans[number] for number in sorted(place.forwards)]
                     assert place.seams == tuple(dict.fromkeys(bound for span in held for bound in span))
                     inner = [number for number in place.adds if number not in spans]
-                    assert [number for number, owner in place.brings.items() if owner == peer] == inner
+                    assert [number for number, owner in place.sends.items() if owner == peer] == inner
                     if inner:
                         chunk = inner[0] - layout.inner
                         assert cut[chunk : chunk + 2] == (place.seams[0], place.seams[-1])
@@ -60,22 +60,28 @@ def test_what_one_brings_another_adds_and_what_one_tells_another_hears_of_it_alo
     group = names(replicas)
     for length in (40, 20_007):
         layout = split(length, group)
-        places = {peer: layout.place(peer) for peer in group}
+        places = {peer: layout.role(peer) for peer in group}
         for peer, place in places.items():
-            for number, owner in {**place.brings, **place.passes}.items():
+            for number, owner in {**place.sends, **place.forwards}.items():
                 assert peer in places[owner].adds[number]
             for number, bringers in place.adds.items():
-                brought = [places[one].brings if number not in place.hears else places[one].passes for one in bringers]
+                brought = [
+                    places[one].sends if number not in place.receives else places[one].forwards for one in bringers
+                ]
                 assert all(one[number] == peer for one in brought)
-            assert list(place.hears) == list(layout.numbers)
-            for number, teller in place.hears.items():
-                assert number in place.adds if teller == peer else peer in places[teller].tells[number]
-        told = Counter((peer, number) for place in places.values() for number, to in place.tells.items() for peer in to)
-        wanted = Counter((peer, n) for peer, place in places.items() for n, one in place.hears.items() if one != peer)
+            assert list(place.receives) == list(layout.numbers)
+            for number, teller in place.receives.items():
+                assert number in place.adds if teller == peer else peer in places[teller].broadcasts[number]
+        told = Counter(
+            (peer, number) for place in places.values() for number, to in place.broadcasts.items() for peer in to
+        )
+        wanted = Counter(
+            (peer, n) for peer, place in places.items() for n, one in place.receives.items() if one != peer
+        )
         assert told == wanted, "once each"
 
 
-def mates(group: tuple[Peer, ...], length: int) -> dict[Peer, set[Peer]]:
+def neighbours(group: tuple[Peer, ...], length: int) -> dict[Peer, set[Peer]]:
     """Of every replica, those of its row, and those whose chunk of another row has values of its own: told from the rows alone."""
     spans, rows = dict[Peer, tuple[float, float]](), rows_of(group)
     for row in rows:
@@ -96,28 +102,28 @@ def mates(group: tuple[Peer, ...], length: int) -> dict[Peer, set[Peer]]:
 @pytest.mark.parametrize("replicas", range(17, 101))
 def test_nobody_meets_but_its_row_and_its_columns_and_bytes_are_those_of_the_bound(replicas: int) -> None:
     length, group = 1 << 40, names(replicas)
-    layout, near = split(length, group), mates(group, length)
+    layout, near = split(length, group), neighbours(group, length)
     spans = dict(zip(layout.numbers, pairwise(layout.bounds), strict=True))
     for peer in group:
-        place = layout.place(peer)
-        cuts = dict(zip(sorted(place.brings), pairwise(place.cuts), strict=True))
-        sends = [(owner, *cuts[number]) for number, owner in place.brings.items() if owner != peer]
-        sends += [(owner, *spans[number]) for number, owner in place.passes.items() if owner != peer]
-        sends += [(other, *spans[number]) for number, others in place.tells.items() for other in others]
+        place = layout.role(peer)
+        cuts = dict(zip(sorted(place.sends), pairwise(place.cuts), strict=True))
+        sends = [(owner, *cuts[number]) for number, owner in place.sends.items() if owner != peer]
+        sends += [(owner, *spans[number]) for number, owner in place.forwards.items() if owner != peer]
+        sends += [(other, *spans[number]) for number, others in place.broadcasts.items() for other in others]
         assert {other for other, _, _ in sends} <= near[peer]
         assert len(near[peer]) <= connections(replicas)
         nbytes = sum(high - low for _, low, high in sends) / length
         assert nbytes == pytest.approx(2 * (replicas - 1) / replicas, rel=0.012), "of the gradient"
-        assert max(Counter(place.passes.values()).values()) <= early_parts(replicas, False)
+        assert max(Counter(place.forwards.values()).values()) <= early_parts(replicas, False)
 
 
 def test_what_all_send_at_once_goes_to_another_first_from_each() -> None:
     layout = split(20_000, group := names(64))
-    places = [layout.place(peer) for peer in group]
-    firsts = [Counter(next(iter(sends.values())) for sends in (one.brings, one.passes)) for one in places]
+    places = [layout.role(peer) for peer in group]
+    firsts = [Counter(next(iter(sends.values())) for sends in (one.sends, one.forwards)) for one in places]
     assert sum(firsts, Counter()) == Counter(2 * group), "one of its row and one of its column"
     for exchange in zip(
-        *(zip(*[one.brings.values(), one.passes.values()], strict=True) for one in places), strict=True
+        *(zip(*[one.sends.values(), one.forwards.values()], strict=True) for one in places), strict=True
     ):
         assert len({first for first, _ in exchange}) == len({second for _, second in exchange}) == 64
 
@@ -130,15 +136,15 @@ def test_more_replicas_need_few_more_connections() -> None:
 def test_a_group_of_sixteen_stands_in_one_row_and_one_of_seventeen_in_three() -> None:
     assert [len(row) for row in rows_of(names(16))] == [16]
     assert [len(row) for row in rows_of(names(17))] == [6, 6, 5]
-    place = split(160, names(16)).place("p03")
-    assert place.adds == {3: names(16)} and not place.passes
-    assert place.tells == {3: (*names(16)[4:], *names(16)[:3])}
+    place = split(160, names(16)).role("p03")
+    assert place.adds == {3: names(16)} and not place.forwards
+    assert place.broadcasts == {3: (*names(16)[4:], *names(16)[:3])}
 
 
 def test_numbers_of_two_pieces_never_meet() -> None:
     for replicas in (3, 16, 17, 23, 40, 64):
         for piece, layout in enumerate(layouts(replicas, 30_000, 7000)):
-            used = {number for peer in names(replicas) for number in layout.place(peer).brings} | set(layout.numbers)
+            used = {number for peer in names(replicas) for number in layout.role(peer).sends} | set(layout.numbers)
             assert min(used) == layout.first and {number // stride(replicas) for number in used} == {piece}
 
 
@@ -147,7 +153,7 @@ def test_a_listener_hears_every_chunk_from_one_row_and_rows_share_the_listeners(
     layout, rows = split(20_000, group), Counter[int]()
     for number in range(24):
         listener = f"p{number:02}.1"
-        tellers = set(layout.hears(listener).values())
+        tellers = set(layout.receives(listener).values())
         assert tellers == set(layout.rows[layout.row_of(listener)])
         rows[layout.row_of(listener)] += 1
     assert set(rows.values()) == {6}
@@ -179,16 +185,16 @@ def test_every_replica_is_added_once_and_in_the_same_order_everywhere(replicas: 
     play.begin()
     play.run()
     whole(play, of=in_rows(group))
-    near = mates(group, 1 << 40)
+    near = neighbours(group, 1 << 40)
     assert all(other in near[peer] for peer, other, _ in play.sent)
     assert not any(isinstance(message, Resend) for _, _, message in play.sent)
     pieces = 3 if piece_values else 1
     assert play.tasks[Cut] == play.tasks[AddRow] == play.tasks[Gather] == pieces * replicas
     *_, before, last = (None, *layouts(replicas, 2000, piece_values))
     for name in group:
-        place = last.place(name)
-        told = len(place.tells) + (len(before.place(name).tells) if before is not None else 0)
-        asked = told + sum(owner != name for owner in place.brings.values())
+        place = last.role(name)
+        told = len(place.broadcasts) + (len(before.role(name).broadcasts) if before is not None else 0)
+        asked = told + sum(owner != name for owner in place.sends.values())
         assert len(held(play, name)) == asked, "what may be asked for again"
         play.carry(name, play.rounds[name].turn())
         assert held(play, name) == {}, "all is let go of"
@@ -235,7 +241,7 @@ def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:
     group = names(23)
     layout = split(2000, group, 500)
     late = group[2]
-    assert max(list(layout.place(peer).passes.values()).count(late) for peer in group if peer != late) == 2
+    assert max(list(layout.role(peer).forwards.values()).count(late) for peer in group if peer != late) == 2
     play = Group(group, 2000, 500, seed=4)
     play.begin(*(peer for peer in group if peer != late))
     play.run(until=lambda: not any(play._lines.values()) and not any(play._doing.values()))
@@ -254,7 +260,7 @@ def test_listeners_hear_every_chunk_once_from_the_row_that_they_expect() -> None
     whole(play, of=in_rows(group))
     wanted = Counter[tuple[Peer, Peer, int]]()
     for layout in layouts_of(group):
-        wanted.update((teller, one, number) for one in listeners for number, teller in layout.hears(one).items())
+        wanted.update((teller, one, number) for one in listeners for number, teller in layout.receives(one).items())
     assert Counter((source, target, message.chunk) for source, target, message in play.heard) == wanted
 
 
@@ -278,7 +284,7 @@ def test_a_death_in_any_exchange_ends_the_round_and_the_next_one_is_laid_out_wit
     play.shares = {name: again.shares[name] for name in left}
     play.shares[left[0]] = type(play.shares[left[0]])(left[0], (0, 23))
     for name in left:
-        play.rounds[name]._seat.view = view
+        play.rounds[name]._replica.view = view
         play.carry(name, play.rounds[name].on_view(view))
         assert play.rounds[name].active is None
     play.reduced.clear()

@@ -238,7 +238,7 @@ def test_a_silent_peer_is_noticed_once_per_silence_and_not_after_an_answer() -> 
     assert routes.missed("a", 11.0) == 11.0
     assert not routes.missed("a", 12.0)
     assert routes.missed("a", 22.0)
-    routes.heard("a")
+    routes.received("a")
     routes.asked("a", 24.0)
     assert not routes.missed("a", 39.0), "one request that ran out is no silence"
 

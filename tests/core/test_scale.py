@@ -7,7 +7,7 @@ import random
 from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Leader
 from shoal.core.messages import Join, Member, Settings, View
-from shoal.core.replica_state import Seat
+from shoal.core.replica_state import ReplicaState
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=3, peers=1000)
 
@@ -32,12 +32,12 @@ def test_peers_that_come_within_a_beat_of_the_last_are_admitted_by_one_view() ->
 
 
 def test_a_seat_knows_the_members_and_joiners_of_its_newest_view() -> None:
-    seat = Seat()
-    assert seat.known.serving == seat.known.present == {}
+    replica = ReplicaState()
+    assert replica.known.serving == replica.known.present == {}
     first = View(number=1, step=0, members=(Member("a", 0), Member("b", 1)), joining=(Member("c", 1),))
-    seat.view = first
-    assert seat.known.serving == {"a": 0, "b": 1}
-    assert seat.known.present == {"a": 0, "b": 1, "c": 1}
-    assert seat.known is seat.known
-    seat.view = View(number=2, step=0, members=(Member("c", 1),))
-    assert seat.known.present == {"c": 1}
+    replica.view = first
+    assert replica.known.serving == {"a": 0, "b": 1}
+    assert replica.known.present == {"a": 0, "b": 1, "c": 1}
+    assert replica.known is replica.known
+    replica.view = View(number=2, step=0, members=(Member("c", 1),))
+    assert replica.known.present == {"c": 1}

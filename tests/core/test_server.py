@@ -66,9 +66,9 @@ from shoal.core.messages import (
 )
 from shoal.core.server.server import Server
 
-ME, MATE, THIRD = "me", "mate", "third"
+ME, REPLICA, THIRD = "me", "replica", "third"
 OWNER, OTHER = "owner", "other"
-MEMBERS = (Member(OWNER, 0), Member(OTHER, 0), Member(ME, 1), Member(MATE, 1))
+MEMBERS = (Member(OWNER, 0), Member(OTHER, 0), Member(ME, 1), Member(REPLICA, 1))
 SETTINGS = Settings(stages=2, microbatches=4, steps=9, queue_limit=2, beat_s=0.5, hop_floor_s=2.0)
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Play:
         ] = {}  # by step and index: the input of my stage, once it has been sent here
         self.commands: list[Command] = []  # of the last call
         self.take(self.server.on_view(view or a_view(), 0.0))
-        self.take(self.server.seat(stage, 0, 0, 10, "d0", 0.0))
+        self.take(self.server.load_state(stage, 0, 0, 10, "d0", 0.0))
         self.server.changed = False
 
     def take(self, commands: list[Command]) -> list[Command]:
@@ -349,7 +349,7 @@ def test_early_requests_beyond_the_limit_are_put_off() -> None:
 def test_early_requests_are_let_go_with_the_seat_or_when_they_turn_out_wrong() -> None:
     play = Play()
     held = play.backward(0, 1, view=2)
-    play.take(play.server.unseat())
+    play.take(play.server.drop_state())
     assert Drop(held) in play.commands
     play = Play()
     stranger = play.backward(0, 1, peer=OTHER, view=2)  # does not own it
@@ -563,16 +563,16 @@ def test_books_do_not_wait_for_what_the_present_owner_runs() -> None:
 
 def a_round(number: int = 1, mine: tuple[int, ...] = (0, 2), group: tuple[Share, ...] = (), view: int = 1) -> Round:
     rest = tuple(index for index in range(4) if index not in mine)
-    group = group or (Share(ME, mine), Share(MATE, rest))
+    group = group or (Share(ME, mine), Share(REPLICA, rest))
     return Round(0, 0, number, view, ((Share(OWNER, (0, 1, 2, 3)), Share(OTHER, ())), group))
 
 
-def started(*, mate_first: bool = False) -> Play:
+def started(*, replica_first: bool = False) -> Play:
     """In round 1, my sum cut, the parts sent."""
     play = Play()
     play.book(0, 2)
-    if mate_first:
-        play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    if replica_first:
+        play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     play.hear(OWNER, a_round())
     play.done(play.task(Cut))
     return play
@@ -580,9 +580,9 @@ def started(*, mate_first: bool = False) -> Play:
 
 def reduced() -> Play:
     play = started()
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather), digest="g1", norm_sq=4.0)
     return play
 
@@ -599,16 +599,16 @@ def test_a_round_cuts_exchanges_adds_and_gathers() -> None:
     cut = play.task(Cut)
     assert cut.bounds == (0, 5, 10) and len(cut.outs) == 2
     play.done(cut)
-    assert play.sends(ReduceChunk) == [(MATE, ReduceChunk(0, 0, 1, 1), (cut.outs[1],))]
+    assert play.sends(ReduceChunk) == [(REPLICA, ReduceChunk(0, 0, 1, 1), (cut.outs[1],))]
 
-    (part,) = play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    (part,) = play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     add = play.task(Add)
     assert add.parts == (cut.outs[0], part)
     play.done(add)
-    assert play.sends(GatherChunk) == [(MATE, GatherChunk(0, 0, 1, 0), (add.out,))]
+    assert play.sends(GatherChunk) == [(REPLICA, GatherChunk(0, 0, 1, 0), (add.out,))]
     assert play.dropped() == [cut.outs[0], part]
 
-    (other,) = play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
+    (other,) = play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
     gather = play.task(Gather)
     assert gather.sums == (add.out, other)
     play.done(gather, digest="g1", norm_sq=4.0)
@@ -618,8 +618,8 @@ def test_a_round_cuts_exchanges_adds_and_gathers() -> None:
 def test_parts_are_added_in_group_order_whoever_is_first() -> None:
     play = Play()
     play.book(0, 2)
-    (part,) = play.hear(MATE, ReduceChunk(0, 0, 1, 1), 1)
-    play.hear(OWNER, a_round(group=(Share(MATE, (1, 3)), Share(ME, (0, 2)))))
+    (part,) = play.hear(REPLICA, ReduceChunk(0, 0, 1, 1), 1)
+    play.hear(OWNER, a_round(group=(Share(REPLICA, (1, 3)), Share(ME, (0, 2)))))
     cut = play.task(Cut)
     play.done(cut)
 
@@ -627,7 +627,7 @@ def test_parts_are_added_in_group_order_whoever_is_first() -> None:
 
 
 def test_a_lone_replica_gathers_what_it_cut() -> None:
-    play = Play(view=without(MATE, 1))
+    play = Play(view=without(REPLICA, 1))
     for index in range(4):
         play.backward(index, 1, OWNER if index % 2 == 0 else OTHER)
         play.done(play.task(RunBackward))
@@ -639,7 +639,7 @@ def test_a_lone_replica_gathers_what_it_cut() -> None:
 
 
 def test_a_part_that_comes_before_its_round_is_kept_for_it() -> None:
-    play = started(mate_first=True)
+    play = started(replica_first=True)
 
     assert play.task(Add).parts[1] == "in4"
 
@@ -647,12 +647,12 @@ def test_a_part_that_comes_before_its_round_is_kept_for_it() -> None:
 def test_at_most_two_early_blobs_are_held_for_a_sender_the_newest() -> None:
     play = Play()
     held = [
-        play.hear(MATE, message, 1)[0]
+        play.hear(REPLICA, message, 1)[0]
         for message in (ReduceChunk(0, 0, 3, 0), GatherChunk(0, 0, 3, 1), ReduceChunk(0, 0, 4, 0))
     ]
 
     assert play.dropped() == [held[0]]
-    assert play.hear(MATE, ReduceChunk(0, 0, 2, 0), 1) == tuple(play.dropped())
+    assert play.hear(REPLICA, ReduceChunk(0, 0, 2, 0), 1) == tuple(play.dropped())
 
 
 def test_a_round_needs_the_very_books_in_their_order() -> None:
@@ -668,7 +668,7 @@ def test_a_round_needs_the_very_books_in_their_order() -> None:
 def test_a_round_that_brings_a_microbatch_twice_is_refused() -> None:
     play = Play()
     play.book(0, 2)
-    play.hear(OWNER, a_round(group=(Share(ME, (0, 2)), Share(MATE, (1, 2, 3)))))
+    play.hear(OWNER, a_round(group=(Share(ME, (0, 2)), Share(REPLICA, (1, 2, 3)))))
 
     assert play.tasks() == [] and "brought twice" in play.sends(RoundFailed)[0][1].reason
 
@@ -711,16 +711,16 @@ def test_nothing_is_cut_while_something_is_added_nor_added_while_it_is_cut() -> 
 def test_a_replica_that_is_fenced_in_the_middle_is_not_averaged(step: str) -> None:
     play = started()
     if step != "part":
-        play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+        play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
         add = play.task(Add)
     if step == "sum":
         play.done(add)
-    play.view(without(MATE))
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.view(without(REPLICA))
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     assert play.tasks() == []
     if step == "add":
         play.done(add)
-    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
 
     assert play.tasks() == [] and play.sends(Reduced) == [] and play.sends(GatherChunk) == []
     assert play.booked() == [0, 2]
@@ -729,25 +729,25 @@ def test_a_replica_that_is_fenced_in_the_middle_is_not_averaged(step: str) -> No
 def test_a_round_that_lists_a_fenced_replica_is_not_begun() -> None:
     play = Play()
     play.book(0, 2)
-    play.view(without(MATE))
+    play.view(without(REPLICA))
     play.hear(OWNER, a_round())
 
-    assert play.tasks() == [] and "mate is listed" in play.sends(RoundFailed)[0][1].reason
+    assert play.tasks() == [] and "replica is listed" in play.sends(RoundFailed)[0][1].reason
 
 
 def test_a_loss_in_another_stage_ends_the_round_too() -> None:
     play = started()
     play.view(without(OTHER))
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
 
     assert play.tasks() == []
 
 
 def test_an_aborted_rounds_blobs_go_when_the_task_that_reads_them_has_ended() -> None:
     play = started()
-    (part,) = play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    (part,) = play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     add = play.task(Add)
-    play.view(without(MATE))
+    play.view(without(REPLICA))
     assert part not in play.dropped()
     play.done(add)
 
@@ -758,9 +758,9 @@ def test_a_newer_round_replaces_the_older_whose_messages_are_void() -> None:
     play = started()
     play.hear(OWNER, a_round(2))
     play.done(play.task(Cut))
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     assert play.tasks() == []
-    play.hear(MATE, ReduceChunk(0, 0, 2, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 2, 0), 1)
     assert len(play.task(Add).parts) == 2
     play.hear(OWNER, a_round(1))
 
@@ -769,25 +769,25 @@ def test_a_newer_round_replaces_the_older_whose_messages_are_void() -> None:
 
 def test_a_part_twice_counts_once() -> None:
     play = started()
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
-    again = play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
+    again = play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
 
     assert play.commands == [Drop(again)]
 
 
 def test_a_damaged_part_ends_the_round_and_names_its_sender() -> None:
     play = started()
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1, "values are not finite")
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1, "values are not finite")
 
     ((_, failed, _),) = play.sends(RoundFailed)
-    assert failed.culprit == MATE and "not finite" in failed.reason
+    assert failed.culprit == REPLICA and "not finite" in failed.reason
 
 
 def test_a_gradient_that_is_not_finite_ends_the_round_without_a_culprit() -> None:
     play = started()
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
     play.fail(play.task(Gather), "not finite")
 
     assert [m.culprit for _, m, _ in play.sends(RoundFailed)] == [""]
@@ -800,7 +800,7 @@ def test_what_is_missing_is_asked_for_again_at_the_deadline() -> None:
     assert play.server.deadline == 2.0
     play.tick(2.0)
 
-    assert [(peer, m.chunk, m.sum) for peer, m, _ in play.sends(Resend)] == [(MATE, 0, False), (MATE, 1, True)]
+    assert [(peer, m.chunk, m.sum) for peer, m, _ in play.sends(Resend)] == [(REPLICA, 0, False), (REPLICA, 1, True)]
     waits = []
     for _ in range(8):
         at = play.server.deadline
@@ -816,17 +816,17 @@ def test_a_part_and_a_sum_are_sent_again_when_asked_for_twice_or_when_the_connec
     play = reduced()
     asked = Resend(0, 0, 1, 1, False), Resend(0, 0, 1, 0, True)
     if broken:
-        play.server.on_unreachable(MATE)
+        play.server.on_unreachable(REPLICA)
     else:
         for resend in asked:
-            play.hear(MATE, resend)
+            play.hear(REPLICA, resend)
             assert play.commands == []
-    play.hear(MATE, asked[0])
+    play.hear(REPLICA, asked[0])
     assert [m for _, m, _ in play.sends(ReduceChunk)] == [ReduceChunk(0, 0, 1, 1)]
-    play.hear(MATE, asked[1])
+    play.hear(REPLICA, asked[1])
     assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0)]
     for _ in range(2):
-        play.hear(MATE, Resend(0, 0, 1, 0, False))  # not its chunk
+        play.hear(REPLICA, Resend(0, 0, 1, 0, False))  # not its chunk
         assert play.commands == []
 
 
@@ -839,9 +839,9 @@ def in_pieces() -> Play:
     play.book(0, 2)
     play.hear(OWNER, a_round())
     play.done(play.task(Cut))
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather))
     play.done(play.task(Cut))
     return play
@@ -862,11 +862,11 @@ def test_a_large_gradient_goes_piece_by_piece_and_no_blob_stays() -> None:
     play.done(first)
     assert [(m.chunk, blobs) for _, m, blobs in play.sends(ReduceChunk)] == [(1, (first.outs[1],))]
     after(first.outs)
-    after(play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1))
+    after(play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1))
     add = play.task(Add)
     play.done(add)
     after((add.out,))
-    after(play.hear(MATE, GatherChunk(0, 0, 1, 1), 1))
+    after(play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1))
     gather = play.task(Gather)
     assert (gather.start, gather.last) == (0, False)
     play.done(gather)
@@ -876,12 +876,12 @@ def test_a_large_gradient_goes_piece_by_piece_and_no_blob_stays() -> None:
     play.done(second)
     assert [m.chunk for _, m, _ in play.sends(ReduceChunk)] == [3]
     after(second.outs)
-    after(play.hear(MATE, ReduceChunk(0, 0, 1, 2), 1))
+    after(play.hear(REPLICA, ReduceChunk(0, 0, 1, 2), 1))
     add = play.task(Add)
     play.done(add)
     after((add.out,))
     assert [m.chunk for _, m, _ in play.sends(GatherChunk)] == [2]
-    after(play.hear(MATE, GatherChunk(0, 0, 1, 3), 1))
+    after(play.hear(REPLICA, GatherChunk(0, 0, 1, 3), 1))
     gather = play.task(Gather)
     assert (gather.start, gather.last) == (5, True)
     play.done(gather, digest="g1", norm_sq=4.0)
@@ -900,9 +900,9 @@ def test_nothing_is_added_before_the_last_piece_is_cut() -> None:
     play.backward(3, 1)
     play.done(first)
     assert not any(isinstance(task, RunBackward) for task in play.tasks())
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather))
     last = play.task(Cut)
     assert not any(isinstance(task, RunBackward) for task in play.tasks())
@@ -915,11 +915,13 @@ def test_a_part_of_the_next_piece_that_comes_early_is_kept_for_it() -> None:
     play.book(0, 2)
     play.hear(OWNER, a_round())
     play.done(play.task(Cut))
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     play.done(play.task(Add))
-    (early,) = play.hear(MATE, ReduceChunk(0, 0, 1, 2), 1)  # the sum before it was lost, and comes when it is asked for
+    (early,) = play.hear(
+        REPLICA, ReduceChunk(0, 0, 1, 2), 1
+    )  # the sum before it was lost, and comes when it is asked for
     assert play.commands == []
-    play.hear(MATE, GatherChunk(0, 0, 1, 1), 1)
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
     play.done(play.task(Gather))
     play.done(play.task(Cut))
     assert play.task(Add).parts[1] == early
@@ -928,11 +930,11 @@ def test_a_part_of_the_next_piece_that_comes_early_is_kept_for_it() -> None:
 def test_a_sum_of_the_piece_before_is_sent_again() -> None:
     play = in_pieces()
     again = Resend(0, 0, 1, 0, True)
-    play.hear(MATE, again)
+    play.hear(REPLICA, again)
     assert play.commands == [], "it may be on its way"
-    play.hear(MATE, again)
+    play.hear(REPLICA, again)
     assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0)]
-    play.hear(MATE, Resend(0, 0, 1, 1, False))
+    play.hear(REPLICA, Resend(0, 0, 1, 1, False))
     assert play.commands == [], "that part has been added: there is its sum"
 
 
@@ -941,8 +943,8 @@ def test_a_joiner_applies_a_commit_of_which_it_heard_every_piece() -> None:
     sums = heard_sums(play)
     play.view(a_commit_of_others())
     assert play.tasks() == [], "of the second piece nothing is here"
-    (last,) = play.hear(THIRD, GatherChunk(0, 0, 9, 3, heard=True), 1)
-    (third,) = play.hear(MATE, GatherChunk(0, 0, 9, 2, heard=True), 1)
+    (last,) = play.hear(THIRD, GatherChunk(0, 0, 9, 3, to_listener=True), 1)
+    (third,) = play.hear(REPLICA, GatherChunk(0, 0, 9, 2, to_listener=True), 1)
     assert play.task(Gather).sums == (*sums, third, last)
 
 
@@ -989,7 +991,7 @@ def test_without_the_committed_gradient_the_state_must_come_again(case: str) -> 
     assert not play.server.ready
     play.tick(2.0)
     assert play.server.stale  # said again: the first call may have vanished
-    play.take(play.server.seat(1, view.step, 0, 10, "d", 3.0))
+    play.take(play.server.load_state(1, view.step, 0, 10, "d", 3.0))
     assert play.server.ready and not play.server.stale
 
 
@@ -1003,14 +1005,14 @@ def a_joiner() -> Play:
 
 
 def a_commit_of_others(number: int = 2, step: int = 1, *, listed: bool = True, **changes: object) -> View:
-    groups = ((Share(OWNER, (0, 1, 2, 3)),), (Share(MATE, (0, 1)), Share(THIRD, (2, 3))))
+    groups = ((Share(OWNER, (0, 1, 2, 3)),), (Share(REPLICA, (0, 1)), Share(THIRD, (2, 3))))
     last = Committed(step - 1, 9, 2.0, 1.0, ("g0", "g1"), groups, listeners=(ME,) if listed else ())
     return a_view(number, members=WITHOUT_ME, joining=JOINING, step=step, last=last, **changes)
 
 
 def heard_sums(play: Play, step: int = 0) -> tuple[str, ...]:
-    (second,) = play.hear(THIRD, GatherChunk(0, step, 9, 1, heard=True), 1)
-    (first,) = play.hear(MATE, GatherChunk(0, step, 9, 0, heard=True), 1)
+    (second,) = play.hear(THIRD, GatherChunk(0, step, 9, 1, to_listener=True), 1)
+    (first,) = play.hear(REPLICA, GatherChunk(0, step, 9, 0, to_listener=True), 1)
     return first, second
 
 
@@ -1072,19 +1074,19 @@ def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:
 
 def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_stage() -> None:
     play = a_joiner()
-    strangers = play.hear(OWNER, GatherChunk(0, 0, 9, 0, heard=True), 1)
+    strangers = play.hear(OWNER, GatherChunk(0, 0, 9, 0, to_listener=True), 1)
     assert play.dropped() == list(strangers)
-    faulty = play.hear(MATE, GatherChunk(0, 0, 9, 0, heard=True), 1, fault="not finite")
+    faulty = play.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_listener=True), 1, fault="not finite")
     assert play.dropped() == list(faulty)
     member = Play()
-    heard = member.hear(MATE, GatherChunk(0, 0, 9, 0, heard=True), 1)
+    heard = member.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_listener=True), 1)
     assert member.dropped() == list(heard)
 
 
 def test_a_state_kept_from_before_it_was_put_out_serves_again_when_the_epoch_goes_on_with_it() -> None:
     play = Play()
     play.book(0)
-    play.take(play.server.unseat(keep=True))
+    play.take(play.server.drop_state(keep=True))
     assert play.task(Reset) and not play.server.ready
     assert play.server.holding == Holding(epoch=0, stage=1, step=0)
     rebuilt = a_view(9, epoch=1, continued=Continued((Rebuilt(1),)))
@@ -1095,7 +1097,7 @@ def test_a_state_kept_from_before_it_was_put_out_serves_again_when_the_epoch_goe
         rebuilt,
     ):
         other = Play()
-        other.server.unseat(keep=True)
+        other.server.drop_state(keep=True)
         assert other.server.take_back(unsuited, 1, 0.0) is None and other.server.holding is None
     play.view(a_view(9, epoch=1, continued=Continued()))
     assert play.server.take_back(a_view(9, epoch=1, continued=Continued()), 1, 0.0) is not None
@@ -1125,21 +1127,24 @@ def test_listeners_get_the_sums_of_the_round() -> None:
     play.hear(OWNER, msgspec.structs.replace(a_round(), listeners=((), ("new", "elsewhere", "unknown"))))
     cut = play.task(Cut)
     play.done(cut)
-    play.hear(MATE, ReduceChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
     add = play.task(Add)
     play.done(add)
-    sent = [(MATE, GatherChunk(0, 0, 1, 0), (add.out,)), ("new", GatherChunk(0, 0, 1, 0, heard=True), (add.out,))]
+    sent = [
+        (REPLICA, GatherChunk(0, 0, 1, 0), (add.out,)),
+        ("new", GatherChunk(0, 0, 1, 0, to_listener=True), (add.out,)),
+    ]
     assert play.sends(GatherChunk) == sent
 
 
 def test_a_ready_joiner_takes_part_in_the_round_and_enters_with_the_commit() -> None:
     members = tuple(member for member in MEMBERS if member.peer != ME)
     play = Play(view=a_view(members=members, joining=(Member(ME, 1),)))
-    play.hear(OWNER, a_round(group=(Share(MATE, (0, 1, 2, 3)), Share(ME, ()))))
+    play.hear(OWNER, a_round(group=(Share(REPLICA, (0, 1, 2, 3)), Share(ME, ()))))
     play.done(play.task(Cut))
-    play.hear(MATE, ReduceChunk(0, 0, 1, 1), 1)
+    play.hear(REPLICA, ReduceChunk(0, 0, 1, 1), 1)
     play.done(play.task(Add))
-    play.hear(MATE, GatherChunk(0, 0, 1, 0), 1)
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 0), 1)
     play.done(play.task(Gather), digest="g1")
     play.view(a_commit())
 
@@ -1171,7 +1176,7 @@ def test_a_rollback_voids_everything() -> None:
     play = reduced()
     play.view(a_view(2, epoch=1))
 
-    assert not play.server.seated and play.server.books == ()
+    assert not play.server.has_state and play.server.books == ()
     assert isinstance(play.tasks()[0], Reset)
 
 
@@ -1186,16 +1191,16 @@ def test_a_member_that_is_put_out_empties_its_sum() -> None:
 
 def test_a_move_to_another_stage_voids_the_seat() -> None:
     play = reduced()
-    play.view(a_commit(members=(Member(OWNER, 0), Member(OTHER, 0), Member(ME, 0), Member(MATE, 1))))
+    play.view(a_commit(members=(Member(OWNER, 0), Member(OTHER, 0), Member(ME, 0), Member(REPLICA, 1))))
 
-    assert not play.server.seated and not any(isinstance(task, Apply) for task in play.tasks())
+    assert not play.server.has_state and not any(isinstance(task, Apply) for task in play.tasks())
 
 
 def test_a_seat_that_comes_too_late_asks_again() -> None:
     play = Play()
-    play.take(play.server.unseat())
+    play.take(play.server.drop_state())
     play.view(a_commit())
-    play.take(play.server.seat(1, 0, 0, 10, "d0", 0.0))
+    play.take(play.server.load_state(1, 0, 0, 10, "d0", 0.0))
 
     assert play.server.stale and not play.server.ready
 

@@ -39,7 +39,7 @@ from shoal.core.messages import (
     View,
     WhoBooked,
 )
-from shoal.core.trainer.microbatch import Hop, Kind, Want, new_microbatch, plan
+from shoal.core.trainer.microbatch import Hop, Kind, NextHop, new_microbatch, plan
 from shoal.core.trainer.trainer import MOST_HOLDS, Trainer
 
 ME = "me"
@@ -109,23 +109,23 @@ def ids(send: Send) -> tuple[int, int, int, int, int]:
 @pytest.mark.parametrize(
     ("x", "g", "booked", "want"),
     [
-        ("---", "---", "---", Want(Kind.FETCH)),
-        ("x--", "---", "---", Want(Kind.FORWARD, 0)),
-        ("xx-", "---", "---", Want(Kind.FORWARD, 1)),
-        ("xxx", "---", "---", Want(Kind.BACKWARD, 2)),
-        ("xxx", "-g-", "--b", Want(Kind.BACKWARD, 1)),
-        ("xxx", "gg-", "-bb", Want(Kind.BACKWARD, 0)),
-        ("xxx", "gg-", "bbb", Want(Kind.FINISHED)),
-        ("xxx", "gg-", "bb-", Want(Kind.BACKWARD, 2)),  # a lost booking is redone alone
-        ("xxx", "gg-", "b-b", Want(Kind.BACKWARD, 1)),
-        ("---", "---", "bbb", Want(Kind.FINISHED)),  # adopted
-        ("---", "---", "-bb", Want(Kind.FETCH)),
-        ("x--", "---", "-bb", Want(Kind.RECALL, 1)),
-        ("x--", "---", "--b", Want(Kind.FORWARD, 0)),
-        ("xx-", "---", "--b", Want(Kind.RECALL, 2)),
+        ("---", "---", "---", NextHop(Kind.FETCH)),
+        ("x--", "---", "---", NextHop(Kind.FORWARD, 0)),
+        ("xx-", "---", "---", NextHop(Kind.FORWARD, 1)),
+        ("xxx", "---", "---", NextHop(Kind.BACKWARD, 2)),
+        ("xxx", "-g-", "--b", NextHop(Kind.BACKWARD, 1)),
+        ("xxx", "gg-", "-bb", NextHop(Kind.BACKWARD, 0)),
+        ("xxx", "gg-", "bbb", NextHop(Kind.FINISHED)),
+        ("xxx", "gg-", "bb-", NextHop(Kind.BACKWARD, 2)),  # a lost booking is redone alone
+        ("xxx", "gg-", "b-b", NextHop(Kind.BACKWARD, 1)),
+        ("---", "---", "bbb", NextHop(Kind.FINISHED)),  # adopted
+        ("---", "---", "-bb", NextHop(Kind.FETCH)),
+        ("x--", "---", "-bb", NextHop(Kind.RECALL, 1)),
+        ("x--", "---", "--b", NextHop(Kind.FORWARD, 0)),
+        ("xx-", "---", "--b", NextHop(Kind.RECALL, 2)),
     ],
 )
-def test_what_comes_next_follows_from_what_is_kept_and_booked(x: str, g: str, booked: str, want: Want) -> None:
+def test_what_comes_next_follows_from_what_is_kept_and_booked(x: str, g: str, booked: str, want: NextHop) -> None:
     m = new_microbatch(0, [s.strip("-") for s in booked], a_view())
     m.x, m.g = [s.strip("-") for s in x], [s.strip("-") for s in g]
     assert plan(m) == want
@@ -602,8 +602,8 @@ def test_whoever_has_not_given_twice_what_it_holds_is_in_the_way_and_not_who_was
     assert m.waits_for == "a2"
     for times in range(1, 4):
         m.x[2] = ("b1",)
-        m.gone(2, gradient=False)
+        m.forget_holders(2, gradient=False)
         assert m.waits_for == ("a2" if times == 1 else "b1"), "once may be a message that was lost"
     m.g[1] = ("b2",)
-    m.gone(1, gradient=True)
+    m.forget_holders(1, gradient=True)
     assert m.lost == {"b1": 3, "b2": 1} and m.waits_for == "b1"

@@ -105,7 +105,7 @@ def test_a_round_in_which_something_new_comes_now_and_then_is_slow_and_not_in_va
 def test_without_a_leader_nobody_is_told() -> None:
     play = Group(NAMES, 4000)
     for rounds in play.rounds.values():
-        rounds._seat.leader = None
+        rounds._replica.leader = None
     play.lost = lambda source, target, message: source == "c"
     play.begin()
     play.run(until=lambda: play.now > 200.0)

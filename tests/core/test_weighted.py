@@ -83,11 +83,13 @@ def test_chunks_cover_the_gradient_once_and_each_owner_has_its_share_of_every_sl
             values[owner] += high - low
         for peer, share in zip(group, shares, strict=True):
             assert values[peer] == pytest.approx(size * share / sum(shares), abs=SLICES)
-            place = layout.place(peer)
+            place = layout.role(peer)
             mine = [number for number, owner in zip(layout.numbers, layout.owners, strict=True) if owner == peer]
-            assert place.adds == dict.fromkeys(mine, group) and set(place.brings) == set(place.hears)
+            assert place.adds == dict.fromkeys(mine, group) and set(place.sends) == set(place.receives)
             assert len(mine) <= early_parts(len(group), True)
-            assert set(place.tells) == set(mine) and all(len(to) == len(group) - 1 for to in place.tells.values())
+            assert set(place.broadcasts) == set(mine) and all(
+                len(to) == len(group) - 1 for to in place.broadcasts.values()
+            )
             if most:
                 assert (len(group) - 1) * values[peer] <= most + len(group) * SLICES, (
                     "the parts that an even owner holds"
@@ -102,11 +104,11 @@ def test_chunks_cover_the_gradient_once_and_each_owner_has_its_share_of_every_sl
 def test_slices_go_one_after_the_other_and_within_one_the_next_owner_first() -> None:
     widths = (400, 400, 400, 50)
     layout = split(8000, names(4), 0, 0, widths)
-    orders = [list(layout.place(peer).brings.values()) for peer in names(4)]
+    orders = [list(layout.role(peer).sends.values()) for peer in names(4)]
     assert orders[0] == ["p01", "p02", "p00"] * SLICES and orders[1] == ["p02", "p00", "p01"] * SLICES
     assert orders[3] == ["p00", "p01", "p02"] * SLICES
     for peer in names(4):
-        numbers = list(layout.place(peer).brings)
+        numbers = list(layout.role(peer).sends)
         assert [number // 3 for number in numbers] == sorted(number // 3 for number in numbers)
 
 
@@ -186,5 +188,5 @@ def test_listeners_hear_every_chunk_once_from_its_owner() -> None:
     whole(play)
     wanted = Counter[tuple[Peer, Peer, int]]()
     for layout in layouts(widths, 2000, 700):
-        wanted.update((teller, one, number) for one in listeners for number, teller in layout.hears(one).items())
+        wanted.update((teller, one, number) for one in listeners for number, teller in layout.receives(one).items())
     assert Counter((source, target, message.chunk) for source, target, message in play.heard) == wanted

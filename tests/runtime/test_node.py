@@ -281,7 +281,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
             if not isinstance(task, Cut | Add | Gather):
                 return run(self, task, held)
             before = in_memory(self)
-            with memory.Watch("cpu") as watch:
+            with memory.MemoryMeter("cpu") as watch:
                 result = run(self, task, held)
             made = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
             found.append(before + watch.peak - made)

@@ -14,10 +14,11 @@ import msgspec
 import pytest
 
 from shoal.core.allreduce import layout, rounds
-from shoal.core.allreduce.layout import Layout, Place
+from shoal.core.allreduce.layout import Layout, Role
 from shoal.core.allreduce.rounds import Rounds
-from shoal.core.consensus import certificates, register
-from shoal.core.consensus.register import Register
+from shoal.core.consensus import agreed, certificates, election, register
+from shoal.core.consensus.agreed import AgreedViews
+from shoal.core.consensus.election import Election
 from shoal.core.leader import evictions, facts
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.ledger import Ledger
@@ -30,7 +31,9 @@ from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
 from shoal.core.trainer.trainer import Trainer
-from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
+from shoal.sim.scenarios.catalogue import SCENARIOS
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 from shoal.sim.task_runner import TaskRunner
 
@@ -99,7 +102,7 @@ def forgets_a_waiting_microbatch(patch: Patch) -> None:
     wait = Owned.wait
 
     def forgetful(self: Owned, one: Microbatch) -> None:
-        if one.place is not microbatch.Place.FINISHED:
+        if one.progress is not microbatch.Progress.FINISHED:
             wait(self, one)
 
     patch.setattr(Owned, "wait", forgetful)
@@ -126,7 +129,7 @@ def adds_a_booked_microbatch_again(patch: Patch) -> None:
     on_hop = Hops.on_hop
 
     def blind(self: Hops, *arguments: Any) -> Any:
-        view = self._seat.view
+        view = self._replica.view
         if view is None:
             return on_hop(self, *arguments)
         book = self._book_of(view.work)
@@ -144,8 +147,8 @@ def takes_half_for_a_majority(patch: Patch) -> None:
         voters, yes = tuple(voters), set(yes)
         return 2 * sum(voter in yes for voter in voters) >= len(voters)
 
-    patch.setattr(register, "majority", half)
-    patch.setattr(certificates, "majority", half)
+    for module in (agreed, certificates, election, register):
+        patch.setattr(module, "majority", half)
 
 
 def keeps_a_fenced_peers_books(patch: Patch) -> None:
@@ -156,7 +159,7 @@ def adopts_without_asking_for_books(patch: Patch) -> None:
     def at_once(self: Trainer, indices: list[int], now: float) -> None:
         self._own({index: {} for index in indices})
 
-    patch.setattr(Trainer, "_adopt", at_once)
+    patch.setattr(Trainer, "_take_over", at_once)
 
 
 def applies_what_it_does_not_hold(patch: Patch) -> None:
@@ -202,26 +205,28 @@ def goes_on_without_asking_for_books(patch: Patch) -> None:
 
 
 def adds_the_rows_but_for_the_last(patch: Patch) -> None:
-    place = Layout.place
+    place = Layout.role
 
-    def short(self: Layout, peer: str) -> Place:
+    def short(self: Layout, peer: str) -> Role:
         found = place(self, peer)
-        fewer = {number: peers[: len(self.rows) - 1] for number, peers in found.adds.items() if number in found.hears}
+        fewer = {
+            number: peers[: len(self.rows) - 1] for number, peers in found.adds.items() if number in found.receives
+        }
         return msgspec.structs.replace(found, adds=found.adds | fewer)
 
-    patch.setattr(Layout, "place", short)
+    patch.setattr(Layout, "role", short)
 
 
 def adds_as_it_comes(patch: Patch) -> None:
     """Each replica first adds what it has itself."""
-    place = Layout.place
+    place = Layout.role
 
-    def own_first(self: Layout, peer: str) -> Place:
+    def own_first(self: Layout, peer: str) -> Role:
         found = place(self, peer)
         turned = {number: tuple(sorted(peers, key=lambda one: one != peer)) for number, peers in found.adds.items()}
         return msgspec.structs.replace(found, adds=turned)
 
-    patch.setattr(Layout, "place", own_first)
+    patch.setattr(Layout, "role", own_first)
 
 
 def meets_everybody(patch: Patch) -> None:
@@ -230,15 +235,15 @@ def meets_everybody(patch: Patch) -> None:
 
 def believes_any_lead(patch: Patch) -> None:
     """Whoever says that it leads is followed, without votes."""
-    follow = Register._follow
+    follow = Election.follow
 
-    def trusting(self: Register, peer: str, term: int, *rest: Any) -> bool:
+    def trusting(self: Election, peer: str, term: int, *rest: Any) -> bool:
         if term >= self.term and not self.leading:
             self.proven = term, peer
         return follow(self, peer, term, *rest)
 
-    patch.setattr(Register, "entitled", lambda self, peer: True)
-    patch.setattr(Register, "_follow", trusting)
+    patch.setattr(AgreedViews, "entitled", lambda self, peer: True)
+    patch.setattr(Election, "follow", trusting)
 
 
 def counts_complaints_of_one_peer(patch: Patch) -> None:

@@ -42,7 +42,7 @@ from shoal.core.messages import (
     Task,
     View,
 )
-from shoal.core.replica_state import Seat
+from shoal.core.replica_state import ReplicaState
 from shoal.core.server.activation_store import ActivationStore
 from shoal.core.server.hops import Hops
 from shoal.core.server.verdict import Request
@@ -63,7 +63,7 @@ class Letter(msgspec.Struct):
 class Node(msgspec.Struct):
     trainer: Trainer
     hops: Hops
-    seat: Seat
+    replica: ReplicaState
     view: View
     blobs: dict[str, Value] = {}
     tasks: list[tuple[Task, tuple[Value, ...]]] = []  # inputs are read when the task is given
@@ -117,22 +117,22 @@ class World:
         )
 
     def start(self, member: Member) -> None:
-        seat = Seat(seated=True, stage=member.stage, leader="boss")
-        hops = Hops(member.peer, self.settings, iter(count()), seat)
+        replica = ReplicaState(has_state=True, stage=member.stage, leader="boss")
+        hops = Hops(member.peer, self.settings, iter(count()), replica)
         trainer = Trainer(member.peer, self.settings, Random(f"{self.rng.random()}"))
-        self.nodes[member.peer] = Node(trainer, hops, seat, self.views[-2])
+        self.nodes[member.peer] = Node(trainer, hops, replica, self.views[-2])
         self.carry_out(member.peer, trainer.on_view(self.views[-2], self.now))
         self.show(member.peer, len(self.views) - 1)
 
     def show(self, peer: str, at: int) -> None:
         """What server.py does with a view, and every peer holds the parameters of its step at once."""
         node, view = self.nodes[peer], self.views[at]
-        before, node.view = node.seat.view, view
-        node.seat.view = view
+        before, node.view = node.replica.view, view
+        node.replica.view = view
         commands: list[Command] = []
         if before is not None and (before.epoch, before.step) != (view.epoch, view.step):
             commands += node.hops.forget(everything=before.epoch != view.epoch)[0]
-        node.seat.epoch, node.seat.step = view.epoch, view.step
+        node.replica.epoch, node.replica.step = view.epoch, view.step
         commands += node.hops.on_view(before, view, self.now)
         self.carry_out(peer, commands)
         if before is not None and (before.epoch, before.step) != (view.epoch, view.step):
@@ -307,9 +307,9 @@ class World:
         view = self.views[-1]
         nodes = [self.nodes[member.peer] for member in view.members if member.peer in self.nodes]
         return [
-            (node.seat.stage, booking.index)
+            (node.replica.stage, booking.index)
             for node in nodes
-            if (node.seat.epoch, node.seat.step) == (view.epoch, view.step)
+            if (node.replica.epoch, node.replica.step) == (view.epoch, view.step)
             for booking in node.hops.books(view.step)
         ]
 
@@ -322,7 +322,7 @@ class World:
                 ("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.store._held
             ]
             assert [(value[0], *value[2:]) for value in held] == keys, f"{peer} keeps a tensor under another's name"
-            made = sum(key.gradient and key.stage != node.seat.stage for key in node.hops.store._held)
+            made = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.store._held)
             assert node.hops.store.nbytes == NBYTES * len(held)
             most = self.settings.keep_bytes + NBYTES * (4 * self.settings.queue_limit + self.settings.microbatches + 4)
             assert node.hops.store.nbytes - NBYTES * made <= most, f"{peer} keeps {node.hops.store.nbytes} bytes"
@@ -390,8 +390,8 @@ def takes_a_tensor_of_an_older_step(patch: Patch) -> None:
     on_boundary = ActivationStore.on_boundary
 
     def trusting(self: ActivationStore, peer: str, message: Any, *rest: Any) -> Any:
-        if self._seat.view is not None:
-            message = msgspec.structs.replace(message, step=self._seat.view.step)
+        if self._replica.view is not None:
+            message = msgspec.structs.replace(message, step=self._replica.view.step)
         return on_boundary(self, peer, message, *rest)
 
     patch.setattr(ActivationStore, "on_boundary", trusting)
@@ -410,7 +410,7 @@ def drops_what_it_made_before_the_commit(patch: Patch) -> None:
 
 def books_what_it_said_was_missing(patch: Patch) -> None:
     """A hop whose input did not come is given back to its owner, and kept all the same."""
-    tell = Hops._tell_missing
+    tell = Hops._send_missing
 
     def stubborn(self: Hops) -> Any:
         queued = dict(self._queue)
@@ -418,7 +418,7 @@ def books_what_it_said_was_missing(patch: Patch) -> None:
         self._queue.update(queued)
         return [command for command in told if not isinstance(command, Drop)]
 
-    patch.setattr(Hops, "_tell_missing", stubborn)
+    patch.setattr(Hops, "_send_missing", stubborn)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ from shoal.core.server.server import Server
 
 INDICES = 4
 INDEX = st.integers(0, INDICES - 1)
-ME, MATE = "me", "mate"
+ME, REPLICA = "me", "replica"
 MOSTLY = st.sampled_from([True, True, True, True, False])
 SELDOM = st.sampled_from([False] * 9 + [True])
 
@@ -84,7 +84,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.now = 0.0
         self.server = Server(ME, Settings(stages=2, microbatches=INDICES, steps=99, queue_limit=3))
         self.server.leader = "a"
-        members = (Member("a", 0), Member("b", 0), Member(ME, 1), Member(MATE, 1))
+        members = (Member("a", 0), Member("b", 0), Member(ME, 1), Member(REPLICA, 1))
         self.view = View(number=1, step=0, members=members, owners=(0, 1, 0, 1), phase=Phase.TRAINING)
         self.shown = 0  # views the server has seen
         self.views = [self.view]
@@ -105,7 +105,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.reduced: Reduced | None = None
         self.lost = False  # this server needs its state again: nothing is asked of it any more
         self.show()
-        self.carry_out(self.server.seat(1, 0, 0, 8, "d0", self.now))
+        self.carry_out(self.server.load_state(1, 0, 0, 8, "d0", self.now))
 
     # -------------------------------------------------------------------------------------------------- the world
 
@@ -313,7 +313,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         if books.step != self.view.step or books.view < self.view.number:
             return
         for index, plan in enumerate(self.plans):
-            if plan.state == "adopting" and self.owner(index) == peer:
+            if plan.state == "taking over" and self.owner(index) == peer:
                 self.plans[index] = Plan("here") if index in books.indices else Plan()
 
     @precondition(lambda self: any(member.peer == "b" for member in self.view.members))
@@ -328,14 +328,14 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.agree(members=members, owners=(0,) * INDICES)
         for index in lost:
             if self.plans[index].state != "elsewhere":
-                self.plans[index] = Plan("adopting")
+                self.plans[index] = Plan("taking over")
         if first:
             self.show_all()
         self.send("a", BooksRequest(0, self.view.step, self.view.number), arrives)
 
     @rule()
     def the_books_are_asked_for_again(self) -> None:
-        if any(plan.state == "adopting" for plan in self.plans):
+        if any(plan.state == "taking over" for plan in self.plans):
             self.deliver("a", BooksRequest(0, self.view.step, self.view.number))
 
     # ---------------------------------------------------------------------------------------------- views and rounds
@@ -349,12 +349,12 @@ class ServerAmongOwners(RuleBasedStateMachine):
         while self.shown < len(self.views):
             self.show()
 
-    @precondition(lambda self: any(member.peer == MATE for member in self.view.members))
+    @precondition(lambda self: any(member.peer == REPLICA for member in self.view.members))
     @rule(really=SELDOM, first=MOSTLY)
     def the_other_replica_is_fenced(self, really: bool, first: bool) -> None:
         if not really and not any(isinstance(task, Add | Cut) for task in self.tasks):
             return
-        members = tuple(member for member in self.view.members if member.peer != MATE)
+        members = tuple(member for member in self.view.members if member.peer != REPLICA)
         places = {member.peer: place for place, member in enumerate(members)}
         self.agree(members=members, owners=tuple(places[self.owner(index)] for index in range(INDICES)))
         for plan in self.plans:
@@ -363,7 +363,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         if first:
             self.show_all()
 
-    @precondition(lambda self: any(member.peer == MATE for member in self.view.members))
+    @precondition(lambda self: any(member.peer == REPLICA for member in self.view.members))
     @rule(wrong=SELDOM, order=st.booleans(), again=SELDOM)
     def the_leader_asks_for_a_round(self, wrong: bool, order: bool, again: bool) -> None:
         """When it thinks that the books are whole; it may be mistaken about mine."""
@@ -376,7 +376,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
             mine = tuple(reversed(mine)) if order else mine[:-1]
         rest = tuple(index for index in range(INDICES) if index not in mine)
         self.round += 1
-        group = (Share(ME, mine), Share(MATE, rest))
+        group = (Share(ME, mine), Share(REPLICA, rest))
         stage_0 = tuple(
             Share(member.peer, tuple(range(INDICES)) if member.peer == "a" else ())
             for member in self.view.members
@@ -399,7 +399,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 message = GatherChunk(0, step, number, 1)
             case _:
                 message = Resend(0, step, number, int(kind == "ask part"), kind == "ask sum")
-        self.deliver(MATE, message, "values are not finite" if fault and older else "")
+        self.deliver(REPLICA, message, "values are not finite" if fault and older else "")
 
     @rule(order=st.permutations(["part", "sum", "ask part", "ask sum"]))
     def the_other_replica_does_its_part(self, order: list[str]) -> None:
@@ -506,7 +506,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.show_all()
-        self.carry_out(self.server.unseat())
+        self.carry_out(self.server.drop_state())
         while self.tasks:
             task = self.tasks.pop(0)
             self.live.update(task.makes)
@@ -573,7 +573,7 @@ def play(seed: int) -> None:
         if move in ("the_step_is_committed",) and (world.reduced is None or world.lost):
             continue
         members = [member.peer for member in world.view.members]
-        if move in ("the_other_replica_is_fenced", "the_leader_asks_for_a_round") and MATE not in members:
+        if move in ("the_other_replica_is_fenced", "the_leader_asks_for_a_round") and REPLICA not in members:
             continue
         if move == "an_owner_vanishes_and_another_adopts" and "b" not in members:
             continue

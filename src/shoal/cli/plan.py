@@ -30,9 +30,11 @@ from shoal.launcher.planning import replanning
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
-from shoal.planner.prediction import step
+from shoal.planner.prediction import play
 from shoal.planner.search import anneal, dtfm, greedy, placements
 from shoal.planner.strategy import choices, plan, strategy
+from shoal.planner.strategy.pricing import as_planned
+from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.what_if import what_if
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
@@ -76,8 +78,8 @@ def main(args: argparse.Namespace) -> int:
     return _plan(args, tree, problem)
 
 
-def _plan(args: argparse.Namespace, tree: config.Config, problem: strategy.Problem) -> int:
-    def decide(given: strategy.Problem) -> plan.Plan:
+def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> int:
+    def decide(given: Problem) -> plan.Plan:
         if args.sizes:
             return strategy.decide_sizes(given, lambda: np.random.default_rng(SEED), BUDGET, args.stages)
         return strategy.decide(given, np.random.default_rng(SEED), BUDGET, args.stages)
@@ -106,13 +108,13 @@ def _plan(args: argparse.Namespace, tree: config.Config, problem: strategy.Probl
     return 0
 
 
-def _other(args: argparse.Namespace, problem: strategy.Problem) -> plan.Plan | None:
+def _other(args: argparse.Namespace, problem: Problem) -> plan.Plan | None:
     if not args.what_if:
         return None
     return strategy.decide(what_if(problem, args.what_if), np.random.default_rng(SEED), BUDGET, args.stages)
 
 
-def _print(decided: plan.Plan, problem: strategy.Problem, tree: config.Config) -> None:
+def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
     print(plan_report.headline(problem, tree.run.name))
     print(plan_report.table(decided))
     print(plan_report.numbers(decided, problem))
@@ -134,18 +136,18 @@ def _shares_out(tree: config.Config, peers: int) -> bool:
     return bool(train.local_batch) or (train.batch % peers == 0 and train.batch // peers % train.microbatch == 0)
 
 
-def _draw(made: plan.Plan, problem: strategy.Problem, folder: Path) -> None:
+def _draw(made: plan.Plan, problem: Problem, folder: Path) -> None:
     from shoal.dashboard import pictures  # matplotlib: only who draws waits for it
 
     folder.mkdir(parents=True, exist_ok=True)
-    bars = step.timeline(strategy.as_planned(problem, made), problem.cluster, np.random.default_rng(0))
+    bars = play.timeline(as_planned(problem, made), problem.cluster, np.random.default_rng(0))
     pictures.plan_map(made, problem.cluster, folder / "map")
     pictures.gantt(bars, made, problem.cluster, folder / "timeline")
     (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, made, problem.cluster))
     print(f"drawn in {folder}: map, timeline (png, svg), timeline.perfetto.json (ui.perfetto.dev)", file=sys.stderr)
 
 
-def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
+def _replan(args: argparse.Namespace, problem: Problem) -> int:
     verdict = replanning.verdict(Path(args.replan), problem)
     print(json.dumps(msgspec.to_builtins(verdict)) if args.json else verdict.reason)
     if verdict.plan is None:
@@ -159,7 +161,7 @@ def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
     return replanning.CHANGE_OVER
 
 
-def _check(given: plan.Plan, problem: strategy.Problem) -> int:
+def _check(given: plan.Plan, problem: Problem) -> int:
     problems = plan.validate(given, problem.profile, problem.cluster, problem.work.value_bytes)
     problems = problems or strategy.of_another_model(problem, given)
     for found in problems:

@@ -604,13 +604,14 @@ class ReduceChunk(Wire, frozen=True):
 
 class GatherChunk(Wire, frozen=True):
     """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order
-    within a row, then the rows in theirs. `heard`: to a listener. `first`: it goes before parts that wait, of slices that come later."""
+    within a row, then the rows in theirs. `to_listener`: to a joiner that catches up. `first`: it goes before reduce chunks that wait,
+    of slices that come later."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
-    heard: bool = False
+    to_listener: bool = False
     first: bool = False
 
 

@@ -6,10 +6,11 @@ from shoal import units
 from shoal.core.allreduce import layout
 from shoal.planner.costs import churn
 from shoal.planner.inputs.profile import spans
-from shoal.planner.strategy import choices, plan, strategy
+from shoal.planner.strategy import choices, plan
+from shoal.planner.strategy.problem import Problem, stages_text
 
 
-def headline(problem: strategy.Problem, name: str) -> str:
+def headline(problem: Problem, name: str) -> str:
     work, devices = problem.work, problem.cluster.devices
     kind = "an emulated model" if problem.emulated_s else f"{_many(problem.profile.parameters)} parameters"
     return (
@@ -29,7 +30,7 @@ def table(made: plan.Plan) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def numbers(made: plan.Plan, problem: strategy.Problem) -> str:
+def numbers(made: plan.Plan, problem: Problem) -> str:
     predicted = made.predicted
     assert predicted is not None, "a plan that was just made has its numbers"
     parts = f"microbatches {_seconds(predicted.microbatches_s)}, averaging {_seconds(predicted.averaging_s)}, agreeing"
@@ -89,7 +90,7 @@ def _travel(made: plan.Plan) -> list[str]:
     return lines
 
 
-def churn_cost(made: plan.Plan, problem: strategy.Problem, silence_s: float, checkpoint_every: int) -> str:
+def churn_cost(made: plan.Plan, problem: Problem, silence_s: float, checkpoint_every: int) -> str:
     predicted = churn.expected(made, problem.cluster, silence_s, checkpoint_every)
     text = f"churn         {predicted.losses_per_h:.3g} losses an hour cost {predicted.share:.1%} of the time, most at {predicted.worst}"
     if predicted.fatal_per_h:
@@ -103,14 +104,14 @@ def comparison(made: plan.Plan, other: plan.Plan, text: str) -> str:
     return (
         f"\nwhat if       {text}\n"
         f"              {_seconds(then.step_s)} a step instead of {_seconds(now.step_s)},"
-        f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {strategy.stages_text(len(other.stages))}; {then.bottleneck}"
+        f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {stages_text(len(other.stages))}; {then.bottleneck}"
     )
 
 
 def sensitivity(made: plan.Plan, change: str, step_s: float, stages: int) -> str:
     assert made.predicted is not None
     factor = made.predicted.step_s / step_s
-    return f"{change:<13} {step_s:.4g} s a step, {factor:.2f}x as fast, {strategy.stages_text(stages)}"
+    return f"{change:<13} {step_s:.4g} s a step, {factor:.2f}x as fast, {stages_text(stages)}"
 
 
 def _seconds(value: float) -> str:

@@ -79,7 +79,7 @@ class Watch:
         elif type(message) is m.Round:
             self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
             self.newest_round = max(self.newest_round, message.round)
-        elif type(message) is m.ReduceChunk or (type(message) is m.GatherChunk and not message.heard):
+        elif type(message) is m.ReduceChunk or (type(message) is m.GatherChunk and not message.to_listener):
             self._meets(peer, to, message)
         elif type(message) is m.Lead or (type(message) is m.Propose and message.proof is None):
             other = self._leaders.setdefault(message.term, peer)

@@ -14,7 +14,7 @@ from shoal.core.messages import Command, GatherChunk, Peer, ReduceChunk
 from shoal.core.replica_state import drop
 
 
-class Early(msgspec.Struct, frozen=True):
+class EarlyChunk(msgspec.Struct, frozen=True):
     """A chunk received before the Round it belongs to, or before the view that this round needs."""
 
     message: ReduceChunk | GatherChunk
@@ -28,9 +28,9 @@ class Early(msgspec.Struct, frozen=True):
 
 class EarlyChunks:
     def __init__(self) -> None:
-        self._held: dict[tuple[Peer, bool], list[Early]] = {}  # of each sender, parts and sums apart
+        self._held: dict[tuple[Peer, bool], list[EarlyChunk]] = {}  # of each sender, parts and sums apart
 
-    def hold(self, peer: Peer, early: Early, most: int) -> list[Command]:
+    def hold(self, peer: Peer, early: EarlyChunk, most: int) -> list[Command]:
         """At most `most` of its newest round, the lowest ones."""
         held = self._held.setdefault((peer, isinstance(early.message, GatherChunk)), [])
         if any(one.when == early.when or one.message.round > early.message.round for one in held):
@@ -44,7 +44,7 @@ class EarlyChunks:
         held[:] = [*(one for one in held if one not in stale), early]
         return [command for one in stale for command in drop(one.blobs)]
 
-    def take_due(self, due: Callable[[Peer, Early], bool]) -> list[tuple[Peer, Early]]:
+    def take_due(self, due: Callable[[Peer, EarlyChunk], bool]) -> list[tuple[Peer, EarlyChunk]]:
         """Those that are due, each with its sender. They are held no longer."""
         taken = [(peer, one) for (peer, _), held in self._held.items() for one in held if due(peer, one)]
         self._keep(lambda peer, one: not due(peer, one))
@@ -66,6 +66,6 @@ class EarlyChunks:
         left = [key for key in self._held if not serves(key[0])]
         return drop(tuple(blob for key in left for one in self._held.pop(key) for blob in one.blobs))
 
-    def _keep(self, stays: Callable[[Peer, Early], bool]) -> None:
+    def _keep(self, stays: Callable[[Peer, EarlyChunk], bool]) -> None:
         kept = {key: [one for one in held if stays(key[0], one)] for key, held in self._held.items()}
         self._held = {key: held for key, held in kept.items() if held}

@@ -8,8 +8,8 @@ every owner adds in group order, so that all replicas get the same bits, whateve
 A group of more than 16 stands in rows, so that nobody needs a connection to everybody
 (docs/design/2026-11-22-large-groups.md). Each row cuts the piece by itself, one chunk for each of its replicas, who add up the row's
 sum of it. Between two neighbouring cuts of whatever rows lies a segment: one replica of each row has the row's sum of it. Those are
-a column; they cut the segment once more, one chunk each, and add the rows' sums in row order. Every replica is told each of those
-sums by the one of its own row that stands in the column. One row is the same with nothing to be done between rows.
+a column; they cut the segment once more, one chunk each, and add the rows' sums in row order. Every replica receives each of those
+sums from the replica of its own row that stands in the column. One row is the same with nothing to be done between rows.
 
 Where a plan knows how wide the replicas' lines are, and they differ, a group of one row owns in proportion: who owns the share w of
 the gradient sends and receives 1 + (n - 2) w of it, and between 1 and 2 (n - 1) / n lies what a narrow line can be spared. It is
@@ -31,23 +31,25 @@ from shoal.core.messages import Peer, Round, Share, View
 
 MOST_CHUNKS = 1 << 19  # in all pieces together: half of what a message can name
 ONE_ROW = 16  # replicas that all exchange with all, over 15 connections each; 17 in three rows need 8
-SLICES = 8  # of a piece among owners of unlike lines: one is told while the next is brought, the last is told alone
+SLICES = (
+    8  # of a piece among owners of unlike lines: one is gathered while the next is reduced, the last is gathered alone
+)
 SPARED = 0.9  # of the time that even owners take must be enough, or they stay even
 COLUMNS = (
     2  # in which one replica stands at most, and with one other: a row cuts a chunk of a row of nearly its length once
 )
 
 
-class Place(msgspec.Struct, frozen=True):
+class Role(msgspec.Struct, frozen=True):
     """What one replica does with a piece. Chunks go by their numbers."""
 
     cuts: tuple[int, ...]  # bounds of what its own sum is cut into
-    brings: dict[int, Peer]  # that, and who adds it up, in the order in which it is sent
+    sends: dict[int, Peer]  # that, and who adds it up, in the order in which it is sent
     seams: tuple[int, ...]  # bounds of what its row's sum is cut into; none in a group of one row
-    passes: dict[int, Peer]  # that, and who adds it up, likewise
-    adds: dict[int, tuple[Peer, ...]]  # what it adds up itself, and who brings it, in the order of the additions
-    hears: dict[int, Peer]  # every chunk of the group's sum, in order, and who tells it: itself what it adds up
-    tells: dict[int, tuple[Peer, ...]]  # those that it tells others
+    forwards: dict[int, Peer]  # that, and who adds it up, likewise
+    adds: dict[int, tuple[Peer, ...]]  # what it adds up itself, and who sends it, in the order of the additions
+    receives: dict[int, Peer]  # every chunk of the group's sum, in order, and from whom: from itself what it adds up
+    broadcasts: dict[int, tuple[Peer, ...]]  # those that it sends to others
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -74,34 +76,34 @@ class Layout(msgspec.Struct, frozen=True):
         return range(self.first, self.first + len(self.owners))
 
     def row_of(self, peer: Peer) -> int:
-        """Also of one that only listens: it hears the sums from one row."""
+        """Also of one that only listens: it receives the sums from one row."""
         for number, row in enumerate(self.rows):
             if peer in row:
                 return number
         return bisect_left(sorted(one for row in self.rows for one in row), peer) % len(self.rows)
 
-    def hears(self, peer: Peer) -> dict[int, Peer]:
-        """Every chunk of the group's sum, in order, and who tells it to that replica or listener."""
+    def receives(self, peer: Peer) -> dict[int, Peer]:
+        """Every chunk of the group's sum, in order, and from whom that replica or listener receives it."""
         at, chunks = self.row_of(peer), zip(self.numbers, self.owners, self.columns, strict=True)
         return {number: owner if column[at] == peer else column[at] for number, owner, column in chunks}
 
-    def place(self, peer: Peer) -> Place:
+    def role(self, peer: Peer) -> Role:
         """Of a replica of the group. What all send at once goes to those after the sender first: when all begin with the first,
         its line is the bound and the others' lines wait (8 replicas on shaped lines: 10.1 s against 7.1 s in the planner's model)."""
         at = self.row_of(peer)
         row, cuts = self.rows[at], self.cuts[at]
         inner = {self.inner + chunk: owner for chunk, owner in enumerate(self._adders(at))}
-        brings = {number: inner[number] for number in _turned(inner, row, row.index(peer))}
+        sends = {number: inner[number] for number in _turned(inner, row, row.index(peer))}
         mine = {self.first + c: c for c, column in enumerate(self.columns) if column[at] == peer}
         owned = {number: self.columns[c] for number, c in mine.items() if self.owners[c] == peer}
-        tells = {number: _others(owned.get(number, (peer,)), peer) + _others(row, peer) for number in mine}
+        broadcasts = {number: _others(owned.get(number, (peer,)), peer) + _others(row, peer) for number in mine}
         if len(self.rows) == 1:
-            return Place(cuts, brings, (), {}, dict.fromkeys(owned, row), self.hears(peer), tells)
+            return Role(cuts, sends, (), {}, dict.fromkeys(owned, row), self.receives(peer), broadcasts)
         adds = {number: row for number, owner in inner.items() if owner == peer} | owned
         seams = tuple(sorted({bound for c in mine.values() for bound in self.bounds[c : c + 2]}))
         by_row = sorted(mine, key=lambda number: (self._rows_down(at, mine[number]), number))
-        passes = {number: self.owners[mine[number]] for number in by_row}
-        return Place(cuts, brings, seams, passes, adds, self.hears(peer), tells)
+        forwards = {number: self.owners[mine[number]] for number in by_row}
+        return Role(cuts, sends, seams, forwards, adds, self.receives(peer), broadcasts)
 
     def _adders(self, row: int) -> tuple[Peer, ...]:
         """Of a row's chunks, in their order."""
@@ -299,10 +301,10 @@ def _coverage(group: Sequence[Share], microbatches: int) -> str:
     peers = [share.peer for share in group]
     if len(set(peers)) != len(peers):
         return "a replica is listed twice"
-    brought = [index for share in group for index in share.indices]
-    if len(brought) == microbatches and set(brought) == set(range(microbatches)):
+    indices_listed = [index for share in group for index in share.indices]
+    if len(indices_listed) == microbatches and set(indices_listed) == set(range(microbatches)):
         return ""
-    listed = sorted(brought)
+    listed = sorted(indices_listed)
     twice = [index for index, after in pairwise(listed) if index == after]
     if twice:
         return f"microbatches {_few(twice)} are brought twice"

@@ -19,8 +19,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shoal.core.allreduce.early_chunks import Early, EarlyChunks
-from shoal.core.allreduce.layout import Layout, Place, early_parts, fenced, objection, split
+from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
+from shoal.core.allreduce.layout import Layout, Role, early_parts, fenced, objection, split
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -44,11 +45,10 @@ from shoal.core.messages import (
     View,
     Waits,
 )
-from shoal.core.replica_state import TEXT, Seat, drop
-from shoal.core.trainer.routing import Latency
+from shoal.core.replica_state import TEXT, ReplicaState, drop
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
-TELL = 4  # usual times of a round without anything new, before the leader is told who keeps me waiting,
+TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,
 TELL_BEATS = 24  # but not sooner: a peer may be busy with a long hop before it begins
 ASKS = 6  # after so many the pause between two does not double any more
 
@@ -60,7 +60,7 @@ class Piece(msgspec.Struct):
     """One piece of the gradient on its way through a round; most rounds have only one."""
 
     layout: Layout
-    place: Place  # mine in it
+    role: Role  # mine in it
     number: int = 0
     cut: dict[int, str] = msgspec.field(default_factory=dict)  # my, or my row's, part of each chunk, once cut
     parts: dict[int, dict[Peer, str]] = msgspec.field(default_factory=dict)  # of each chunk that I add up
@@ -71,7 +71,7 @@ class Piece(msgspec.Struct):
 
 
 class Current(msgspec.Struct):
-    """The round under way. `live` are the blobs held for it, in the order they came; dicts keep that order."""
+    """The round under way. `live` are the blobs held for it, in the order of their arrival; dicts keep that order."""
 
     message: Round
     group: tuple[Peer, ...]
@@ -79,7 +79,7 @@ class Current(msgspec.Struct):
     piece: Piece
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
-    came: float  # when something new last did
+    last_new: float  # when a chunk last arrived
     asks: int = 0  # for what is missing, so far
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
@@ -90,11 +90,11 @@ class Current(msgspec.Struct):
 
 
 class Rounds:
-    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState) -> None:
         self._name = name
         self._settings = settings
         self._serial = serial
-        self._seat = seat
+        self._replica = replica
         self._stage = 0  # of the round under way
         self._current: Current | None = None
         self._newest = -1  # the highest round of this step that I began or refused
@@ -122,15 +122,15 @@ class Rounds:
 
     def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
-        view = self._seat.view
+        view = self._replica.view
         assert view is not None
         current = self._current
         if current is not None and current.message.round == message.round:
             return self._report() if current.reduced else []
         if message.round <= self._newest:
-            return self._tell_failed(message, self._reason or f"round {self._newest} is newer", "")
+            return self._report_failed(message, self._reason or f"round {self._newest} is newer", "")
         commands = self.end(f"round {message.round} replaces it")
-        self._newest, self._stage = message.round, self._seat.stage
+        self._newest, self._stage = message.round, self._replica.stage
         reason = objection(message, view, me)
         if reason:
             return commands + self.fail(message, reason)
@@ -144,21 +144,21 @@ class Rounds:
     def _joined(self, message: Round, shares: tuple[Share, ...], now: float) -> Current:
         """That round, in which I am listed, with its first piece."""
         group, layout, stage = tuple(share.peer for share in shares), self._layout(shares, 0), self._stage
-        known, row = self._seat.known.present, layout.row_of(self._name)
+        known, row = self._replica.known.present, layout.row_of(self._name)
         listed = message.listeners[stage] if stage < len(message.listeners) else ()
         listeners = tuple(
             peer
             for peer in dict.fromkeys(listed)
             if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
         )
-        piece = Piece(layout, layout.place(self._name))
+        piece = Piece(layout, layout.role(self._name))
         return Current(message, group, listeners, piece, now, now + self._patience_s, now)
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
         self._newest = max(self._newest, message.round)
         commands = self.end(reason)
-        return commands + self._tell_failed(message, reason, culprit)
+        return commands + self._report_failed(message, reason, culprit)
 
     def end(self, reason: str) -> list[Command]:
         """Let go of the round under way. Blobs that a running task reads stay until it has ended."""
@@ -172,9 +172,9 @@ class Rounds:
         return drop(tuple(blob for blob in current.live if blob not in read))
 
     def turn(self, everything: bool = True) -> list[Command]:
-        """What I held of the step is void, or (not everything) it is over. Then what came early for the view's own step stays: with
-        delayed updates a round may begin with the very view that commits the one before, and a mate hears of it first."""
-        view = self._seat.view
+        """What I held of the step is void, or (not everything) it is over. Then early chunks of the view's own step stay: with
+        delayed updates a round may begin with the very view that commits the one before, and another replica may receive it first."""
+        view = self._replica.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
         early = self._early.keep_step(stays)
         commands = self.end("the step is over")
@@ -202,11 +202,11 @@ class Rounds:
     def on_message(
         self, peer: Peer, message: ReduceChunk | GatherChunk | Resend, blobs: tuple[str, ...], fault: str, now: float
     ) -> list[Command]:
-        view = self._seat.view
+        view = self._replica.view
         if view is None or message.epoch != view.epoch or not self._serves(peer):
             return drop(blobs)
         if message.step == view.step + 1 and not isinstance(message, Resend):
-            return self._hold(peer, Early(message, blobs, fault))
+            return self._hold(peer, EarlyChunk(message, blobs, fault))
         if message.step != view.step:
             return drop(blobs)
         current = self._current
@@ -216,26 +216,26 @@ class Rounds:
             if isinstance(message, Resend):
                 return self._send_again(current, peer, message) + drop(blobs)
             if message.chunk // current.piece.layout.stride > current.piece.number:
-                return self._hold(peer, Early(message, blobs, fault))
-            return self._take(current, peer, Early(message, blobs, fault), now)
+                return self._hold(peer, EarlyChunk(message, blobs, fault))
+            return self._take(current, peer, EarlyChunk(message, blobs, fault), now)
         if isinstance(message, Resend) or message.round <= self._newest:
             return drop(blobs)
-        return self._hold(peer, Early(message, blobs, fault))
+        return self._hold(peer, EarlyChunk(message, blobs, fault))
 
     def _serves(self, peer: Peer) -> bool:
         """A replica of my own stage; whoever is not cannot share a group with me."""
-        stages = self._seat.known.present
+        stages = self._replica.known.present
         return peer != self._name and peer in stages and stages[peer] == stages.get(self._name)
 
-    def _hold(self, peer: Peer, early: Early) -> list[Command]:
+    def _hold(self, peer: Peer, early: EarlyChunk) -> list[Command]:
         """Few per sender, parts and sums apart: of its newest round and piece."""
-        replicas = sum(stage == self._seat.stage for stage in self._seat.known.present.values())
+        replicas = sum(stage == self._replica.stage for stage in self._replica.known.present.values())
         return self._early.hold(peer, early, early_parts(replicas, bool(self._settings.widths)))
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
         stride, newest, piece = current.piece.layout.stride, current.message.round, current.piece.number
 
-        def due(peer: Peer, early: Early) -> bool:
+        def due(peer: Peer, early: EarlyChunk) -> bool:
             number, chunk = early.when
             later = peer in current.group and chunk // stride > piece
             return number < newest or (number == newest and not later)
@@ -248,15 +248,15 @@ class Rounds:
                 commands += drop(early.blobs)
         return commands
 
-    def _take(self, current: Current, peer: Peer, early: Early, now: float) -> list[Command]:
-        message, place = early.message, current.piece.place
+    def _take(self, current: Current, peer: Peer, early: EarlyChunk, now: float) -> list[Command]:
+        message, role = early.message, current.piece.role
         if isinstance(message, ReduceChunk):
             held = current.piece.parts.get(message.chunk, {})
             adding = message.chunk in current.piece.adding.values()
-            wanted = peer in place.adds.get(message.chunk, ()) and peer not in held and not adding
+            wanted = peer in role.adds.get(message.chunk, ()) and peer not in held and not adding
         else:
-            told = place.hears.get(message.chunk) == peer
-            wanted = told and message.chunk not in current.piece.sums and not current.piece.gathering
+            from_its_sender = role.receives.get(message.chunk) == peer
+            wanted = from_its_sender and message.chunk not in current.piece.sums and not current.piece.gathering
         if not wanted:
             return drop(early.blobs)
         if early.fault or len(early.blobs) != 1:
@@ -264,32 +264,30 @@ class Rounds:
             reason = f"{what}: {early.fault or f'{len(early.blobs)} blobs, not 1'}"
             return drop(early.blobs) + self.fail(current.message, reason, peer)
         blob = early.blobs[0]
-        current.came = now
+        current.last_new = now
         current.live[blob] = None
         if isinstance(message, ReduceChunk):
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return self._go_on(current)
-        commands = self._tell(current, message.chunk, blob)
-        if (
-            message.chunk in place.passes and message.chunk in current.piece.cut
-        ):  # nobody asks for my row's part of it again
+        commands = self._send_sum(current, message.chunk, blob)
+        if message.chunk in role.forwards and message.chunk in current.piece.cut:  # nobody asks for it again
             commands += _forget(current, (current.piece.cut.pop(message.chunk),))
         return commands + self._go_on(current)
 
     def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
-        """What is not there yet comes by itself when it is; what has been sent may be on its way, where a second copy would only make
+        """A chunk that is not ready is sent when it is; one that has been sent may be on its way, where a second copy would only make
         it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
-        place, asked = current.piece.place, (peer, message.chunk, message.sum)
+        role, asked = current.piece.role, (peer, message.chunk, message.sum)
         if asked in current.sent:
             current.sent.discard(asked)
             return []
         if not message.sum:
-            adds = {**place.brings, **place.passes}.get(message.chunk)
+            adds = {**role.sends, **role.forwards}.get(message.chunk)
             if message.chunk not in current.piece.cut or adds != peer:
                 return []
             return [Send(peer, self._part(current, message.chunk), (current.piece.cut[message.chunk],))]
         held = current.piece.before.get(message.chunk)
-        if message.chunk in place.tells:
+        if message.chunk in role.broadcasts:
             held = current.piece.sums.get(message.chunk)
         return [] if held is None else [Send(peer, self._sum(current, message.chunk), (held,))]
 
@@ -313,10 +311,10 @@ class Rounds:
             case Cut():
                 return self._on_cut(current, task)
             case AddRow():
-                cut = dict(zip(sorted(current.piece.place.passes), task.outs, strict=True))
-                return _forget(current, task.parts) + self._bring(current, current.piece.place.passes, cut)
+                cut = dict(zip(sorted(current.piece.role.forwards), task.outs, strict=True))
+                return _forget(current, task.parts) + self._send_cut(current, current.piece.role.forwards, cut)
             case Add():
-                sends = self._tell(current, current.piece.adding[task.id], task.out)
+                sends = self._send_sum(current, current.piece.adding[task.id], task.out)
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather() if not task.last:
                 return self._next_piece(current, now)
@@ -330,9 +328,9 @@ class Rounds:
                     done.result.norm_sq,
                 )
                 current.wake = now + 2 * self._settings.beat_s
-                told = _told(current)
+                kept = _sums_for_others(current)
                 return (
-                    _forget(current, tuple(b for c, b in current.piece.sums.items() if c not in told)) + self._report()
+                    _forget(current, tuple(b for c, b in current.piece.sums.items() if c not in kept)) + self._report()
                 )
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
@@ -346,32 +344,32 @@ class Rounds:
         return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
 
     def _cut(self, current: Current) -> list[Command]:
-        outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.place.brings)
-        return self._do(current, Cut(self._task_id(), current.message.step, current.piece.place.cuts, outs))
+        outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.sends)
+        return self._do(current, Cut(self._task_id(), current.message.step, current.piece.role.cuts, outs))
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
-        return split(self._seat.length, group, self._settings.piece_values, piece, widths)
+        return split(self._replica.length, group, self._settings.piece_values, piece, widths)
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
-        """This piece is gathered: let go of it, but for the sums I told, which may be lost on their way, and begin the next one."""
-        before = _told(current)
+        """This piece is gathered: drop it, but for the sums that others may miss, and begin the next one."""
+        before = _sums_for_others(current)
         commands = _forget(current, tuple(blob for blob in current.live if blob not in before.values()))
         current.sent = {asked for asked in current.sent if asked[1] in before and asked[2]}
         number = current.piece.number + 1
         layout = self._layout(current.message.groups[self._stage], number)
-        current.piece = Piece(layout, layout.place(self._name), number, before=before)
-        current.asks, current.wake, current.came = 0, now + self._patience_s, now
+        current.piece = Piece(layout, layout.role(self._name), number, before=before)
+        current.asks, current.wake, current.last_new = 0, now + self._patience_s, now
         return commands + self._cut(current) + self._take_early(current, now)
 
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
-        cut = dict(zip(sorted(current.piece.place.brings), task.outs, strict=True))
+        cut = dict(zip(sorted(current.piece.role.sends), task.outs, strict=True))
         if len(current.group) == 1:
             ((number, blob),) = cut.items()
-            return self._tell(current, number, blob) + self._go_on(current)
-        return self._bring(current, current.piece.place.brings, cut)
+            return self._send_sum(current, number, blob) + self._go_on(current)
+        return self._send_cut(current, current.piece.role.sends, cut)
 
-    def _bring(self, current: Current, adds: dict[int, Peer], cut: dict[int, str]) -> list[Command]:
+    def _send_cut(self, current: Current, adds: dict[int, Peer], cut: dict[int, str]) -> list[Command]:
         """Send what was cut to those who add it up."""
         current.piece.cut |= cut
         sends: list[Command] = []
@@ -383,28 +381,30 @@ class Rounds:
             current.sent.add((peer, number, False))
         return sends + self._go_on(current)
 
-    def _tell(self, current: Current, number: int, blob: str) -> list[Command]:
+    def _send_sum(self, current: Current, number: int, blob: str) -> list[Command]:
         """The group's sum of that chunk is here: those who have it from me get it."""
         current.piece.sums[number] = blob
-        if number not in current.piece.place.tells:
+        if number not in current.piece.role.broadcasts:
             return []
-        peers = current.piece.place.tells[number]
+        peers = current.piece.role.broadcasts[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        heard = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, heard=True)
-        return sends + [Send(peer, heard, (blob,)) for peer in current.listeners]
+        chunk = GatherChunk(
+            current.message.epoch, current.message.step, current.message.round, number, to_listener=True
+        )
+        return sends + [Send(peer, chunk, (blob,)) for peer in current.listeners]
 
     def _go_on(self, current: Current) -> list[Command]:
         """Start what has all it needs: adding up chunks, gathering the whole."""
         commands: list[Command] = []
-        place, round_ = current.piece.place, current.message
-        for number, peers in place.adds.items():
+        role, round_ = current.piece.role, current.message
+        for number, peers in role.adds.items():
             held = current.piece.parts.get(number, {})
             if len(held) == len(peers) and number not in current.piece.adding.values():
                 commands += self._add(current, number, tuple(held[peer] for peer in peers))
-        if len(current.piece.sums) == len(place.hears) and not current.piece.gathering:
+        if len(current.piece.sums) == len(role.receives) and not current.piece.gathering:
             current.piece.gathering = True
-            sums = tuple(current.piece.sums[number] for number in place.hears)
+            sums = tuple(current.piece.sums[number] for number in role.receives)
             start, last = current.piece.layout.bounds[0], current.piece.layout.last
             commands += self._do(current, Gather(self._task_id(), round_.step, round_.round, sums, start, last))
         return commands
@@ -412,11 +412,11 @@ class Rounds:
     def _add(self, current: Current, number: int, parts: tuple[str, ...]) -> list[Command]:
         """Of the group's sum, or of my row's, which is cut for those who add up the rows."""
         task: Add | AddRow
-        if number in current.piece.place.hears:
+        if number in current.piece.role.receives:
             task = Add(self._task_id(), parts, f"s/{next(self._serial)}")
         else:
-            outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.place.passes)
-            task = AddRow(self._task_id(), parts, current.piece.place.seams, outs)
+            outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.forwards)
+            task = AddRow(self._task_id(), parts, current.piece.role.seams, outs)
         current.piece.adding[task.id] = number
         return self._do(current, task)
 
@@ -434,29 +434,29 @@ class Rounds:
         missing = _missing(current, self._name)
         commands: list[Command] = [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
         long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.beat_s)
-        if now - current.came >= long_s and missing and self._seat.leader is not None:
+        if now - current.last_new >= long_s and missing and self._replica.leader is not None:
             parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
             of = current.message
-            commands.append(Send(self._seat.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
+            commands.append(Send(self._replica.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
         return commands
 
     @property
     def _patience_s(self) -> float:
         """Until it is asked for what is missing; sent again it is after the second time, so at three times the usual."""
-        usual_s = self._usual.value or 4 * self._seat.length / COLD_Bps
+        usual_s = self._usual.value or 4 * self._replica.length / COLD_Bps
         return max(self._settings.hop_floor_s, usual_s)
 
     # ---------------------------------------------------------------------------------------------------------- sends
 
     def _report(self) -> list[Command]:
         reduced = self._current.reduced if self._current is not None else None
-        return [Send(self._seat.leader, reduced)] if reduced is not None and self._seat.leader is not None else []
+        return [Send(self._replica.leader, reduced)] if reduced is not None and self._replica.leader is not None else []
 
-    def _tell_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
-        if self._seat.leader is None:
+    def _report_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
+        if self._replica.leader is None:
             return []
         return [
-            Send(self._seat.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
+            Send(self._replica.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
         ]
 
     def _part(self, current: Current, chunk: int) -> ReduceChunk:
@@ -480,12 +480,12 @@ class Rounds:
 def _missing(current: Current, name: Peer) -> list[tuple[Peer, int, bool]]:
     """Whose part, or (True) sum, of which chunk is not here yet: parts first."""
     piece, missing = current.piece, list[tuple[Peer, int, bool]]()
-    for number, peers in piece.place.adds.items():
+    for number, peers in piece.role.adds.items():
         if number not in piece.adding.values():
             held = piece.parts.get(number, {})
             missing += [(peer, number, False) for peer in peers if peer != name and peer not in held]
-    hears = piece.place.hears.items()
-    return missing + [(peer, number, True) for number, peer in hears if peer != name and number not in piece.sums]
+    receives = piece.role.receives.items()
+    return missing + [(peer, number, True) for number, peer in receives if peer != name and number not in piece.sums]
 
 
 def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
@@ -494,6 +494,6 @@ def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
     return drop(blobs)
 
 
-def _told(current: Current) -> dict[int, str]:
+def _sums_for_others(current: Current) -> dict[int, str]:
     """Sums that others may ask me for again."""
-    return {number: current.piece.sums[number] for number, peers in current.piece.place.tells.items() if peers}
+    return {number: current.piece.sums[number] for number, peers in current.piece.role.broadcasts.items() if peers}

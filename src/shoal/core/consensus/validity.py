@@ -23,6 +23,11 @@ def flaw(before: View | None, view: View, settings: Settings) -> str:
 
 
 def _shape(view: View, settings: Settings) -> str:
+    """What is wrong with a view by itself."""
+    return _members(view, settings) or _numbers(view, settings) or misplaced(view, settings) or _last(view, settings)
+
+
+def _members(view: View, settings: Settings) -> str:
     everyone = view.members + view.joining
     names = [member.peer for member in everyone]
     if not view.members or len(set(names)) != len(names):
@@ -30,23 +35,29 @@ def _shape(view: View, settings: Settings) -> str:
     stages = [member.stage for member in everyone + view.fenced] + [one.stage for one in view.rebuilt]
     if max(stages) >= settings.stages:
         return f"somebody serves a stage beyond the run's {settings.stages}"
-    if len(view.owners) not in (0, settings.microbatches) or any(at >= len(view.members) for at in view.owners):
-        return f"{len(view.owners)} owners among {len(view.members)} members of {settings.microbatches} microbatches"
-    if max(view.number, view.epoch) >= NUMBERS or view.step > settings.steps:
-        return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"
-    wrong = misplaced(view, settings)
-    if wrong:
-        return wrong
-    last = view.last
-    if last is not None:
-        if len(last.groups) != settings.stages or len(last.digests) != settings.stages:
-            return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
-        if not (math.isfinite(last.norm) and last.norm >= 0.0):
-            return f"a commit with the norm {last.norm}"
     admitted = Counter(map(invite_of, names))
     for name in names:
         if admitted[invite_of(name)] > limit_of(name):
             return f"{admitted[invite_of(name)]} peers with invite {invite_of(name)}, which admits {limit_of(name)}"
+    return ""
+
+
+def _numbers(view: View, settings: Settings) -> str:
+    if len(view.owners) not in (0, settings.microbatches) or any(at >= len(view.members) for at in view.owners):
+        return f"{len(view.owners)} owners among {len(view.members)} members of {settings.microbatches} microbatches"
+    if max(view.number, view.epoch) >= NUMBERS or view.step > settings.steps:
+        return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"
+    return ""
+
+
+def _last(view: View, settings: Settings) -> str:
+    last = view.last
+    if last is None:
+        return ""
+    if len(last.groups) != settings.stages or len(last.digests) != settings.stages:
+        return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
+    if not (math.isfinite(last.norm) and last.norm >= 0.0):
+        return f"a commit with the norm {last.norm}"
     return ""
 
 

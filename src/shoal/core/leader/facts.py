@@ -1,6 +1,6 @@
 """What the leader knows: what peers have reported since it leads, and what it remembers of its own decisions.
 
-Facts change with messages, with agreed views and with what the Leader notes; the rules (rules.py) only read them. Nothing here has to
+Facts change with messages, with agreed views and with what the Leader notes; the rules (rules/) only read them. Nothing here has to
 survive the leader: what must not be forgotten is in the View, and a new leader learns the rest from the members' heartbeats.
 """
 

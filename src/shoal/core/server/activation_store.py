@@ -2,7 +2,7 @@
 
 A tensor is named by its step, microbatch, stage and direction: every replica of a stage computes the same one, so any copy
 will do and no attempt number is needed. Both ends of a boundary keep it until the step is committed, so that a lost hop is
-redone alone. What a hop needs and is not here is awaited, or pulled from whom its owner names; what does not come is told to
+redone alone. What a hop needs and is not here is awaited, or pulled from whom its owner names; what does not arrive is reported to
 the owner, who knows where else it may be. Over the limit what was booked here goes first: the other end has
 it too, and it can be computed again. The gradients made here cannot, not without booking twice: they stay, beyond the limit.
 Left to others: what runs when (hops.py), who is asked (trainer.py), the tensors (the driver).
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Backward,
     Boundary,
@@ -29,8 +30,8 @@ from shoal.core.messages import (
     Settings,
     Stage,
 )
-from shoal.core.replica_state import Seat, complain, drop
-from shoal.core.trainer.routing import PATIENCE, Latency
+from shoal.core.replica_state import ReplicaState, complain, drop
+from shoal.core.trainer.routing import PATIENCE
 
 PULLS = 2  # of each holder: the first or its answer may be lost
 
@@ -44,8 +45,8 @@ class Key(NamedTuple):
     gradient: bool
 
 
-class Want(msgspec.Struct):
-    """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: somebody was told to send it here."""
+class AwaitedTensor(msgspec.Struct):
+    """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: another peer was asked to send it here."""
 
     sources: tuple[Peer, ...]
     turns: list[Peer]
@@ -56,23 +57,23 @@ class Want(msgspec.Struct):
 
 def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
     """What that hop reads from the activation store, its input first, and who are said to hold it."""
-    found = {}
+    needed = {}
     if message.x_from:
-        found[Key(message.step, message.index, message.stage, False)] = message.x_from
+        needed[Key(message.step, message.index, message.stage, False)] = message.x_from
     if isinstance(message, Backward) and message.grad_from:
-        found[Key(message.step, message.index, message.stage, True)] = message.grad_from
-    return found
+        needed[Key(message.step, message.index, message.stage, True)] = message.grad_from
+    return needed
 
 
 class ActivationStore:
-    def __init__(self, name: Peer, settings: Settings, seat: Seat) -> None:
+    def __init__(self, name: Peer, settings: Settings, replica: ReplicaState) -> None:
         self.nbytes = 0  # all that is kept
         self._bounded = 0  # of these, what the limit holds for
-        self._name, self._settings, self._seat = name, settings, seat
-        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order in which they came
-        self._wants: dict[Key, Want] = {}
+        self._name, self._settings, self._replica = name, settings, replica
+        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order of their arrival
+        self._wants: dict[Key, AwaitedTensor] = {}
         self._failed: dict[Key, None] = {}  # what does not come
-        self._no_room: dict[Key, None] = {}  # came, and could not stay
+        self._no_room: dict[Key, None] = {}  # received, and not kept
         self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
         self._sent: set[tuple[Peer, Key]] = set()  # and the connection has held since
         self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
@@ -109,9 +110,9 @@ class ActivationStore:
         return []
 
     def turn(self, everything: bool, read: Collection[str], goes_on: bool = False) -> list[Command]:
-        """The step is over, or (`everything`) my seat is. Blobs that a task still `read`s go with the task. `goes_on`: only what is
+        """The step is over, or (`everything`) my replica is. Blobs that a task still `read`s go with the task. `goes_on`: only what is
         older than the view's step goes, hops do not notice."""
-        view = self._seat.view
+        view = self._replica.view
         step = -1 if view is None else view.step
         over = [key for key in self._held if everything or key.step < step]
         if goes_on:
@@ -125,29 +126,29 @@ class ActivationStore:
 
     def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> list[Command]:
         """Let go of what can be missed until the limit is kept: of hops booked here; with `force` of any that none needs."""
-        gone: list[str] = []
+        dropped: list[str] = []
         for always in (True, False):
             for key in [key for key in self._held if key not in used and not self._made_gradient(key)]:
                 if not self.full or not (always or force):
                     break
                 if not always or self._closed(key) or (key.microbatch in booked and self._of_now(key)):
-                    gone.append(self._remove(key))
+                    dropped.append(self._remove(key))
                     self._no_room[key] = None
-        return drop(tuple(gone))
+        return drop(tuple(dropped))
 
     def under_way(self, booked: Collection[Index]) -> bool:
         """Something is kept for a hop that is not booked here yet: booking it will free memory."""
         return any(key.microbatch not in booked and not self._made_gradient(key) for key in self._held)
 
     def _made_gradient(self, key: Key) -> bool:
-        return key.gradient and key.stage != self._seat.stage
+        return key.gradient and key.stage != self._replica.stage
 
     def _of_now(self, key: Key) -> bool:
-        return self._seat.view is not None and key.step == self._seat.view.work
+        return self._replica.view is not None and key.step == self._replica.view.work
 
     def _closed(self, key: Key) -> bool:
         """Of a step whose books are whole: only a death could ask for it again."""
-        return self._seat.view is not None and key.step < self._seat.view.work
+        return self._replica.view is not None and key.step < self._replica.view.work
 
     def _remove(self, key: Key) -> str:
         blob, nbytes = self._held.pop(key)
@@ -169,12 +170,12 @@ class ActivationStore:
                 continue
             others = [peer for peer in sources if peer != self._name] * PULLS
             mine = [self._name] if self._name in sources and key not in self._no_room else []
-            self._wants[key] = Want(sources, [*mine, *others], now, [now])
+            self._wants[key] = AwaitedTensor(sources, [*mine, *others], now, [now])
             commands += self._ask(key, now)
         return commands
 
     def keep_wants(self, needed: Collection[Key]) -> None:
-        """Hops that needed the others are gone."""
+        """No hop needs the others any more."""
         self._wants = {key: want for key, want in self._wants.items() if key in needed}
 
     def take_failed(self) -> dict[Key, None]:
@@ -183,7 +184,7 @@ class ActivationStore:
 
     def on_view(self, now: float) -> list[Command]:
         """Nobody waits for a peer that has left."""
-        present, commands = self._seat.known.present, list[Command]()
+        present, commands = self._replica.known.present, list[Command]()
         for key in [key for key, want in self._wants.items() if want.turns[0] not in present]:
             commands += self._ask(key, now)
         return commands
@@ -198,7 +199,7 @@ class ActivationStore:
     def _ask(self, key: Key, now: float) -> list[Command]:
         """The next in turn that is still there; when none is left, the tensor does not come."""
         want = self._wants[key]
-        while want.turns and want.turns[0] not in self._seat.known.present:
+        while want.turns and want.turns[0] not in self._replica.known.present:
             del want.turns[0]
         if not want.turns:
             self._given_up[key] = self._wants.pop(key).calls
@@ -208,7 +209,7 @@ class ActivationStore:
         if want.turns[0] == self._name:
             return []
         want.calls.append(now)
-        return [Send(want.turns[0], Pull(self._seat.epoch, *key, len(want.calls) - 1))]
+        return [Send(want.turns[0], Pull(self._replica.epoch, *key, len(want.calls) - 1))]
 
     @property
     def _patience_s(self) -> float:
@@ -228,7 +229,7 @@ class ActivationStore:
                 f"{'gradient' if message.gradient else 'input'} of microbatch {message.index} for stage {message.stage}"
             )
             commands = drop(names) + self._skip((peer, self._name), key, now)
-            return commands + complain(self._seat, peer, f"{tensor}: {fault or f'{len(blobs)} blobs, not 1'}")
+            return commands + complain(self._replica, peer, f"{tensor}: {fault or f'{len(blobs)} blobs, not 1'}")
         want = self._wants.pop(key, None)
         if want is None and self.full and not message.gradient:  # a gradient's hop is about to free memory
             self._no_room[key] = None
@@ -239,17 +240,17 @@ class ActivationStore:
         return self.put(key, *blobs[0])
 
     def _admits(self, peer: Peer, message: Boundary) -> bool:
-        view, known = self._seat.view, self._seat.known
+        view, known = self._replica.view, self._replica.known
         if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
             return False
         at_my_stage = known.present.get(self._name) == message.stage
         return peer in known.serving and at_my_stage and message.index < self._settings.microbatches
 
     def on_pull(self, peer: Peer, message: Pull) -> list[Command]:
-        view, key = self._seat.view, key_of(message)
+        view, key = self._replica.view, key_of(message)
         if view is None or (message.epoch, message.step) != (view.epoch, view.work):
             return []
-        if peer not in self._seat.known.serving:
+        if peer not in self._replica.known.serving:
             return []
         if key not in self._held:
             return [Send(peer, Gone(message.epoch, *key))]
@@ -260,7 +261,7 @@ class ActivationStore:
     def on_coming(self, peer: Peer, message: Coming, now: float) -> list[Command]:
         """It gets as long again: another copy would only make the line longer."""
         want = self._wants.get(key_of(message))
-        view = self._seat.view
+        view = self._replica.view
         if want is None or view is None or message.epoch != view.epoch or want.turns[0] != peer or want.coming:
             return []
         want.coming = True
@@ -272,7 +273,7 @@ class ActivationStore:
         self._sent = {(other, key) for other, key in self._sent if other != peer}
 
     def on_gone(self, peer: Peer, message: Gone, now: float) -> list[Command]:
-        view = self._seat.view
+        view = self._replica.view
         return self._skip((peer,), key_of(message), now) if view is not None and message.epoch == view.epoch else []
 
     def _skip(self, peers: tuple[Peer, ...], key: Key, now: float) -> list[Command]:
@@ -286,7 +287,7 @@ class ActivationStore:
 
     def send(self, peer: Peer, key: Key, call: int = 0) -> list[Command]:
         """A kept tensor to whoever goes on with it, or has called for it."""
-        view = self._seat.view
+        view = self._replica.view
         assert view is not None
         self._sent.add((peer, key))
         return [Send(peer, Boundary(view.epoch, *key, call), (self.blob(key),))]

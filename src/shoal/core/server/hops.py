@@ -44,7 +44,7 @@ from shoal.core.messages import (
     Settings,
     View,
 )
-from shoal.core.replica_state import TEXT, Seat, complain, drop, owner_of, speaks_for
+from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of, speaks_for
 from shoal.core.server.activation_store import ActivationStore, Key, keys_of, needs
 from shoal.core.server.jobs import Declined, Job, Pace, hop_of
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
@@ -61,18 +61,18 @@ class Book(msgspec.Struct):
 
 
 class Hops:
-    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
-        self._name, self._settings, self._serial, self._seat = name, settings, serial, seat
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState) -> None:
+        self._name, self._settings, self._serial, self._replica = name, settings, serial, replica
         self._queue: dict[tuple[bool, Index], Job] = {}
         self._running: Job | None = None
-        self._void: dict[str, Job] = {}  # running, but of a step or a seat that is over
+        self._void: dict[str, Job] = {}  # running, but of a step or a state that is void
         self._books: dict[
             int, Book
         ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
-        self._declined = Declined(settings, seat)
+        self._declined = Declined(settings, replica)
         self._asks: dict[Peer, BooksRequest] = {}
-        self.pace = Pace(settings, seat)
-        self.store = ActivationStore(name, settings, seat)
+        self.pace = Pace(settings, replica)
+        self.store = ActivationStore(name, settings, replica)
         self._freed_at = 0.0  # last booking, or when room was made by force
 
     def adding(self, step: int) -> bool:
@@ -86,7 +86,7 @@ class Hops:
     @property
     def _booked(self) -> dict[Index, Booking]:
         """What I have booked of the step that is computed."""
-        view = self._seat.view
+        view = self._replica.view
         return self._book_of(view.work).kept if view is not None else {}
 
     def _book_of(self, step: int) -> Book:
@@ -110,7 +110,7 @@ class Hops:
                 commands += drop(job.blobs)
         if before is not None and view.epoch != before.epoch:
             commands += self.store.turn(everything=True, read=())
-        return commands + self.store.on_view(now) + self._tell_missing()
+        return commands + self.store.on_view(now) + self._send_missing()
 
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
@@ -151,7 +151,7 @@ class Hops:
         """Take it, answer it from the books, decline it for good, or ignore it."""
         message, soon = request.message, self._settings.beat_s * SOON
         facts = Facts(self._declined.has(request.peer, hop_of(message)), self._is_here(message.index))
-        verdict = judge(request, self._name, self._seat, self._settings, facts)
+        verdict = judge(request, self._name, self._replica, self._settings, facts)
         if isinstance(verdict, Take):
             return self._take(request, soon, now)
         commands = drop(request.blobs)
@@ -162,7 +162,7 @@ class Hops:
                 commands += self._busy(request.peer, message, soon)
             case Refuse(reason, faulty):
                 commands += self._refuse(request.peer, message, reason)
-                commands += complain(self._seat, request.peer, f"{request.name}: {reason}") if faulty else []
+                commands += complain(self._replica, request.peer, f"{request.name}: {reason}") if faulty else []
         return commands
 
     def _take(self, request: Request, soon: float, now: float) -> list[Command]:
@@ -207,7 +207,7 @@ class Hops:
 
     def _runs(self, key: tuple[bool, Index]) -> bool:
         """That hop, of the step that is computed, is running."""
-        job, view = self._running, self._seat.view
+        job, view = self._running, self._replica.view
         return job is not None and view is not None and job.key == key and job.message.step == view.work
 
     def _replace(self, job: Job) -> list[Command]:
@@ -247,31 +247,31 @@ class Hops:
         job = (self._running if self._runs(key) else None) or self._queue.get(key)
         if job is not None:
             return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
-        made = Key(message.step, index, message.stage + 1, False)
-        if message.backward or made not in self.store:
+        output = Key(message.step, index, message.stage + 1, False)
+        if message.backward or output not in self.store:
             return []
-        return [Send(peer, Output(*hop_of(message), self.store.size(made)))]
+        return [Send(peer, Output(*hop_of(message), self.store.size(output)))]
 
     def _answers(self, peer: Peer, message: Recall | Cancel | Query) -> bool:
         """Its owner asks, of the step that is computed, and I can keep to what I answer; else the owner asks again."""
-        view = self._seat.view
+        view = self._replica.view
         if view is None or (message.epoch, message.step) != (view.epoch, view.work):
             return False
-        return owner_of(view, message.index) == peer and self._seat.able and message.stage == self._seat.stage
+        return owner_of(view, message.index) == peer and self._replica.able and message.stage == self._replica.stage
 
     def on_ask_books(self, peer: Peer, message: BooksRequest) -> list[Command]:
-        view = self._seat.view
+        view = self._replica.view
         if view is None or message.epoch != view.epoch or message.step < view.step:
             return []
-        if peer not in self._seat.known.serving:
+        if peer not in self._replica.known.serving:
             return []
         self._asks[peer] = message
         return self.answer_asks()
 
     def answer_asks(self) -> list[Command]:
         """Only when no former owner's backward can be booked any more after the answer."""
-        view, job = self._seat.view, self._running
-        serving = self._seat.known.serving
+        view, job = self._replica.view, self._running
+        serving = self._replica.known.serving
         stage = serving.get(self._name)
         if view is None or stage is None:
             return []
@@ -303,21 +303,21 @@ class Hops:
                 commands = self.store.on_coming(peer, message, now)
             case Gone():
                 commands = self.store.on_gone(peer, message, now)
-        return commands + self._tell_missing()
+        return commands + self._send_missing()
 
     def tick(self, now: float) -> list[Command]:
         """What a hop waits for has not come."""
         self.store.keep_wants(keys_of(job.message for job in self._queue.values()))
-        return self.store.tick(now) + self._tell_missing()
+        return self.store.tick(now) + self._send_missing()
 
     def _await(self, now: float) -> list[Command]:
         """Whatever the hops in the queue lack is wanted."""
         commands: list[Command] = []
         for job in self._queue.values():
             commands += self.store.want(needs(job.message), now)
-        return commands + self._tell_missing()
+        return commands + self._send_missing()
 
-    def _tell_missing(self) -> list[Command]:
+    def _send_missing(self) -> list[Command]:
         """Hops whose inputs do not come go back to their owner, for good."""
         commands: list[Command] = []
         for key in self.store.take_failed():
@@ -353,16 +353,21 @@ class Hops:
     def _keep(self, job: Job, key: Key, nbytes: int) -> list[Command]:
         """What a hop has made stays here, and goes straight to whoever goes on with it."""
         commands = self.store.put(key, job.out, nbytes)
-        if job.message.to in self._seat.known.serving:
+        if job.message.to in self._replica.known.serving:
             commands += self.store.send(job.message.to, key)
         return commands
 
     # ------------------------------------------------------------------------------------------------------ answers
 
     def _gradient(self, peer: Peer, step: int, index: Index, attempt: int) -> list[Command]:
-        booking, seat = self._book_of(step).kept[index], self._seat
-        made = Key(step, index, seat.stage - 1, True)
-        return [Send(peer, Gradient(seat.epoch, step, index, seat.stage, attempt, booking.loss, self.store.size(made)))]
+        booking, replica = self._book_of(step).kept[index], self._replica
+        gradient = Key(step, index, replica.stage - 1, True)
+        return [
+            Send(
+                peer,
+                Gradient(replica.epoch, step, index, replica.stage, attempt, booking.loss, self.store.size(gradient)),
+            )
+        ]
 
     def _busy(self, peer: Peer, message: Forward | Backward, wait_s: float) -> list[Command]:
         backward = isinstance(message, Backward)
@@ -381,7 +386,7 @@ class Hops:
 
     def start(self, cutting: int | None) -> list[Command]:
         """One hop at a time. While my sum of a step is being cut nothing is added to it."""
-        if self._running is not None or not self._seat.able:
+        if self._running is not None or not self._replica.able:
             return []
         keys = [
             key
@@ -391,9 +396,9 @@ class Hops:
         if not keys:
             return []
         job = self._queue.pop(min(keys))
-        out = "" if job.backward and self._seat.stage == 0 else self._id()
+        out = "" if job.backward and self._replica.stage == 0 else self._id()
         self._running = job = msgspec.structs.replace(job, task=self._id(), out=out)
-        step, index, stage = job.message.step, job.message.index, self._seat.stage
+        step, index, stage = job.message.step, job.message.index, self._replica.stage
         x, *more = self._inputs(job)
         if job.backward:
             grad = more[0] if more else ""
@@ -411,7 +416,7 @@ class Hops:
         if self._running is None or self._running.task != done.id:
             return None
         job, self._running = self._running, None
-        return (self._book(job, done, now) if job.backward else self._put_out(job, done)) + drop(job.blobs)
+        return (self._book(job, done, now) if job.backward else self._finish_forward(job, done)) + drop(job.blobs)
 
     def on_failed(self, failed: Failed) -> list[Command] | None:
         """A hop that failed here left the sum as it was; its owner may try again elsewhere. None: not a task of mine."""
@@ -435,7 +440,7 @@ class Hops:
         commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes) if job.out else []
         return commands + self._gradient(job.reply, step, index, job.attempt)
 
-    def _put_out(self, job: Job, done: Done) -> list[Command]:
+    def _finish_forward(self, job: Job, done: Done) -> list[Command]:
         self.pace.add(False, done.seconds)
         epoch, step, index, stage, _ = hop_of(job.message)
         commands = self._keep(job, Key(step, index, stage + 1, False), done.result.nbytes)

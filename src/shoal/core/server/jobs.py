@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import Backward, Cancel, Forward, Index, Peer, Query, Recall, Settings, View
-from shoal.core.replica_state import Seat, owner_of
-from shoal.core.trainer.routing import BACKWARD_SIZE, Latency
+from shoal.core.replica_state import ReplicaState, owner_of
+from shoal.core.trainer.routing import BACKWARD_SIZE
 
 DECLINED_PER_MICROBATCH = 8  # attempts remembered; beyond that a request from a view not seen yet gets no answer
 
@@ -50,9 +51,9 @@ def wanted(message: Forward | Backward, stages: int) -> tuple[int, int]:
 class Declined:
     """(owner, step, index) -> no attempt up to this is taken: its owner may have gone elsewhere with it."""
 
-    def __init__(self, settings: Settings, seat: Seat) -> None:
+    def __init__(self, settings: Settings, replica: ReplicaState) -> None:
         self._room = DECLINED_PER_MICROBATCH * settings.microbatches
-        self._seat = seat
+        self._replica = replica
         self._upto: dict[tuple[Peer, int, Index], int] = {}
 
     def on_view(self, before: View | None, view: View) -> None:
@@ -68,7 +69,7 @@ class Declined:
 
     def add(self, peer: Peer, step: int, index: Index, attempt: int) -> bool:
         """Remember that this attempt is never taken; False when memory is used up, and then nothing may be answered."""
-        key, view = (peer, step, index), self._seat.view
+        key, view = (peer, step, index), self._replica.view
         known = view is not None and owner_of(view, index) == peer and step == view.work
         if key not in self._upto and not known and len(self._upto) >= self._room:
             return False
@@ -79,8 +80,8 @@ class Declined:
 class Pace:
     """Seconds of one hop here: measured, else the other direction's by the ratio of their work, else as planned."""
 
-    def __init__(self, settings: Settings, seat: Seat) -> None:
-        self._settings, self._seat = settings, seat
+    def __init__(self, settings: Settings, replica: ReplicaState) -> None:
+        self._settings, self._replica = settings, replica
         self.measure_anew()
 
     def measure_anew(self) -> None:
@@ -97,7 +98,7 @@ class Pace:
         if other.value is not None:
             return other.value * (BACKWARD_SIZE if backward else 1 / BACKWARD_SIZE)
         planned = self._settings.stage_seconds
-        whole = planned[self._seat.stage] if self._seat.stage < len(planned) else 0.0
+        whole = planned[self._replica.stage] if self._replica.stage < len(planned) else 0.0
         return whole * (BACKWARD_SIZE if backward else 1.0) / (1.0 + BACKWARD_SIZE)
 
     @property

@@ -1,7 +1,7 @@
 """A replica of one stage: what agreed views, the leader's rounds and commits do to the state held here.
 
-For peer.py, which shows it agreed views and messages and tells the leader its books. Left to others: which hop runs and what is
-booked (hops.py), averaging (rounds.py), checkpoints (shards.py), how the state comes here (transfer.py), who owns what (the view),
+For peer.py, which shows it agreed views and messages and reports its books to the leader. Left to others: which hop runs and what is
+booked (hops.py), averaging (rounds.py), checkpoints (shards.py), how the state is downloaded (transfer.py), who owns what (the view),
 and tensors: the driver carries out tasks in the order in which they are given.
 """
 
@@ -43,74 +43,74 @@ from shoal.core.messages import (
     Share,
     View,
 )
-from shoal.core.replica_state import Change, Seat, change_of, drop, is_fenced, member_of
-from shoal.core.server.early import Early
+from shoal.core.replica_state import Change, ReplicaState, change_of, drop, is_fenced, member_of
+from shoal.core.server.early import EarlyRequests
 from shoal.core.server.hops import Hops
 from shoal.core.server.shards import Shards
 from shoal.core.server.verdict import Request
 from shoal.core.timers import soonest
-from shoal.core.transfer.catch_up import Listening
+from shoal.core.transfer.catch_up import CatchUp
 
 REPEAT_BEATS = 4  # between two calls for a fresh state
 
 
 class Server:
     """peer.py sets `leader` before each call. `changed` asks for a pulse at once; `stale` says in words why this replica needs
-    its stage's state again; peer.py clears both when it has told the leader."""
+    its stage's state again; peer.py clears both when it has reported them."""
 
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.changed = False
         self.stale = ""
-        self._seat = Seat(staleness=settings.staleness)
+        self._replica = ReplicaState(staleness=settings.staleness)
         self._serial = count()
-        self._hops = Hops(name, settings, self._serial, self._seat)
-        self._rounds = Rounds(name, settings, self._serial, self._seat)
-        self._listening = Listening(name, settings, self._serial, self._seat)
-        self._early = Early(self._seat, settings.queue_limit)
+        self._hops = Hops(name, settings, self._serial, self._replica)
+        self._rounds = Rounds(name, settings, self._serial, self._replica)
+        self._catch_up = CatchUp(name, settings, self._serial, self._replica)
+        self._early = EarlyRequests(self._replica, settings.queue_limit)
         self._shards = Shards(self._serial)
-        self._round: tuple[Peer, Round] | None = None  # came before its view or version did, or while a backward ran
+        self._round: tuple[Peer, Round] | None = None  # received before its view or version, or while a backward ran
         self._retell_at: float | None = None
-        self._kept: tuple[Holding, int, str] | None = None  # what I held when I was put out; its length and digest
+        self._kept: tuple[Holding, int, str] | None = None  # what I held when I was evicted; its length and digest
 
     # ---------------------------------------------------------------------------------------------------- questions
 
     @property
     def leader(self) -> Peer | None:
-        return self._seat.leader
+        return self._replica.leader
 
     @leader.setter
     def leader(self, peer: Peer | None) -> None:
-        self._seat.leader = peer
+        self._replica.leader = peer
 
     @property
-    def seated(self) -> bool:
-        return self._seat.seated
+    def has_state(self) -> bool:
+        return self._replica.has_state
 
     @property
     def ready(self) -> bool:
-        return self._seat.ready
+        return self._replica.ready
 
     @property
     def stage(self) -> int:
-        return self._seat.stage
+        return self._replica.stage
 
     @property
     def step(self) -> int:
-        return self._seat.step
+        return self._replica.step
 
     @property
     def epoch(self) -> int:
-        return self._seat.epoch
+        return self._replica.epoch
 
     @property
     def digest(self) -> str:
-        return self._seat.digest
+        return self._replica.digest
 
     @property
     def work(self) -> int:
         """The step that is computed, as far as I know."""
-        view = self._seat.view
+        view = self._replica.view
         return view.work if view is not None else 0
 
     @property
@@ -133,17 +133,17 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.store.deadline, self._rounds.deadline, self._listening.deadline, self._retell_at)
+        return soonest(self._hops.store.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
 
     @property
     def since(self) -> int:
-        """The oldest version of my stage's state that can be brought up to date with what I have heard."""
-        return self._listening.since
+        """The oldest version of my stage's state that can be brought up to date with the sums received."""
+        return self._catch_up.since
 
     @property
     def unfit(self) -> str:
         """Why the state held here is not what the run agreed on; '' while it is."""
-        return self._seat.unfit
+        return self._replica.unfit
 
     @property
     def kept_bytes(self) -> int:
@@ -152,50 +152,50 @@ class Server:
 
     # -------------------------------------------------------------------------------------------------------- state
 
-    def seat(self, stage: int, step: int, epoch: int, length: int, digest: str, now: float) -> list[Command]:
+    def load_state(self, stage: int, step: int, epoch: int, length: int, digest: str, now: float) -> list[Command]:
         """The stage's state stands, freshly built: its sum is empty."""
-        commands, seat = self._forget(), self._seat
-        if stage != seat.stage:
+        commands, replica = self._forget(), self._replica
+        if stage != replica.stage:
             self._hops.pace.measure_anew()
-        seat.seated, seat.stage, seat.step, seat.epoch = True, stage, step, epoch
-        seat.length, seat.digest, seat.unfit, seat.applying = length, digest, "", None
+        replica.has_state, replica.stage, replica.step, replica.epoch = True, stage, step, epoch
+        replica.length, replica.digest, replica.unfit, replica.applying = length, digest, "", None
         self.stale, self._retell_at, self.changed = "", None, True
         return commands + self._check(now) + self._continue(now)
 
-    def unseat(self, *, keep: bool = False) -> list[Command]:
+    def drop_state(self, *, keep: bool = False) -> list[Command]:
         """The state held here is void; or, with `keep`, good for nothing but to come back with (`take_back`)."""
-        seat = self._seat
-        held = Holding(epoch=seat.epoch, stage=seat.stage, step=seat.step)
-        self._kept = (held, seat.length, seat.digest) if keep and seat.ready else None
-        commands = self._early.forget() + (self._forget(empty_sum=True) if seat.seated else [])
-        seat.seated, seat.digest, seat.unfit, seat.applying = False, "", "", None
+        replica = self._replica
+        held = Holding(epoch=replica.epoch, stage=replica.stage, step=replica.step)
+        self._kept = (held, replica.length, replica.digest) if keep and replica.ready else None
+        commands = self._early.forget() + (self._forget(empty_sum=True) if replica.has_state else [])
+        replica.has_state, replica.digest, replica.unfit, replica.applying = False, "", "", None
         self.stale, self._retell_at, self.changed = "", None, True
         self._shards.kept = None
         return commands
 
     @property
     def holding(self) -> Holding | None:
-        """The state that I was put out with, as long as nothing has replaced it."""
+        """The state that I was evicted with, as long as nothing has replaced it."""
         return self._kept[0] if self._kept is not None else None
 
     def take_back(self, view: View, stage: int, now: float) -> list[Command] | None:
-        """Serve with the state that I was put out with, if that is what the view's epoch goes on with; else None."""
+        """Serve with the state that I was evicted with, if that is what the view's epoch goes on with; else None."""
         kept, self._kept = self._kept, None
         if kept is None or kept[0].stage != stage or not view.keeps(kept[0]):
             return None
-        return self.seat(stage, view.step, view.epoch, kept[1], kept[2], now)
+        return self.load_state(stage, view.step, view.epoch, kept[1], kept[2], now)
 
     def _need_state(self, reason: str, now: float) -> list[Command]:
-        self._seat.unfit, self.changed = reason, True
+        self._replica.unfit, self.changed = reason, True
         self._call_stale(now)
         return [Note("state", f"stage {self.stage} must be downloaded again: {reason}")]
 
     def _call_stale(self, now: float) -> None:
         """Repeated, since the message that peer.py makes of it may vanish. A joiner's sync sees to itself."""
         self._retell_at = now + REPEAT_BEATS * self.settings.beat_s
-        view = self._seat.view
+        view = self._replica.view
         if view is not None and member_of(view.members, self.name):
-            self.stale = self._seat.unfit
+            self.stale = self._replica.unfit
 
     def _forget(self, empty_sum: bool = False, everything: bool = True) -> list[Command]:
         """Let go of everything that belongs to the step: it is over, or what I hold of it is void."""
@@ -207,37 +207,37 @@ class Server:
 
     def _continue(self, now: float) -> list[Command]:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
-        commands = self._try_round(now) + self._listening.go_on()
+        commands = self._try_round(now) + self._catch_up.go_on()
         for held in self._early.ripe():
             commands += self._hops.on_hop(held, now)
         return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
 
     def _check(self, now: float) -> list[Command]:
         """Say so when the state held here can no longer be brought to the view's step."""
-        seat, view = self._seat, self._seat.view
-        if not seat.ready or view is None or (seat.epoch, seat.step) >= (view.epoch, view.step):
+        replica, view = self._replica, self._replica.view
+        if not replica.ready or view is None or (replica.epoch, replica.step) >= (view.epoch, view.step):
             return []
-        if self._listening.active and seat.epoch == view.epoch and seat.step >= self._listening.since:
+        if self._catch_up.active and replica.epoch == view.epoch and replica.step >= self._catch_up.since:
             return []
-        return self._need_state(f"holds step {seat.step} and not what led to step {view.step}", now)
+        return self._need_state(f"holds step {replica.step} and not what led to step {view.step}", now)
 
     # -------------------------------------------------------------------------------------------------------- views
 
     def on_view(self, view: View, now: float) -> list[Command]:
-        seat, before = self._seat, self._seat.view
+        replica, before = self._replica, self._replica.view
         if before is not None and view.number < before.number:
             return []
-        change = change_of(self.name, seat, before, view)
-        seat.view = view
+        change = change_of(self.name, replica, before, view)
+        replica.view = view
         match change:
             case Change.STATE_VOID:
-                commands = self.unseat()
+                commands = self.drop_state()
                 me = member_of(view.members + view.joining, self.name)
                 if view.started and member_of(view.members, self.name) == me:  # the others train: I must come in anew
-                    seat.unfit = f"holds nothing that epoch {view.epoch} began with"
+                    replica.unfit = f"holds nothing that epoch {view.epoch} began with"
                     self._call_stale(now)
             case Change.EPOCH_KEEPS_STATE:
-                seat.epoch, self.changed = view.epoch, True
+                replica.epoch, self.changed = view.epoch, True
                 commands = self._forget(empty_sum=True)
             case Change.STEP:
                 commands = self._next_step(before, view)
@@ -246,7 +246,7 @@ class Server:
             case Change.SAME_STEP:
                 assert before is not None
                 commands = self._same_step(before, view)
-        commands += self._listening.on_view(view, now)
+        commands += self._catch_up.on_view(view, now)
         return commands + self._hops.on_view(before, view, now) + self._check(now) + self._continue(now)
 
     def _same_step(self, before: View, view: View) -> list[Command]:
@@ -259,7 +259,7 @@ class Server:
 
     def _next_step(self, before: View | None, view: View) -> list[Command]:
         """Do to the parameters what was committed, or say that I cannot."""
-        seat, last = self._seat, view.last
+        replica, last = self._replica, view.last
         held = last is not None and self._rounds.holds(last)
         if not self.settings.staleness or before is None or before.epoch != view.epoch:
             commands = self._forget(everything=False)
@@ -268,10 +268,10 @@ class Server:
         else:
             self.changed = self.changed or bool(self.books)
             commands = self._rounds.turn(everything=False) + self._hops.turn(before, view)
-        if not seat.ready or last is None or not held or seat.step + 1 != view.step:
+        if not replica.ready or last is None or not held or replica.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
-        seat.applying = Apply(self._id(), seat.step, last.round, last.norm, last.save)
-        return [*commands, Do(seat.applying)]
+        replica.applying = Apply(self._id(), replica.step, last.round, last.norm, last.save)
+        return [*commands, Do(replica.applying)]
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -287,8 +287,8 @@ class Server:
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
             case Boundary() | Pull() | Coming() | Gone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
-            case GatherChunk() if message.heard:
-                return self._listening.take(peer, message, names, fault) + self._continue(now)
+            case GatherChunk() if message.to_listener:
+                return self._catch_up.take(peer, message, names, fault) + self._continue(now)
             case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():
@@ -311,44 +311,44 @@ class Server:
         self._rounds.on_unreachable(peer)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
-        booked, applying = len(self.books) + len(self.closed), self._seat.applying
+        booked, applying = len(self.books) + len(self.closed), self._replica.applying
         commands = self._hops.on_done(done, now)
         self.changed = self.changed or len(self.books) + len(self.closed) > booked
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
         if commands is None:
-            commands = self._listening.on_done(done)
+            commands = self._catch_up.on_done(done)
         if commands is None:
             commands = self._shards.on_done(done) + self._rounds.on_done(done, now)
         return commands + self._check(now) + self._continue(now)
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
-        commands, applying = self._hops.on_failed(failed), self._seat.applying
+        commands, applying = self._hops.on_failed(failed), self._replica.applying
         if commands is None and applying is not None and applying.id == failed.id:
-            self._seat.applying = None
+            self._replica.applying = None
             commands = self._need_state(f"the optimizer step failed: {failed.reason}", now)
         if commands is None:
-            commands = self._listening.on_failed(failed)
+            commands = self._catch_up.on_failed(failed)
         if commands is None:
             commands = self._shards.on_failed(failed) + self._rounds.on_failed(failed, now)
         return commands + self._check(now) + self._continue(now)
 
     def _applied(self, task: Apply, done: Done) -> list[Command]:
-        seat = self._seat
-        seat.applying, seat.step, seat.digest, self.changed = None, task.step + 1, done.result.digest, True
+        replica = self._replica
+        replica.applying, replica.step, replica.digest, self.changed = None, task.step + 1, done.result.digest, True
         if task.save:
-            self._shards.kept = seat.stage, seat.step
-        return self._shards.go_on(seat.stage, seat.step)
+            self._shards.kept = replica.stage, replica.step
+        return self._shards.go_on(replica.stage, replica.step)
 
     def tick(self, now: float) -> list[Command]:
         if self._retell_at is not None and now >= self._retell_at:
             self._call_stale(now)
-        return self._hops.tick(now) + self._rounds.tick(now) + self._listening.tick(now) + self._check(now)
+        return self._hops.tick(now) + self._rounds.tick(now) + self._catch_up.tick(now) + self._check(now)
 
     # ------------------------------------------------------------------------------------------ asked by the leader
 
     def _on_round(self, peer: Peer, message: Round, now: float) -> list[Command]:
-        view = self._seat.view
+        view = self._replica.view
         if view is None or peer != self.leader or message.epoch != view.epoch or message.step < view.step:
             return []
         if self._round is None or message.round >= self._round[1].round:
@@ -357,14 +357,14 @@ class Server:
 
     def _try_round(self, now: float) -> list[Command]:
         """Begin the round that was asked for, once my view and version are there and nothing is being added to my sum."""
-        view = self._seat.view
+        view = self._replica.view
         if self._round is None or view is None:
             return []
         peer, message = self._round
         if peer != self.leader or message.epoch != view.epoch or message.step < view.step:
             self._round = None
             return []
-        if message.view > view.number or message.step != view.step or not self._seat.current:
+        if message.view > view.number or message.step != view.step or not self._replica.current:
             return []
         if self._hops.adding(message.step) and self._rounds.active != message.round:
             return []
@@ -376,13 +376,15 @@ class Server:
         return commands
 
     def _on_ask_shard(self, peer: Peer, message: SaveRequest | PublishRequest) -> list[Command]:
-        seat = self._seat
-        if seat.view is None or peer != self.leader or message.epoch != seat.view.epoch:
+        replica = self._replica
+        if replica.view is None or peer != self.leader or message.epoch != replica.view.epoch:
             return []
         if isinstance(message, PublishRequest):
             return self._shards.publish(peer, message)
-        step = seat.step if seat.seated and not seat.unfit else message.step  # of a lost version nothing will come
-        return self._shards.save(peer, message) + self._shards.go_on(seat.stage, step)
+        step = (
+            replica.step if replica.has_state and not replica.unfit else message.step
+        )  # of a lost version nothing will come
+        return self._shards.save(peer, message) + self._shards.go_on(replica.stage, step)
 
     def _id(self) -> str:
         return f"s/{next(self._serial)}"

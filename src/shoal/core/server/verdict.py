@@ -10,13 +10,13 @@ from __future__ import annotations
 import msgspec
 
 from shoal.core.messages import Backward, Forward, Peer, Settings
-from shoal.core.replica_state import Seat, speaks_for
+from shoal.core.replica_state import ReplicaState, speaks_for
 from shoal.core.server.activation_store import needs
 from shoal.core.server.jobs import wanted
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A hop that `peer` asks for. `blobs` came with it; `fault` says what the driver found wrong with them."""
+    """A hop that `peer` asks for. `blobs` are those of its message; `fault` says what the driver found wrong with them."""
 
     peer: Peer
     message: Forward | Backward
@@ -54,7 +54,7 @@ class Postpone(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """It is wrong and will never be taken. `faulty`: the leader is told of its sender."""
+    """It is wrong and will never be taken. `faulty`: the leader receives a complaint of its sender."""
 
     reason: str
     faulty: bool
@@ -67,9 +67,9 @@ class Take(msgspec.Struct, frozen=True):
 Verdict = Ignore | AnswerFromBooks | Postpone | Refuse | Take
 
 
-def judge(request: Request, name: Peer, seat: Seat, settings: Settings, facts: Facts) -> Verdict:
+def judge(request: Request, name: Peer, replica: ReplicaState, settings: Settings, facts: Facts) -> Verdict:
     """Of a request that has just arrived at replica `name`."""
-    view, message = seat.view, request.message
+    view, message = replica.view, request.message
     if view is None or message.epoch != view.epoch or message.step < view.step:
         return Ignore()
     if request.backward and facts.declined:
@@ -80,16 +80,16 @@ def judge(request: Request, name: Peer, seat: Seat, settings: Settings, facts: F
         return AnswerFromBooks() if owned else Ignore()
     if message.view > view.number:
         return Postpone()
-    if not current or not owned or name not in seat.known.serving:
+    if not current or not owned or name not in replica.known.serving:
         return Ignore()
-    if not seat.able:
+    if not replica.able:
         return Postpone()
-    return _objection(request, seat, settings) or Take()
+    return _checked(request, replica, settings)
 
 
-def _objection(request: Request, seat: Seat, settings: Settings) -> Refuse | None:
+def _checked(request: Request, replica: ReplicaState, settings: Settings) -> Refuse | Take:
     message = request.message
-    if message.stage != seat.stage:
+    if message.stage != replica.stage:
         return Refuse(f"stage {message.stage} is not served here", faulty=False)
     blobs, holders = wanted(message, settings.stages)
     if request.fault:
@@ -98,4 +98,4 @@ def _objection(request: Request, seat: Seat, settings: Settings) -> Refuse | Non
         return Refuse(f"{len(request.blobs)} blobs where {blobs} belong", faulty=True)
     if len(needs(message)) != holders:
         return Refuse(f"{len(needs(message))} holders named where {holders} belong", faulty=True)
-    return None
+    return Take()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from shoal.core.messages import Peer, Settings
 from shoal.core.planned import Planned
-from shoal.core.trainer.microbatch import Microbatch, Want, after
+from shoal.core.trainer.microbatch import Microbatch, NextHop, after
 from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import FORWARD_SIZE, Routes
 
@@ -37,7 +37,7 @@ class Choice:
         self._name, self._settings = name, settings
         self._routes, self._planned, self._reports = routes, planned, reports
 
-    def peer(self, m: Microbatch, want: Want, active: Active, now: float, avoid: str | None = None) -> Peer:
+    def peer(self, m: Microbatch, want: NextHop, active: Active, now: float, avoid: str | None = None) -> Peer:
         """Who serves that hop: whoever was chosen ahead, or has its input, or is due by the routes; '' while nobody is."""
         avoid = m.avoid if avoid is None else avoid
         holders = m.x[want.stage] if want.stage > 0 else ()
@@ -55,7 +55,7 @@ class Choice:
             self._reports.note_once("route", "plan", planned, f"{planned} is passed over: {chosen[1]}")
         return chosen[0]
 
-    def after(self, m: Microbatch, want: Want, active: Active, now: float) -> Peer:
+    def after(self, m: Microbatch, want: NextHop, active: Active, now: float) -> Peer:
         """Who gets what that hop makes; '' if nobody needs it, or nobody is free yet."""
         then = after(m, want)
         return "" if then is None else self.peer(m, then, active, now, avoid="")

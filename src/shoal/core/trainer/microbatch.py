@@ -2,7 +2,7 @@
 
 A microbatch is finished when every stage has booked its gradient at some server. Until the step is committed its owner knows the
 servers that keep each stage's input and output gradient, so that a lost booking is redone alone: `plan` looks only at what is
-kept and what is booked, never at how it came to be so.
+kept and what is booked, never at how that happened.
 
 `Owned` keeps the microbatches by place: waiting, in progress, parked
 at a stage without a free replica, finished. Sending, waiting and repeating are trainer.py's.
@@ -41,7 +41,7 @@ Where = tuple[str, ...]  # the peers that hold a tensor, who made it first; of t
 
 FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
 NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
-LOST = 2  # times that a tensor could not be had from a peer, before the leader is told of it when it asks
+LOST = 2  # times that a tensor could not be had from a peer, before the leader is answered with it
 LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised
 
 
@@ -65,7 +65,7 @@ class Kind(Enum):
         return BACKWARD_SIZE if self is Kind.BACKWARD else FORWARD_SIZE
 
 
-class Place(Enum):
+class Progress(Enum):
     WAITING = "waiting"
     ACTIVE = "active"
     FINISHED = "finished"
@@ -74,7 +74,7 @@ class Place(Enum):
 _FORMS: dict[Kind, type[Request]] = {Kind.FORWARD: Forward, Kind.BACKWARD: Backward, Kind.RECALL: Recall}
 
 
-class Want(msgspec.Struct, frozen=True, gc=False):
+class NextHop(msgspec.Struct, frozen=True, gc=False):
     kind: Kind
     stage: Stage = 0
 
@@ -112,7 +112,7 @@ class Microbatch(msgspec.Struct, eq=False):
     x: list[Where]  # x[k]: where stage k's input is, () if nowhere; x[0]: the tokens, always my own blob
     g: list[Where]  # g[k]: the gradient of stage k's output; the last stage needs none
     booked: list[str]  # booked[k]: the server that added stage k's gradient to its sum, '' if none
-    place: Place = Place.WAITING
+    progress: Progress = Progress.WAITING
     hop: Hop | None = None
     late: dict[int, Hop] = msgspec.field(default_factory=dict)  # abandoned forwards by attempt
     parked: int = -1  # stage without a free replica that it waits for
@@ -206,7 +206,7 @@ class Microbatch(msgspec.Struct, eq=False):
         if hop.stage > 0 and hop.peer not in self.x[hop.stage]:
             self.x[hop.stage] = (*self.x[hop.stage][: NAMED - 1], hop.peer)  # it has had to get it
 
-    def gone(self, stage: Stage, gradient: bool) -> None:
+    def forget_holders(self, stage: Stage, gradient: bool) -> None:
         """None of those who should hold it can give it: it is made again from what is nearest, or recalled."""
         held = self.g if gradient else self.x
         for peer in held[stage]:
@@ -224,23 +224,23 @@ def new_microbatch(index: Index, booked: list[str], view: View) -> Microbatch:
     return Microbatch(index, view.number << 20, nowhere, nowhere[:], booked)
 
 
-def plan(m: Microbatch) -> Want:
+def plan(m: Microbatch) -> NextHop:
     """The next thing to do: book the highest stage not yet booked, from what is kept."""
     k = len(m.booked) - 1
     while k >= 0 and m.booked[k]:
         k -= 1
     if k < 0:
-        return Want(Kind.FINISHED)
+        return NextHop(Kind.FINISHED)
     if m.x[k]:
         if k < len(m.booked) - 1 and not m.g[k]:
-            return Want(Kind.RECALL, k + 1)  # booked there by the choice of k: its server keeps the gradient
-        return Want(Kind.BACKWARD, k)
+            return NextHop(Kind.RECALL, k + 1)  # booked there by the choice of k: its server keeps the gradient
+        return NextHop(Kind.BACKWARD, k)
     while k > 0 and not m.x[k]:
         k -= 1
-    return Want(Kind.FORWARD, k) if m.x[k] else Want(Kind.FETCH)
+    return NextHop(Kind.FORWARD, k) if m.x[k] else NextHop(Kind.FETCH)
 
 
-def after(m: Microbatch, want: Want) -> Want | None:
+def after(m: Microbatch, want: NextHop) -> NextHop | None:
     """The hop that goes on from what `want` makes; None: nobody needs it."""
     below = want.stage - 1
     if want.kind is Kind.RECALL:
@@ -248,8 +248,8 @@ def after(m: Microbatch, want: Want) -> Want | None:
     if want.kind is Kind.FORWARD:
         above = want.stage + 1
         higher = any(not peer for peer in m.booked[above + 1 :])
-        return Want(Kind.FORWARD if higher else Kind.BACKWARD, above)
-    return Want(Kind.BACKWARD, below) if below >= 0 and not m.booked[below] and m.x[below] else None
+        return NextHop(Kind.FORWARD if higher else Kind.BACKWARD, above)
+    return NextHop(Kind.BACKWARD, below) if below >= 0 and not m.booked[below] and m.x[below] else None
 
 
 def _first(peer: Peer, where: Where) -> Where:
@@ -267,7 +267,7 @@ class Owned:
 
     def wait(self, m: Microbatch) -> None:
         self.held[m.index] = m
-        m.place = Place.WAITING
+        m.progress = Progress.WAITING
         heappush(self._waiting, m.index)
 
     def start(self, most: int) -> Microbatch | None:
@@ -275,13 +275,13 @@ class Owned:
         if not self._waiting or len(self.active) >= most:
             return None
         m = self.held[heappop(self._waiting)]
-        m.place = Place.ACTIVE
+        m.progress = Progress.ACTIVE
         self.active[m.index] = m
         return m
 
     def finish(self, m: Microbatch) -> None:
         """Its blobs stay: a booking can still be lost."""
-        m.place = Place.FINISHED
+        m.progress = Progress.FINISHED
         m.late.clear()
         del self.active[m.index]
 
@@ -327,9 +327,9 @@ class Owned:
             lost = [k for k, peer in enumerate(m.booked) if peer and peer not in members]
             for k in lost:
                 m.booked[k] = ""
-            if lost and m.place is Place.FINISHED:
+            if lost and m.progress is Progress.FINISHED:
                 self.wait(m)
 
-    def load(self, adopted: int) -> TrainerLoad:
+    def load(self, taken_over: int) -> TrainerLoad:
         waiting, inflight = len(self._waiting), len(self.active)
-        return TrainerLoad(waiting + adopted, inflight, len(self.held) - waiting - inflight)
+        return TrainerLoad(waiting + taken_over, inflight, len(self.held) - waiting - inflight)

@@ -1,4 +1,4 @@
-"""What a trainer tells the leader and the operator of the peers it works with. For trainer.py, which carries it out.
+"""What a trainer reports to the leader and the operator of the peers it works with. For trainer.py, which carries it out.
 
 A complaint goes to the leader, who alone removes peers; a note is for people, once per peer where it would repeat itself.
 What follows for the routes (a ban, a slow sample) is routing.py's.
@@ -26,7 +26,7 @@ class Reports:
             self._out.append(Note("route", f"{peer} gets no requests for {ban_s:g} s: {reason}"))
 
     def faulty(self, peer: Peer, what: str, fault: str, now: float) -> None:
-        """Its answer cannot be used: banned here, and the leader hears of it every time."""
+        """Its answer cannot be used: banned here, and the leader receives a complaint every time."""
         self._complain(Complaint(peer, f"{what}: {fault}"[:2000]))
         self.failed(peer, f"faulty {what}", now)
 

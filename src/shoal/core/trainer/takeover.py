@@ -1,7 +1,7 @@
 """Microbatches that come from another owner, held back until every member has shown its books. For trainer.py.
 
-An owner that vanished may have backwards booked anywhere. Its heir asks every member for its books and goes on from
-there; an answer counts only if it was given in the view that made the heir the owner, or a newer one, because only then
+An owner that vanished may have backwards booked anywhere. The one that takes over asks every member for its books and goes on from
+there; an answer counts only if it was given in the view that made it the owner, or a newer one, because only then
 nothing that the former owner sent can still be booked. Asking is trainer.py's.
 """
 
@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.core.messages import Books, Index, Peer, Stage
 
-BOOKS_AGAIN = 8  # BooksRequest is first repeated after hop_floor_s / 8: a lost one holds up every adopted microbatch
+BOOKS_AGAIN = 8  # BooksRequest is first repeated after hop_floor_s / 8: a lost one holds up every microbatch taken over
 
 
 class Group(msgspec.Struct, eq=False):
@@ -19,10 +19,10 @@ class Group(msgspec.Struct, eq=False):
 
     floor: int  # the number of that view: older answers do not count
     missing: dict[Peer, None]
-    found: dict[Index, dict[Stage, Peer]]
+    booked_at: dict[Index, dict[Stage, Peer]]
 
 
-class Adoptions:
+class Takeovers:
     def __init__(self) -> None:
         self._groups: list[Group] = []  # floors rise
         self._again = 1.0 / BOOKS_AGAIN  # of hop_floor_s, until the question is repeated
@@ -35,10 +35,10 @@ class Adoptions:
         self._groups.clear()
 
     def __contains__(self, index: Index) -> bool:
-        return any(index in group.found for group in self._groups)
+        return any(index in group.booked_at for group in self._groups)
 
     def __len__(self) -> int:
-        return sum(len(group.found) for group in self._groups)
+        return sum(len(group.booked_at) for group in self._groups)
 
     @property
     def floor(self) -> int:
@@ -60,16 +60,16 @@ class Adoptions:
                 continue
             del group.missing[peer]
             for index in books.indices:
-                if index in group.found:
-                    group.found[index].setdefault(books.stage, peer)
+                if index in group.booked_at:
+                    group.booked_at[index].setdefault(books.stage, peer)
 
     def keep(self, members: dict[Peer, Stage], mine: dict[Index, None]) -> None:
         """A newer view: forget peers that have left and indices that are no longer mine."""
         for group in self._groups:
             group.missing = {peer: None for peer in group.missing if peer in members}
-            group.found = {
+            group.booked_at = {
                 index: {stage: peer for stage, peer in at.items() if peer in members}
-                for index, at in group.found.items()
+                for index, at in group.booked_at.items()
                 if index in mine
             }
 
@@ -77,4 +77,4 @@ class Adoptions:
         """Indices about which everybody has answered: where each is booked. They are held back no longer."""
         ready = [group for group in self._groups if not group.missing]
         self._groups = [group for group in self._groups if group.missing]
-        return {index: at for group in ready for index, at in group.found.items()}
+        return {index: at for group in ready for index, at in group.booked_at.items()}

@@ -50,16 +50,16 @@ from shoal.core.trainer.microbatch import (
     Hop,
     Kind,
     Microbatch,
+    NextHop,
     Owned,
-    Place,
+    Progress,
     TrainerLoad,
-    Want,
     new_microbatch,
     plan,
 )
 from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import Chance, Routes
-from shoal.core.trainer.takeover import Adoptions
+from shoal.core.trainer.takeover import Takeovers
 
 _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
@@ -81,7 +81,7 @@ class Trainer:
         self._view = _NOTHING
         self._stage_of: dict[Peer, Stage] = {}
         self._owned = Owned()
-        self._adoptions = Adoptions()  # mine too, but not before everybody has shown their books
+        self._takeovers = Takeovers()  # mine too, but not before everybody has shown their books
         self._fetches: dict[str, Microbatch] = {}
         self._serial = 0
 
@@ -104,17 +104,17 @@ class Trainer:
         self._stage_of = {member.peer: member.stage for member in members}
         self._routes.on_view(members, now)
         self._out += [Note("route", text) for text in self._planned.on_view(members)]
-        mine = {i: None for i, at in enumerate(view.owners) if members and members[at].peer == self.name}
+        mine = _owned_by(self.name, view) if members else {}
         if _period(old) != _period(view):
             self._forget_all()
         else:
             self._lose(mine, now)
-        new = [i for i in mine if i not in self._owned.held and i not in self._adoptions]
+        new = [i for i in mine if i not in self._owned.held and i not in self._takeovers]
         if _begins(old, view):
             self._own({index: {} for index in new})
         elif new:
-            self._adopt(new, now)
-        self._own(self._adoptions.take())
+            self._take_over(new, now)
+        self._own(self._takeovers.take())
         for stage in self._owned.parked_stages():
             self._unpark(stage, now)
         return self._flush(now)
@@ -128,11 +128,11 @@ class Trainer:
             and isinstance(message, (Answer, Books))
             and (message.epoch, message.step) == (self._view.epoch, self._view.work)
         ):
-            self._routes.heard(peer)
+            self._routes.received(peer)
             if isinstance(message, Books):
                 if message.stage == self._stage_of[peer]:
-                    self._adoptions.hear(peer, message)
-                    self._own(self._adoptions.take())
+                    self._takeovers.hear(peer, message)
+                    self._own(self._takeovers.take())
             elif (m := self._owned.active.get(message.index)) is not None:
                 self._answer(m, peer, message, fault or ("a tensor in a receipt" if blobs else ""), now)
         self._drop([blob.id for blob in blobs])
@@ -174,7 +174,7 @@ class Trainer:
     def tick(self, now: float) -> list[Command]:
         while (key := self._timers.pop_due(now)) is not None:
             if key == BOOKS:
-                for peer in self._adoptions.missing:
+                for peer in self._takeovers.missing:
                     self._reports.missed(peer, now)
                 self._ask_books(now)
             elif key <= PARKED:
@@ -188,29 +188,29 @@ class Trainer:
         known = (asked.epoch, asked.step) == (self._view.epoch, self._view.work)
         if not known or asked.stage >= self._settings.stages:
             return []
-        m, told = self._owned.held.get(asked.index), Booker(asked.epoch, asked.step, asked.index, asked.stage)
+        m, booker = self._owned.held.get(asked.index), Booker(asked.epoch, asked.step, asked.index, asked.stage)
         if m is not None:
             late = max(m.slow, 1) if m.withheld else m.slow
-            told = replace(told, peer=m.booked[asked.stage], at=m.waits_for, slow=late)
-        elif asked.index in self._adoptions:
-            told = replace(told, at=next(iter(self._adoptions.missing), ""), slow=1)
+            booker = replace(booker, peer=m.booked[asked.stage], at=m.waits_for, slow=late)
+        elif asked.index in self._takeovers:
+            booker = replace(booker, at=next(iter(self._takeovers.missing), ""), slow=1)
         else:
             return []
-        return [Send(peer, told)]
+        return [Send(peer, booker)]
 
     @property
     def deadline(self) -> float | None:
         return self._timers.deadline
 
     def summary(self) -> TrainerLoad:
-        return self._owned.load(len(self._adoptions))
+        return self._owned.load(len(self._takeovers))
 
     # -------------------------------------------------------------------------------------------------------- views
 
     def _forget_all(self) -> None:
         self._drop([blob for m in self._owned.held.values() for blob in m.blobs()])
         self._owned = Owned()
-        self._adoptions.clear()
+        self._takeovers.clear()
         self._timers.forget_all()
         self._fetches.clear()
 
@@ -222,7 +222,7 @@ class Trainer:
             self._timers.forget(m.index)
             self._fetches = {task: other for task, other in self._fetches.items() if other is not m}
         self._owned.lose_bookings(self._stage_of)
-        self._adoptions.keep(self._stage_of, mine)
+        self._takeovers.keep(self._stage_of, mine)
         for m in list(self._owned.active.values()):
             if m.hop is not None and m.hop.kind is not Kind.FETCH and m.hop.peer not in self._stage_of:
                 m.hop, m.slow = None, 0
@@ -233,25 +233,25 @@ class Trainer:
             booked = [at.get(stage, "") for stage in range(self._settings.stages)]
             self._owned.wait(new_microbatch(index, booked, self._view))
 
-    def _adopt(self, indices: list[Index], now: float) -> None:
+    def _take_over(self, indices: list[Index], now: float) -> None:
         text = f"take over {len(indices)} microbatches of step {self._view.work}: everybody is asked for books"
         self._out.append(Note("route", text))
-        self._adoptions.add(self._view.number, self._stage_of, indices)
+        self._takeovers.add(self._view.number, self._stage_of, indices)
         self._ask_books(now)
 
     def _ask_books(self, now: float) -> None:
-        view, missing = self._view, self._adoptions.missing
+        view, missing = self._view, self._takeovers.missing
         for peer in missing:
             self._routes.asked(peer, now)
-            self._out.append(Send(peer, BooksRequest(view.epoch, view.work, self._adoptions.floor)))
+            self._out.append(Send(peer, BooksRequest(view.epoch, view.work, self._takeovers.floor)))
         if missing:
-            self._timers.set(BOOKS, now + self._adoptions.pause_s(self._settings.hop_floor_s))
+            self._timers.set(BOOKS, now + self._takeovers.pause_s(self._settings.hop_floor_s))
 
     # ------------------------------------------------------------------------------------------------- microbatches
 
     def _advance(self, m: Microbatch, now: float) -> None:
         """Nothing is in flight for it: do what comes next."""
-        assert m.hop is None and m.place is Place.ACTIVE
+        assert m.hop is None and m.progress is Progress.ACTIVE
         self._owned.leave_park(m)
         want = plan(m)
         if want.kind is Kind.FINISHED:
@@ -276,7 +276,7 @@ class Trainer:
         self._timers.forget(m.index)
         self._out.append(Do(Fetch(task, self._view.work, m.index, f"{task}/x")))
 
-    def _send(self, m: Microbatch, want: Want, peer: Peer, now: float) -> None:
+    def _send(self, m: Microbatch, want: NextHop, peer: Peer, now: float) -> None:
         m.next = ""
         m.hop = Hop(want.kind, want.stage, peer, now)
         m.hop.to = self._choice.after(m, want, self._owned.active.values(), now)
@@ -387,7 +387,7 @@ class Trainer:
                 self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now)
                 self._advance(m, now)
             elif isinstance(message, Missing):
-                m.gone(hop.stage, message.gradient)
+                m.forget_holders(hop.stage, message.gradient)
                 self._retry(m, now)
             else:
                 m.avoid = hop.peer
@@ -440,6 +440,10 @@ class Trainer:
         out = self._out[:]
         self._out.clear()
         return out
+
+
+def _owned_by(name: Peer, view: View) -> dict[Index, None]:
+    return {index: None for index, at in enumerate(view.owners) if view.members[at].peer == name}
 
 
 def _period(view: View) -> tuple[int, int, int, bool]:

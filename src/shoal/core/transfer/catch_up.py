@@ -1,4 +1,4 @@
-"""How a joiner keeps up with the run while it downloads: it hears the sums of every round, and applies them later.
+"""How a joiner keeps up with the run while it downloads: it receives the sums of every round, and applies them later.
 
 A download of version v takes minutes over the internet, and nobody waits for it: the run commits steps v, v + 1, ... meanwhile.
 Chunk owners, in a group of several rows those of one row, send the sums to the joiners of their stage too (`Round.listeners`), and
@@ -30,7 +30,7 @@ from shoal.core.messages import (
     Settings,
     View,
 )
-from shoal.core.replica_state import Seat, drop
+from shoal.core.replica_state import ReplicaState, drop
 
 CHUNKS = 1 << 16  # of one gradient that are heard of one peer at most: of 4096 pieces among 64 replicas
 LONG = 1 << 40  # values; of a gradient so long every chunk is there that the group may have
@@ -47,11 +47,11 @@ class Heard(msgspec.Struct):
         return tuple(blob for _, blob in self.sums.values())
 
 
-class Listening:
-    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], seat: Seat) -> None:
+class CatchUp:
+    def __init__(self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState) -> None:
         self._name, self._settings = name, settings
         self._serial = serial
-        self._seat = seat
+        self._replica = replica
         self._key: tuple[int, int] | None = None  # (epoch, stage) that I prepare
         self.since = 0  # a state of this version or a newer one can be brought up to date
         self._heard: dict[int, Heard] = {}
@@ -90,13 +90,13 @@ class Listening:
             commands += self._give_up(max(missed) + 1)
         if view.step - self.since > HEARD:
             commands += self._give_up(view.step)
-        if self._seat.seated and self._seat.epoch == key[0] and self._seat.stage == key[1]:
-            commands += self._give_up(min(self._seat.step, view.step))
+        if self._replica.has_state and self._replica.epoch == key[0] and self._replica.stage == key[1]:
+            commands += self._give_up(min(self._replica.step, view.step))
         return commands
 
     def take(self, peer: Peer, message: GatherChunk, blobs: tuple[str, ...], fault: str) -> list[Command]:
-        view, key = self._seat.view, self._key
-        stages = self._seat.known.present
+        view, key = self._replica.view, self._key
+        stages = self._replica.known.present
         wanted = (
             view is not None
             and key is not None
@@ -123,16 +123,16 @@ class Listening:
 
     def go_on(self) -> list[Command]:
         """Apply the next step that was committed without me, if I hold the version before it and heard all of it."""
-        seat, view = self._seat, self._seat.view
+        replica, view = self._replica, self._replica.view
         if self._key is None or view is None or self._task is not None:
             return []
-        behind = seat.ready and (seat.epoch, seat.stage) == self._key and seat.step < view.step
-        if not behind or seat.step not in self._commits or not self._complete(seat.step):
+        behind = replica.ready and (replica.epoch, replica.stage) == self._key and replica.step < view.step
+        if not behind or replica.step not in self._commits or not self._complete(replica.step):
             return []
-        commit, _ = self._commits[seat.step]
-        heard = self._heard[seat.step]
+        commit, _ = self._commits[replica.step]
+        heard = self._heard[replica.step]
         sums = tuple(heard.sums[chunk][1] for chunk in self._tellers(commit))
-        self._task = Gather(f"s/{next(self._serial)}", seat.step, commit.round, sums)
+        self._task = Gather(f"s/{next(self._serial)}", replica.step, commit.round, sums)
         return [Do(self._task)]
 
     def on_done(self, done: Done) -> list[Command] | None:
@@ -140,16 +140,21 @@ class Listening:
         task = self._task
         if task is None or done.id != task.id:
             return None
-        self._task, seat = None, self._seat
+        self._task, replica = None, self._replica
         known = self._commits.get(task.step)
-        if self._key is None or known is None or not seat.ready or (seat.step, seat.epoch) != (task.step, self._key[0]):
+        if (
+            self._key is None
+            or known is None
+            or not replica.ready
+            or (replica.step, replica.epoch) != (task.step, self._key[0])
+        ):
             return []  # meanwhile all of this was made void
         commit, _ = known
-        if commit.round != task.round or commit.digests[seat.stage] != done.result.digest:
+        if commit.round != task.round or commit.digests[replica.stage] != done.result.digest:
             return self._give_up(task.step + 1)  # somebody sent me other values than were committed
-        seat.applying = Apply(f"s/{next(self._serial)}", task.step, task.round, commit.norm, False)
+        replica.applying = Apply(f"s/{next(self._serial)}", task.step, task.round, commit.norm, False)
         said = f"applies step {task.step}, which was committed while it downloaded"
-        return [Note("state", said), Do(seat.applying), *self._give_up(task.step + 1)]
+        return [Note("state", said), Do(replica.applying), *self._give_up(task.step + 1)]
 
     def on_failed(self, failed: Failed) -> list[Command] | None:
         if self._task is None or failed.id != self._task.id:
@@ -178,19 +183,19 @@ class Listening:
         )
 
     def _tellers(self, commit: Committed) -> dict[int, Peer]:
-        """Of every chunk of that round, in order. Without a seat the length is not known: of the first piece only."""
+        """Of every chunk of that round, in order. Without a replica the length is not known: of the first piece only."""
         assert self._key is not None
         shares = commit.groups[self._key[1]]
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
-        seated = self._seat.seated and self._seat.stage == self._key[1]
-        most = self._settings.piece_values if seated else 0
-        found: dict[int, Peer] = {}
+        has_state = self._replica.has_state and self._replica.stage == self._key[1]
+        most = self._settings.piece_values if has_state else 0
+        senders: dict[int, Peer] = {}
         for piece in count():
-            layout = split(self._seat.length if seated else LONG, group, most, piece, widths)
-            found.update(layout.hears(self._name))
+            layout = split(self._replica.length if has_state else LONG, group, most, piece, widths)
+            senders.update(layout.receives(self._name))
             if layout.last:
                 break
-        return found
+        return senders
 
     def _give_up(self, since: int) -> list[Command]:
         """Nothing before step `since` is needed, or can be had."""

@@ -14,6 +14,7 @@ from shoal import codec, config
 from shoal.planner.inputs import cluster, memory
 from shoal.planner.inputs.profile import Profile, Shape, Work, profile
 from shoal.planner.strategy import plan, strategy
+from shoal.planner.strategy.problem import Problem, gradient_bytes
 
 
 def problem_of(
@@ -22,7 +23,7 @@ def problem_of(
     wiring: Literal["best", "planned", "stochastic"] = "best",
     uneven: bool = False,
     swapping: bool = False,
-) -> strategy.Problem:
+) -> Problem:
     """`cluster_file`: the TOML file of the machines; without one only an emulated run has any."""
     lab = tree.device.executor == "emulated"
     if cluster_file:
@@ -34,7 +35,7 @@ def problem_of(
     counted, why_not = (None, "") if lab else _counted(tree)
     if why_not:
         print(f"FLOPs and bytes by formula, as of a plain decoder: {why_not}", file=sys.stderr)
-    return strategy.Problem(
+    return Problem(
         shape=shape(tree),
         work=work(tree),
         cluster=machines,
@@ -86,7 +87,7 @@ def refuse_other_size(given: plan.Plan, tree: config.Config, where: str) -> None
             return [f"it is for a model of {given.layers} blocks, this one has {made.blocks}; plan anew"]
         how = tree.network.averaging
         cut = [range(stage.first, stage.end) for stage in given.stages]
-        return strategy.of_another_size(given, [strategy.gradient_bytes(made, span, how) for span in cut])
+        return strategy.of_another_size(given, [gradient_bytes(made, span, how) for span in cut])
 
     found = mismatches(profile(shape(tree), work(tree)))
     if found and (counted := _counted(tree)[0]) is not None:

@@ -11,8 +11,8 @@ from shoal.dashboard.terminal import Snapshot
 from shoal.launcher import rundir
 from shoal.launcher.planning import plan_settings
 from shoal.planner.strategy import choices, plan, replan
+from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.replan import Running, Verdict
-from shoal.planner.strategy.strategy import Problem
 
 CHANGE_OVER = 3  # exit code when another plan is worth it, for scripts that watch a run; 0: go on as it is
 

@@ -7,7 +7,7 @@ import msgspec
 from shoal import units
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.strategy.strategy import Problem
+from shoal.planner.strategy.problem import Problem
 
 QUANTITIES = ("bandwidth", "delay", "speed", "memory", "peers", "inflight", "microbatches")
 

@@ -66,7 +66,7 @@ class Kinds:
 
     def _kinds(self, message: Message, length: int) -> tuple[Kind, ...] | str:
         if isinstance(message, ReduceChunk | GatherChunk):
-            heard = isinstance(message, GatherChunk) and message.heard
+            heard = isinstance(message, GatherChunk) and message.to_listener
             most = length or (self._most if heard else 0)
             # A lone replica tells listeners its sum as it applies it: not encoded.
             codecs = (codec.RAW, self._averaging) if heard else (self._averaging,)
@@ -99,7 +99,7 @@ class Kinds:
             code = coding.code_of(blob)
             fault = compress.fault(code)
             return fault or (
-                "" if compress.most(code) <= MOST else f"values up to {compress.most(code):.1g}: {TOO_LARGE}"
+                "" if compress.largest(code) <= MOST else f"values up to {compress.largest(code):.1g}: {TOO_LARGE}"
             )
         tensor = tensor_of(blob)
         if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):

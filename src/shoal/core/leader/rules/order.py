@@ -17,7 +17,7 @@ from shoal.core.leader.rules.overlap import overlap
 from shoal.core.leader.rules.proposal import Proposal
 from shoal.core.leader.rules.reassignment import reassign, takeovers
 from shoal.core.leader.rules.recovery import recover, stage_lost, take_back
-from shoal.core.leader.rules.removal import looks, remove
+from shoal.core.leader.rules.removal import removal_due, remove
 from shoal.core.leader.rules.start import every_stage_ready, start
 from shoal.core.messages import Settings, View
 
@@ -36,7 +36,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 RULES: tuple[Rule | Check, ...] = (
-    Rule(remove, when=looks),
+    Rule(remove, when=removal_due),
     Check(takeovers),
     Rule(reassign),
     Check(misfits),

@@ -18,8 +18,8 @@ from shoal.core.messages import Account, Member, Peer, Settings, View
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or sends a heartbeat within this many beats
 
 
-def looks(view: View, facts: Facts, settings: Settings, now: float) -> bool:
-    """Someone is convicted, or silence is looked at now."""
+def removal_due(view: View, facts: Facts, settings: Settings, now: float) -> bool:
+    """A peer is convicted, or silence is looked at now."""
     evidence = facts.evidence
     return bool(facts.scan or evidence.guilty or evidence.stale or evidence.unfit)
 

@@ -1,14 +1,11 @@
-"""Paths through stages for communication.py, compiled: the cheapest one exactly, or a good one where stages are many.
-
-numba compiles this once per machine, as swaps.py.
-"""
+"""Paths through stages for communication.py, compiled: the cheapest one exactly, or a good one where stages are many."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from shoal.planner.costs.communication import Floats, Ints
-from shoal.planner.search.swaps import compiled
+from shoal.planner.costs.arrays import Floats, Ints
+from shoal.planner.costs.compiled import compiled
 
 
 @compiled
