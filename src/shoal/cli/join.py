@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.cli.run import Job, Run
+from shoal.cli.run import Launcher, RunRequest
 from shoal.launcher import checkpoints, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
@@ -65,8 +65,10 @@ def main(args: argparse.Namespace) -> int:
     directory = rundir.place(config)
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory)
-        job = Job(claim=claim, config=config, directory=directory, here=args.peers, started_s=started_s, invite=text)
-        return asyncio.run(Run(job).run())
+        job = RunRequest(
+            claim=claim, config=config, directory=directory, here=args.peers, started_s=started_s, invite=text
+        )
+        return asyncio.run(Launcher(job).run())
 
 
 def found(texts: list[str], file: str | None) -> str:

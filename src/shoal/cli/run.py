@@ -56,7 +56,7 @@ INTERRUPTED = 130
 FAILED = 1
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The command's arguments, checked."""
 
     config: Config
@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
         elif resumed.first_step >= config.run.steps and (over := _ended(config, directory)) is not None:
             print(account.text(over))
             return 0
-        job = Job(
+        job = RunRequest(
             claim=claim,
             config=config,
             directory=directory,
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
             cluster=cluster,
             kill_every_s=kill_every_s,
         )
-        return asyncio.run(Run(job).run())
+        return asyncio.run(Launcher(job).run())
 
 
 def _configured(args: argparse.Namespace) -> tuple[Plan | None, Config, Cluster | None]:
@@ -158,10 +158,10 @@ def _ended(config: Config, directory: Path) -> Summary | None:
     return summary if whole else None
 
 
-class Run:
+class Launcher:
     """One call of the command. With `job.invite` it is a guest in somebody else's run."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RunRequest) -> None:
         self.job = job
         self.watch = RunMonitor(job.config, job.started_s, job.resumed)
         self.crew = PeerProcesses(job.directory, self._hear, self._ended)

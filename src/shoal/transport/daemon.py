@@ -80,7 +80,7 @@ class Endpoint:
         return arguments
 
 
-class Output:
+class DaemonOutput:
     """What a daemon prints, line by line."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Daemon:
         self._directory: Path | None = None
         self._kept: socket.socket | None = None
         self._addresses: tuple[str, ...] = ()
-        self._output = Output()
+        self._output = DaemonOutput()
 
     @property
     def control(self) -> str:
