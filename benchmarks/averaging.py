@@ -30,7 +30,10 @@ from shoal.core.messages import Cut, Do, Done, Gather
 from shoal.planner.costs.communication import transfer_s
 from shoal.planner.inputs import cluster
 from shoal.planner.prediction import step
-from shoal.planner.strategy import plan, strategy
+from shoal.planner.prediction.seats import Seats
+from shoal.planner.strategy import plan
+from shoal.planner.strategy.pricing import placed
+from shoal.planner.strategy.problem import Problem
 
 PEERS = 6
 FAST = 100.0  # GFLOP/s: hops take next to nothing, so that everybody averages at once
@@ -78,7 +81,7 @@ def play_unlike(megabytes: float = 100.0, delay_s: float = 0.05) -> None:
         np.fill_diagonal(delays, 0.0)
         known = cluster.Cluster(devices, delays, np.full((peers, peers), 1e15))
         none = (0.0,) * peers
-        even = step.Seats((0,) * peers, none, none, (megabytes * 1e6,), 0.0, 0.0, 1, 1)
+        even = Seats((0,) * peers, none, none, (megabytes * 1e6,), 0.0, 0.0, 1, 1)
         by_lines = step.weighted(even, known)
         played_s = [step.predict(seats, known, np.random.default_rng(0)).averaging_s for seats in (even, by_lines)]
         shares = owned(by_lines.widths)
@@ -123,9 +126,9 @@ def main() -> None:
     )
 
 
-def seated(known: cluster.Cluster) -> step.Seats:
-    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=known)
-    return strategy.placed(problem, (range(SHAPE.layers),), (0,) * PEERS).seats
+def seated(known: cluster.Cluster) -> Seats:
+    problem = Problem(shape=SHAPE, work=WORK, cluster=known)
+    return placed(problem, (range(SHAPE.layers),), (0,) * PEERS).seats
 
 
 def ways(text: str) -> tuple[bool, ...]:
@@ -175,7 +178,7 @@ def spans(path: Path) -> dict[int, tuple[float, float]]:
     return {at: (begun[at], over[at]) for at in over}
 
 
-def formulas(known: cluster.Cluster, gradient_bytes: float, seats: step.Seats) -> tuple[float, float, float]:
+def formulas(known: cluster.Cluster, gradient_bytes: float, seats: Seats) -> tuple[float, float, float]:
     lines = [min(device.up_Bps, device.down_Bps) for device in known.devices]
     width = np.minimum(known.bandwidth_Bps, np.minimum.outer(lines, lines))
     turn_s = 2 * transfer_s(known.delay_s, width, gradient_bytes / PEERS)

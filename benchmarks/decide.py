@@ -29,7 +29,7 @@ from typing import Any
 from report import at_most, parse, report
 from shoal.core.messages import Command, Event, Peer, Received, Settings, View
 from shoal.core.peer import PeerMachine
-from shoal.sim.scenario import Case, Happenings, Messages, Scenario
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 
 LEAST_STAGES = 5

@@ -207,7 +207,7 @@ class Visitor:
     def knock(self, record: Any) -> float:
         """Seconds that a connection, a handshake and both hellos take; 60 when there was no answer."""
         from shoal.transport.identity.identity import Identity, client_context
-        from shoal.transport.streams.hello import encode_hello
+        from shoal.transport.streams.handshake import encode_hello
 
         identity = Identity.new()
         membership = self.invite.membership(identity)
@@ -400,13 +400,13 @@ class Flood:
 
     def _by_transport(self, names: int, act: Callable[..., Any], every_s: float) -> Callable[[], None]:
         """Send to the victim as a visitor, under so many names of one key, each with a place of its own; and read nothing."""
-        from shoal.transport.streams import inbox
+        from shoal.transport.streams import receive_queue
         from shoal.transport.tls import TlsTransport
 
         victim = self.visitor.victim()
 
         async def story() -> None:
-            inbox.ROOM_BYTES = MIB
+            receive_queue.BULK_LIMIT_BYTES = MIB
             transports = []
             for number in range(names):
                 identity = self.visitor.named(f"{number + 1:x}")

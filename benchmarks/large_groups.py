@@ -24,8 +24,8 @@ from report import at_least, parse, report
 from shoal.core import messages as m
 from shoal.core.allreduce import layout
 from shoal.sim import checkers
-from shoal.sim.lines import FP32, Line, Wire
-from shoal.sim.scenario import Case, Happenings, Messages, Scenario
+from shoal.sim.lines import FP32, LineRates, Wire
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 
 MBIT, DELAY_S = 200, 0.05
@@ -43,7 +43,9 @@ class Told(msgspec.Struct, frozen=True):
 
 def a_case(replicas: int, megabytes: float, steps: int) -> Case:
     settings = m.Settings(stages=1, microbatches=replicas, steps=steps, peers=replicas, inflight=6, save_last=False)
-    wire = Wire(lines=(Line(WIDTH_Bps, WIDTH_Bps),), boundary_values=256, gradient_values=int(megabytes * 1e6 / FP32))
+    wire = Wire(
+        lines=(LineRates(WIDTH_Bps, WIDTH_Bps),), boundary_values=256, gradient_values=int(megabytes * 1e6 / FP32)
+    )
     return Case(
         scenario=PLAIN,
         seed=1,

@@ -25,6 +25,7 @@ from report import at_most, parse, report
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.profile import Shape, Work
 from shoal.planner.strategy import plan, strategy
+from shoal.planner.strategy.problem import Problem
 from shoal.runtime.records.account import Step
 
 CONFIG = """
@@ -176,7 +177,7 @@ def play(there: Path, made: plan.Plan) -> None:
 
 def planned(there: Path, stages: int, wiring: strategy.Wiring) -> plan.Plan:
     machines = cluster.read(there / "cluster.toml")
-    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=machines, uneven=True, wiring=wiring)
+    problem = Problem(shape=SHAPE, work=WORK, cluster=machines, uneven=True, wiring=wiring)
     return strategy.decide(problem, np.random.default_rng(0), stages=stages)
 
 

@@ -29,7 +29,7 @@ from shoal.core.messages import Boundary, Cancelled, Chunk
 from shoal.transport import wire
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.emulated import shaped
-from shoal.transport.emulated.shaped import Link, Shaped
+from shoal.transport.emulated.shaped import AccessLink, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.tls import TlsTransport
@@ -78,7 +78,7 @@ async def measure(seconds: float, modelled: bool) -> dict[str, float]:
     def make() -> Any:
         identity = Identity.new()
         plain = TlsTransport(identity, read_invite(text, time.time()).membership(identity))
-        return Shaped(plain, Link(0.0, LINE_Bps, LINE_Bps)) if modelled else plain
+        return Shaped(plain, AccessLink(0.0, LINE_Bps, LINE_Bps)) if modelled else plain
 
     a, b = make(), make()
     await a.start()
@@ -144,7 +144,9 @@ class Line:
         self.address: tuple[str, int] = self._listener.getsockname()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._ways: dict[socket.socket, tuple[socket.socket, bool]] = {}  # where bytes go on, and whether over the line
+        self._routes: dict[
+            socket.socket, tuple[socket.socket, bool]
+        ] = {}  # where bytes go on, and whether over the line
         self._free_s = time.monotonic()
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -153,7 +155,7 @@ class Line:
     def close(self) -> None:
         self._closed = True
         self._thread.join(10)
-        for sock in [*self._ways, self._listener]:
+        for sock in [*self._routes, self._listener]:
             sock.close()
 
     def _run(self) -> None:
@@ -170,11 +172,11 @@ class Line:
         far = socket.create_connection(self._target)
         for sock, other, slow in ((near, far, True), (far, near, False)):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._ways[sock] = other, slow
+            self._routes[sock] = other, slow
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _forward(self, sock: socket.socket) -> None:
-        other, slow = self._ways[sock]
+        other, slow = self._routes[sock]
         try:
             data = sock.recv(PIECE_BYTES)
             if data and slow:

@@ -46,7 +46,7 @@ from report import at_least, at_most, parse, report
 from shoal import trace
 from shoal.core.messages import Do, Gather, Round, Send
 from shoal.launcher import process, rundir
-from shoal.launcher.moments import Traces
+from shoal.launcher.injection_points import TraceTail
 
 RUN = Path("runs/rounds")
 DELAY_MS = 50
@@ -151,9 +151,9 @@ def kill(directory: Path, running: subprocess.Popen[bytes], peers: int, steps: i
         wait(running)
     me = process.identify(os.getpid())
     assert me is not None, "this process lives"
-    wanted = rundir.Wanted(peers - 1, me)  # or the launcher starts another
+    wanted = rundir.WantedPeers(peers - 1, me)  # or the launcher starts another
     (directory / "wanted.json").write_bytes(msgspec.json.encode(wanted))
-    traces, newest = Traces(directory), -1
+    traces, newest = TraceTail(directory), -1
     while newest < steps:
         wait(running)
         local = rundir.locals_of(directory).peers

@@ -24,7 +24,8 @@ import numpy as np
 
 from report import Target, parse, report
 from shoal.planner.costs import communication
-from shoal.planner.costs.communication import GPT3_XL, Floats, Ints, Model
+from shoal.planner.costs.arrays import Floats, Ints
+from shoal.planner.costs.communication import GPT3_XL, Model
 from shoal.planner.inputs.cluster import network, read_matrices
 from shoal.planner.search import anneal
 

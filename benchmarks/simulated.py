@@ -22,8 +22,8 @@ from report import at_most, parse, report
 from shoal import config as configuration
 from shoal.codec import Travel
 from shoal.config import Config
-from shoal.sim.lines import Line, Wire
-from shoal.sim.scenario import Case, Happenings, Messages, Scenario
+from shoal.sim.lines import LineRates, Wire
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 
 
@@ -56,7 +56,7 @@ def case(config: Config, seed: int, speeds: tuple[float, ...] = ()) -> Case:
         messages=Messages(),
         happenings=Happenings(),
         wire=Wire(
-            lines=(Line(width, width),) * peers,
+            lines=(LineRates(width, width),) * peers,
             boundary_values=config.device.emulated_values,
             gradient_values=config.device.emulated_gradient,
             travel=Travel(config.network.activations, config.network.gradients, config.network.averaging),

@@ -332,18 +332,18 @@ def shoal(case: Case) -> Found:
 
     def step(number: int) -> tuple[float, float]:
         before = time.perf_counter()
-        executor.batch_back(batch)
+        executor.backward_batch(batch)
         settle(case.device)
         between = time.perf_counter()
-        executor.apply(executor.brought(), 1.0, number)
+        executor.apply(executor.contribution(), 1.0, number)
         executor.zero(number + 1)
         return between - before, time.perf_counter() - between
 
-    found = timed(case, step, lambda: executor.batch_back(batch))
+    found = timed(case, step, lambda: executor.backward_batch(batch))
     if case.device == "cpu":  # the device's memory is the host's: counted apart, in a pass of its own
-        with memory.Watch("cpu") as watch:
-            executor.batch_back(batch)
-        found = msgspec.structs.replace(found, peak_bytes=executor.held_bytes + watch.peak)
+        with memory.MemoryMeter("cpu") as watch:
+            executor.backward_batch(batch)
+        found = msgspec.structs.replace(found, peak_bytes=executor.resident_bytes + watch.peak)
     plan = executor.plan
     return msgspec.structs.replace(
         found, layers=layers, parameters=executor.length, groups=plan.count, planned_bytes=plan.device_bytes

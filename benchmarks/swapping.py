@@ -219,9 +219,9 @@ def timed(run: Callable[[], None], device: str) -> float:
 
 
 def measured_peak(executor: Swapping, batch: list[Tensor], device: str) -> int:
-    with memory.Watch(device) as watch:
+    with memory.MemoryMeter(device) as watch:
         layer_by_layer(executor, batch)
-    return executor.held_bytes + watch.peak
+    return executor.resident_bytes + watch.peak
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from report import Target, parse, report
 from shoal.core.messages import Boundary, Leave, Recall, Refused
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.daemon import Daemon
-from shoal.transport.emulated.shaped import Link, Shaped
+from shoal.transport.emulated.shaped import AccessLink, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.libp2p import Libp2pTransport
@@ -52,7 +52,7 @@ def make_libp2p(identity: Identity, membership: Membership) -> Any:
 
 
 def make_shaped(identity: Identity, membership: Membership) -> Any:
-    return Shaped(TlsTransport(identity, membership), Link(DELAY_S, LINE_Bps, LINE_Bps))
+    return Shaped(TlsTransport(identity, membership), AccessLink(DELAY_S, LINE_Bps, LINE_Bps))
 
 
 MAKERS: dict[str, Callable[[Identity, Membership], Any]] = {

@@ -29,7 +29,8 @@ from report import Target, at_most, parse, report
 from shoal import config as configuration
 from shoal.core.trainer import choice
 from shoal.planner.inputs.cluster import Cluster, Device
-from shoal.planner.prediction.step import Seats, predict
+from shoal.planner.prediction.seats import Seats
+from shoal.planner.prediction.step import predict
 from shoal.planner.prediction.wiring import matched, planned
 from simulated import case, middle, simulated, words
 

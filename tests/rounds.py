@@ -132,7 +132,7 @@ class Group:
         self.runner = {name: runner(name, length) for name in names}
         self.rounds: dict[Peer, Rounds] = {}
         for name in names:
-            replica = ReplicaState(self.view, "leader", installed=True, stage=0, step=3, length=length)
+            replica = ReplicaState(self.view, "leader", has_state=True, stage=0, step=3, length=length)
             self.rounds[name] = Rounds(name, self.settings, count(), replica)
         self.listeners = listeners
         self.lost: Callable[[Peer, Peer, Any], bool] = lambda *_: False

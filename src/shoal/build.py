@@ -40,9 +40,10 @@ from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
 from shoal.transport.directory.dht import Dht
-from shoal.transport.directory.directory import Directory, Gossip, Record
+from shoal.transport.directory.directory import Directory, Gossip
+from shoal.transport.directory.records import PeerRecord
 from shoal.transport.emulated.faulty import FAULTS, Faulty
-from shoal.transport.emulated.shaped import Link, Pair, Reachable, Shaped
+from shoal.transport.emulated.shaped import AccessLink, PairLink, Reachable, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
@@ -232,8 +233,8 @@ def _transport(
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
     if not network.delay_s and not up_Bps and not down_Bps and not network.links:
         return plain
-    pairs = {host: Pair(*link) for host, link in network.links.items()}
-    return Shaped(plain, Link(network.delay_s, up_Bps, down_Bps, pairs))
+    pairs = {host: PairLink(*link) for host, link in network.links.items()}
+    return Shaped(plain, AccessLink(network.delay_s, up_Bps, down_Bps, pairs))
 
 
 def _directory(
@@ -248,9 +249,9 @@ def _directory(
             addresses = transport.address
         case "auto":
             (host, port), addresses = transport.address.direct, transport.address.streams
-    own = Record(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
+    own = PeerRecord(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
 
-    def learn(record: Record) -> None:
+    def learn(record: PeerRecord) -> None:
         match config.network.transport:
             case "tls":
                 transport.learn(record.peer, (record.host, record.port))

@@ -3,7 +3,7 @@
 An invite is text from somebody else. It may say what the run is (sizes, schedule, patience), within bounds and within the memory that
 is free here. It never names a file, a directory, a program, a data set or a storage of this machine: a guest allows a directory
 with `shoal join --files DIR`, below which the names in an invite are looked up, or names things on its own command line.
-For build.py (`joined`) and runtime/data.py; docs/design/2026-11-22-guests-files.md says why each field stands where it does.
+For build.py (`joined`) and runtime/data; docs/design/2026-11-22-guests-files.md says why each field stands where it does.
 """
 
 from __future__ import annotations

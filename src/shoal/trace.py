@@ -43,7 +43,7 @@ from shoal.core.messages import (
     Tick,
     Unreachable,
 )
-from shoal.shown import escaped, escaped_json
+from shoal.escaping import escaped, escaped_json
 from shoal.traffic import Kept, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits

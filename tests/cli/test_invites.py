@@ -13,8 +13,8 @@ import pytest
 
 from shoal.cli import invite as invite_command
 from shoal.cli import join, revoke
-from shoal.launcher.invites import Book, Issued, Office, invite_named
-from shoal.launcher.launch import INVITE_VARIABLE, Spec, _environment
+from shoal.launcher.invites import InviteBook, Issued, Office, invite_named
+from shoal.launcher.launch import INVITE_VARIABLE, PeerSpec, _environment
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.identity.passes import MAX_GRANTS, PassList
@@ -146,7 +146,7 @@ def test_a_file_that_is_no_list_is_named_and_too_many_invites_are_refused(office
     with pytest.raises(ValueError, match=r"invites\.json is not a list of invites"):
         office.book()
     one = msgspec.msgpack.encode(read_invite(AUTHORITY.invite((), NOW + DAY_S, issued=NOW), 0.0).grant)
-    book = Book(invites={f"{number:012}": Issued(grant=one) for number in range(MAX_GRANTS)})
+    book = InviteBook(invites={f"{number:012}": Issued(grant=one) for number in range(MAX_GRANTS)})
     (tmp_path / "invites.json").write_bytes(msgspec.json.encode(book))
     with pytest.raises(ValueError, match="revoke some"):
         issue(office)
@@ -211,7 +211,7 @@ def test_an_invite_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pyt
 def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INVITE_VARIABLE, "shoal-secret")
     for threads in (0, 2):
-        spec = Spec(config={"device": {"threads": threads}}, directory="", label="p1", found=False)
+        spec = PeerSpec(config={"device": {"threads": threads}}, directory="", label="p1", found=False)
         assert "shoal-secret" not in _environment(spec).values()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launcher import launch, rundir
-from shoal.launcher.launch import Child
+from shoal.launcher.launch import PeerProcess
 
 TALKER = """
 import sys
@@ -24,7 +24,7 @@ def test_a_log_begins_anew_under_a_process_that_goes_on_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "LOG_BYTES", 1000)
-    child = Child.__new__(Child)
+    child = PeerProcess.__new__(PeerProcess)
     child.log = tmp_path / "p1.log"
     with open(child.log, "ab") as errors:
         process = subprocess.Popen(

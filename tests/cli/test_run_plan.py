@@ -12,11 +12,11 @@ from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.cli import plan as plan_command
 from shoal.core.messages import Committed
-from shoal.launcher import planned
+from shoal.launcher import plan_settings
 from shoal.planner.inputs.profile import profile
-from shoal.planner.strategy import strategy
 from shoal.planner.strategy.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.strategy.plan import save as save_plan
+from shoal.planner.strategy.problem import gradient_bytes
 from shoal.runtime.records.account import Step
 
 EVEN = Plan(
@@ -27,7 +27,7 @@ EVEN = Plan(
 
 
 def test_a_plan_gives_the_run_its_stages_peers_and_costs() -> None:
-    config = configuration.load(None, planned.decided(EVEN, "plan.json"))
+    config = configuration.load(None, plan_settings.decided(EVEN, "plan.json"))
     assert (config.run.stages, config.run.peers, config.run.stage_seconds) == (2, 3, (0.2, 0.1))
     assert configuration.settings(config).stage_seconds == (0.2, 0.1)
 
@@ -57,7 +57,7 @@ def test_a_plan_of_a_model_with_as_many_blocks_but_of_another_size_is_refused_be
     made = profile(plan_command.shape(config), plan_command.work(config))
     cut = (range(3), range(3, 6))
     stages = tuple(
-        msgspec.structs.replace(stage, gradient_bytes=strategy.gradient_bytes(made, span, "none"))
+        msgspec.structs.replace(stage, gradient_bytes=gradient_bytes(made, span, "none"))
         for stage, span in zip(EVEN.stages, cut, strict=True)
     )
     right = msgspec.structs.replace(EVEN, stages=stages)
@@ -75,7 +75,7 @@ def test_uneven_blocks_seats_routes_and_sizes_reach_the_run() -> None:
     routes = (((0,), (2,)), ((1,), (2,)), ((0, 1), (2,)))
     stages = (StagePlan(0, 4, ("a", "b")), StagePlan(4, 6, ("c",)))
     uneven = msgspec.structs.replace(EVEN, stages=stages, routes=routes, widths=(4, 5, 6), microbatch=8, inflight=2)
-    config = configuration.load(None, planned.decided(uneven, "plan.json"))
+    config = configuration.load(None, plan_settings.decided(uneven, "plan.json"))
     assert config.run.layers == (4, 2)
     assert (config.run.seats, config.run.routes) == ({"a": 0, "b": 0, "c": 1}, routes)
     assert (config.train.microbatch, config.run.inflight) == (8, 2)
@@ -85,13 +85,13 @@ def test_uneven_blocks_seats_routes_and_sizes_reach_the_run() -> None:
 def test_a_stage_that_must_swap_gets_an_executor_that_does() -> None:
     stages = (StagePlan(0, 4, ("a", "b"), executor="swapping"), StagePlan(4, 6, ("c",)))
     plan = msgspec.structs.replace(EVEN, stages=stages)
-    config = configuration.load(None, planned.decided(plan, "plan.json"))
-    assert [planned.of_seat(config, plan, n, None).device.executor for n in range(3)] == [
+    config = configuration.load(None, plan_settings.decided(plan, "plan.json"))
+    assert [plan_settings.of_seat(config, plan, n, None).device.executor for n in range(3)] == [
         "swapping",
         "swapping",
         "resident",
     ]
-    assert [planned.of_seat(config, plan, n, None).device.seat for n in range(4)] == ["a", "b", "c", ""]
+    assert [plan_settings.of_seat(config, plan, n, None).device.seat for n in range(4)] == ["a", "b", "c", ""]
 
 
 CLUSTER = """
@@ -127,13 +127,13 @@ def test_a_rehearsal_gives_each_peer_its_machines_lines_seconds_and_sizes(tmp_pa
     )
     plan = msgspec.structs.replace(EVEN, stages=stages, peers=peers, boundary_bytes=400.0)
     lab = ["device.executor=emulated", "device.emulated_s=0"]
-    config = configuration.load(None, [*lab, *planned.decided(plan, "plan.json")])
-    cluster = planned.read_cluster(str(tmp_path / "cluster.toml"), plan, config)
-    a, _, c = (planned.of_seat(config, plan, n, cluster) for n in range(3))
+    config = configuration.load(None, [*lab, *plan_settings.decided(plan, "plan.json")])
+    cluster = plan_settings.read_cluster(str(tmp_path / "cluster.toml"), plan, config)
+    a, _, c = (plan_settings.of_seat(config, plan, n, cluster) for n in range(3))
     assert (a.device.emulated_s, a.device.emulated_backward_s) == (0.01, 0.03)
     assert (c.device.emulated_values, c.device.emulated_gradient) == (100, 2000)
-    assert a.network.links == {planned.host(1): (0.01, 12.5e6), planned.host(2): (0.09, 1e6)}
-    assert c.network.links[planned.host(0)] == (0.01, 12.5e6), "one way only"
+    assert a.network.links == {plan_settings.host(1): (0.01, 12.5e6), plan_settings.host(2): (0.09, 1e6)}
+    assert c.network.links[plan_settings.host(0)] == (0.01, 12.5e6), "one way only"
     assert (c.network.up_Bps, a.network.up_Bps) == (10e6, 0.0)
     assert len({peer.network.host for peer in (a, c)}) == 2
 
@@ -154,10 +154,10 @@ def test_a_cluster_without_a_planned_machine_or_without_a_plan_is_refused(
 
 def test_the_end_of_a_run_says_what_was_predicted_and_what_was_measured() -> None:
     commits = [Step(0, Committed(n, n, 1.0, 2.0, (), ()), heard_s=10.0 + 2.5 * n) for n in range(5)]
-    assert planned.against(EVEN, tuple(commits)) == (
+    assert plan_settings.against(EVEN, tuple(commits)) == (
         "the plan predicted 2.00 s a step; measured 2.50 s (+25%), median of 4"
     )
-    assert planned.against(EVEN, tuple(commits[:1])) == ""
+    assert plan_settings.against(EVEN, tuple(commits[:1])) == ""
 
 
 @pytest.mark.slow
@@ -196,9 +196,9 @@ def test_a_run_says_that_its_activation_store_is_too_small_before_it_starts(
 
 def test_what_the_plan_chose_beside_places_reaches_the_run() -> None:
     coded = msgspec.structs.replace(EVEN, activations="int4", gradients="int8", averaging="bf16")
-    network = configuration.load(None, planned.decided(coded, "plan.json")).network
+    network = configuration.load(None, plan_settings.decided(coded, "plan.json")).network
     assert (network.activations, network.gradients, network.averaging) == ("int4", "int8", "bf16")
-    kept = configuration.load(None, ["network.activations=int8", *planned.decided(EVEN, "plan.json")])
+    kept = configuration.load(None, ["network.activations=int8", *plan_settings.decided(EVEN, "plan.json")])
     assert kept.network.activations == "int8"
 
 
@@ -206,9 +206,9 @@ def test_local_steps_of_a_plan_keep_the_run_as_long() -> None:
     stages = (StagePlan(0, 6, ("a", "b")),)
     local = msgspec.structs.replace(EVEN, stages=stages, predicted=None, local_steps=8)
     settings = ["run.steps=100", "checkpoint.every=20", "train.batch=64", "train.microbatch=4"]
-    train = planned.load(None, settings, local, "plan.json")
+    train = plan_settings.load(None, settings, local, "plan.json")
     assert (train.train.local_steps, train.run.steps, train.checkpoint.every) == (8, 13, 3)
-    same = planned.load(None, [*settings, "train.local_steps=8"], local, "plan.json")
+    same = plan_settings.load(None, [*settings, "train.local_steps=8"], local, "plan.json")
     assert (same.train.local_steps, same.run.steps, same.checkpoint.every) == (8, 100, 20)
 
 
@@ -219,5 +219,5 @@ def test_a_rehearsal_encodes_tensors_of_the_planned_number_of_values() -> None:
         EVEN, peers=peers, boundary_bytes=2000 * (1 + 4 / 1024), activations="int8", gradients="int8"
     )
     words = ["device.executor=emulated", "device.emulated_s=0"]
-    config = planned.load(None, words, plan, "plan.json")
-    assert planned.of_seat(config, plan, 0, None).device.emulated_values == 2000
+    config = plan_settings.load(None, words, plan, "plan.json")
+    assert plan_settings.of_seat(config, plan, 0, None).device.emulated_values == 2000

@@ -12,7 +12,7 @@ from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.config import Config
 from shoal.launcher.process import Process
-from shoal.launcher.rundir import Local, Locals, Seat
+from shoal.launcher.rundir import LocalPeer, MemberSeat, PeersFile
 from shoal.launcher.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
 from shoal.sim.faults.preemption import Change, most, some
 from shoal.sim.faults.preemption import read as read_trace
@@ -20,20 +20,21 @@ from shoal.sim.faults.preemption import read as read_trace
 TRACE = Path(__file__).parents[2] / "configs" / "traces" / "aws-g4dn-spot.csv"
 
 
-def a_run(*stages: int, elsewhere: int = 0) -> Locals:
+def a_run(*stages: int, elsewhere: int = 0) -> PeersFile:
     """Peers p0, p1, ... of these stages; p1 leads. `elsewhere`: members of another machine, all at stage 0."""
     peers = [
-        Local(f"p{n}", Process(100 + n, "then"), stage, leads=n == 1, peer=f"name{n}") for n, stage in enumerate(stages)
+        LocalPeer(f"p{n}", Process(100 + n, "then"), stage, leads=n == 1, peer=f"name{n}")
+        for n, stage in enumerate(stages)
     ]
-    seats = [Seat(peer.label, peer.stage or 0) for peer in peers] + [Seat("", 0)] * elsewhere
-    return Locals(launcher=Process(1, "then"), started=True, peers=tuple(peers), members=tuple(seats))
+    seats = [MemberSeat(peer.label, peer.stage or 0) for peer in peers] + [MemberSeat("", 0)] * elsewhere
+    return PeersFile(launcher=Process(1, "then"), started=True, peers=tuple(peers), members=tuple(seats))
 
 
 def an_act(kind: Kind = "kill", who: str = "anyone", every: bool = False) -> Act:
     return Act(at_s=0.0, kind=kind, who=who, every=every)
 
 
-def chosen(act: Act, run: Locals, away: frozenset[str] = frozenset(), lose_stages: bool = False) -> set[str]:
+def chosen(act: Act, run: PeersFile, away: frozenset[str] = frozenset(), lose_stages: bool = False) -> set[str]:
     """Whoever may be hit, over many seeds."""
     choices = [choose(act, run, away, Random(seed), lose_stages) for seed in range(60)]
     return {label for choice in choices for label in choice.labels}
@@ -79,7 +80,7 @@ def test_even_numbers_need_more_than_half() -> None:
 
 def test_a_joiner_is_nobody_whom_the_run_relies_on() -> None:
     run = a_run(0, 1)
-    run = msgspec.structs.replace(run, peers=(*run.peers, Local("p9", Process(9, "now"))))
+    run = msgspec.structs.replace(run, peers=(*run.peers, LocalPeer("p9", Process(9, "now"))))
     assert chosen(an_act(), run) == {"p9"}
     assert chosen(an_act(who="member"), run) == set(), "each is its stage's last"
     assert chosen(an_act(who="member"), run, lose_stages=True) == set(), "one of two is no majority"
@@ -159,7 +160,7 @@ def test_drawn_cuts_go_in_every_direction_and_change_no_other_kind() -> None:
     assert {act.way for act in acts if act.kind == "cut"} == {"both", "out", "in"}
     assert {act.length_s for act in acts if act.kind == "lag"} == {20.0}
     assert tuple(act for act in acts if act.kind == "kill") == drawn(Rates(kill_every_s=10.0), 3, 1000.0)
-    inwards = drawn(Rates(cut_every_s=10.0, cut_way="in"), 3, 1000.0)
+    inwards = drawn(Rates(cut_every_s=10.0, cut_direction="in"), 3, 1000.0)
     assert {act.way for act in inwards} == {"in"}
 
 
@@ -190,12 +191,12 @@ def test_a_schedule_file_is_read_by_time_with_its_units(tmp_path: Path) -> None:
 def test_links_and_moments_are_written_in_a_schedule_file(tmp_path: Path) -> None:
     path = tmp_path / "acts.toml"
     path.write_text(
-        '[[act]]\nat = 1\nkind = "cut"\nwho = "p2"\nfrom = "leader"\nway = "out"\nfor = "9 s"\n'
+        '[[act]]\nat = 1\nkind = "cut"\nwho = "p2"\nfrom = "leader"\ndirection = "out"\nfor = "9 s"\n'
         '[[act]]\nat = 2\nkind = "lag"\ndelay = "200 ms"\nbandwidth = "8 Mbit/s"\n'
         '[[act]]\nat = 3\nkind = "kill"\nwho = "stage 1"\non = "optimizer"\n'
     )
     cut, lag, kill = read(path)
-    assert (cut.off, cut.way, cut.length_s) == ("leader", "out", 9.0)
+    assert (cut.off, cut.direction, cut.length_s) == ("leader", "out", 9.0)
     assert (lag.link.delay_s, lag.link.up_Bps, lag.length_s) == (0.2, 1e6, 20.0)
     assert str(cut) == "  0:01.0  cut p2 from leader, outwards only for 9.0 s: acts.toml says so"
     assert "lag anyone from all others by 200 ms and 976.6 KiB/s for 20.0 s" in str(lag)
@@ -212,7 +213,7 @@ def test_links_and_moments_are_written_in_a_schedule_file(tmp_path: Path) -> Non
         ('[[act]]\nat = -1\nkind = "kill"', "times are 0 or more"),
         ('[[act]]\nat = 1\nkind = "slow"\nby = 1', "`by` is above 1"),
         ('[[act]]\nkind = "kill"\non = "lunch"', "'lunch' is no moment; there are backward, averaging"),
-        ('[[act]]\nkind = "cut"\nway = "up"', "up"),
+        ('[[act]]\nkind = "cut"\ndirection = "up"', "up"),
         ("[[act", "not a schedule"),
     ],
 )

@@ -90,7 +90,7 @@ def test_with_delayed_updates_it_has_the_bits_of_plain_pytorch_that_is_a_step_la
 
 def test_the_optimizer_runs_while_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 is computed to its end before step 0 is applied; without delayed updates it would wait for ever."""
-    computed, finish, back = threading.Event(), Delayed.finish, Swapping.batch_back
+    computed, finish, back = threading.Event(), Delayed.finish, Swapping.backward_batch
     passes: list[bool] = []
     late: list[bool] = []
 
@@ -107,7 +107,7 @@ def test_the_optimizer_runs_while_the_next_step_is_computed(monkeypatch: pytest.
         return found
 
     monkeypatch.setattr(Delayed, "finish", finish_late)
-    monkeypatch.setattr(Swapping, "batch_back", counted)
+    monkeypatch.setattr(Swapping, "backward_batch", counted)
     assert trained("device.memory=110 kB", "train.staleness=1") == 0
     assert late == [True]
 
@@ -135,7 +135,7 @@ def test_an_optimizer_that_fails_beside_the_next_step_ends_training_with_the_las
 def test_a_device_lost_in_the_middle_leaves_the_last_checkpoint_and_the_rest_goes_on_from_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    passes, real = [0], Swapping.batch_back
+    passes, real = [0], Swapping.backward_batch
 
     def lost(self: Swapping, batch: list[torch.Tensor]) -> list[float]:
         passes[0] += 1
@@ -143,7 +143,7 @@ def test_a_device_lost_in_the_middle_leaves_the_last_checkpoint_and_the_rest_goe
             raise RuntimeError("CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA.\n")
         return real(self, batch)
 
-    monkeypatch.setattr(Swapping, "batch_back", lost)
+    monkeypatch.setattr(Swapping, "backward_batch", lost)
     assert trained("device.memory=110 kB") == train.FAILED
     told = capsys.readouterr().out
     assert "unspecified launch failure Compile with TORCH_USE_CUDA_DSA; the checkpoint of step 2 is whole" in told
@@ -198,14 +198,14 @@ def test_a_model_without_repeated_blocks_is_refused(
 
 
 def test_a_signal_ends_it_after_the_step_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = train.Training._step
+    real = train.LocalTraining._step
 
-    def asked(self: train.Training, *given: Any) -> None:
+    def asked(self: train.LocalTraining, *given: Any) -> None:
         real(self, *given)
         self.stopped = True
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.Training, "_step", asked)
+        patched.setattr(train.LocalTraining, "_step", asked)
         assert trained("checkpoint.every=0") == main.INTERRUPTED
     assert Path("runs/one/checkpoints/step-1/training.json").exists()
     assert trained("--resume") == 0
@@ -219,9 +219,9 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
         """As a SIGKILL: nothing is written any more."""
 
     told: list[str] = []
-    real = train.Training._step
+    real = train.LocalTraining._step
 
-    def looked_at(self: train.Training, *given: Any) -> None:
+    def looked_at(self: train.LocalTraining, *given: Any) -> None:
         if self.alone.done == 2:
             self._written_s = float("-inf")
         real(self, *given)
@@ -232,7 +232,7 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
             raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.Training, "_step", looked_at)
+        patched.setattr(train.LocalTraining, "_step", looked_at)
         with pytest.raises(Killed):
             trained()
     assert "one: step 3/4, loss" in told[0] and "nobody" not in told[0] and "not running" not in told[0]

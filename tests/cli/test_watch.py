@@ -7,7 +7,7 @@ import pytest
 
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
-from shoal.launcher.watch import Resumed, Watch
+from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, Listening, Progress, Told
 from shoal.traffic import Kept, Traffic
 
@@ -43,8 +43,8 @@ HISTORY = (
 )
 
 
-def a_watch(*views: View) -> Watch:
-    watch = Watch(CONFIG, 0.0, Resumed())
+def a_watch(*views: View) -> RunMonitor:
+    watch = RunMonitor(CONFIG, 0.0, Resumed())
     for n, member in enumerate(MEMBERS):
         watch.hear(f"p{n}", Listening(member.peer, ()), 0.0)
         watch.hear(f"p{n}", Progress(member.peer, ready=n != 3), 0.0)
@@ -109,7 +109,7 @@ def test_a_member_on_another_machine_is_thought_to_live() -> None:
 
 
 def test_names_of_other_machines_peers_are_shortened_for_people() -> None:
-    watch = Watch(CONFIG, 0.0, Resumed())
+    watch = RunMonitor(CONFIG, 0.0, Resumed())
     watch.tell("removed", f"{'abcdef' + 'g' * 26}.18c1f0.q7wzkdmabcde.16 silent for 4.2 s, and so is {'b' * 32}.9", 1.0)
     assert watch.happenings[-1].text == "abcdef silent for 4.2 s, and so is bbbbbb"
 

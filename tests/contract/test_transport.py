@@ -18,7 +18,7 @@ from shoal.core.messages import Boundary, Cancelled, Chunk, Forward, Lead, Reduc
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.streams import inbox, streams
+from shoal.transport.streams import handshake, receive_queue
 from shoal.transport.wire import BlobHead, Head, encode
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def net(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs this may be very busy."""
-    monkeypatch.setattr(streams, "CONNECT_S", 60.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 60.0)
 
 
 @pytest.fixture
@@ -105,7 +105,9 @@ def test_large_blobs_arrive_as_they_were_sent(net: Any) -> None:
 
 
 def test_control_overtakes_bulk(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "ROOM_BYTES", MIB)  # so that bulk cannot all be there before the reader begins
+    monkeypatch.setattr(
+        receive_queue, "BULK_LIMIT_BYTES", MIB
+    )  # so that bulk cannot all be there before the reader begins
 
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
@@ -128,7 +130,7 @@ def test_bulk_of_a_higher_rank_overtakes_and_ranks_keep_their_order(net: Any, mo
     """The reader takes nothing while all is sent: what is still with the sender then comes by rank, each in order."""
     if "memory" in type(getattr(net.make(Identity.new()), "_inner", net.make(Identity.new()))).__name__.lower():
         pytest.skip("nothing waits in this network: it drops where it cannot push back")
-    monkeypatch.setattr(inbox, "ROOM_BYTES", MIB)
+    monkeypatch.setattr(receive_queue, "BULK_LIMIT_BYTES", MIB)
 
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
@@ -323,7 +325,7 @@ def test_a_slow_reader_gets_everything_in_the_end(net: Any, monkeypatch: pytest.
     async def story() -> None:
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
             if "memory" not in type(getattr(b, "_inner", b)).__name__.lower():  # which drops where it cannot push back
-                monkeypatch.setattr(inbox, "ROOM_BYTES", MIB)
+                monkeypatch.setattr(receive_queue, "BULK_LIMIT_BYTES", MIB)
             data = bytes(MIB)
             for index in range(40):
                 a.send(b.name, *bulk(index, data))

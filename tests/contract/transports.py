@@ -20,17 +20,17 @@ from shoal.transport.base import Limits, Lost
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
 from shoal.transport.emulated.faulty import Faulty
 from shoal.transport.emulated.memory import Hub, MemoryTransport
-from shoal.transport.emulated.shaped import Link, Reachable, Shaped
+from shoal.transport.emulated.shaped import AccessLink, Reachable, Shaped
 from shoal.transport.identity.identity import Identity, client_context
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.libp2p import PROTOCOL_NAME, Libp2pTransport
-from shoal.transport.streams.hello import Hello, No
+from shoal.transport.streams.handshake import Hello, Rejection
 from shoal.transport.tls import TlsTransport
 from shoal.transport.wire import fragment_head
 
 ATTEMPTS = 5
 LOOK_S = 0.5  # between two looks whether a sender was told that its peer is lost
-LINK = Link(delay_s=0.005, up_Bps=200e6, down_Bps=200e6)
+LINK = AccessLink(delay_s=0.005, up_Bps=200e6, down_Bps=200e6)
 
 
 class Net(Protocol):
@@ -120,7 +120,7 @@ class TlsNet(RealNet):
     def _knock(self, identity: Identity, address: tuple[str, int], hello: Hello) -> str:
         with _dial(identity, address) as sock:
             answer = _exchange(sock, hello)
-            return answer.reason if isinstance(answer, No) else ""
+            return answer.reason if isinstance(answer, Rejection) else ""
 
 
 class Libp2pNet(RealNet):
@@ -141,7 +141,7 @@ class Libp2pNet(RealNet):
     async def knock(self, victim: Any, identity: Identity, **changes: Any) -> str:
         hello = msgspec.structs.replace(self._hello(identity, victim, "control"), **changes)
         async with self._opened(identity, victim, hello) as (answer, _, _):
-            return answer.reason if isinstance(answer, No) else ""
+            return answer.reason if isinstance(answer, Rejection) else ""
 
     @asynccontextmanager
     async def _opened(self, identity: Identity, victim: Any, hello: Hello) -> Any:
@@ -159,7 +159,7 @@ class Libp2pNet(RealNet):
             words = msgspec.msgpack.encode(hello)
             writer.write(struct.pack(">H", len(words)) + words)
             (length,) = struct.unpack(">H", await reader.readexactly(2))
-            yield msgspec.msgpack.decode(await reader.readexactly(length), type=Hello | No), reader, writer
+            yield msgspec.msgpack.decode(await reader.readexactly(length), type=Hello | Rejection), reader, writer
             writer.close()
             await p2p.shutdown()
         finally:
@@ -284,7 +284,7 @@ async def lost(transport: Any, peer: str) -> Lost:
 
 
 def _told(sender: Any, peer: str) -> Lost | None:
-    waiting = (item for item, _ in list(sender._inbox._lanes[0]))
+    waiting = (item for item, _ in list(sender._receive_queue._lanes[0]))
     return next((item for item in waiting if isinstance(item, Lost) and item.peer == peer), None)
 
 
@@ -299,9 +299,9 @@ def _dial(identity: Identity, address: tuple[str, int]) -> ssl.SSLSocket:
     return client_context(identity).wrap_socket(sock)
 
 
-def _exchange(sock: ssl.SSLSocket, hello: Hello) -> Hello | No:
+def _exchange(sock: ssl.SSLSocket, hello: Hello) -> Hello | Rejection:
     words = msgspec.msgpack.encode(hello)
     sock.sendall(struct.pack(">H", len(words)) + words)
     with sock.makefile("rb") as file:
         (length,) = struct.unpack(">H", file.read(2))
-        return msgspec.msgpack.decode(file.read(length), type=Hello | No)
+        return msgspec.msgpack.decode(file.read(length), type=Hello | Rejection)

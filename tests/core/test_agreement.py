@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from shoal.core.consensus.certificates import accepted, checked, digest, seal, voted
-from shoal.core.consensus.register import PAUSES, TERMS, Register
+from shoal.core.consensus.election import PAUSES, TERMS, Role
+from shoal.core.consensus.register import Register
 from shoal.core.consensus.validity import flaw
 from shoal.core.messages import (
     Accept,
@@ -90,9 +91,9 @@ CLAIMS: tuple[Message, ...] = (
 def test_a_strangers_claim_changes_nothing(claim: Message) -> None:
     machine = a_follower()
     register = machine.register
-    before = register.term, register.leader, register.agreed, register.accepted, register.role
+    before = register.term, register.leader, register.agreed, register.accepted, register.election.role
     machine.handle(Received("x", claim), 0.1)
-    assert (register.term, register.leader, register.agreed, register.accepted, register.role) == before
+    assert (register.term, register.leader, register.agreed, register.accepted, register.election.role) == before
     assert not machine.finished and not machine.outside
 
 
@@ -122,12 +123,12 @@ def test_one_voters_claims_never_make_a_leader_stand_down_and_twos_ever_more_rar
         now = 0.0
         while now < 60.0:
             now += SETTINGS.beat_s
-            register.heard = dict.fromkeys(NAMES, now)
+            register.replication.heard = dict.fromkeys(NAMES, now)
             for name in claimers:
                 register.on_message(name, Accept(register.term + 1, 0), now)
             if not register.leading:
                 stood_down.append(now)
-                register.role = register.role.LEADER  # elected again at once
+                register.election.role = Role.LEADER  # elected again at once
         pauses = [after - before for before, after in itertools.pairwise(stood_down)]
         assert bool(stood_down) is bool(most) and len(stood_down) <= most and PAUSES >= 4
         assert all(after >= 1.5 * before for before, after in itertools.pairwise(pauses))
@@ -136,12 +137,12 @@ def test_one_voters_claims_never_make_a_leader_stand_down_and_twos_ever_more_rar
 def test_a_peer_whose_term_ran_ahead_alone_comes_back_to_the_leader_it_can_see() -> None:
     register = a_follower().register
     while register.term < 5:
-        register._campaign(20.0)
+        register.election.campaign(20.0)
     lead = Lead(1, 2, 1, digest(FIRST))
     register.on_message("a", lead, 20.1)
     assert (register.term, register.leader) == (1, "a"), "nobody relies on a term that it gave no vote in"
     register.on_message("c", VoteRequest(3, 9, 9), 40.0)
-    assert register.term == 3 and register.voted == "c"
+    assert register.term == 3 and register.election.voted == "c"
     commands = register.on_message("a", lead, 40.1)
     assert register.leader is None and commands == [Send("a", Accept(term=3, number=0))], "c may lead by that vote"
 

@@ -28,7 +28,7 @@ from shoal.core.messages import (
     Signed,
     View,
 )
-from shoal.core.planned import Planned, complete, seated
+from shoal.core.planned import Planned, complete, planned_stage
 from shoal.core.trainer.routing import Routes
 from shoal.core.trainer.trainer import Trainer
 
@@ -217,7 +217,7 @@ def test_newcomers_get_their_seats_and_the_others_the_thinnest_stage() -> None:
     ("seat", "taken", "stage"), [(2, set(), 1), (2, {2}, None), (-1, set(), None), (4, set(), None)]
 )
 def test_a_seat_is_the_plans_and_free_or_it_is_none(seat: int, taken: set[int], stage: int | None) -> None:
-    found = seated(SETTINGS, seat, taken)
+    found = planned_stage(SETTINGS, seat, taken)
     assert (found[0] if found else None) == stage
 
 

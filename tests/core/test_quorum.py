@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shoal.core.consensus.certificates import majority
-from shoal.core.consensus.register import Register, Role
+from shoal.core.consensus.register import Register
 from shoal.core.messages import Member, Send, Settings, View
 
 SETTINGS = Settings(stages=1, microbatches=1, steps=1)
@@ -45,7 +45,7 @@ class Net:
                 node = self.nodes[name]
                 if name not in self.dead and node.deadline is not None and self.now >= node.deadline:
                     self.send(name, node.tick(self.now))
-                heard = self.now - node.heard_lead < SETTINGS.silence_s
+                heard = self.now - node.heard_leader_at < SETTINGS.silence_s
                 if name not in self.dead and node.leader not in (None, name) and heard:
                     number = node.agreed.number if node.agreed is not None else 0
                     self.wire.append((name, node.leader, (node.term, number)))  # the pulse that peer.py sends
@@ -63,7 +63,7 @@ class Net:
                             self.send(target, self.nodes[target].on_message(source, message, self.now))
 
     def leaders(self) -> list[str]:
-        return [n for n in self.names if n not in self.dead and self.nodes[n].role is Role.LEADER]
+        return [n for n in self.names if n not in self.dead and self.nodes[n].leading]
 
     def propose(self) -> None:
         """Every peer that believes it leads puts its own successor forward."""

@@ -93,7 +93,7 @@ class Play:
         ] = {}  # by step and index: the input of my stage, once it has been sent here
         self.commands: list[Command] = []  # of the last call
         self.take(self.server.on_view(view or a_view(), 0.0))
-        self.take(self.server.install(stage, 0, 0, 10, "d0", 0.0))
+        self.take(self.server.load_state(stage, 0, 0, 10, "d0", 0.0))
         self.server.changed = False
 
     def take(self, commands: list[Command]) -> list[Command]:
@@ -349,7 +349,7 @@ def test_early_requests_beyond_the_limit_are_put_off() -> None:
 def test_early_requests_are_let_go_with_the_seat_or_when_they_turn_out_wrong() -> None:
     play = Play()
     held = play.backward(0, 1, view=2)
-    play.take(play.server.discard())
+    play.take(play.server.drop_state())
     assert Drop(held) in play.commands
     play = Play()
     stranger = play.backward(0, 1, peer=OTHER, view=2)  # does not own it
@@ -991,7 +991,7 @@ def test_without_the_committed_gradient_the_state_must_come_again(case: str) -> 
     assert not play.server.ready
     play.tick(2.0)
     assert play.server.stale  # said again: the first call may have vanished
-    play.take(play.server.install(1, view.step, 0, 10, "d", 3.0))
+    play.take(play.server.load_state(1, view.step, 0, 10, "d", 3.0))
     assert play.server.ready and not play.server.stale
 
 
@@ -1086,7 +1086,7 @@ def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_st
 def test_a_state_kept_from_before_it_was_put_out_serves_again_when_the_epoch_goes_on_with_it() -> None:
     play = Play()
     play.book(0)
-    play.take(play.server.discard(keep=True))
+    play.take(play.server.drop_state(keep=True))
     assert play.task(Reset) and not play.server.ready
     assert play.server.holding == Holding(epoch=0, stage=1, step=0)
     rebuilt = a_view(9, epoch=1, continued=Continued((Rebuilt(1),)))
@@ -1097,7 +1097,7 @@ def test_a_state_kept_from_before_it_was_put_out_serves_again_when_the_epoch_goe
         rebuilt,
     ):
         other = Play()
-        other.server.discard(keep=True)
+        other.server.drop_state(keep=True)
         assert other.server.take_back(unsuited, 1, 0.0) is None and other.server.holding is None
     play.view(a_view(9, epoch=1, continued=Continued()))
     assert play.server.take_back(a_view(9, epoch=1, continued=Continued()), 1, 0.0) is not None
@@ -1176,7 +1176,7 @@ def test_a_rollback_voids_everything() -> None:
     play = reduced()
     play.view(a_view(2, epoch=1))
 
-    assert not play.server.installed and play.server.books == ()
+    assert not play.server.has_state and play.server.books == ()
     assert isinstance(play.tasks()[0], Reset)
 
 
@@ -1193,14 +1193,14 @@ def test_a_move_to_another_stage_voids_the_seat() -> None:
     play = reduced()
     play.view(a_commit(members=(Member(OWNER, 0), Member(OTHER, 0), Member(ME, 0), Member(REPLICA, 1))))
 
-    assert not play.server.installed and not any(isinstance(task, Apply) for task in play.tasks())
+    assert not play.server.has_state and not any(isinstance(task, Apply) for task in play.tasks())
 
 
 def test_a_seat_that_comes_too_late_asks_again() -> None:
     play = Play()
-    play.take(play.server.discard())
+    play.take(play.server.drop_state())
     play.view(a_commit())
-    play.take(play.server.install(1, 0, 0, 10, "d0", 0.0))
+    play.take(play.server.load_state(1, 0, 0, 10, "d0", 0.0))
 
     assert play.server.stale and not play.server.ready
 

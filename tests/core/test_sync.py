@@ -257,7 +257,7 @@ def test_a_first_stage_that_cannot_be_built_is_tried_again() -> None:
 def a_donor(joiners: str = "xy", step: int = 5) -> Play:
     joining = tuple(Member(peer, 1) for peer in joiners)
     play = Play(a_view(step=step, joining=joining), name="b")
-    play.take(play.server.install(1, step, 0, 10, "d", 0.0))
+    play.take(play.server.load_state(1, step, 0, 10, "d", 0.0))
     return play
 
 
@@ -282,7 +282,7 @@ def test_of_all_that_was_wanted_during_a_build_only_the_newest_is_built(ends: ty
     over = Done(first.id, Result(digest="old", length=1)) if ends is Done else Failed(first.id, "no room")
     play.take(play.sync.on_done(over, play.now) if isinstance(over, Done) else play.sync.on_failed(over, play.now))
     last = play.task(Init)
-    assert last.stage == 0 and not play.server.installed
+    assert last.stage == 0 and not play.server.has_state
     play.done(last, digest="new", length=2)
     assert (play.server.stage, play.server.epoch, play.server.digest) == (0, 3, "new")
     play.view(msgspec.structs.replace(view, number=view.number + 4, epoch=4, joining=(Member("me", 1),)))
@@ -295,7 +295,7 @@ def test_a_donor_that_was_moved_offers_its_new_stage_and_not_its_copy_of_the_old
     ask(play, "x")
     exported(play)
     play.view(a_view(2, step=5, members=(Member("a", 1), Member("b", 0)), joining=(Member("x", 0),)))
-    play.take(play.server.install(0, 5, 0, 10, "d0", 0.0))
+    play.take(play.server.load_state(0, 5, 0, 10, "d0", 0.0))
     play.hear("x", StateRequest(epoch=0, stage=0, since=5))
     assert play.sent(Offer) == [] and play.task(Export).step == 5, "nobody can use the copy of stage 1 any more"
     exported(play)
@@ -310,7 +310,7 @@ def test_a_donor_that_built_its_stage_anew_offers_a_new_copy() -> None:
     ask(play, "x")
     exported(play)
     play.take(play.sync._build(Import("again", 1, 5, 1)))
-    play.take(play.server.install(1, 5, 0, 10, "d", 0.0))
+    play.take(play.server.load_state(1, 5, 0, 10, "d", 0.0))
     ask(play, "x")
     assert play.sent(Offer) == [] and play.task(Export).step == 5
 
@@ -320,7 +320,7 @@ def test_a_copy_in_use_is_offered_to_whom_it_suits_and_kept_from_whom_it_does_no
     ask(play, "x")
     exported(play)
     assert play.sent(Offer)[0][1].step == 5
-    play.take(play.server.install(1, 7, 0, 10, "d7", 0.0))
+    play.take(play.server.load_state(1, 7, 0, 10, "d7", 0.0))
     ask(play, "y", since=5)
     assert play.sent(Offer)[0][1].step == 5
     ask(play, "y", since=7)

@@ -13,10 +13,12 @@ from shoal.cli import main as program
 from shoal.dashboard import pictures
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work
-from shoal.planner.prediction import step
-from shoal.planner.prediction.step import Bar
+from shoal.planner.prediction import play
+from shoal.planner.prediction.play import Bar
 from shoal.planner.strategy import strategy
 from shoal.planner.strategy.plan import Plan
+from shoal.planner.strategy.pricing import as_planned
+from shoal.planner.strategy.problem import Problem
 
 SHAPE = Shape(hidden=256, layers=4, heads=4, kv_heads=4, head_dim=64, intermediate=512, vocabulary=256)
 WORK = Work(microbatches=12, sequences=1, tokens=64, value_bytes=4)
@@ -26,9 +28,9 @@ WORK = Work(microbatches=12, sequences=1, tokens=64, value_bytes=4)
 def drawn() -> tuple[Plan, Cluster, tuple[Bar, ...]]:
     devices = tuple(Device(name=f"p{i}", flops=1e11, up_Bps=1e7, down_Bps=1e7) for i in range(5))
     cluster = Cluster(devices, np.full((5, 5), 0.01), np.full((5, 5), 1e8))
-    problem = strategy.Problem(shape=SHAPE, work=WORK, cluster=cluster)
+    problem = Problem(shape=SHAPE, work=WORK, cluster=cluster)
     plan = strategy.decide(problem, np.random.default_rng(0), 0, 2)
-    return plan, cluster, step.timeline(strategy.as_planned(problem, plan), cluster, np.random.default_rng(0))
+    return plan, cluster, play.timeline(as_planned(problem, plan), cluster, np.random.default_rng(0))
 
 
 def test_a_timeline_has_every_hop_once_and_no_peer_computes_two_at_a_time(

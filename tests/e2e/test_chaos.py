@@ -28,7 +28,7 @@ STEPS = 60
 SIX = ("run.peers=6", f"run.steps={STEPS}", "checkpoint.every=2")
 
 
-def here(tmp_path: Path) -> rundir.Locals | None:
+def here(tmp_path: Path) -> rundir.PeersFile | None:
     """Once the run is there."""
     try:
         return rundir.locals_of(tmp_path / "runs/tiny")

@@ -22,7 +22,7 @@ __all__ = ["start"]  # a fixture
 LONG_STEPS = ("run.steps=100000", "train.batch=16", *NO_MODEL, "device.emulated_s=0.1")
 
 
-def peers(tmp_path: Path) -> tuple[rundir.Local, ...]:
+def peers(tmp_path: Path) -> tuple[rundir.LocalPeer, ...]:
     try:
         found = rundir.locals_of(tmp_path / "runs/tiny")
     except ValueError:

@@ -26,7 +26,7 @@ from shoal import config as configuration
 from shoal import trace
 from shoal.core.messages import Do, Done
 from shoal.launcher import rundir
-from shoal.launcher.moments import MOMENTS
+from shoal.launcher.injection_points import INJECTION_POINTS
 from shoal.runtime.data import open_dataset
 from shoal.runtime.records.account import Step, surviving
 
@@ -89,7 +89,7 @@ class Swarm:
             )
 
     @property
-    def locals(self) -> rundir.Locals:
+    def locals(self) -> rundir.PeersFile:
         return rundir.locals_of(self.made)
 
     def commits(self) -> list[Step]:
@@ -146,7 +146,7 @@ class Swarm:
                 if isinstance(item.event, Done):
                     begun.discard(item.event.id)
                 tasks = [command.task for command in item.commands if isinstance(command, Do)]
-                begun |= {task.id for task in tasks if isinstance(task, MOMENTS[moment].task)}
+                begun |= {task.id for task in tasks if isinstance(task, INJECTION_POINTS[moment].task)}
         return bool(begun)
 
     def assert_every_sample_once(self) -> None:
@@ -190,7 +190,7 @@ def test_a_peer_may_die_in_the_middle_of(swarm: Swarm, moment: str) -> None:
     for _ in range(5):  # a strike that came late is no death in the middle: then once more
         said = swarm.chaos(f'kind = "kill"\non = "{moment}"')
         (label,) = killed(said)
-        assert MOMENTS[moment].words in said
+        assert INJECTION_POINTS[moment].words in said
         if swarm.unfinished(label, moment):
             return
         swarm.whole()
@@ -244,10 +244,10 @@ def test_a_peer_may_stand_still_and_go_on(swarm: Swarm) -> None:
     wait_for(lambda: swarm.going() and re.search(rf"removed .*\b{label} (silent|cannot be reached)", swarm.told()))
 
 
-@pytest.mark.parametrize("way", ["both", "out", "in"])
-def test_a_peer_may_be_cut_off(swarm: Swarm, way: str) -> None:
+@pytest.mark.parametrize("direction", ["both", "out", "in"])
+def test_a_peer_may_be_cut_off(swarm: Swarm, direction: str) -> None:
     """In whichever direction: it is put out, comes back by itself as the process it was, and the others go on meanwhile."""
-    said = swarm.chaos(f'kind = "cut"\nway = "{way}"\nfor = "15 s"')
+    said = swarm.chaos(f'kind = "cut"\ndirection = "{direction}"\nfor = "15 s"')
     (label,) = re.findall(r"  cut (p\d+)", said)
     assert f"links of {label} are as before" in said
     wait_for(lambda: swarm.going() and re.search(rf"removed .*\b{label} silent", swarm.told()))

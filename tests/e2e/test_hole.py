@@ -23,7 +23,7 @@ def test_a_peer_whose_tensors_vanish_is_found_out_and_the_others_go_on(tmp_path:
         leads = {peer.label for peer in swarm.locals.peers if peer.leads}
         able = [seat for seat in swarm.locals.members if seat.stage == three and seat.label and seat.label not in leads]
         label, began = able[0].label, len(swarm.commits())
-        swarm.chaos(f'kind = "hole"\nwho = "{label}"\nway = "out"\nfor = "150 s"')
+        swarm.chaos(f'kind = "hole"\nwho = "{label}"\ndirection = "out"\nfor = "150 s"')
         assert re.search(r"stall .* is not committed for", swarm.told()), "every screen says that it stands still"
         assert re.search(rf"removed +{label}: put out of the run", swarm.told())
         assert len(swarm.commits()) > began + 3

@@ -55,17 +55,17 @@ def test_sums_and_parameters_are_the_resident_executors_within_rounding(
     plain = Resident(stages.build(a_config(dtype, "resident"), 0, device="cuda"), a_config(dtype, "resident"))
     losses = [[plain.backward(inputs(tokens), None, tokens)[1] for tokens in BATCH]]
     sums, start = plain.sum.cpu(), plain.state()["model/model.embed_tokens.weight"].cpu().clone()
-    plain.apply(plain.brought(), 2.0, 0)
+    plain.apply(plain.contribution(), 2.0, 0)
     after = {name: value.cpu() for name, value in plain.state().items()}
     del plain
     torch.cuda.empty_cache()
     config = a_config(dtype, "swapping", LIMIT)
     one = Swapping(stages.build(config, 0), config)
     assert one.plan.count > 2
-    losses.append(list(one.batch_back(BATCH)))
+    losses.append(list(one.backward_batch(BATCH)))
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
     assert away(one.sum, sums) < tolerance
-    one.apply(one.brought(), 2.0, 0)
+    one.apply(one.contribution(), 2.0, 0)
     moved = away(one.state()["model/model.embed_tokens.weight"], start)
     assert away(one.state()["model/model.embed_tokens.weight"], after["model/model.embed_tokens.weight"]) < moved / 10
 
@@ -78,7 +78,7 @@ def test_the_allocator_is_held_to_the_limit_and_the_peak_stays_within_it(freed: 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
-        one.batch_back(BATCH)
+        one.backward_batch(BATCH)
     assert torch.cuda.max_memory_allocated() <= one.plan.device_bytes <= LIMIT
     assert torch.cuda.max_memory_reserved() <= LIMIT < 16 * one.length
     with pytest.raises(torch.OutOfMemoryError):

@@ -76,18 +76,18 @@ def test_a_step_goes_on_with_its_own_parameters_while_the_next_version_is_made(k
     plain = Plain(config)
     sums = [plain.gradient(0, 0, 1, 2, 3)]
     add(made, 0, 1, 2, 3)
-    assert torch.equal(made.brought(), sums[0])
+    assert torch.equal(made.contribution(), sums[0])
     for step in range(4):
         made.at(step + 1)
         add(made, 0, 1)
         made.at(step)  # the round of the step before
-        assert torch.equal(made.brought(), sums[step])
+        assert torch.equal(made.contribution(), sums[step])
         made.apply(sums[step], 1.0, step)
         plain.apply(sums[step], step)
         made.at(step + 1)
         add(made, 2, 3)
         sums.append(plain.gradient(step + 1, 0, 1, 2, 3))
-        assert torch.equal(made.brought(), sums[-1])
+        assert torch.equal(made.contribution(), sums[-1])
         assert made.digest() == plain.versions[-1].digest() != plain.versions[-2].digest()
     state = plain.versions[-1].state()
     assert all(torch.equal(value, state[name]) for name, value in made.state().items())
@@ -104,18 +104,18 @@ def test_the_next_version_is_made_beside_hops_of_the_step_that_the_older_one_com
     add(made, 0, 1)
     made.finish(gradient, 1.0, 0)
     add(made, 2)
-    assert torch.equal(made.brought(), plain.gradient(1, 0, 1, 2))
+    assert torch.equal(made.contribution(), plain.gradient(1, 0, 1, 2))
     assert made.digest() == plain.versions[1].digest()
     made.begin(1)
     made.at(2)  # with the version that has just been made
     add(made, 3)
-    assert torch.equal(made.brought(), plain.gradient(2, 3))
+    assert torch.equal(made.contribution(), plain.gradient(2, 3))
     for half_made in (made.state, made.digest, made.zero, lambda: loss(made, 3)):
         with pytest.raises(AssertionError):
             half_made()
 
 
-def held_bytes(root: object) -> int:
+def resident_bytes(root: object) -> int:
     """Of all tensors that an object holds, each storage once."""
     storages: dict[int, int] = {}
     seen, ahead = {id(root)}, [root]
@@ -138,14 +138,14 @@ def test_two_versions_and_two_sums_take_what_is_asked_for_before_training_begins
     in_time = executor.create(config, 0)
     for one in (made, in_time):
         add(one, 0)
-        one.apply(one.brought(), 1.0, 0)
+        one.apply(one.contribution(), 1.0, 0)
     made.at(1)
     add(made, 0)
     made.at(2)
     add(made, 0)
     train = msgspec.structs.replace(config.train, staleness=1)
     each = fit.host_bytes(msgspec.structs.replace(config, train=train)) - fit.host_bytes(config)
-    assert held_bytes(made) - held_bytes(in_time) == pytest.approx(each * made.length, rel=0.02)
+    assert resident_bytes(made) - resident_bytes(in_time) == pytest.approx(each * made.length, rel=0.02)
 
 
 def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum_stays(kind: str) -> None:
@@ -153,17 +153,17 @@ def test_a_step_that_is_opened_again_is_computed_as_before_and_the_next_ones_sum
     plain = Plain(config)
     plain.apply(plain.gradient(0, 0), 0)
     add(made, 0)
-    made.apply(made.brought(), 1.0, 0)
+    made.apply(made.contribution(), 1.0, 0)
     made.at(1)
     add(made, 0, 1)
     made.at(2)
     add(made, 3)
     made.at(1)
     add(made, 2)
-    assert torch.equal(made.brought(), plain.gradient(1, 0, 1, 2))
+    assert torch.equal(made.contribution(), plain.gradient(1, 0, 1, 2))
     made.at(2)
     add(made, 0)
-    assert torch.equal(made.brought(), plain.gradient(2, 3, 0))
+    assert torch.equal(made.contribution(), plain.gradient(2, 3, 0))
 
 
 def test_the_next_ones_sum_stays_when_the_step_that_was_opened_again_is_applied_before_another_hop(kind: str) -> None:
@@ -176,14 +176,14 @@ def test_the_next_ones_sum_stays_when_the_step_that_was_opened_again_is_applied_
     made.at(0)
     add(made, 3)
     sums = [plain.gradient(0, 0, 3)]
-    assert torch.equal(made.brought(), sums[0])
+    assert torch.equal(made.contribution(), sums[0])
     made.apply(sums[0], 1.0, 0)
     made.at(1)
     plain.apply(sums[0], 0)
     sums.append(plain.gradient(1, 1, 2))
-    assert torch.equal(made.brought(), sums[1])
+    assert torch.equal(made.contribution(), sums[1])
     add(made, 0)
-    assert torch.equal(made.brought(), plain.gradient(1, 1, 2, 0))
+    assert torch.equal(made.contribution(), plain.gradient(1, 1, 2, 0))
 
 
 def test_the_step_after_next_is_refused(kind: str) -> None:
@@ -195,7 +195,7 @@ def test_the_step_after_next_is_refused(kind: str) -> None:
 def test_a_joiner_takes_both_versions_and_a_checkpoint_has_one(kind: str) -> None:
     made, _ = late(kind)
     add(made, 0)
-    made.apply(made.brought(), 1.0, 0)
+    made.apply(made.contribution(), 1.0, 0)
     joiner, resumed = late(kind)[0], late(kind)[0]
     joiner.load_state({**made.state(), **made.previous()})
     resumed.load_state(made.state())
@@ -210,7 +210,7 @@ def test_a_joiner_takes_both_versions_and_a_checkpoint_has_one(kind: str) -> Non
 def test_a_joiner_takes_the_versions_of_a_replica_in_the_middle_of_a_step(kind: str) -> None:
     made, _ = late(kind)
     add(made, 0)
-    made.apply(made.brought(), 1.0, 0)  # the older version is inside when the copy is made
+    made.apply(made.contribution(), 1.0, 0)  # the older version is inside when the copy is made
     made.at(1)
     add(made, 1)
     joiner = late(kind)[0]
@@ -230,4 +230,4 @@ def test_what_is_void_is_void_in_both_sums(kind: str) -> None:
     made.zero(0)
     for step in (0, 1):
         made.at(step)
-        assert not made.brought().any()
+        assert not made.contribution().any()

@@ -54,7 +54,7 @@ def assert_same_bits(family: str, dtype: str, tied: bool, groups: int, microbatc
         losses = [plain.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
         loads = one.loads
         if step == 0:
-            assert one.batch_back(batch) == losses
+            assert one.backward_batch(batch) == losses
             assert one.loads - loads <= 2 * groups - 1
         else:
             assert [one.backward(inputs(tokens), None, tokens)[1] for tokens in batch] == losses
@@ -126,11 +126,11 @@ def assert_peak_as_planned(seed: int) -> None:
     one = Swapping(stages.build(config, 0), config)
     shape = config.train.microbatch, config.data.sequence + 1
     batch = [torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(n)) for n in range(microbatches)]
-    with memory.Watch("cpu") as watch:
-        one.batch_back(batch)
+    with memory.MemoryMeter("cpu") as watch:
+        one.backward_batch(batch)
         one.run_many([inputs(tokens) for tokens in batch])
-        one.batch_back(batch)  # from inputs that were kept
-    peak = one.held_bytes + watch.peak
+        one.backward_batch(batch)  # from inputs that were kept
+    peak = one.resident_bytes + watch.peak
     assert peak <= config.device.memory_bytes, f"seed {seed}: {peak} bytes of {config.device.memory_bytes}"
     assert peak == pytest.approx(one.plan.device_bytes, rel=OF_PLAN), f"seed {seed}"
 

@@ -45,7 +45,7 @@ def book(one: Executor, indices: range | list[int]) -> list[float | None]:
 def a_round(replicas: list[LocalSteps], shares: list[list[int]], step: int) -> torch.Tensor:
     for one, share in zip(replicas, shares, strict=True):
         book(one, share)
-    whole = torch.stack([one.brought() for one in replicas]).sum(0)
+    whole = torch.stack([one.contribution() for one in replicas]).sum(0)
     for one in replicas:
         one.apply(whole, 1.0, step)
     return whole
@@ -64,9 +64,9 @@ def test_what_a_replica_brings_is_its_way_weighted_by_its_share_of_the_round() -
     whole, half = a_replica(), a_replica(batch=16, local_steps=3)  # of twice as many microbatches
     for one in (whole, half):
         book(one, range(12))
-    assert torch.equal(half.brought() * 2, whole.brought())
-    assert whole.brought().any()
-    assert not a_replica().brought().any()
+    assert torch.equal(half.contribution() * 2, whole.contribution())
+    assert whole.contribution().any()
+    assert not a_replica().contribution().any()
 
 
 def test_a_step_is_taken_after_every_local_batch_and_the_rest_when_the_round_asks() -> None:
@@ -77,9 +77,9 @@ def test_a_step_is_taken_after_every_local_batch_and_the_rest_when_the_round_ask
     assert not torch.equal(one.forward(inputs(BATCH[5])), whole.forward(inputs(BATCH[5])))
     book(one, [2])
     before = one.forward(inputs(BATCH[5]))
-    brought = one.brought()
+    brought = one.contribution()
     assert not torch.equal(one.forward(inputs(BATCH[5])), before)
-    assert torch.equal(one.brought(), brought)  # asked again, nothing more is done
+    assert torch.equal(one.contribution(), brought)  # asked again, nothing more is done
 
 
 def test_the_learning_rate_rises_anew_in_every_round() -> None:
@@ -88,7 +88,7 @@ def test_the_learning_rate_rises_anew_in_every_round() -> None:
         for one in found:
             one.zero(step)
             book(one, range(2))
-        plain, warming, half = (one.brought() for one in found)
+        plain, warming, half = (one.contribution() for one in found)
         assert torch.equal(warming, half) and not torch.equal(warming, plain)
     whole, shared = a_replica(learning_rate=0.005), a_replica(learning_rate=0.005, round_warmup=1)
     assert a_round([whole], [list(range(6))], 0).equal(a_round([shared], [list(range(6))], 0))
@@ -99,7 +99,7 @@ def test_the_moments_of_a_round_are_as_young_as_those_of_the_first() -> None:
     later.zero(3)
     for one in (first, later):
         book(one, range(6))
-    assert torch.equal(first.brought(), later.brought())
+    assert torch.equal(first.contribution(), later.contribution())
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -139,9 +139,9 @@ def test_a_refused_microbatch_is_not_weighed(monkeypatch: pytest.MonkeyPatch) ->
         one.backward(inputs(BATCH[1]) + 64, None, BATCH[1])
     for each, share in ((one, [1, 2]), (other, [0, 1, 2])):
         book(each, share)
-    assert torch.equal(one.brought(), other.brought())
+    assert torch.equal(one.contribution(), other.contribution())
     with pytest.raises(NotFinite):
-        one.apply(one.brought(), math.nan, 0)
+        one.apply(one.contribution(), math.nan, 0)
     with pytest.raises(ValueError, match="reduced gradient"):
         one.apply(torch.zeros(3), 1.0, 0)
 

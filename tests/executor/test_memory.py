@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from shoal.executor.swap import memory
-from shoal.executor.swap.memory import Sizes, plan
+from shoal.executor.swap.memory import UnitSizes, plan
 
 UNITS = (("embedding",), ("a",), ("b",), ("c",), ("d",), ("norm", "head"))
 VALUES = {"embedding": 640, "a": 1280, "b": 1280, "c": 1280, "d": 1280, "norm": 64, "head": 640}
-SIZES = Sizes(UNITS, VALUES, 4)
+SIZES = UnitSizes(UNITS, VALUES, 4)
 
 
 def live(start: int, stop: int) -> int:
@@ -49,7 +49,7 @@ def test_every_limit_is_kept_or_refused_with_one_that_is_enough() -> None:
 
 
 def test_a_shared_parameter_lies_in_both_groups_and_is_summed_in_the_first() -> None:
-    tied = Sizes((("embedding",), ("a",), ("norm", "embedding")), {"embedding": 640, "a": 1280, "norm": 64}, 2)
+    tied = UnitSizes((("embedding",), ("a",), ("norm", "embedding")), {"embedding": 640, "a": 1280, "norm": 64}, 2)
     assert tied.own(2, 3) == ("norm",) and tied.own(0, 1) == ("embedding",)
     assert tied.slot_bytes(0, 3) == 2 * (640 + 1280) + 256
     assert tied.slot_bytes(2, 3) == 2 * 640 + 256
@@ -58,12 +58,12 @@ def test_a_shared_parameter_lies_in_both_groups_and_is_summed_in_the_first() -> 
 def test_the_host_holds_parameters_moments_two_sums_and_rounded_copies() -> None:
     values = sum(VALUES.values())
     assert plan(SIZES, live, limit=0).host_bytes == 20 * values
-    assert plan(Sizes(UNITS, VALUES, 2), live, limit=0).host_bytes == 22 * values
+    assert plan(UnitSizes(UNITS, VALUES, 2), live, limit=0).host_bytes == 22 * values
     assert sum(group.optimizer_bytes for group in plan(SIZES, live, limit=41_000).groups) == 12 * values
 
 
 def test_the_watch_sees_memory_come_and_go_and_not_views_or_the_hosts() -> None:
-    with memory.Watch("cpu") as watch:
+    with memory.MemoryMeter("cpu") as watch:
         kept = torch.zeros(1000)
         assert watch.now == 4000
         (kept * 2 + 1).sum()

@@ -38,7 +38,7 @@ def a_config(device: Device = Device(), **train: Any) -> Config:
 
 def a_step(one: Executor, step: int) -> list[float | None]:
     losses = [one.backward(inputs(tokens), None, tokens)[1] for tokens in BATCH]
-    one.apply(one.brought(), 1.0, step)
+    one.apply(one.contribution(), 1.0, step)
     one.zero(step + 1)
     return losses
 

@@ -36,7 +36,7 @@ def blocks(count: int) -> nn.Sequential:
     )
 
 
-def finest(runner: Runner) -> memory.Plan:
+def finest(runner: Runner) -> memory.SwapPlan:
     """Every unit a group of its own, whatever the memory."""
     spans = [(unit, unit + 1) for unit in range(len(runner.row.units))]
     return memory._plan(runner.sizes, spans, lambda start, stop: 0, runner.fixed_bytes, slabs=2)

@@ -219,9 +219,9 @@ def test_device_memory_stays_under_the_limit_and_is_what_the_plan_says() -> None
         most, _, least = limits(config)
         limit = swapping(config, drawn.choice([least, drawn.randint(least, most)])).plan.device_bytes
         one = swapping(config, limit)  # not a byte to spare
-        with memory.Watch("cpu") as watch:
+        with memory.MemoryMeter("cpu") as watch:
             whole_batch(one)
-        peak = one.held_bytes + watch.peak
+        peak = one.resident_bytes + watch.peak
         assert peak <= limit
         assert peak == pytest.approx(one.plan.device_bytes, rel=0.03)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.config import Train
 from shoal.numerics import eightbit
-from shoal.numerics.eightbit import EightBit, book, decode, encode_
+from shoal.numerics.eightbit import EightBit, codebook, decode, encode_
 from shoal.numerics.optimizer import AdamW
 from shoal.planner.inputs.profile import MOMENTS_BYTES
 
@@ -29,8 +29,8 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 def through(values: Tensor, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
     codes, scales = torch.zeros(len(values), dtype=torch.uint8), torch.zeros(len(values) // 256)
-    encode_(codes, scales, values, book(signed))
-    return codes, scales, decode(codes, scales, book(signed))
+    encode_(codes, scales, values, codebook(signed))
+    return codes, scales, decode(codes, scales, codebook(signed))
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -55,7 +55,7 @@ def test_what_comes_back_is_near_and_blocks_of_zeros_stay_zeros() -> None:
     largest = values.view(-1, 256).abs().amax(-1, keepdim=True).expand(-1, 256).reshape(-1)
     assert ((back - values).abs() <= 0.0071 * largest).all()  # half of the widest step between two codes
     assert not back[:512].any() and torch.equal(back[512:].sign(), values[512:].sign() * (back[512:] != 0))
-    assert not decode(torch.zeros_like(codes), torch.zeros_like(scales), book(True)).any()  # as an optimizer begins
+    assert not decode(torch.zeros_like(codes), torch.zeros_like(scales), codebook(True)).any()  # as an optimizer begins
 
 
 def a_parameter() -> nn.Parameter:

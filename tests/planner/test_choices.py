@@ -13,7 +13,7 @@ from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work
 from shoal.planner.strategy import choices, strategy
 from shoal.planner.strategy.plan import Plan
-from shoal.planner.strategy.strategy import Problem
+from shoal.planner.strategy.problem import Problem
 
 SHAPE = Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, intermediate=2816, vocabulary=32000)
 WORK = Work(microbatches=32, sequences=4, tokens=1024, value_bytes=2)

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.planner.costs import communication
+from shoal.planner.costs import communication, matching, paths
 from shoal.planner.costs.communication import PUBLISHED, Model
 from shoal.planner.inputs.cluster import network, read_matrices
-from shoal.planner.search import paths, swaps
 
 CASES = json.loads((Path(__file__).parent / "data" / "dtfm_costs.json").read_text())  # DS3Lab/DT-FM at cda948f
 
@@ -90,7 +89,7 @@ def test_the_matching_is_perfect_and_no_other_has_a_smaller_largest_entry() -> N
             matrix = rng.integers(0, 6, (n, n)).astype(float)  # many ties
             least = min(max(matrix[i, p[i]] for i in range(n)) for p in permutations(range(n)))
             threshold, columns = communication.matched(matrix)
-            assert threshold == least == swaps.matched(matrix, np.arange(n), np.arange(n), 0.0, np.inf)
+            assert threshold == least == matching.matched(matrix, np.arange(n), np.arange(n), 0.0, np.inf)
             assert sorted(columns) == list(range(n))
             assert max(matrix[i, column] for i, column in enumerate(columns)) == least
 

@@ -11,8 +11,9 @@ import pytest
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work
 from shoal.planner.strategy.plan import Plan
+from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.replan import Running, Verdict, difference, replan
-from shoal.planner.strategy.strategy import Problem, decide
+from shoal.planner.strategy.strategy import decide
 
 SHAPE = Shape(hidden=512, layers=8, heads=8, kv_heads=8, head_dim=64, intermediate=1536, vocabulary=8192)
 WORK = Work(microbatches=24, sequences=4, tokens=512, value_bytes=2)

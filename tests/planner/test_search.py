@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shoal.planner.costs.communication import PUBLISHED, Ints, Model, bottleneck
+from shoal.planner.costs import matching
+from shoal.planner.costs.arrays import Ints
+from shoal.planner.costs.communication import PUBLISHED, Model, bottleneck
 from shoal.planner.inputs.cluster import network, read_matrices
 from shoal.planner.search import blocks, swaps
 from shoal.planner.search.anneal import anneal
@@ -118,13 +120,15 @@ def test_compiled_matchings_are_the_ones_of_the_model_and_no_bound_is_above_them
             hop = np.round(4 * hop) if ties else hop
             left, right = np.split(chance.permutation(2 * size), 2)
             exact = bottleneck(hop[np.ix_(left, right)])
-            bound, mean = swaps.bounds(hop, left, right)
+            bound, mean = matching.bounds(hop, left, right)
             assert mean <= bound <= exact
             most = chance.random() * hop.max()
-            stopped = swaps.matched(hop, left, right, bound, most)
+            stopped = matching.matched(hop, left, right, bound, most)
             assert stopped == exact if exact < most else max(most, bound) <= max(stopped, most) <= max(exact, most)
             assert (
-                swaps.matched(hop, left, right, 0.0, np.inf) == swaps.matched(hop, left, right, bound, np.inf) == exact
+                matching.matched(hop, left, right, 0.0, np.inf)
+                == matching.matched(hop, left, right, bound, np.inf)
+                == exact
             )
 
 
@@ -137,14 +141,14 @@ def test_a_chain_keeps_what_its_swaps_leave(stages: int, size: int) -> None:
     taken = sum(
         swaps.advance(model.share, model.hop, state, chance.random((40, swaps.DRAWS)), 5.0, 0.5) for _ in range(10)
     )
-    assert 0 < taken <= state.told[1] <= 401 * (stages - 1)
+    assert 0 < taken <= state.tally[1] <= 401 * (stages - 1)
     assert sorted(state.groups.ravel().tolist()) == list(range(stages * size))
     assert state.place[state.order].tolist() == list(range(stages))
     fresh = swaps.chain(model.share, model.hop, state.groups, state.order)
     for kept, anew in ((state.links, fresh.links), (state.means, fresh.means), (state.sums, fresh.sums)):
         assert kept == pytest.approx(anew)
     along_its_best_path_s = model.cost(state.best_groups).total_s
-    assert along_its_best_path_s <= state.told[0] * (1 + 1e-12)
+    assert along_its_best_path_s <= state.tally[0] * (1 + 1e-12)
 
 
 def test_pipelines_exchange_a_stretch_of_equal_length_and_the_state_stays_true() -> None:
@@ -215,11 +219,11 @@ def test_the_part_of_a_chains_matchings_tells_how_far_it_has_come() -> None:
 def test_a_chain_makes_no_more_matchings_than_it_may_and_the_search_no_more_evaluations() -> None:
     model, chance = irregular(1, 6, 5), rng(2)
     state = swaps.chain(model.share, model.hop, chance.permutation(30).reshape(6, 5), np.arange(6))
-    assert state.told[1] == 5, "the path's"
-    state.told[2] = 60
+    assert state.tally[1] == 5, "the path's"
+    state.tally[2] = 60
     for _ in range(20):
         swaps.advance(model.share, model.hop, state, chance.random((40, swaps.DRAWS)), 5.0, 0.5)
-    assert 60 - 5 < state.told[1] <= 60
+    assert 60 - 5 < state.tally[1] <= 60
     for budget in (20, 100, 700):
         assert anneal(model, rng(), budget).evaluations <= budget
 
@@ -233,7 +237,7 @@ def test_a_cold_chain_takes_nothing_dearer_and_a_hot_one_does() -> None:
             swaps.advance(model.share, model.hop, state, chance.random((1, swaps.DRAWS)), heat_s, 0.0)
             costs.append(float(state.sums.max() + 2 * state.links.sum()))
         assert bool(max(np.diff(costs)) > 1e-9) is dearer
-        assert state.told[0] == pytest.approx(min(costs))
+        assert state.tally[0] == pytest.approx(min(costs))
 
 
 @pytest.mark.parametrize("search", [anneal, evolve, random_search])

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from shoal.planner.inputs.cluster import Cluster, Device
-from shoal.planner.prediction import step
-from shoal.planner.prediction.step import Seats, Step, handed_bytes, predict, request_bytes, rough_s, weighted
+from shoal.planner.prediction import averaging, play
+from shoal.planner.prediction.lines import Lines
+from shoal.planner.prediction.play import Play
+from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
+from shoal.planner.prediction.step import Step, predict, rough_s, weighted
 
 
 def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05, down_Bps: float = 0.0) -> Cluster:
@@ -79,7 +82,7 @@ def test_hops_fill_the_lines_and_never_more_and_cross_every_boundary_once_each_w
 
 def test_a_backward_goes_to_whoever_ran_the_forward_and_tensors_go_to_whoever_is_asked() -> None:
     """At stage 0 it may go to another replica: its input, the tokens, comes with the request."""
-    play = step._Play(seats((0, 0, 1, 1, 1, 2)), lines(6), np.random.default_rng(0))
+    play = Play(seats((0, 0, 1, 1, 1, 2)), lines(6), np.random.default_rng(0))
     play.run(24, 0.0)
     ran = {(bar.microbatch, bar.stage, bar.forward): bar.device for bar in play.bars}
     assert len(play.bars) == len(ran) == 24 * 5
@@ -217,7 +220,7 @@ def test_the_rough_formula_is_near_what_is_played() -> None:
 def test_a_long_step_is_extended_from_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = seats((0, 1, 0, 1), microbatches=192)
     whole = told(given, lines(4))
-    monkeypatch.setattr(step, "LONGEST", 96)
+    monkeypatch.setattr(play, "LONGEST", 96)
     assert told(given, lines(4)).step_s == pytest.approx(whole.step_s, rel=0.1)
 
 
@@ -241,7 +244,7 @@ def test_links_of_pairs_are_filled_side_by_side_and_hold_nobody_else_up() -> Non
     """As in transport/emulated/shaped.py: 8 MB take 0.32 s off the uplink, 8 s over the narrow pair, and 0.32 s more to the next peer."""
     cluster = lines(3, bandwidth_Bps=25e6, delay_s=0.0)
     cluster.bandwidth_Bps[0, 1] = 1e6
-    sent = step._Lines(cluster)
+    sent = Lines(cluster)
     assert sent.leave(0, 1, 8e6, 0.0) == pytest.approx(8.0)
     assert sent.leave(0, 2, 8e6, 0.0) == pytest.approx(0.64)
     assert sent.leave(0, 1, 8e6, 0.0) == pytest.approx(16.0)
@@ -268,7 +271,7 @@ def test_one_stage_is_run_by_its_owners_unless_a_plan_shares_it_out() -> None:
 def test_many_replicas_are_averaged_by_formula(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
     given = seats((0,) * replicas, gradient_bytes=(60e6,))
     played = told(given, lines(replicas))
-    monkeypatch.setattr(step, "PAIRS_MOST", 0)
+    monkeypatch.setattr(averaging, "PAIRS_MOST", 0)
     formula = told(given, lines(replicas))
     assert formula.averaging_s == pytest.approx(played.averaging_s, rel=0.05)
     assert formula.sent_bytes == pytest.approx(played.sent_bytes, rel=0.05)

@@ -16,7 +16,9 @@ from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work, profile, spans
 from shoal.planner.strategy import plan, strategy
 from shoal.planner.strategy.plan import Plan, StagePlan
-from shoal.planner.strategy.strategy import Problem, decide
+from shoal.planner.strategy.pricing import as_planned
+from shoal.planner.strategy.problem import Problem, best_stages
+from shoal.planner.strategy.strategy import decide
 
 SHAPE = Shape(hidden=1024, layers=16, heads=16, kv_heads=4, head_dim=64, intermediate=2816, vocabulary=32000)
 WORK = Work(microbatches=64, sequences=4, tokens=1024, value_bytes=2)
@@ -81,12 +83,10 @@ def test_owners_that_follow_the_lines_are_in_the_plan_and_read_back() -> None:
     given = problem(msgspec.structs.replace(fleet, devices=(fleet.devices[0], *wide)), wiring="stochastic")
     made = decided(given, 1)
     assert made.widths == (25_000, 100_000, 100_000, 100_000) and "follows the lines' widths" in made.reason
-    assert strategy.as_planned(given, made).widths == made.widths
+    assert as_planned(given, made).widths == made.widths
     int8 = msgspec.structs.replace(given, travel=codec.Travel(averaging="int8"))
-    busiest = strategy.as_planned(int8, made).averaging_codec_s
-    assert busiest > int8.averaging_codec_s(strategy.as_planned(int8, made).gradient_bytes[0], 4), (
-        "who owns most adds most"
-    )
+    busiest = as_planned(int8, made).averaging_codec_s
+    assert busiest > int8.averaging_codec_s(as_planned(int8, made).gradient_bytes[0], 4), "who owns most adds most"
     even = decided(problem(fleet), 1)
     assert even.widths == () and "follows the lines' widths" not in even.reason
     short = msgspec.structs.replace(made, widths=(1, 2))
@@ -97,7 +97,7 @@ def test_owners_that_follow_the_lines_are_in_the_plan_and_read_back() -> None:
 def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:
     few = problem(work=msgspec.structs.replace(WORK, microbatches=8, sequences=1, tokens=128))
     many = problem(machines(bandwidth_Bps=5e6), work=msgspec.structs.replace(WORK, microbatches=4096))
-    assert strategy.best_stages(few) > 4 > 1 > strategy.best_stages(many)
+    assert best_stages(few) > 4 > 1 > best_stages(many)
     assert len(decided(few).stages) > len(decided(many).stages) == 1
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work
-from shoal.planner.prediction.step import Routing, Seats, predict
+from shoal.planner.prediction.seats import Routing, Seats
+from shoal.planner.prediction.step import predict
 from shoal.planner.prediction.wiring import matched, planned, shares, spread
 from shoal.planner.strategy import strategy
 from shoal.planner.strategy.plan import Plan
-from shoal.planner.strategy.strategy import Problem
+from shoal.planner.strategy.problem import Problem
 
 
 def cluster(peers: int, near_Bps: float = 1e9, far_Bps: float = 1e9, line_Bps: float = 1e9) -> Cluster:

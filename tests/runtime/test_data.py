@@ -13,6 +13,7 @@ import pytest
 
 from shoal.config import Config, Data, Model, Run, Train
 from shoal.runtime import data
+from shoal.runtime.data import sampling, tokenizer
 
 
 def a_config(source: str = "text", path: str = "", **fields: object) -> Config:
@@ -29,7 +30,7 @@ def a_text(folder: Path, name: str = "a.txt", size: int = 1000) -> Path:
 
 def test_an_epoch_visits_every_sample_once_and_the_next_one_in_another_order() -> None:
     for count in (1, 2, 3, 17, 64, 1000):
-        orders = [[data.permuted(i, count, (5, epoch)) for i in range(count)] for epoch in range(2)]
+        orders = [[sampling.permuted(i, count, (5, epoch)) for i in range(count)] for epoch in range(2)]
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(count))
     assert orders[0] != orders[1]
     assert orders[0] != list(range(count))
@@ -37,7 +38,7 @@ def test_an_epoch_visits_every_sample_once_and_the_next_one_in_another_order() -
 
 def test_the_permutation_never_changes_between_releases() -> None:
     """A resumed run would otherwise train on other samples than its checkpoint says."""
-    assert [data.permuted(i, 10, (0, 0)) for i in range(10)] == [2, 0, 6, 7, 4, 3, 8, 1, 9, 5]
+    assert [sampling.permuted(i, 10, (0, 0)) for i in range(10)] == [2, 0, 6, 7, 4, 3, 8, 1, 9, 5]
 
 
 def test_sample_numbers_follow_step_and_index_alone(tmp_path: Path) -> None:
@@ -176,10 +177,12 @@ class Reading:
         return iter(self.texts[first:])
 
 
-def a_stream(monkeypatch: pytest.MonkeyPatch, texts: list[bytes], sequence: int = 4) -> tuple[data.Stream, Reading]:
-    monkeypatch.setattr(data, "BLOCK_TOKENS", 1)  # 64 samples, the least
+def a_stream(
+    monkeypatch: pytest.MonkeyPatch, texts: list[bytes], sequence: int = 4
+) -> tuple[sampling.StreamedSamples, Reading]:
+    monkeypatch.setattr(sampling, "BLOCK_TOKENS", 1)  # 64 samples, the least
     reading = Reading(texts)
-    return data.Stream(reading, data.ByteTokenizer(), sequence, 1, "fake"), reading
+    return sampling.StreamedSamples(reading, tokenizer.ByteTokenizer(), sequence, 1, "fake"), reading
 
 
 def test_a_stream_gives_every_sample_of_the_corpus_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

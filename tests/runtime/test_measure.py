@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,17 +15,17 @@ from shoal.runtime import measure
 from shoal.runtime.measure import Meter, pairings, survey
 from shoal.transport.base import Incoming
 from shoal.transport.emulated.memory import Hub, MemoryTransport
-from shoal.transport.emulated.shaped import Link, Shaped
+from shoal.transport.emulated.shaped import AccessLink, Shaped
 
 
 @asynccontextmanager
-async def meters(*links: Link) -> AsyncIterator[list[Meter]]:
+async def meters(*links: AccessLink) -> AsyncIterator[list[Meter]]:
     """One meter per link, each behind it; all in one process over the network in memory."""
     hub = Hub()
     transports: list[Any] = []
     for number, link in enumerate(links):
         plain = MemoryTransport(hub, f"p{number}")
-        transports.append(Shaped(plain, link) if link != Link() else plain)  # type: ignore[arg-type]
+        transports.append(Shaped(plain, link) if link != AccessLink() else plain)  # type: ignore[arg-type]
     made = [Meter(transport) for transport in transports]
 
     async def receive(meter: Meter, transport: Any) -> None:
@@ -71,6 +72,28 @@ def test_pings_that_ask_for_more_than_their_part_are_answered_without_a_load_and
     run(story)
 
 
+def test_the_memory_of_a_large_load_is_free_again_once_it_is_sent() -> None:
+    """One ping of a stranger for 64 MiB must not make a peer hold them for the rest of its run."""
+
+    async def story() -> None:
+        hub = Hub()
+        asked, asker = MemoryTransport(hub, "a"), MemoryTransport(hub, "key.1")
+        await asyncio.gather(asked.start(), asker.start())
+        tracemalloc.start()
+        try:
+            Meter(asked).takes(Incoming("key.1", Ping(1, measure.MOST_BYTES)))
+            answer = await asker.receive()
+            assert isinstance(answer, Incoming) and len(answer.blobs[0].data) == measure.MOST_BYTES
+            del answer
+            held_bytes, _ = tracemalloc.get_traced_memory()
+            assert held_bytes < 1 << 20
+        finally:
+            tracemalloc.stop()
+            await asyncio.gather(asked.close(), asker.close())
+
+    run(story)
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
 
@@ -88,7 +111,7 @@ def test_every_pair_is_met_once_and_nobody_twice_in_a_round() -> None:
 
 def test_a_modelled_line_is_measured_never_quicker_than_it_is() -> None:
     async def story() -> None:
-        async with meters(Link(0.02, 4e6, 4e6), Link(0.02, 1e6, 1e6)) as (fast, slow):
+        async with meters(AccessLink(0.02, 4e6, 4e6), AccessLink(0.02, 1e6, 1e6)) as (fast, slow):
             there, back = await asyncio.gather(fast.link("p1", 1 << 20), slow.link("p0", 1 << 20))
             for found in (there, back):
                 assert not found.reason
@@ -104,7 +127,7 @@ def test_a_visitor_learns_of_all_pairs_and_what_each_peers_machine_is(monkeypatc
     monkeypatch.setattr(measure, "ANSWER_S", 60.0)
 
     async def story() -> None:
-        async with meters(Link(), Link(0.0, 8e6, 8e6), Link(0.0, 8e6, 8e6), Link()) as found:
+        async with meters(AccessLink(), AccessLink(0.0, 8e6, 8e6), AccessLink(0.0, 8e6, 8e6), AccessLink()) as found:
             found[1].facts = "one"
             told: list[str] = []
             result = await survey(found[0], ["p1", "p2", "p3"], 1 << 20, told.append)
@@ -122,7 +145,7 @@ def test_a_peer_that_is_silent_is_told_and_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measure, "ANSWER_S", 0.2)
 
     async def story() -> None:
-        async with meters(Link(), Link()) as (visitor, other):
+        async with meters(AccessLink(), AccessLink()) as (visitor, other):
             assert (await other.link("p9", 1000)).reason.startswith("no answer")
             told: list[str] = []
             result = await survey(visitor, ["p9"], 1000, told.append)

@@ -63,7 +63,7 @@ from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.sim.faults import edges
 from shoal.traffic import Kept, Traffic
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.directory.directory import Directory, Record
+from shoal.transport.directory.directory import Directory, PeerRecord
 from shoal.transport.emulated.memory import Hub, MemoryTransport
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority
@@ -94,8 +94,8 @@ class Known(Directory):
 
     async def announce(self) -> None: ...
 
-    async def peers(self) -> list[Record]:
-        return [Record(run="r", peer=name, host="", port=0) for name in self.names]
+    async def peers(self) -> list[PeerRecord]:
+        return [PeerRecord(run="r", peer=name, host="", port=0) for name in self.names]
 
 
 class Heard(Recorder):
@@ -281,7 +281,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
             if not isinstance(task, Cut | Add | Gather):
                 return run(self, task, held)
             before = in_memory(self)
-            with memory.Watch("cpu") as watch:
+            with memory.MemoryMeter("cpu") as watch:
                 result = run(self, task, held)
             made = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
             found.append(before + watch.peak - made)

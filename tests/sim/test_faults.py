@@ -11,7 +11,9 @@ from shoal.core import messages as m
 from shoal.sim import run
 from shoal.sim.faults import strikes
 from shoal.sim.network import FAR_S, NEAR_S, Network, region
-from shoal.sim.scenario import FAULTS, LONG, SCENARIOS, Happenings, Scenario, Strikes, draw, suite
+from shoal.sim.scenarios.catalogue import FAULTS, LONG, SCENARIOS, suite
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Happenings, Scenario, Strikes
 from shoal.sim.swarm import HAPPEN, Swarm
 
 AIMED = [scenario for scenario in FAULTS if scenario.strikes != Strikes()]
@@ -28,7 +30,7 @@ def played(scenario: Scenario, seed: int) -> Swarm:
 def test_what_is_aimed_strikes_and_the_run_goes_on(scenario: Scenario) -> None:
     struck: dict[str, int] = {}
     for seed in range(3):
-        struck |= played(scenario, seed).struck
+        struck |= played(scenario, seed).context.struck
         if all(kind in struck for kind in Strikes.__struct_fields__ if getattr(scenario.strikes, kind)):
             return
     pytest.fail(f"{scenario.strikes}: only {struck} in three seeds")
@@ -39,7 +41,7 @@ def test_a_large_group_is_struck_in_each_of_its_exchanges() -> None:
     scenario = msgspec.structs.replace(SCENARIOS["large_group"], happenings=Happenings(), **quick)
     struck = dict[str, int]()
     for seed in range(3):
-        struck |= played(scenario, seed).struck
+        struck |= played(scenario, seed).context.struck
     assert set(struck) == {"rows", "columns", "tellings"}
 
 
@@ -60,7 +62,7 @@ def test_twenty_seeds_of_every_fault(scenario: Scenario) -> None:
 def test_hours_of_machines_that_come_and_go() -> None:
     spot = msgspec.structs.replace(LONG[0], copies=1, peers=(12, 14), stages=(4, 4), microbatches=(16, 16))
     swarm = played(spot, 0)
-    assert swarm.kernel.now > 5 * 3600 and swarm.booted > 40
+    assert swarm.kernel.now > 5 * 3600 and swarm.processes.booted > 40
 
 
 def test_every_fault_that_is_named_is_drawn_at_least_once() -> None:
@@ -84,16 +86,16 @@ class Caught(Swarm):
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.last: dict[str, m.Event] = {}
-        self.record = lambda time_s, peer, event, commands: self.last.__setitem__(peer, event)
+        self.context.record = lambda time_s, peer, event, commands: self.last.__setitem__(peer, event)
 
 
 def test_who_dies_applying_never_tells_that_it_applied() -> None:
     for seed in range(4):
         swarm = Caught(draw(SCENARIOS["dies_applying"], seed))
         assert not swarm.run().violations
-        dead = [name for name in swarm.last if name not in swarm.nodes and name not in swarm.finished]
-        if swarm.struck.get("applying"):
-            assert len(dead) >= swarm.struck["applying"]
+        dead = [name for name in swarm.last if name not in swarm.nodes and name not in swarm.processes.finished]
+        if swarm.context.struck.get("applying"):
+            assert len(dead) >= swarm.context.struck["applying"]
             return
     pytest.fail("nobody died applying in four seeds")
 
@@ -101,7 +103,7 @@ def test_who_dies_applying_never_tells_that_it_applied() -> None:
 def test_a_wiped_run_goes_on_from_its_newest_checkpoint_and_commits_only_the_rest() -> None:
     for seed in range(24):
         swarm = played(SCENARIOS["wiped"], seed)
-        if swarm.struck.get("wipes") and swarm.settings.first_step > 0:
+        if swarm.context.struck.get("wipes") and swarm.settings.first_step > 0:
             break
     else:
         pytest.fail("no seed was wiped after a checkpoint")
@@ -109,7 +111,7 @@ def test_a_wiped_run_goes_on_from_its_newest_checkpoint_and_commits_only_the_res
     assert view is not None and view.finished
     first = swarm.settings.first_step
     assert sorted({step for _, step in swarm.watch.commits}) == list(range(first, swarm.settings.steps))
-    assert all(node.incarnation > 1000 for node in swarm.veterans)
+    assert all(node.process.incarnation > 1000 for node in swarm.liveness.veterans)
 
 
 def test_links_within_a_region_are_fast_and_between_two_slow() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shoal.core import messages as m
-from shoal.sim import scenario
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import CLEAN, Network
+from shoal.sim.scenarios import catalogue, drawing, scenario
 from shoal.sim.task_runner import BAD, TaskRunner, World
 
 
@@ -102,9 +102,9 @@ def test_a_cut_lets_nothing_pass_until_it_is_joined() -> None:
 
 
 def test_a_case_is_the_same_for_the_same_seed_and_kinds_of_faults_vary() -> None:
-    chaos = scenario.SCENARIOS["chaos"]
-    assert scenario.draw(chaos, 3) == scenario.draw(chaos, 3)
-    cases = [scenario.draw(chaos, seed) for seed in range(40)]
+    chaos = catalogue.SCENARIOS["chaos"]
+    assert drawing.draw(chaos, 3) == drawing.draw(chaos, 3)
+    cases = [drawing.draw(chaos, seed) for seed in range(40)]
     assert {case.happenings.pauses > 0 for case in cases} == {True, False}
     assert {case.messages.drop > 0 for case in cases} == {True, False}
 
@@ -113,11 +113,11 @@ def test_a_scenario_file_is_refused_with_its_name_and_what_is_wrong(tmp_path: An
     path = tmp_path / "mine.toml"
     path.write_text("pears = [2, 3]\n")
     with pytest.raises(ValueError, match=r"mine\.toml.*pears"):
-        scenario.load(str(path))
+        catalogue.load(str(path))
     path.write_text('name = "mine"\npeers = [2, 3]\n[messages]\ndrop = 0.5\n')
-    assert scenario.load(str(path)).messages.drop == 0.5
+    assert catalogue.load(str(path)).messages.drop == 0.5
     with pytest.raises(ValueError, match="neither a file nor one of"):
-        scenario.load("nonsense")
+        catalogue.load("nonsense")
 
 
 class Bench:

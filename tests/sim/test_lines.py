@@ -14,10 +14,13 @@ from shoal.codec import Travel
 from shoal.core import messages as m
 from shoal.core.allreduce.layout import split
 from shoal.sim import lines
-from shoal.sim.lines import Line, Wire
+from shoal.sim.delivery import Delivery, Parcel
+from shoal.sim.lines import LineRates, Wire
 from shoal.sim.network import Network
-from shoal.sim.scenario import Case, Happenings, Messages, Scenario, draw, load
-from shoal.sim.swarm import Parcel, Swarm
+from shoal.sim.scenarios.catalogue import load
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
+from shoal.sim.swarm import Swarm
 from shoal.sim.task_runner import CHUNKS, TaskRunner
 
 MB = 1_000_000
@@ -26,8 +29,8 @@ PLAIN = Scenario(name="plain", delay_s=(DELAY_S, DELAY_S), backward=2.0)
 BOUNDARY = ("x", 0, 0, 1, "")
 
 
-def a_wire(*widths: Line, **changes: object) -> Wire:
-    wire = Wire(lines=widths or (Line(MB, MB),), boundary_values=MB // 4, gradient_values=2 * MB)
+def a_wire(*widths: LineRates, **changes: object) -> Wire:
+    wire = Wire(lines=widths or (LineRates(MB, MB),), boundary_values=MB // 4, gradient_values=2 * MB)
     return msgspec.structs.replace(wire, **changes)
 
 
@@ -52,7 +55,7 @@ def test_a_tensor_alone_takes_its_bytes_time_once() -> None:
 def test_a_narrow_downlink_slows_a_fast_sender() -> None:
     """But for its first tensor: whose line is which of one that comes alone cannot be told (slots.Inflow)."""
     sent = [("p0.0", "p1.0", MB, 1)] * 6
-    last_s = arrivals(a_wire(Line(10 * MB, 10 * MB), Line(MB, MB)), *sent)[-1]
+    last_s = arrivals(a_wire(LineRates(10 * MB, 10 * MB), LineRates(MB, MB)), *sent)[-1]
     assert last_s == pytest.approx(5.1, abs=0.01)
 
 
@@ -105,11 +108,11 @@ def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.
     swarm = Swarm(msgspec.structs.replace(draw(load("lines"), 0), wire=a_wire(), messages=Messages()))
     came: list[int] = []
 
-    def arrive(self: Swarm, parcel: Parcel) -> None:
+    def arrive(self: Delivery, parcel: Parcel) -> None:
         if isinstance(parcel[2], m.Boundary):
             came.append(parcel[2].index)
 
-    monkeypatch.setattr(Swarm, "_arrive", arrive)
+    monkeypatch.setattr(Delivery, "_arrive", arrive)
     monkeypatch.setattr(TaskRunner, "submit", lambda *_: None)
     for key in (0, 1):
         swarm.boot((key, 0))
@@ -132,7 +135,7 @@ def lab(bandwidth_Bps: float, forward_s: float = 0.05, peers: int = 6) -> Case:
         forward_s=forward_s,
         messages=Messages(),
         happenings=Happenings(),
-        wire=a_wire(Line(bandwidth_Bps, bandwidth_Bps), boundary_values=2 * MB, gradient_values=256),
+        wire=a_wire(LineRates(bandwidth_Bps, bandwidth_Bps), boundary_values=2 * MB, gradient_values=256),
     )
 
 
@@ -178,7 +181,7 @@ def killed(
         stages=1, microbatches=peers, steps=4, peers=peers, inflight=6, save_last=False,
         seats=(0,) * len(widths), widths=widths,
     )  # fmt: skip
-    own = tuple(Line(line, line) for line in lines)
+    own = tuple(LineRates(line, line) for line in lines)
     wire = Wire(lines=own, boundary_values=256, gradient_values=100 * MB // 4)
     case = msgspec.structs.replace(lab(1.0), seed=seed, settings=settings, peers=peers, wire=wire, forward_s=0.01)
     begun, over, doing, rounds = dict[int, float](), dict[int, float](), dict[tuple[m.Peer, str], int](), set[int]()
@@ -244,7 +247,9 @@ def test_with_delayed_updates_a_death_in_a_long_round_puts_nobody_else_out() -> 
     averaging takes 24 s, and who answers nothing for so long is reported."""
     lines, removed = (6.25 * MB,) * 4, list[str]()
     settings = m.Settings(stages=1, microbatches=8, steps=4, peers=4, inflight=6, save_last=False, staleness=1)
-    wire = Wire(lines=tuple(Line(line, line) for line in lines), boundary_values=256, gradient_values=100 * MB // 4)
+    wire = Wire(
+        lines=tuple(LineRates(line, line) for line in lines), boundary_values=256, gradient_values=100 * MB // 4
+    )
     case = msgspec.structs.replace(lab(1.0), settings=settings, peers=4, wire=wire, forward_s=0.01)
 
     def look(_: float, peer: m.Peer, event: m.Event, commands: list[m.Command]) -> None:

@@ -16,8 +16,9 @@ import pytest
 from shoal.core.allreduce import layout, rounds
 from shoal.core.allreduce.layout import Layout, Role
 from shoal.core.allreduce.rounds import Rounds
-from shoal.core.consensus import certificates, register
-from shoal.core.consensus.register import Register
+from shoal.core.consensus import agreed, certificates, election, register
+from shoal.core.consensus.agreed import AgreedViews
+from shoal.core.consensus.election import Election
 from shoal.core.leader import evictions, facts
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.ledger import Ledger
@@ -30,7 +31,9 @@ from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
 from shoal.core.trainer.trainer import Trainer
-from shoal.sim.scenario import SCENARIOS, Case, Happenings, Messages, Scenario, draw
+from shoal.sim.scenarios.catalogue import SCENARIOS
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 from shoal.sim.task_runner import TaskRunner
 
@@ -144,8 +147,8 @@ def takes_half_for_a_majority(patch: Patch) -> None:
         voters, yes = tuple(voters), set(yes)
         return 2 * sum(voter in yes for voter in voters) >= len(voters)
 
-    patch.setattr(register, "majority", half)
-    patch.setattr(certificates, "majority", half)
+    for module in (agreed, certificates, election, register):
+        patch.setattr(module, "majority", half)
 
 
 def keeps_a_fenced_peers_books(patch: Patch) -> None:
@@ -232,15 +235,15 @@ def meets_everybody(patch: Patch) -> None:
 
 def believes_any_lead(patch: Patch) -> None:
     """Whoever says that it leads is followed, without votes."""
-    follow = Register._follow
+    follow = Election.follow
 
-    def trusting(self: Register, peer: str, term: int, *rest: Any) -> bool:
+    def trusting(self: Election, peer: str, term: int, *rest: Any) -> bool:
         if term >= self.term and not self.leading:
             self.proven = term, peer
         return follow(self, peer, term, *rest)
 
-    patch.setattr(Register, "entitled", lambda self, peer: True)
-    patch.setattr(Register, "_follow", trusting)
+    patch.setattr(AgreedViews, "entitled", lambda self, peer: True)
+    patch.setattr(Election, "follow", trusting)
 
 
 def counts_complaints_of_one_peer(patch: Patch) -> None:

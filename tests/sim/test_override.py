@@ -8,8 +8,10 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.core.consensus.override import AHEAD, decide
-from shoal.sim.scenario import Scenario, draw
-from shoal.sim.swarm import Node, Swarm
+from shoal.sim.node import Node
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Scenario
+from shoal.sim.swarm import Swarm
 
 STEPS = 8
 SCENARIO = Scenario(name="override", peers=(5, 7), stages=(1, 2), steps=(STEPS, STEPS))
@@ -78,12 +80,12 @@ class Cut(Lost):
 @pytest.mark.parametrize("seed", range(2))
 def test_survivors_without_a_majority_wait_for_the_operator_and_then_train_to_the_end(seed: int) -> None:
     swarm = Lost(draw(SCENARIO, seed))
-    swarm.notes = []
+    swarm.context.notes = []
     outcome = swarm.run()
     assert not outcome.violations, outcome.violations[0]
     assert swarm.overridden is not None and swarm.waited is not None
     assert swarm.waited <= 4, "nothing was committed without a majority"
-    assert any("nothing is committed until a majority" in note for note in swarm.notes)
+    assert any("nothing is committed until a majority" in note for note in swarm.context.notes)
     newest = swarm.watch.newest
     assert newest is not None and newest.finished and newest.step == STEPS
     assert newest.epoch == swarm.overridden.epoch
@@ -105,4 +107,4 @@ def test_a_side_that_was_given_up_but_lives_is_void_as_soon_as_it_hears_and_its_
     assert newest is not None and newest.finished and newest.epoch == swarm.overridden.epoch
     void = [step for epoch, step in swarm.watch.commits if epoch == 0]
     assert max(void) > swarm.overridden.step, "the other side went on"
-    assert {node.machine.view.epoch for node in swarm.veterans if node.machine.view} == {newest.epoch}
+    assert {node.machine.view.epoch for node in swarm.liveness.veterans if node.machine.view} == {newest.epoch}

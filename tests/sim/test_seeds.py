@@ -12,7 +12,7 @@ import pytest
 
 from shoal import trace
 from shoal.sim import run
-from shoal.sim.scenario import load
+from shoal.sim.scenarios.catalogue import load
 from shoal.sim.swarm import simulate
 
 _SLOW = pytest.mark.slow

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from shoal.core.messages import Peer, View
-from shoal.sim.scenario import Scenario, draw
-from shoal.sim.swarm import Node, Swarm
+from shoal.sim.node import Node
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Scenario
+from shoal.sim.swarm import Swarm
 
 STOPPED_S = 12.0
 NOTICED_S = 5.0
@@ -29,7 +31,7 @@ class Stopping(Swarm):
             node = next((node for node in self.nodes.values() if not node.machine.leading and self._others(node)), None)
             if view.last is not None and node is not None:
                 self.name, self.stopped_s = node.name, self.kernel.now
-                node.away = True
+                node.condition.away = True
                 node.stop()
                 self.kernel.after(STOPPED_S, self._continue, node)
             return
@@ -39,7 +41,7 @@ class Stopping(Swarm):
         self.back = self.removed_s is not None and member
 
     def _others(self, node: Node) -> bool:
-        return self.spares({node.name})
+        return self.injector.spares({node.name})
 
     def _continue(self, node: Any) -> None:
         node.resume()

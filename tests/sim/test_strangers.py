@@ -10,7 +10,8 @@ import pytest
 from shoal.core import messages as m
 from shoal.sim import run
 from shoal.sim.faults import strangers
-from shoal.sim.scenario import HOSTILE, SCENARIOS, draw
+from shoal.sim.scenarios.catalogue import HOSTILE, SCENARIOS
+from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Outcome, Swarm
 
 # One seed of each, which failed before core asked for evidence.
@@ -36,7 +37,7 @@ def played(name: str, seed: int) -> Outcome:
 @pytest.mark.parametrize(("name", "seed"), [(f"strangers/{act}", seed) for act, seed in SEEDS.items()])
 def test_one_who_means_harm_does_what_it_is_to_do_and_no_harm(name: str, seed: int) -> None:
     place, act = name.removeprefix("strangers/").split("/")
-    assert [(one.place, one.acts[0]) for one in draw(SCENARIOS[name], seed).hostile] == [(place, act)]
+    assert [(one.role, one.acts[0]) for one in draw(SCENARIOS[name], seed).hostile] == [(place, act)]
     assert played(name, seed).struck.keys() == {act}
 
 
@@ -64,8 +65,8 @@ def test_every_act_is_a_scenario() -> None:
 def test_the_honest_are_more_than_half_whoever_is_let_in() -> None:
     for seed in range(300):
         case = draw(SCENARIOS["strangers"], seed)
-        inside = [one for one in case.hostile if one.place != "outsider"]
-        there = {one.key for one in case.hostile if one.place in ("member", "hole")}
+        inside = [one for one in case.hostile if one.role != "outsider"]
+        there = {one.key for one in case.hostile if one.role in ("member", "hole")}
         assert case.hostile and 0 not in there and all(key < case.peers for key in there)
         honest = case.peers - len(there)
         assert 2 * honest > case.peers + len(inside) - len(there)

@@ -117,7 +117,7 @@ class World:
         )
 
     def start(self, member: Member) -> None:
-        replica = ReplicaState(installed=True, stage=member.stage, leader="boss")
+        replica = ReplicaState(has_state=True, stage=member.stage, leader="boss")
         hops = Hops(member.peer, self.settings, iter(count()), replica)
         trainer = Trainer(member.peer, self.settings, Random(f"{self.rng.random()}"))
         self.nodes[member.peer] = Node(trainer, hops, replica, self.views[-2])

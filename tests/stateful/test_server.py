@@ -105,7 +105,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.reduced: Reduced | None = None
         self.lost = False  # this server needs its state again: nothing is asked of it any more
         self.show()
-        self.carry_out(self.server.install(1, 0, 0, 8, "d0", self.now))
+        self.carry_out(self.server.load_state(1, 0, 0, 8, "d0", self.now))
 
     # -------------------------------------------------------------------------------------------------- the world
 
@@ -506,7 +506,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.show_all()
-        self.carry_out(self.server.discard())
+        self.carry_out(self.server.drop_state())
         while self.tasks:
             task = self.tasks.pop(0)
             self.live.update(task.makes)

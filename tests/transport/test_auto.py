@@ -16,13 +16,13 @@ from tests.transport.test_libp2p import Hidden, processes
 
 from shoal.core.messages import Boundary, Cancelled
 from shoal.transport import auto
-from shoal.transport.auto import AutoTransport, Both
+from shoal.transport.auto import AutoTransport, EitherCarrier
 from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.libp2p import Way
-from shoal.transport.streams import streams
+from shoal.transport.libp2p import Route
+from shoal.transport.streams import handshake
 
 INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time())
 
@@ -30,7 +30,7 @@ INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time()
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs this may be very busy."""
-    monkeypatch.setattr(streams, "CONNECT_S", 60.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 60.0)
 
 
 def make(kind: type[Daemon] = Daemon) -> tuple[AutoTransport, list[str]]:
@@ -48,7 +48,7 @@ def bulk(index: int, data: bytes) -> tuple[Boundary, tuple[Blob, ...]]:
 
 def families(transport: AutoTransport) -> set[int]:
     """Of the sockets over which it hears others."""
-    return {link.sock.family for link in transport._incoming.values()}
+    return {link.sock.family for link in transport._receiver._connections.values()}
 
 
 def closed_port() -> tuple[str, int]:
@@ -69,7 +69,7 @@ def mute() -> Iterator[tuple[str, int]]:
 
 
 async def arrives(a: AutoTransport, b: AutoTransport, index: int) -> None:
-    """Both kinds, sent again when a was told that they vanished."""
+    """EitherCarrier kinds, sent again when a was told that they vanished."""
     data = os.urandom(1 << 20)
     for message, blobs in ((control(index), ()), bulk(index, data)):
         a.send(b.name, message, blobs)
@@ -161,7 +161,7 @@ def test_a_peer_that_is_gone_is_lost_once_and_nothing_is_said_of_detours() -> No
         assert isinstance(await a.receive(), Lost)
         a.send(b.name, control(2))
         assert isinstance(await a.receive(), Lost)
-        assert not told and not any(a._inbox._lanes)
+        assert not told and not any(a._receive_queue._lanes)
         await a.close()
 
     asyncio.run(story())
@@ -170,10 +170,10 @@ def test_a_peer_that_is_gone_is_lost_once_and_nothing_is_said_of_detours() -> No
 class Book:
     """What the two carriers know of ways."""
 
-    def __init__(self, way: Any) -> None:
-        self.known = way
+    def __init__(self, route: Any) -> None:
+        self.known = route
 
-    def way(self, peer: str) -> Any:
+    def route(self, peer: str) -> Any:
         return self.known
 
 
@@ -181,23 +181,23 @@ def test_it_goes_directly_again_after_a_while_or_to_a_new_address(monkeypatch: p
     clock = [100.0]
     monkeypatch.setattr(auto.time, "monotonic", lambda: clock[0])
     told: list[str] = []
-    direct, over = Book(("10.0.0.1", 1)), Book(Way(b"connect", b"open"))
-    both = Both(direct, over, told.append)  # type: ignore[arg-type]
-    assert both.way("p") == direct.known
-    assert both.failed("p", direct.known, "refused") and both.way("p") == over.known
+    direct, over = Book(("10.0.0.1", 1)), Book(Route(b"connect", b"open"))
+    both = EitherCarrier(direct, over, told.append)  # type: ignore[arg-type]
+    assert both.route("p") == direct.known
+    assert both.failed("p", direct.known, "refused") and both.route("p") == over.known
     both.reached("p", over.known)
     both.reached("p", over.known)
     assert told == ["p cannot be reached at 10.0.0.1:1 (refused): libp2p to it instead of TLS"]
     clock[0] += auto.AGAIN_S
-    assert both.way("p") == direct.known
-    assert both.failed("p", direct.known, "refused") and both.way("p") == over.known
+    assert both.route("p") == direct.known
+    assert both.failed("p", direct.known, "refused") and both.route("p") == over.known
     direct.known = ("10.0.0.2", 1)
-    assert both.way("p") == direct.known
+    assert both.route("p") == direct.known
     both.reached("p", direct.known)
     assert told[1:] == ["p is reached directly again: TLS to it from now on"]
     assert both.failed("p", direct.known, "refused")
-    assert not both.failed("p", over.known, "nor so") and both.way("p") == direct.known
+    assert not both.failed("p", over.known, "nor so") and both.route("p") == direct.known
     over.known = None
-    assert not both.failed("p", direct.known, "refused") and both.way("p") == direct.known
+    assert not both.failed("p", direct.known, "refused") and both.route("p") == direct.known
     direct.known = None
-    assert both.way("p") is None
+    assert both.route("p") is None

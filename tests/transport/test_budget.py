@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from shoal.transport import budget
-from shoal.transport.budget import Allowance, Budget, Budgets, Warnings, place_of
+from shoal.transport.budget import Allowance, Budget, Budgets, Warnings, address_group
 
 
 def test_a_bucket_empties_at_once_and_fills_with_time() -> None:
@@ -52,7 +52,7 @@ def test_names_that_are_free_take_no_memory_without_end() -> None:
     ],
 )
 def test_an_address_stands_for_all_that_one_person_has(address: str, place: str) -> None:
-    assert place_of(address) == place
+    assert address_group(address) == place
 
 
 def test_the_first_warnings_are_told_in_full_then_one_line_with_their_number(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from shoal.transport.budget import Allowance
 from shoal.transport.daemon import Daemon, hivemind, written
 from shoal.transport.directory import dht
 from shoal.transport.directory.dht import Dht
-from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, Record, Sealed, seal
+from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, PeerRecord, Sealed, seal
 from shoal.transport.directory.records import KEY_RECORDS
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, Membership, read_invite
@@ -31,8 +31,8 @@ class Peer:
         self.identity = Identity.new()
         self.membership = INVITE.membership(self.identity)
         self.daemon = Daemon(self.identity)
-        self.learnt: list[Record] = []
-        own = Record(INVITE.run, self.identity.name, "127.0.0.1", 4242, addresses=addresses)
+        self.learnt: list[PeerRecord] = []
+        own = PeerRecord(INVITE.run, self.identity.name, "127.0.0.1", 4242, addresses=addresses)
         self.directory = Dht(self.identity, self.membership, own, bootstrap, self.learnt.append, self.daemon)
 
     @property
@@ -68,8 +68,8 @@ async def until(names: set[str], peer: Peer) -> None:
         await asyncio.sleep(0.05)
 
 
-def record_of(identity: Identity, **changes: Any) -> Record:
-    record = Record(INVITE.run, identity.name, "127.0.0.1", 1, expires_s=time.time() + TTL_S)
+def record_of(identity: Identity, **changes: Any) -> PeerRecord:
+    record = PeerRecord(INVITE.run, identity.name, "127.0.0.1", 1, expires_s=time.time() + TTL_S)
     return msgspec.structs.replace(record, **changes)
 
 
@@ -221,7 +221,7 @@ def test_a_revoked_peers_record_is_passed_on_by_who_has_not_heard_and_believed_b
             await until({me.name}, a)
             await until({me.name}, b)
             b.membership.take_list(word)
-            await b.directory._aside.run(forget(b))
+            await b.directory._background.run(forget(b))
             await until({a.name}, b)  # the answer that brings it brings the others too
             assert me.name in a.directory._node.protocol.storage.get(key).value.data
             assert await b.names() == {a.name} and await _store(rogue, b, entry) is False
@@ -302,7 +302,7 @@ def test_a_peer_whose_daemon_was_killed_is_in_the_table_again() -> None:
                 victim.daemon._process.stdin.close()  # its shell kills the daemon
                 while victim.daemon._process.pid == killed or victim.daemon.ended:
                     await asyncio.sleep(0.02)
-                await victim.directory._aside.run(forget(victim))
+                await victim.directory._background.run(forget(victim))
                 await victim.directory.announce()
                 await until(names, victim)
             newcomer = Peer(peers[0].directory.addresses)  # the address that was told before: it is the same
@@ -322,7 +322,7 @@ def test_a_call_beyond_what_strangers_have_is_refused_before_it_is_parsed(
     patience: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none, few = Allowance(1e9, 1e9), Allowance(per_s=1e-9, at_once=100_000.0)
-    monkeypatch.setattr(dht, "STRANGERS", dht.Share((none, none), (few, few), (none, none)))
+    monkeypatch.setattr(dht, "STRANGERS", dht.CallBudgets((none, none), (few, few), (none, none)))
     made = [record_of(Identity.new()) for _ in range(100)]
     values = [seal(Identity.new(), Membership(INVITE.run, b"x" * 300), one) for one in made]
 

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.transport.budget import Allowance
 from shoal.transport.directory import directory
-from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, Gossip, Record, Sealed, seal, unseal
+from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, Gossip, PeerRecord, Sealed, seal, unseal
 from shoal.transport.directory.records import KEY_RECORDS
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, Membership, read_invite
@@ -30,8 +30,8 @@ class Someone:
         text = authority.invite((), time.time() + 3600)
         self.membership: Membership = read_invite(text, 0.0).membership(self.identity)
 
-    def record(self, **fields: object) -> Record:
-        record = Record(self.membership.run, self.identity.name, "127.0.0.1", 5, expires_s=time.time() + TTL_S)
+    def record(self, **fields: object) -> PeerRecord:
+        record = PeerRecord(self.membership.run, self.identity.name, "127.0.0.1", 5, expires_s=time.time() + TTL_S)
         return msgspec.structs.replace(record, **fields)
 
     def seal(self, **fields: object) -> bytes:
@@ -107,7 +107,7 @@ def test_peers_that_know_one_address_come_to_know_everybody(authority: Authority
             bootstrap = directories[0].addresses if directories else ()
             own = one.record()
 
-            def learn(record: Record, heard: list[str] = heard) -> None:
+            def learn(record: PeerRecord, heard: list[str] = heard) -> None:
                 heard.append(record.peer)
 
             directories.append(Gossip(one.identity, one.membership, own, bootstrap, learn))
@@ -192,13 +192,13 @@ def renamed(peer: str, incarnation: str) -> str:
 def forgeries(run: str, proof: bytes, count: int) -> list[bytes]:
     made = [Identity.new() for _ in range(count)]
     return [
-        seal(one, Membership(run, proof), Record(run, one.name, "127.0.0.1", 5, expires_s=time.time() + TTL_S))
+        seal(one, Membership(run, proof), PeerRecord(run, one.name, "127.0.0.1", 5, expires_s=time.time() + TTL_S))
         for one in made
     ]
 
 
 @asynccontextmanager
-async def serving(one: Someone, learnt: list[Record] | None = None) -> AsyncIterator[Gossip]:
+async def serving(one: Someone, learnt: list[PeerRecord] | None = None) -> AsyncIterator[Gossip]:
     directory = Gossip(one.identity, one.membership, one.record(), (), (learnt if learnt is not None else []).append)
     await directory.start()
     try:
@@ -228,7 +228,7 @@ def test_a_revoked_caller_is_told_of_one_peer_that_will_tell_it_why(
     ann: Someone, bob: Someone, authority: Authority
 ) -> None:
     async def run() -> None:
-        learnt: list[Record] = []
+        learnt: list[PeerRecord] = []
         carl, stranger = Someone(authority), Someone(Authority.new())
         async with serving(ann, learnt) as there:
             assert await called(there, [carl.seal()])
@@ -245,7 +245,7 @@ def test_a_revoked_caller_is_told_of_one_peer_that_will_tell_it_why(
 
 def test_a_member_is_told_everything_and_comes_to_be_known(ann: Someone, bob: Someone) -> None:
     async def run() -> None:
-        learnt: list[Record] = []
+        learnt: list[PeerRecord] = []
         async with serving(ann, learnt) as there:
             told = await called(there, [bob.seal()])
             records = msgspec.msgpack.decode(told[4:], type=list[bytes])
@@ -264,7 +264,7 @@ def test_callers_that_never_speak_lock_nobody_out(ann: Someone, bob: Someone, mo
             host, _, port = there.addresses[0].rpartition(":")
             silent = [socket.create_connection((host, int(port)), 60) for _ in range(directory.CALLERS + 50)]
             assert await called(there, [bob.seal()])
-            assert len(there._callers) <= directory.CALLERS
+            assert len(there._unverified_callers) <= directory.CALLERS
             for sock in silent:
                 sock.close()
 
@@ -323,7 +323,7 @@ def test_the_nodes_own_loop_does_nothing_of_it(ann: Someone) -> None:
         async with serving(ann) as there:
             plain = there._records.hear
 
-            def hear(*args: object, **more: object) -> Record:
+            def hear(*args: object, **more: object) -> PeerRecord:
                 host_of["thread"] = threading.get_ident()
                 return plain(*args, **more)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shoal.transport.streams.engine import Engine, Link, Want
+from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
 
 @pytest.fixture
@@ -66,11 +66,11 @@ def test_a_socket_that_the_system_has_closed_fails_its_own_link_only(engine: Eng
     engine.start()
     failed = threading.Event()
 
-    def waits(link: Link) -> Any:
+    def waits(link: Connection) -> Any:
         link.sock.close()  # the selector knows no such socket now
-        yield Want.READ
+        yield WaitFor.READ
 
-    link = Link(socket.socket(), lambda error: failed.set())
+    link = Connection(socket.socket(), lambda error: failed.set())
     link.steps = waits(link)
     engine.post(lambda: engine.adopt(link))
     assert failed.wait(60) and link.closed and alive(engine)
@@ -80,10 +80,10 @@ def test_an_owner_that_fails_when_it_is_told_of_a_failure_does_not_end_the_threa
     engine.start()
 
     def breaks() -> Any:
-        yield Want.AGAIN
+        yield WaitFor.AGAIN
         raise ConnectionError("gone")
 
-    link = Link(socket.socket(), lambda error: fail(RuntimeError("an owner's mistake")))
+    link = Connection(socket.socket(), lambda error: fail(RuntimeError("an owner's mistake")))
     link.steps = breaks()
     engine.post(lambda: engine.adopt(link))
     assert alive(engine) and alive(engine)
@@ -115,11 +115,11 @@ def test_a_system_that_does_not_let_threads_rank_lower_is_put_up_with(
 def test_a_link_is_resumed_at_its_time_though_nothing_happens(engine: Engine) -> None:
     async def story() -> None:
         loop, resumed = asyncio.get_running_loop(), asyncio.Event()
-        link = Link(socket.socket(), lambda error: None)
+        link = Connection(socket.socket(), lambda error: None)
 
         def waits() -> Any:
             link.resume_at = 0.0
-            yield Want.WOKEN
+            yield WaitFor.WOKEN
             loop.call_soon_threadsafe(resumed.set)
 
         link.steps = waits()

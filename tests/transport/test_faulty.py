@@ -12,17 +12,20 @@ import pytest
 
 from shoal.core.messages import Boundary, Cancelled, Peer
 from shoal.transport.base import Blob, Incoming
-from shoal.transport.emulated.faulty import FAULTS, Fault, Faulty, Way, read
+from shoal.transport.emulated.faulty import FAULTS, Direction, Fault, Faulty, read
 from shoal.transport.emulated.memory import Hub, MemoryTransport
-from shoal.transport.emulated.shaped import Link
+from shoal.transport.emulated.shaped import AccessLink
 
 LONG_S = 3600.0
 
 
 def fault(
-    way: Way = "both", others: tuple[Peer, ...] = (), link: Link | None = None, lasting_s: float = LONG_S
+    direction: Direction = "both",
+    others: tuple[Peer, ...] = (),
+    link: AccessLink | None = None,
+    lasting_s: float = LONG_S,
 ) -> Fault:
-    return Fault(side=("a",), others=others, way=way, link=link, until_s=time.monotonic() + lasting_s)
+    return Fault(side=("a",), others=others, direction=direction, link=link, until_s=time.monotonic() + lasting_s)
 
 
 def write(path: Path, *faults: Fault) -> None:
@@ -60,10 +63,12 @@ async def next_of(peer: Faulty) -> int:
 # ------------------------------------------------------------------------------------------------------------- meaning
 
 
-@pytest.mark.parametrize(("way", "out", "back"), [("both", True, True), ("out", True, False), ("in", False, True)])
-def test_a_way_is_seen_from_the_side(way: Way, out: bool, back: bool) -> None:
-    assert fault(way).meets("a", "b") is out
-    assert fault(way).meets("b", "a") is back
+@pytest.mark.parametrize(
+    ("direction", "out", "back"), [("both", True, True), ("out", True, False), ("in", False, True)]
+)
+def test_a_way_is_seen_from_the_side(direction: Direction, out: bool, back: bool) -> None:
+    assert fault(direction).meets("a", "b") is out
+    assert fault(direction).meets("b", "a") is back
 
 
 def test_a_side_keeps_its_links_among_itself_and_others_keep_theirs() -> None:
@@ -86,10 +91,10 @@ def test_a_file_that_is_torn_or_not_there_cuts_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- passing
 
 
-@pytest.mark.parametrize(("way", "arrives"), [("both", []), ("out", ["a"]), ("in", ["b"])])
-def test_what_is_cut_vanishes_in_that_direction_only(tmp_path: Path, way: Way, arrives: list[str]) -> None:
+@pytest.mark.parametrize(("direction", "arrives"), [("both", []), ("out", ["a"]), ("in", ["b"])])
+def test_what_is_cut_vanishes_in_that_direction_only(tmp_path: Path, direction: Direction, arrives: list[str]) -> None:
     path = tmp_path / FAULTS
-    write(path, fault(way, others=("b",)))
+    write(path, fault(direction, others=("b",)))
 
     async def story(peers: dict[str, Faulty]) -> None:
         a, b, c = peers["a"], peers["b"], peers["c"]
@@ -187,7 +192,7 @@ def test_peers_find_a_new_file_by_themselves(tmp_path: Path) -> None:
 
 def test_a_slow_link_keeps_its_order_and_gives_up_what_it_holds_when_it_is_mended(tmp_path: Path) -> None:
     path = tmp_path / FAULTS
-    write(path, fault(link=Link(delay_s=LONG_S), others=("b",)))
+    write(path, fault(link=AccessLink(delay_s=LONG_S), others=("b",)))
 
     async def story(peers: dict[str, Faulty]) -> None:
         a, b, c = peers["a"], peers["b"], peers["c"]
@@ -209,7 +214,7 @@ def test_a_slow_link_keeps_its_order_and_gives_up_what_it_holds_when_it_is_mende
 
 def test_a_slow_link_carries_no_more_than_its_bandwidth(tmp_path: Path) -> None:
     path = tmp_path / FAULTS
-    write(path, fault(link=Link(delay_s=0.05, up_Bps=1e6)))
+    write(path, fault(link=AccessLink(delay_s=0.05, up_Bps=1e6)))
 
     async def story(peers: dict[str, Faulty]) -> None:
         a, b = peers["a"], peers["b"]

@@ -25,9 +25,9 @@ from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
 from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.libp2p import Libp2pTransport, Plain
-from shoal.transport.streams.engine import Engine, Link, Want
-from shoal.transport.streams.pace import ACK_BYTES, FLOOR_BYTES
+from shoal.transport.libp2p import Libp2pTransport, PlainStream
+from shoal.transport.streams.congestion import ACK_BYTES, FLOOR_BYTES
+from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
 INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time())
 
@@ -269,9 +269,9 @@ def test_addresses_of_another_key_and_nonsense_are_not_kept(caplog: pytest.LogCa
     foreign = written(Daemon(other).peer_id)
     for address in (f"/ip4/127.0.0.1/tcp/1/p2p/{foreign}", "127.0.0.1:80", "/ip4/127.0.0.1/tcp/1", f"/ip4/x/p2p/{own}"):
         a.learn(me.name, (address,))
-        assert a._libp2p.way(me.name) is None, address
+        assert a._libp2p.route(me.name) is None, address
     a.learn(me.name, ("127.0.0.1:80", f"/ip4/127.0.0.1/tcp/1/p2p/{own}"))
-    assert a._libp2p.way(me.name) is not None
+    assert a._libp2p.route(me.name) is not None
     asyncio.run(a.close())
 
 
@@ -342,8 +342,8 @@ class Pair:
         loop = asyncio.get_running_loop()
         for sock, failed in zip(socket.socketpair(), self.failed, strict=True):
             sock.setblocking(False)
-            self.links.append(Link(sock, lambda _, failed=failed: loop.call_soon_threadsafe(failed.set)))
-        self.writer, self.reader = (Plain(link).paced() for link in self.links)
+            self.links.append(Connection(sock, lambda _, failed=failed: loop.call_soon_threadsafe(failed.set)))
+        self.writer, self.reader = (PlainStream(link).paced() for link in self.links)
 
     def start(self, end: int, steps: Any) -> None:
         self.links[end].steps = steps
@@ -366,13 +366,13 @@ def test_paced_bytes_arrive_as_they_were_sent_whatever_their_sizes() -> None:
         def write() -> Any:
             for part in parts:
                 yield from pair.writer.write(memoryview(part))
-            yield Want.WOKEN
+            yield WaitFor.WOKEN
 
         def read() -> Any:
             for part in got:
                 yield from pair.reader.read(memoryview(part))
             loop.call_soon_threadsafe(done.set)
-            yield Want.WOKEN
+            yield WaitFor.WOKEN
 
         pair.start(0, write())
         pair.start(1, read())

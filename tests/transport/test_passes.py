@@ -7,11 +7,11 @@ import pytest
 
 from shoal.core.messages import MAX_LIST_BYTES, PROTOCOL
 from shoal.core.names import invite_of, key_of, limit_of
-from shoal.transport.directory.directory import TTL_S, Record, seal, unseal
+from shoal.transport.directory.directory import TTL_S, PeerRecord, seal, unseal
 from shoal.transport.identity.identity import Identity, key_id_of
 from shoal.transport.identity.invite import Authority, Invite, read_invite
 from shoal.transport.identity.passes import SKEW_S, Grant, Membership, NotWelcome, Pass, PassList, Revoked
-from shoal.transport.streams.hello import No, Refusal, check_hello, encode_hello, encode_no
+from shoal.transport.streams.handshake import HandshakeRefused, Rejection, check_hello, encode_hello, encode_rejection
 
 DAY_S = 86400.0
 NOW = 1_800_000_000.0
@@ -35,12 +35,12 @@ class Member:
         self.name = self.identity.name
 
     def calls(self, other: Member) -> None:
-        """Both hellos of a connection, as streams.py exchanges them. Refusal."""
+        """Both hellos of a connection, as streams.py exchanges them. HandshakeRefused."""
         words = encode_hello(self.name, other.name, "control", self.membership)
         try:
             check_hello(words, self.identity.key_id, other.name, other.membership)
-        except Refusal as refusal:
-            check_hello(encode_no(refusal), other.identity.key_id, self.name, self.membership)
+        except HandshakeRefused as refusal:
+            check_hello(encode_rejection(refusal), other.identity.key_id, self.name, self.membership)
         words = encode_hello(other.name, self.name, "control", other.membership)
         check_hello(words, other.identity.key_id, self.name, self.membership)
 
@@ -81,9 +81,9 @@ def test_a_peer_cannot_claim_another_invite_or_limit_in_hello_or_record(what: st
         "no invite": ".".join(fields[:2]),
         "another limit's shape": ".".join((*fields[:3], "03")),
     }[what]
-    with pytest.raises(Refusal, match="by which invite"):
+    with pytest.raises(HandshakeRefused, match="by which invite"):
         rogue.calls(victim)
-    record = Record(RUN.run, rogue.name, "127.0.0.1", 5, expires_s=NOW + TTL_S)
+    record = PeerRecord(RUN.run, rogue.name, "127.0.0.1", 5, expires_s=NOW + TTL_S)
     with pytest.raises(ValueError, match="by which invite"):
         unseal(seal(rogue.identity, rogue.membership, record), victim.membership, NOW)
 
@@ -110,11 +110,11 @@ def test_after_a_month_peers_of_a_renewed_invite_are_admitted_and_others_not() -
     ann, bob, eve = Member(invite), Member(an_invite(days=400)), Member(lapsed)
     for member in (ann, bob, eve):
         member.clock.now = NOW + 31 * DAY_S
-    with pytest.raises(Refusal, match="expired"):
+    with pytest.raises(HandshakeRefused, match="expired"):
         ann.calls(bob)
     assert bob.membership.take_list(a_list(1, (renewed(invite),)))
     ann.calls(bob)
-    with pytest.raises(Refusal, match="expired"):
+    with pytest.raises(HandshakeRefused, match="expired"):
         eve.calls(bob)
 
 
@@ -165,7 +165,7 @@ def test_clocks_that_differ_by_an_hour_keep_nobody_out(ahead_s: float) -> None:
     ann.calls(bob)
     bob.calls(ann)
     bob.clock.now += 2 * SKEW_S + 1
-    with pytest.raises(Refusal, match="expired"):
+    with pytest.raises(HandshakeRefused, match="expired"):
         ann.calls(bob)
 
 
@@ -183,11 +183,11 @@ def test_a_revoked_invite_shuts_out_all_its_peers_and_a_revoked_key_that_peer() 
     ann, twin, carl = Member(invite), Member(invite), Member(other)
     bob.membership.take_list(a_list(1, revoked=(carl.identity.key_id,)))
     ann.calls(bob)
-    with pytest.raises(Refusal, match=f"its key {carl.identity.key_id} was revoked"):
+    with pytest.raises(HandshakeRefused, match=f"its key {carl.identity.key_id} was revoked"):
         carl.calls(bob)
     bob.membership.take_list(a_list(2, revoked=(invite.grant.id, carl.identity.key_id)))
     for each in (ann, twin):
-        with pytest.raises(Refusal, match=f"its invite {invite.grant.id} was revoked by the run's authority"):
+        with pytest.raises(HandshakeRefused, match=f"its invite {invite.grant.id} was revoked by the run's authority"):
             each.calls(bob)
         assert bob.membership.revoked(each.name) is not None
     assert bob.membership.revoked(bob.name) is None
@@ -198,7 +198,7 @@ def test_a_renewal_does_not_help_whoever_was_revoked() -> None:
     ann, bob = Member(invite), Member(an_invite())
     ann.membership.take_grant(msgspec.msgpack.encode(renewed(invite)))
     bob.membership.take_list(a_list(1, (renewed(invite),), (invite.grant.id,)))
-    with pytest.raises(Refusal, match="revoked"):
+    with pytest.raises(HandshakeRefused, match="revoked"):
         ann.calls(bob)
 
 
@@ -212,11 +212,13 @@ def test_a_revoked_peer_is_shown_the_authoritys_own_word_and_believes_nothing_le
         msgspec.msgpack.encode(msgspec.structs.replace(RUN.revoked("x", NOW), what=invite.grant.id)),
         msgspec.msgpack.encode(RUN.revoked(an_invite().grant.id, NOW)),
     ):
-        with pytest.raises(Refusal):
-            check_hello(msgspec.msgpack.encode(No("revoked!", notice)), bob.identity.key_id, ann.name, ann.membership)
+        with pytest.raises(HandshakeRefused):
+            check_hello(
+                msgspec.msgpack.encode(Rejection("revoked!", notice)), bob.identity.key_id, ann.name, ann.membership
+            )
         assert ann.membership.revoked(ann.name) is None
     bob.membership.take_list(a_list(1, revoked=(invite.grant.id,)))
-    with pytest.raises(Refusal):
+    with pytest.raises(HandshakeRefused):
         ann.calls(bob)
     mine = ann.membership.revoked(ann.name)
     assert mine is not None and "its invite" in mine.words
@@ -225,7 +227,7 @@ def test_a_revoked_peer_is_shown_the_authoritys_own_word_and_believes_nothing_le
 def test_records_of_the_revoked_are_not_believed() -> None:
     invite = an_invite()
     ann, bob = Member(invite), Member(an_invite())
-    data = seal(ann.identity, ann.membership, Record(RUN.run, ann.name, "h", 5, expires_s=NOW + TTL_S))
+    data = seal(ann.identity, ann.membership, PeerRecord(RUN.run, ann.name, "h", 5, expires_s=NOW + TTL_S))
     assert unseal(data, bob.membership, NOW).peer == ann.name
     bob.membership.take_list(a_list(1, revoked=(invite.grant.id,)))
     with pytest.raises(ValueError, match="revoked"):

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.transport.budget import Allowance
 from shoal.transport.directory import records
-from shoal.transport.directory.records import KEY_RECORDS, TTL_S, Busy, Record, Records, Sealed, seal, unseal
+from shoal.transport.directory.records import KEY_RECORDS, TTL_S, BudgetSpent, PeerRecord, Records, Sealed, seal, unseal
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 
@@ -27,7 +27,7 @@ INVITE = an_invite()
 
 def a_record(identity: Identity, invite: Any = INVITE, **changes: Any) -> bytes:
     membership = invite.membership(identity)
-    record = Record(invite.run, identity.name, "127.0.0.1", 5, expires_s=NOW + TTL_S)
+    record = PeerRecord(invite.run, identity.name, "127.0.0.1", 5, expires_s=NOW + TTL_S)
     return seal(identity, membership, msgspec.structs.replace(record, **changes))
 
 
@@ -46,7 +46,7 @@ def forged(count: int) -> list[bytes]:
     for one in made:
         one.tag = INVITE.grant.tag
     return [
-        seal(one, Membership(INVITE.run, proof), Record(INVITE.run, one.name, "h", 5, expires_s=NOW + 50))
+        seal(one, Membership(INVITE.run, proof), PeerRecord(INVITE.run, one.name, "h", 5, expires_s=NOW + 50))
         for one in made
     ]
 
@@ -120,7 +120,7 @@ def test_what_was_not_looked_at_is_taken_when_it_comes_again() -> None:
     table, _, _ = a_table(from_one=Allowance(3.0, 3.0))
     first, second = a_record(Identity.new()), a_record(Identity.new())
     table.hear(first, "s", NOW)
-    with pytest.raises(Busy):
+    with pytest.raises(BudgetSpent):
         table.hear(second, "s", NOW)
     table.hear(first, "s", NOW)  # a good one that is known always passes
     assert table.hear(second, "s", NOW + 1.0)
@@ -167,7 +167,7 @@ def test_where_the_table_is_full_the_invite_that_filled_it_gets_no_more(monkeypa
     for number in range(60):
         try:
             table.hear(a_record(Identity.new(), greedy), "10.0.0.66", NOW)
-        except Busy:
+        except BudgetSpent:
             assert number >= 26
     for one in mine[4:]:
         table.hear(a_record(one, honest), "10.0.0.1", NOW)
@@ -180,7 +180,7 @@ def test_the_table_has_a_bound_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(40):
         try:
             table.hear(a_record(Identity.new(), addresses=("x" * 450,) * 4), "s", NOW)
-        except Busy:
+        except BudgetSpent:
             continue
     assert sum(len(held.data) for held in table.held.values()) <= 20_000
 
@@ -198,7 +198,7 @@ def test_a_changed_body_under_a_good_pass_is_refused_once_it_is_looked_at() -> N
     identity = Identity.new()
     table.hear(a_record(identity), "s", NOW)
     sealed = msgspec.msgpack.decode(a_record(identity), type=Sealed)
-    body = msgspec.msgpack.encode(Record(INVITE.run, identity.name, "evil", 6, expires_s=NOW + 2 * TTL_S))
+    body = msgspec.msgpack.encode(PeerRecord(INVITE.run, identity.name, "evil", 6, expires_s=NOW + 2 * TTL_S))
     forgery = msgspec.msgpack.encode(msgspec.structs.replace(sealed, body=body))
     assert "signature is wrong" in refused(table, forgery)
     with pytest.raises(ValueError, match="signature is wrong"):

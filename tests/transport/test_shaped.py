@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.emulated.shaped import Downlink, Line, Link, Pair, Uplink
+from shoal.transport.emulated.shaped import AccessLink, DownlinkQueue, LineQueue, PairLink, UplinkQueue
 
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 
 
-def passed(line: Line | Downlink) -> list[tuple[float, object]]:
+def passed(line: LineQueue | DownlinkQueue) -> list[tuple[float, object]]:
     """Everything that is on the line, with the time at which it arrives."""
     got = []
     while (deadline := line.deadline) is not None:
@@ -22,7 +22,7 @@ def passed(line: Line | Downlink) -> list[tuple[float, object]]:
 @settings(deadline=None)
 @given(sizes)
 def test_a_busy_line_carries_exactly_its_bandwidth(nbytes: list[int]) -> None:
-    line = Line(100.0, delay_s=5.0)
+    line = LineQueue(100.0, delay_s=5.0)
     for serial, size in enumerate(nbytes):
         line.push(serial, "p", size, bulk=True, now=0.0)
     got = passed(line)
@@ -33,7 +33,7 @@ def test_a_busy_line_carries_exactly_its_bandwidth(nbytes: list[int]) -> None:
 @settings(deadline=None)
 @given(sizes, st.floats(0.0, 30.0))
 def test_looking_late_does_not_make_the_line_idle(nbytes: list[int], lateness_s: float) -> None:
-    line = Line(100.0)
+    line = LineQueue(100.0)
     for serial, size in enumerate(nbytes):
         line.push(serial, "p", size, bulk=True, now=0.0)
     late = []
@@ -46,7 +46,7 @@ def test_looking_late_does_not_make_the_line_idle(nbytes: list[int], lateness_s:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 500), st.booleans()), max_size=20))
 def test_no_line_is_faster_than_its_bandwidth_and_order_is_kept(pushes: list[tuple[float, int, bool]]) -> None:
-    line, now = Line(100.0, delay_s=1.0), 0.0
+    line, now = LineQueue(100.0, delay_s=1.0), 0.0
     pushed: list[float] = []
     arrived: dict[int, float] = {}  # in order of arrival
     for serial, (pause_s, nbytes, bulk) in enumerate(pushes):
@@ -70,7 +70,7 @@ def test_no_line_is_faster_than_its_bandwidth_and_order_is_kept(pushes: list[tup
 
 
 def test_control_goes_first_and_pushes_bulk_back_by_its_own_time() -> None:
-    line = Line(100.0)
+    line = LineQueue(100.0)
     line.push("bulk", "p", 1000, bulk=True, now=0.0)
     line.push("next", "p", 100, bulk=True, now=0.0)
     line.push("control", "p", 50, bulk=False, now=2.0)
@@ -78,7 +78,7 @@ def test_control_goes_first_and_pushes_bulk_back_by_its_own_time() -> None:
 
 
 def test_bulk_of_a_higher_rank_goes_first_and_takes_its_time_from_the_lower() -> None:
-    line = Line(100.0)
+    line = LineQueue(100.0)
     line.push("state", "p", 1000, bulk=True, now=0.0, rank=3)
     line.push("more state", "p", 100, bulk=True, now=0.0, rank=3)
     line.push("part", "p", 200, bulk=True, now=1.0, rank=2)
@@ -97,7 +97,7 @@ def test_bulk_of_a_higher_rank_goes_first_and_takes_its_time_from_the_lower() ->
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500), st.integers(-1, 3)), min_size=1, max_size=20))
 def test_with_ranks_too_the_line_is_never_idle_nor_too_fast(pushes: list[tuple[float, int, int]]) -> None:
     """Any lane's last message is through when a line that served nothing lower would be, and no lower one earlier."""
-    line, now = Line(100.0), 0.0
+    line, now = LineQueue(100.0), 0.0
     arrived: dict[int, float] = {}
     busy = [0.0] * 5  # until when a line that carried only this lane and the higher ones would be busy
     for serial, (pause_s, nbytes, rank) in enumerate(pushes):
@@ -115,7 +115,7 @@ def test_with_ranks_too_the_line_is_never_idle_nor_too_fast(pushes: list[tuple[f
 
 
 def test_what_is_forgotten_leaves_the_line_as_fast_as_it_is() -> None:
-    line = Line(100.0)
+    line = LineQueue(100.0)
     line.push("gone", "gone", 500, bulk=True, now=0.0, rank=3)
     line.push("kept", "p", 100, bulk=True, now=0.0, rank=3)
     line.push("first", "p", 1000, bulk=True, now=2.0, rank=0)
@@ -124,7 +124,7 @@ def test_what_is_forgotten_leaves_the_line_as_fast_as_it_is() -> None:
 
 
 def test_what_is_forgotten_gives_its_time_to_others() -> None:
-    line = Line(100.0)
+    line = LineQueue(100.0)
     line.push("theirs", "gone", 1000, bulk=True, now=0.0)
     line.push("ours", "p", 100, bulk=True, now=0.0)
     line.push("theirs again", "gone", 500, bulk=True, now=0.0)
@@ -134,27 +134,27 @@ def test_what_is_forgotten_gives_its_time_to_others() -> None:
 
 
 def test_a_downlink_holds_nothing_that_came_alone() -> None:
-    line = Downlink(100.0)
+    line = DownlinkQueue(100.0)
     line.push("alone", "p", 1000, bulk=True, now=10.0)
     assert line.deadline == 10.0
 
 
 def test_a_downlink_is_shared_by_what_comes_at_once() -> None:
-    line = Downlink(100.0)
+    line = DownlinkQueue(100.0)
     line.push("one", "p", 1000, bulk=True, now=10.0)
     line.push("other", "q", 1000, bulk=True, now=10.0)
     assert [at for at, _ in passed(line)] == [10.0, 20.0]
 
 
 def test_a_small_message_costs_a_tensor_on_its_way_no_more_than_its_own_time() -> None:
-    line = Downlink(100.0)
+    line = DownlinkQueue(100.0)
     line.push("tokens", "q", 10, bulk=True, now=5.0, rank=1)
     line.push("tensor", "p", 1000, bulk=True, now=10.0, rank=1)
     assert [at for at, _ in passed(line)] == [5.0, pytest.approx(10.1)]
 
 
 def test_what_one_peer_sends_keeps_its_order_within_a_rank() -> None:
-    line = Downlink(100.0)
+    line = DownlinkQueue(100.0)
     line.push("theirs", "q", 1000, bulk=True, now=30.0)
     line.push("first", "p", 100, bulk=True, now=30.0, rank=1)
     line.push("second", "p", 2000, bulk=True, now=30.5, rank=1)  # most of it came before theirs began
@@ -163,7 +163,7 @@ def test_what_one_peer_sends_keeps_its_order_within_a_rank() -> None:
 
 
 def test_a_downlink_forgets_a_peer() -> None:
-    line = Downlink(100.0)
+    line = DownlinkQueue(100.0)
     line.push("theirs", "gone", 1000, bulk=True, now=10.0)
     line.push("ours", "p", 1000, bulk=True, now=10.0)
     assert line.waiting_bytes("gone") == 1000
@@ -172,7 +172,7 @@ def test_a_downlink_forgets_a_peer() -> None:
 
 
 def test_without_a_bandwidth_there_is_only_delay() -> None:
-    line = Line(0.0, delay_s=0.5)
+    line = LineQueue(0.0, delay_s=0.5)
     line.push("x", "p", 10**9, bulk=True, now=1.0)
     assert line.deadline == 1.5
 
@@ -180,13 +180,13 @@ def test_without_a_bandwidth_there_is_only_delay() -> None:
 # ------------------------------------------------------------------------------------------------------- links of pairs
 
 
-def an_uplink(up_Bps: float = 1000.0, **pairs: Pair) -> Uplink:
-    uplink = Uplink(Link(delay_s=0.5, up_Bps=up_Bps, pairs=pairs))
+def an_uplink(up_Bps: float = 1000.0, **pairs: PairLink) -> UplinkQueue:
+    uplink = UplinkQueue(AccessLink(delay_s=0.5, up_Bps=up_Bps, pairs=pairs))
     uplink.hosts = {host.upper(): host for host in pairs}
     return uplink
 
 
-def left(uplink: Uplink) -> dict[object, float]:
+def left(uplink: UplinkQueue) -> dict[object, float]:
     got: dict[object, float] = {}
     while (deadline := uplink.deadline) is not None:
         got |= dict.fromkeys(uplink.take(deadline), deadline)
@@ -195,21 +195,21 @@ def left(uplink: Uplink) -> dict[object, float]:
 
 def test_links_of_pairs_are_filled_side_by_side_behind_a_wide_uplink() -> None:
     """1,000 bytes a second leave; each link takes 100. One after the other they would take 10 s each."""
-    uplink = an_uplink(a=Pair(0.0, 100.0), b=Pair(2.0, 100.0))
+    uplink = an_uplink(a=PairLink(0.0, 100.0), b=PairLink(2.0, 100.0))
     uplink.push("one", "A", 1000, bulk=True, now=0.0)
     uplink.push("two", "B", 1000, bulk=True, now=0.0)
     assert left(uplink) == {"one": pytest.approx(10.0), "two": pytest.approx(1.0 + 10.0 + 2.0)}
 
 
 def test_a_narrow_uplink_is_the_limit_of_all_pairs_together() -> None:
-    uplink = an_uplink(50.0, a=Pair(0.0, 100.0), b=Pair(0.0, 100.0))
+    uplink = an_uplink(50.0, a=PairLink(0.0, 100.0), b=PairLink(0.0, 100.0))
     uplink.push("one", "A", 1000, bulk=True, now=0.0)
     uplink.push("two", "B", 1000, bulk=True, now=0.0)
     assert left(uplink) == {"one": pytest.approx(20.0), "two": pytest.approx(40.0)}
 
 
 def test_messages_of_one_pair_follow_one_another_and_others_are_not_held() -> None:
-    uplink = an_uplink(a=Pair(0.0, 100.0))
+    uplink = an_uplink(a=PairLink(0.0, 100.0))
     uplink.push("one", "A", 500, bulk=True, now=0.0)
     uplink.push("two", "A", 500, bulk=True, now=0.0)
     uplink.push("other", "stranger", 100, bulk=True, now=0.0)
@@ -218,7 +218,7 @@ def test_messages_of_one_pair_follow_one_another_and_others_are_not_held() -> No
 
 
 def test_what_is_forgotten_leaves_the_link_of_its_pair_too() -> None:
-    uplink = an_uplink(a=Pair(0.0, 100.0), b=Pair(0.0, 100.0))
+    uplink = an_uplink(a=PairLink(0.0, 100.0), b=PairLink(0.0, 100.0))
     uplink.push("gone", "A", 1000, bulk=True, now=0.0)
     uplink.push("kept", "B", 1000, bulk=True, now=0.0)
     assert uplink.take(1.5) == []

@@ -24,8 +24,8 @@ from shoal.transport.base import Incoming, Limits, Lost
 from shoal.transport.budget import Allowance
 from shoal.transport.identity.identity import Identity, client_context
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.streams import callers, inbox, streams
-from shoal.transport.streams.hello import encode_hello
+from shoal.transport.streams import admission, handshake, receive_queue, sender
+from shoal.transport.streams.handshake import encode_hello
 from shoal.transport.tls import TlsTransport
 from shoal.transport.wire import BlobHead, Head, encode, fragment_head
 
@@ -36,7 +36,7 @@ INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time()
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here may pass because somebody's time is over."""
-    monkeypatch.setattr(streams, "CONNECT_S", 600.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 600.0)
 
 
 def make(limits: Limits = Limits()) -> TlsTransport:
@@ -104,13 +104,13 @@ async def message_of(victim: TlsTransport, peer: str) -> int:
 def test_connections_that_never_speak_lock_nobody_out(held: ExitStack) -> None:
     async def story() -> None:
         async with started(make(), make()) as (victim, peer):
-            for _ in range(callers.UNKNOWN + 60):
+            for _ in range(admission.MAX_PENDING + 60):
                 held.enter_context(socket.create_connection(victim.address, 60))
             peer.send(victim.name, control(1))
             assert await message_of(victim, peer.name) == 0
-            assert victim._callers.counts[0] <= callers.UNKNOWN
+            assert victim._admission.counts[0] <= admission.MAX_PENDING
             held.close()
-            while victim._callers.counts[0]:  # nothing of them stays
+            while victim._admission.counts[0]:  # nothing of them stays
                 await asyncio.sleep(0.01)
 
     asyncio.run(story())
@@ -119,7 +119,7 @@ def test_connections_that_never_speak_lock_nobody_out(held: ExitStack) -> None:
 def test_a_hundred_peers_behind_one_address_come_in_beside_silent_connections_from_there(held: ExitStack) -> None:
     async def story() -> None:
         async with started(make()) as (victim,):
-            for _ in range(callers.UNKNOWN):
+            for _ in range(admission.MAX_PENDING):
                 held.enter_context(socket.create_connection(victim.address, 60))
 
             def come() -> None:
@@ -127,7 +127,7 @@ def test_a_hundred_peers_behind_one_address_come_in_beside_silent_connections_fr
                     call(held, victim, Identity.new())
 
             await asyncio.gather(*(asyncio.to_thread(come) for _ in range(4)))
-            assert victim._callers.counts[1] == 100
+            assert victim._admission.counts[1] == 100
 
     asyncio.run(story())
 
@@ -135,13 +135,13 @@ def test_a_hundred_peers_behind_one_address_come_in_beside_silent_connections_fr
 def test_more_new_connections_than_an_address_may_make_are_closed_at_once_and_counted_in_few_lines(
     held: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(callers, "FROM_ONE", Allowance(per_s=1e-9, at_once=20.0))
+    monkeypatch.setattr(admission, "PER_ADDRESS", Allowance(per_s=1e-9, at_once=20.0))
 
     async def story() -> None:
         async with started(make()) as (victim,):
             socks = [held.enter_context(socket.create_connection(victim.address, 60)) for _ in range(60)]
             closed = await asyncio.to_thread(lambda: [_is_closed(sock) for sock in socks[20:]])
-            assert all(closed) and victim._callers.counts == (20, 0)
+            assert all(closed) and victim._admission.counts == (20, 0)
 
     asyncio.run(story())
     assert len(caplog.records) <= budget.FIRST + 2
@@ -166,8 +166,8 @@ def test_a_key_takes_no_more_connections_by_taking_more_names(held: ExitStack) -
         async with started(make()) as (victim,):
             key = Identity.new().key
             socks = [call(held, victim, Identity(key, f"{number}")) for number in range(8)]
-            gone = await asyncio.to_thread(lambda: [_is_closed(sock) for sock in socks[: -callers.NAMES]])
-            assert all(gone) and victim._callers.counts == (0, callers.NAMES)
+            gone = await asyncio.to_thread(lambda: [_is_closed(sock) for sock in socks[: -admission.NAMES]])
+            assert all(gone) and victim._admission.counts == (0, admission.NAMES)
 
     asyncio.run(story())
 
@@ -176,9 +176,9 @@ def test_what_one_key_has_waiting_is_bounded_under_any_names_and_others_pass_it(
     held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest Pulses there may be, from a member in no view."""
-    for pace in ("PACE_BYTES", "PACE_LARGE_BYTES"):
-        monkeypatch.setattr(streams, pace, Allowance(1e9, 1e9))
-    monkeypatch.setattr(inbox, "CONTROL_ROOM_BYTES", 8 * MIB)
+    for rate in ("BYTE_RATE", "LARGE_BYTE_RATE"):
+        monkeypatch.setattr(admission, rate, Allowance(1e9, 1e9))
+    monkeypatch.setattr(receive_queue, "CONTROL_LIMIT_BYTES", 8 * MIB)
     books = tuple(Booking(100_000 + index, 0.5) for index in range(34_000))
     words = b"".join(encode(Pulse(1, 1, 1, True, books), (), Limits()).parts)
     assert 0.4 * MIB < len(words) < 0.5 * MIB
@@ -197,18 +197,18 @@ def test_what_one_key_has_waiting_is_bounded_under_any_names_and_others_pass_it(
 
             socks = [await asyncio.to_thread(call, held, victim, Identity(key, f"{number}")) for number in range(6)]
             floods = [asyncio.ensure_future(asyncio.to_thread(flood, sock)) for sock in socks]
-            while victim._inbox._bytes[0] < MIB:
+            while victim._receive_queue._bytes[0] < MIB:
                 await asyncio.sleep(0.01)
             most = 0
             for turn in range(30):  # the node is slow: the flood has all the time to come
                 peer.send(victim.name, control(turn))
-                while not victim._inbox._lanes[0].part_of(peer.name.partition(".")[0])[1]:
+                while not victim._receive_queue._lanes[0].share_of(peer.name.partition(".")[0])[1]:
                     await asyncio.sleep(0.001)
                 assert await message_of(victim, peer.name) <= 1
-                most = max(most, victim._inbox._bytes[0])
-            assert most <= (1 + callers.NAMES) * MIB, "its part, and what was being read on each connection"
+                most = max(most, victim._receive_queue._bytes[0])
+            assert most <= (1 + admission.NAMES) * MIB, "its part, and what was being read on each connection"
             over.set()
-            for sock in socks[-callers.NAMES :]:
+            for sock in socks[-admission.NAMES :]:
                 sock.shutdown(socket.SHUT_RDWR)  # wakes whoever writes
             await asyncio.gather(*floods)
 
@@ -216,7 +216,7 @@ def test_what_one_key_has_waiting_is_bounded_under_any_names_and_others_pass_it(
 
 
 def test_a_key_that_talks_too_fast_is_slowed_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "PACE_MESSAGES", Allowance(per_s=1e-6, at_once=20.0))
+    monkeypatch.setattr(admission, "MESSAGE_RATE", Allowance(per_s=1e-6, at_once=20.0))
 
     async def story() -> None:
         async with started(make(), make(), make()) as (victim, rogue, peer):
@@ -233,7 +233,7 @@ def test_a_key_that_talks_too_fast_is_slowed_and_nobody_else(monkeypatch: pytest
 def test_a_key_that_talks_too_fast_gains_nothing_by_new_connections_under_new_names(
     held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "PACE_MESSAGES", Allowance(per_s=1e-6, at_once=3.0))
+    monkeypatch.setattr(admission, "MESSAGE_RATE", Allowance(per_s=1e-6, at_once=3.0))
     words = b"".join(encode(control(1), (), Limits()).parts)
 
     async def story() -> None:
@@ -276,7 +276,7 @@ def test_messages_that_never_end_are_bounded_and_the_greediest_sender_is_dropped
             while not isinstance(item := await victim.receive(), Lost):
                 pass
             assert item.peer == greedy.name and "unfinished" in item.reason
-            assert victim._unfinished.nbytes <= 2 * MIB
+            assert victim._receiver._partial_messages.nbytes <= 2 * MIB
             peer.send(victim.name, control(1))
             assert await message_of(victim, peer.name) == 0
 
@@ -289,10 +289,10 @@ def test_a_socket_that_cannot_be_made_loses_one_message_and_not_the_thread(monke
             plain = one._tls.socket
             faults = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 2
 
-            def scarce(way: Any) -> socket.socket:
+            def scarce(route: Any) -> socket.socket:
                 if faults:
                     raise faults.pop()
-                return plain(way)
+                return plain(route)
 
             monkeypatch.setattr(one._tls, "socket", scarce)
             for kind in range(2):
@@ -305,10 +305,10 @@ def test_a_socket_that_cannot_be_made_loses_one_message_and_not_the_thread(monke
     asyncio.run(story())
 
 
-def test_addresses_and_boxes_do_not_grow_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_and_send_queues_do_not_grow_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.transport import tls
 
-    monkeypatch.setattr(streams, "BOXES", 10)
+    monkeypatch.setattr(sender, "SEND_QUEUES", 10)
     monkeypatch.setattr(tls, "ADDRESSES", 10)
 
     async def story() -> None:
@@ -321,13 +321,13 @@ def test_addresses_and_boxes_do_not_grow_with_names(monkeypatch: pytest.MonkeyPa
                     one.learn(name, nobody)
                     one.send(name, control(1))
                     assert isinstance(await one.receive(), Lost)
-            assert len(one._boxes) <= 11 and len(one._tls._addresses) <= 10
+            assert len(one._sender._queues) <= 11 and len(one._tls._addresses) <= 10
 
     asyncio.run(story())
 
 
 def test_what_waits_for_all_peers_together_is_bounded_and_each_has_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "ALL_CONTROL_BYTES", 3 * MIB)
+    monkeypatch.setattr(sender, "ALL_CONTROL_BYTES", 3 * MIB)
     books = tuple(Booking(index) for index in range(60_000))
 
     async def story() -> None:
@@ -340,10 +340,10 @@ def test_what_waits_for_all_peers_together_is_bounded_and_each_has_a_little(monk
                     one.learn(name, silent.getsockname())
                     sent += one.send(name, Pulse(1, 1, 1, True, books))
                     assert one.send(name, control(1))
-                assert 2 * MIB < sent <= 3 * MIB and one._totals["control"].nbytes < 4 * MIB
-                for peer, _ in list(one._boxes):
+                assert 2 * MIB < sent <= 3 * MIB and one._sender._queued_bytes["control"].nbytes < 4 * MIB
+                for peer, _ in list(one._sender._queues):
                     one.forget(peer)
-                assert one._totals["control"].nbytes == 0
+                assert one._sender._queued_bytes["control"].nbytes == 0
 
     asyncio.run(story())
 

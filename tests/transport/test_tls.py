@@ -16,8 +16,8 @@ from shoal.core.messages import Boundary, Cancelled
 from shoal.transport.base import Blob, Incoming, Limits, Lost
 from shoal.transport.identity.identity import Identity, certificate_key_id, client_context
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.streams import inbox, streams
-from shoal.transport.streams.engine import Engine, Link, Want
+from shoal.transport.streams import handshake, receive_queue
+from shoal.transport.streams.engine import Connection, Engine, WaitFor
 from shoal.transport.tls import TlsTransport
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def silent() -> Any:
 
 
 def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "CONNECT_S", 0.2)
+    monkeypatch.setattr(handshake, "CONNECT_S", 0.2)
 
     async def story() -> None:
         a, there = make(), Identity.new().name
@@ -54,7 +54,7 @@ def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypa
         a.learn(there, silent)
         a.send(there, Cancelled(0, 1, 2, 0, 0))
         assert await take(a) == Lost(there, "no answer in time")
-        assert a._boxes[there, "control"].first() is None, "it would wait for ever"
+        assert a._sender._queues[there, "control"].first() is None, "it would wait for ever"
         await a.close()
 
     asyncio.run(story())
@@ -63,7 +63,7 @@ def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypa
 def test_what_waits_for_a_peer_is_bounded_and_given_back_when_it_is_forgotten(
     silent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "CONNECT_S", 600.0)
+    monkeypatch.setattr(handshake, "CONNECT_S", 600.0)
 
     async def story() -> None:
         a, there = make(Limits(queued_bytes=3 * MIB)), Identity.new().name
@@ -71,10 +71,10 @@ def test_what_waits_for_a_peer_is_bounded_and_given_back_when_it_is_forgotten(
         a.learn(there, silent)
         for index in range(10):
             a.send(there, *bulk(index, MIB))
-        box = a._boxes[there, "bulk"]
-        assert MIB < box._bytes <= 3 * MIB
+        queue = a._sender._queues[there, "bulk"]
+        assert MIB < queue._bytes <= 3 * MIB
         a.forget(there)
-        assert box._bytes == 0 and box.first() is None
+        assert queue._bytes == 0 and queue.first() is None
         await a.close()
 
     asyncio.run(story())
@@ -95,7 +95,7 @@ def test_a_message_larger_than_the_queue_is_sent_when_nothing_else_waits() -> No
 
 
 def test_a_reader_that_does_not_take_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "ROOM_BYTES", 2 * MIB)
+    monkeypatch.setattr(receive_queue, "BULK_LIMIT_BYTES", 2 * MIB)
 
     async def story() -> None:
         a, b = make(), make()
@@ -110,10 +110,10 @@ def test_a_reader_that_does_not_take_is_not_filled(monkeypatch: pytest.MonkeyPat
             await take(b)
             b.send(a.name, Cancelled(0, 1, index, 0, 0))
             await take(a)
-            assert b._inbox._bytes[1] < 4 * MIB
+            assert b._receive_queue._bytes[1] < 4 * MIB
         while (item := await take(b)).message != bulk(59, 1)[0]:
             assert isinstance(item, Incoming)
-            assert b._inbox._bytes[1] < 4 * MIB
+            assert b._receive_queue._bytes[1] < 4 * MIB
         await a.close()
         await b.close()
 
@@ -206,7 +206,7 @@ def test_a_host_that_is_not_this_machine_is_refused() -> None:
 
 def test_a_mistake_in_one_connection_does_not_stop_the_others() -> None:
     def wrong() -> Any:
-        yield Want.AGAIN
+        yield WaitFor.AGAIN
         raise KeyError("a mistake")
 
     async def story() -> None:
@@ -214,7 +214,7 @@ def test_a_mistake_in_one_connection_does_not_stop_the_others() -> None:
         engine.start()
         for _ in range(2):
             failed.clear()
-            link = Link(socket.socket(), lambda error: loop.call_soon_threadsafe(failed.set))
+            link = Connection(socket.socket(), lambda error: loop.call_soon_threadsafe(failed.set))
             link.steps = wrong()
             engine.post(lambda link=link: engine.adopt(link))  # type: ignore[misc]
             await asyncio.wait_for(failed.wait(), 60)
@@ -236,7 +236,7 @@ def test_a_connection_handed_to_an_engine_that_has_ended_is_closed() -> None:
         if ended:
             other.start()
             other.stop()
-        link = Link(socket.socket(), lambda error: None)
+        link = Connection(socket.socket(), lambda error: None)
         begun = threading.Event()
         link.steps = goes_on(other, begun)
         one.post(partial(one.adopt, link))

@@ -3,7 +3,7 @@ what it did and why.
 
 What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (launcher/schedule.py). Peers
 are signalled from here, each as the very process that its launcher wrote down (launcher/process.py), and nothing else is; the launcher
-starts those that are to come (rundir.Wanted). Links are cut by the peers themselves (transport/emulated/faulty.py),
+starts those that are to come (rundir.WantedPeers). Links are cut by the peers themselves (transport/emulated/faulty.py),
 in a run with network.faults. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
 """
 
@@ -26,9 +26,9 @@ from shoal import config as configuration
 from shoal import units
 from shoal.dashboard import account
 from shoal.launcher import process, rundir, schedule
-from shoal.launcher.moments import MOMENTS, Traces
+from shoal.launcher.injection_points import INJECTION_POINTS, TraceTail
 from shoal.launcher.process import Process
-from shoal.launcher.rundir import Local, Locals, Wanted
+from shoal.launcher.rundir import LocalPeer, PeersFile, WantedPeers
 from shoal.launcher.schedule import LINKS, Act, Rates
 from shoal.runtime.records.report import replace
 from shoal.sim.faults import preemption
@@ -72,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cut-for", default=str(schedule.CUT_S), metavar="S", help="how long it stays cut off (12)")
     parser.add_argument("--hole-for", default=str(schedule.HOLE_S), metavar="S", help="how long they vanish (120)")
     parser.add_argument(
-        "--cut-way",
+        "--cut-direction",
         choices=("both", "out", "in", "any"),
         default="any",
         help="which direction is cut, or has a hole; any = drawn (any)",
@@ -108,8 +108,8 @@ def main(args: argparse.Namespace) -> int:
 def _acts(args: argparse.Namespace, directory: Path) -> tuple[Act, ...]:
     rates = _rates(args)
     random = any(getattr(args, f"{kind}_every") is not None for kind in KINDS)
-    ways = [args.schedule is not None, args.trace is not None, random]
-    if sum(ways) != 1:
+    modes = [args.schedule is not None, args.trace is not None, random]
+    if sum(modes) != 1:
         raise ValueError(
             "say what to do in one way: --schedule FILE, --trace CSV, or --kill-every, --stop-every, --slow-every, "
             "--cut-every, --hole-every, --lag-every S"
@@ -152,7 +152,7 @@ def _rates(args: argparse.Namespace) -> Rates:
         cut_s=_positive("--cut-for", args.cut_for),
         hole_s=_positive("--hole-for", args.hole_for),
         lag_s=_positive("--lag-for", args.lag_for),
-        cut_way=args.cut_way,
+        cut_direction=args.cut_direction,
         slow_by=args.slow_by,
     )
 
@@ -185,7 +185,7 @@ class Chaos:
 
     def __init__(self, directory: Path, rng: Random, lose_stages: bool) -> None:
         self.directory, self.rng, self.lose_stages = directory, rng, lose_stages
-        self.locals: Locals = rundir.locals_of(directory)
+        self.locals: PeersFile = rundir.locals_of(directory)
         self.over = False  # the run is finished, or its launcher is gone
         self._began_s = time.monotonic()
         self._wanted = 0
@@ -193,7 +193,7 @@ class Chaos:
         self._held: dict[str, Process] = {}  # stopped now and then, to be continued at the end
         self._faults: list[Fault] = []  # of links, now
         self._armed: list[tuple[Act, float]] = []  # wait for their moment, until then
-        self._traces = Traces(directory)
+        self._traces = TraceTail(directory)
         self._looked_s = float("-inf")
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = count()
@@ -251,7 +251,7 @@ class Chaos:
         else:
             self._say(f"{act.kind} is left out: {choice.why_not}")
 
-    def _hit(self, act: Act, peer: Local) -> None:
+    def _hit(self, act: Act, peer: LocalPeer) -> None:
         if act.kind == "remove":
             self._want(-1)
         number = signal.SIGKILL if act.kind in ("kill", "remove") else signal.SIGSTOP
@@ -272,7 +272,7 @@ class Chaos:
         else:
             self._halt(peer.label, self._now() + act.length_s, act.by)
 
-    def _break(self, act: Act, side: list[Local]) -> None:
+    def _break(self, act: Act, side: list[LocalPeer]) -> None:
         """Cut or slow the links of these, who keep theirs among one another."""
         others = [peer.peer for peer in schedule.named(act.off, self.locals) if peer.peer] if act.off else []
         others = [peer for peer in others if peer not in {near.peer for near in side}]
@@ -282,7 +282,7 @@ class Chaos:
         fault = Fault(
             side=tuple(peer.peer for peer in side),
             others=tuple(others),
-            way=act.way,
+            direction=act.direction,
             link=act.link if act.kind == "lag" else None,
             large=act.kind == "hole",
             until_s=time.monotonic() + act.length_s,
@@ -326,7 +326,7 @@ class Chaos:
         if not self._armed:
             self._traces.skip()
         self._armed.append((act, self._now() + STRIKE_PATIENCE_S))
-        self._say(f"{act.kind}: waiting for {act.who} to begin {MOMENTS[act.on].words}")
+        self._say(f"{act.kind}: waiting for {act.who} to begin {INJECTION_POINTS[act.on].words}")
 
     def _strike(self) -> None:
         """At the first peer that is seen to begin what an act waits for. Should the run have to be spared, at the next."""
@@ -338,10 +338,10 @@ class Chaos:
                 self._armed.remove((act, until_s))
             elif self._now() >= until_s:
                 self._armed.remove((act, until_s))
-                self._say(f"{act.kind} is left out: {act.who} did not begin {MOMENTS[act.on].words} in time")
+                self._say(f"{act.kind} is left out: {act.who} did not begin {INJECTION_POINTS[act.on].words} in time")
 
     def _strike_with(self, act: Act, news: dict[str, bytes]) -> bool:
-        moment = MOMENTS[act.on]
+        moment = INJECTION_POINTS[act.on]
         for peer in schedule.named(act.who, self.locals):
             if moment.tag not in news[peer.label]:
                 continue
@@ -381,7 +381,7 @@ class Chaos:
         me = process.identify(os.getpid())
         assert me is not None
         self._wanted = max(0, self._wanted + more)
-        replace(self.directory / "wanted.json", msgspec.json.encode(Wanted(peers=self._wanted, by=me)))
+        replace(self.directory / "wanted.json", msgspec.json.encode(WantedPeers(peers=self._wanted, by=me)))
 
     def _at(self, at_s: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._due, (at_s, next(self._serial), do))

@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from shoal.shown import escaped_lines
+from shoal.escaping import escaped_lines
 
 _STEP = re.compile(r"step-(\d+)")
 

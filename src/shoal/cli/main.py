@@ -18,7 +18,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from shoal.shown import describe
+from shoal.escaping import describe
 
 COMMANDS = {
     "run": "train: start local peers from a config and watch them",

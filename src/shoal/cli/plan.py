@@ -28,13 +28,15 @@ import numpy as np
 from shoal import codec, config, units
 from shoal.cli.config import configured
 from shoal.core.allreduce import layout
-from shoal.launcher import standing
+from shoal.launcher import replanning
 from shoal.planner.costs import churn, communication
 from shoal.planner.inputs import cluster, memory
 from shoal.planner.inputs.profile import Profile, Shape, Work, profile, spans
-from shoal.planner.prediction import step
+from shoal.planner.prediction import play
 from shoal.planner.search import anneal, dtfm, greedy, placements
 from shoal.planner.strategy import choices, plan, strategy
+from shoal.planner.strategy.pricing import as_planned
+from shoal.planner.strategy.problem import Problem, gradient_bytes, stages_text
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
 
@@ -75,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         return _replan(args, problem)
     seed, budget = 0, 400
 
-    def decide(given: strategy.Problem) -> plan.Plan:
+    def decide(given: Problem) -> plan.Plan:
         if args.sizes:
             return strategy.decide_sizes(given, lambda: np.random.default_rng(seed), budget, args.stages)
         return strategy.decide(given, np.random.default_rng(seed), budget, args.stages)
@@ -109,9 +111,7 @@ def main(args: argparse.Namespace) -> int:
         print(_compared(made, other, args.what_if))
     for what, step_s, stages in around:
         assert made.predicted is not None
-        print(
-            f"{what:<13} {step_s:.4g} s a step, {made.predicted.step_s / step_s:.2f}x as fast, {strategy.stages_text(stages)}"
-        )
+        print(f"{what:<13} {step_s:.4g} s a step, {made.predicted.step_s / step_s:.2f}x as fast, {stages_text(stages)}")
     return 0
 
 
@@ -126,7 +126,7 @@ def _tree(args: argparse.Namespace) -> config.Config:
     return config.load(files[0] if files else None, [word for word in args.words if "=" in word])
 
 
-def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Problem, str]:
+def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[Problem, str]:
     lab = tree.device.executor == "emulated"
     if args.cluster:
         machines = cluster.read(args.cluster)
@@ -137,7 +137,7 @@ def _problem(args: argparse.Namespace, tree: config.Config) -> tuple[strategy.Pr
     counted, why_not = (None, "") if lab else _counted(tree)
     if why_not:
         print(f"FLOPs and bytes by formula, as of a plain decoder: {why_not}", file=sys.stderr)
-    problem = strategy.Problem(
+    problem = Problem(
         shape=shape(tree),
         work=work(tree),
         cluster=machines,
@@ -190,7 +190,7 @@ def refuse_other_size(given: plan.Plan, tree: config.Config, where: str) -> None
             return [f"it is for a model of {given.layers} blocks, this one has {made.blocks}; plan anew"]
         how = tree.network.averaging
         cut = [range(stage.first, stage.end) for stage in given.stages]
-        return strategy.of_another_size(given, [strategy.gradient_bytes(made, span, how) for span in cut])
+        return strategy.of_another_size(given, [gradient_bytes(made, span, how) for span in cut])
 
     found = told(profile(shape(tree), work(tree)))
     if found and (counted := _counted(tree)[0]) is not None:
@@ -267,7 +267,7 @@ def _modelled(tree: config.Config) -> cluster.Cluster:
 # ------------------------------------------------------------------------------------------------------------ what if
 
 
-def what_if(problem: strategy.Problem, text: str) -> strategy.Problem:
+def what_if(problem: Problem, text: str) -> Problem:
     """The problem with changes such as "bandwidth=500 Mbit/s, delay=2x, peers=64"."""
     for change in text.split(","):
         name, sign, value = (word.strip() for word in change.partition("="))
@@ -283,7 +283,7 @@ def what_if(problem: strategy.Problem, text: str) -> strategy.Problem:
     return problem
 
 
-def _changed(problem: strategy.Problem, name: str, value: str) -> strategy.Problem:
+def _changed(problem: Problem, name: str, value: str) -> Problem:
     replace, machines, work = msgspec.structs.replace, problem.cluster, problem.work
     factor = float(value[:-1]) if value.endswith("x") else None
     if factor is not None and not factor > 0:
@@ -326,7 +326,7 @@ def _above(text: str, ending: str) -> float:
 # ----------------------------------------------------------------------------------------------------------- printing
 
 
-def _headline(problem: strategy.Problem, name: str) -> str:
+def _headline(problem: Problem, name: str) -> str:
     work, devices = problem.work, problem.cluster.devices
     kind = "an emulated model" if problem.emulated_s else f"{_many(problem.profile.parameters)} parameters"
     return (
@@ -346,7 +346,7 @@ def _table(made: plan.Plan) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _numbers(made: plan.Plan, problem: strategy.Problem) -> str:
+def _numbers(made: plan.Plan, problem: Problem) -> str:
     told = made.predicted
     assert told is not None, "a plan that was just made has its numbers"
     parts = f"microbatches {_seconds(told.microbatches_s)}, averaging {_seconds(told.averaging_s)}, agreeing"
@@ -412,7 +412,7 @@ def _shares_out(tree: config.Config, peers: int) -> bool:
     return bool(train.local_batch) or (train.batch % peers == 0 and train.batch // peers % train.microbatch == 0)
 
 
-def _churn(made: plan.Plan, problem: strategy.Problem, tree: config.Config) -> str:
+def _churn(made: plan.Plan, problem: Problem, tree: config.Config) -> str:
     told = churn.expected(made, problem.cluster, tree.run.silence_s, tree.checkpoint.every)
     text = (
         f"churn         {told.losses_per_h:.3g} losses an hour cost {told.share:.1%} of the time, most at {told.worst}"
@@ -422,11 +422,11 @@ def _churn(made: plan.Plan, problem: strategy.Problem, tree: config.Config) -> s
     return text
 
 
-def _drawn(made: plan.Plan, problem: strategy.Problem, folder: Path) -> None:
+def _drawn(made: plan.Plan, problem: Problem, folder: Path) -> None:
     from shoal.dashboard import pictures  # matplotlib: only who draws waits for it
 
     folder.mkdir(parents=True, exist_ok=True)
-    bars = step.timeline(strategy.as_planned(problem, made), problem.cluster, np.random.default_rng(0))
+    bars = play.timeline(as_planned(problem, made), problem.cluster, np.random.default_rng(0))
     pictures.plan_map(made, problem.cluster, folder / "map")
     pictures.gantt(bars, made, problem.cluster, folder / "timeline")
     (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, made, problem.cluster))
@@ -439,12 +439,12 @@ def _compared(made: plan.Plan, other: plan.Plan, text: str) -> str:
     return (
         f"\nwhat if       {text}\n"
         f"              {_seconds(then.step_s)} a step instead of {_seconds(now.step_s)},"
-        f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {strategy.stages_text(len(other.stages))}; {then.bottleneck}"
+        f" {then.tokens_per_s / now.tokens_per_s:.2f}x the tokens; {stages_text(len(other.stages))}; {then.bottleneck}"
     )
 
 
-def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
-    verdict = standing.verdict(Path(args.replan), problem)
+def _replan(args: argparse.Namespace, problem: Problem) -> int:
+    verdict = replanning.verdict(Path(args.replan), problem)
     print(json.dumps(msgspec.to_builtins(verdict)) if args.json else verdict.reason)
     if verdict.plan is None:
         return 0
@@ -454,10 +454,10 @@ def _replan(args: argparse.Namespace, problem: strategy.Problem) -> int:
         plan.save(verdict.plan, args.out)
     if args.out and not args.json:
         print(f"to change over: stop the run, then `shoal run CONFIG --plan {args.out} --resume`")
-    return standing.CHANGE_OVER
+    return replanning.CHANGE_OVER
 
 
-def _check(given: plan.Plan, problem: strategy.Problem) -> int:
+def _check(given: plan.Plan, problem: Problem) -> int:
     problems = plan.validate(given, problem.profile, problem.cluster, problem.work.value_bytes)
     problems = problems or strategy.of_another_model(problem, given)
     for found in problems:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from shoal import config as configuration
 from shoal import units
 from shoal.config import Config
+from shoal.escaping import escaped
 from shoal.planner.inputs import measured
 from shoal.planner.inputs.cluster import Device
-from shoal.shown import escaped
 
 if TYPE_CHECKING:
     from shoal.runtime.measure import Survey

@@ -19,10 +19,10 @@ from shoal import config as configuration
 from shoal.config import Config, microbatches
 from shoal.core.consensus.override import Refusal, decide
 from shoal.core.messages import Override, Peer, Standing, StandingRequest
+from shoal.escaping import escaped
 from shoal.launcher import checkpoints, process, rundir
 from shoal.launcher.invites import Office
 from shoal.runtime.records.report import replace
-from shoal.shown import escaped
 from shoal.transport.base import Incoming
 from shoal.transport.directory.directory import Directory
 from shoal.transport.emulated.shaped import Reachable

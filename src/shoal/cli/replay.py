@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from shoal import trace
-from shoal.shown import escaped_lines
+from shoal.escaping import escaped_lines
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

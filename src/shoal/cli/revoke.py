@@ -17,7 +17,7 @@ from shoal.cli.invite import Founded, add_via, hand_over, here, table
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of, key_of
 from shoal.launcher import rundir
-from shoal.launcher.invites import Book, invite_named
+from shoal.launcher.invites import InviteBook, invite_named
 from shoal.transport.identity.identity import KEY_ID_CHARS, key_id_of
 
 
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _meant(word: str, book: Book, labels: dict[str, Peer], present: tuple[Peer, ...]) -> tuple[str, str]:
+def _meant(word: str, book: InviteBook, labels: dict[str, Peer], present: tuple[Peer, ...]) -> tuple[str, str]:
     """('invite' or 'key', its id). ValueError: it is nothing, or may be several."""
     if word in labels:
         return "key", key_of(labels[word])

@@ -28,18 +28,18 @@ from shoal.core.names import invite_of
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Snapshot, Terminal
-from shoal.launcher import checkpoints, planned, rundir
-from shoal.launcher.files import Files
+from shoal.escaping import describe, escaped_json, escaped_lines
+from shoal.launcher import checkpoints, plan_settings, rundir
 from shoal.launcher.invites import Office
-from shoal.launcher.launch import Child, Crew, News, Spec, Start
+from shoal.launcher.launch import News, PeerProcess, PeerProcesses, PeerSpec, Start
+from shoal.launcher.output_files import OutputFiles
 from shoal.launcher.process import identify
-from shoal.launcher.watch import Resumed, Watch
+from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
 from shoal.runtime.records.account import Step
 from shoal.runtime.records.report import AnyLine, replace
-from shoal.shown import describe, escaped_json, escaped_lines
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority, read_invite
 
@@ -97,13 +97,13 @@ def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     plan = plans.load(args.plan) if args.plan else None
     if plan is not None:
-        config = planned.load(args.config, args.settings, plan, args.plan)
+        config = plan_settings.load(args.config, args.settings, plan, args.plan)
         refuse_other_size(plan, config, args.plan)
     else:
         config = configuration.load(args.config, args.settings)
     if args.cluster and plan is None:
         raise ValueError("--cluster says what the peers of a plan are; name the plan too, with --plan FILE")
-    cluster = planned.read_cluster(args.cluster, plan, config) if args.cluster and plan is not None else None
+    cluster = plan_settings.read_cluster(args.cluster, plan, config) if args.cluster and plan is not None else None
     if text := _slow_store(config, plan):
         print(f"warning: {text}", file=sys.stderr)
     kill_every_s, peers = args.kill_every, config.run.peers
@@ -158,7 +158,7 @@ def _ended(config: Config, directory: Path) -> Summary | None:
 class Status:
     """status.json: written when somebody could see a difference, and at most so many bytes a second as STATUS_BPS says."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: OutputFiles) -> None:
         self._files = files
         self._told: object = None  # what was news in the last one
         self._next_s = self._due_s = float("-inf")
@@ -181,8 +181,8 @@ class Run:
 
     def __init__(self, job: Job) -> None:
         self.job, self.config, self.directory = job, job.config, job.directory
-        self.watch = Watch(job.config, job.started_s, job.resumed)
-        self.crew = Crew(job.directory, self._hear, self._ended)
+        self.watch = RunMonitor(job.config, job.started_s, job.resumed)
+        self.crew = PeerProcesses(job.directory, self._hear, self._ended)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
         self.run_id = self.authority.run if self.authority is not None else read_invite(job.invite, 0.0).run
         self.office = Office(job.directory, self.authority) if self.authority is not None else None
@@ -198,9 +198,9 @@ class Run:
         self._joining: set[asyncio.Task[None]] = set()
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
         (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
-        self.files = Files(job.directory, lambda words: self.watch.tell("trouble", words, time.monotonic()))
+        self.files = OutputFiles(job.directory, lambda words: self.watch.tell("trouble", words, time.monotonic()))
         if job.plan is not None:
-            plans.save(job.plan, planned.plan_file(job.directory))
+            plans.save(job.plan, plan_settings.plan_file(job.directory))
         self._claim, self._founding = job.claim, rundir.founding(job.directory)
         self._place = rundir.identity(job.directory)
         self._placeless = ""  # why a directory that is gone cannot be made anew
@@ -280,7 +280,7 @@ class Run:
             plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
             print(plot.curve(summary.losses))
         print(account.text(summary))
-        if self.job.plan is not None and (text := planned.against(self.job.plan, self.watch.books.steps)):
+        if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
         print(f"all of it is in {self.directory}")
         if self.interrupted:
@@ -350,13 +350,13 @@ class Run:
         """One more peer, in the place of one that is gone."""
         self._introduce(await self._spawn(found=False))
 
-    async def _spawn(self, found: bool) -> Child:
+    async def _spawn(self, found: bool) -> PeerProcess:
         self._number += 1
         config = self.config
         if self.job.plan is not None:
-            config = planned.of_seat(config, self.job.plan, self._number - 1, self.job.cluster)
+            config = plan_settings.of_seat(config, self.job.plan, self._number - 1, self.job.cluster)
         return await self.crew.start(
-            Spec(
+            PeerSpec(
                 config=configuration.to_tree(config),
                 directory=str(self.directory),
                 label=f"p{self._number}",
@@ -366,7 +366,7 @@ class Run:
             )
         )
 
-    def _introduce(self, child: Child) -> None:
+    def _introduce(self, child: PeerProcess) -> None:
         invite, passes = self.job.invite, b""
         if self.office is not None:
             invite = self.office.local(self._addresses(), self.config.network.pass_s, self.config.run.name)
@@ -395,20 +395,20 @@ class Run:
             child.kill()
             await self._join()
 
-    def _victims(self) -> list[Child]:
+    def _victims(self) -> list[PeerProcess]:
         expendable = set(self.watch.expendable())
         return [child for child in self.crew.living if child.label in expendable and not child.killed]
 
     # -------------------------------------------------------------------------------------------------- hearing
 
-    def _hear(self, child: Child, line: AnyLine) -> None:
+    def _hear(self, child: PeerProcess, line: AnyLine) -> None:
         step: Step | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self.files.commit(step)
         if self.watch.finished:
             self.over.set()
 
-    def _ended(self, child: Child) -> None:
+    def _ended(self, child: PeerProcess) -> None:
         self.watch.gone(child.label)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
@@ -430,7 +430,7 @@ class Run:
                 words = f"the traces of {', '.join(gone)}, which have ended, are removed: run.trace_bytes"
                 self.watch.tell("trace", words, time.monotonic())
 
-    def _by_chaos(self, child: Child) -> bool:
+    def _by_chaos(self, child: PeerProcess) -> bool:
         """A peer was killed from outside while `shoal chaos` was at work, which says itself whether another is to come."""
         by_chaos = child.process.returncode == -signal.SIGKILL and rundir.wanted(self.directory) is not None
         if by_chaos and self.crew.living:
@@ -438,7 +438,7 @@ class Run:
             self.watch.tell("killed", f"{child.label} by SIGKILL, while `shoal chaos` is at work", time.monotonic())
         return by_chaos and bool(self.crew.living)
 
-    def _lost(self, child: Child) -> None:
+    def _lost(self, child: PeerProcess) -> None:
         """A peer has ended and nobody asked it to."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
@@ -465,7 +465,7 @@ class Run:
     async def _show(self, terminal: Terminal) -> None:
         written_s = 0.0
         known: tuple[str, ...] = ()
-        listed: rundir.Locals | None = None
+        listed: rundir.PeersFile | None = None
         named = 0
         place = self._place
         while True:
@@ -500,7 +500,7 @@ class Run:
             return
         try:
             self._claim = rundir.make_anew(self.directory, self._founding, self._claim)
-            self.files.begin_anew(self.watch.books.steps)
+            self.files.rewrite(self.watch.books.steps)
         except ValueError as error:
             self._taken = True
             self._give_up(str(error))
@@ -518,7 +518,7 @@ class Run:
         )
         self.watch.tell("trouble", words, time.monotonic())
 
-    def _locals(self) -> rundir.Locals:
+    def _locals(self) -> rundir.PeersFile:
         """What `shoal chaos` needs to know."""
         standing = self.watch.standing
         names = {label: peer for peer, label in self.watch.labels.items()}
@@ -526,12 +526,12 @@ class Run:
         everyone = view.members + view.joining if view is not None else ()
         launcher = identify(os.getpid())
         assert launcher is not None
-        return rundir.Locals(
+        return rundir.PeersFile(
             launcher=launcher,
             started=self.watch.started,
             finished=self.watch.finished,
             peers=tuple(
-                rundir.Local(
+                rundir.LocalPeer(
                     label=child.label,
                     process=child.identity,
                     stage=standing[child.label].stage if child.label in standing else None,
@@ -542,7 +542,7 @@ class Run:
                 if child.identity is not None
             ),
             members=tuple(
-                rundir.Seat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
+                rundir.MemberSeat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
             ),
             voters=tuple(self.watch.voters()),
             names=tuple(each.peer for each in everyone),

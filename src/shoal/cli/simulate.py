@@ -28,9 +28,10 @@ def main(args: argparse.Namespace) -> int:
     if name not in ("seed", "seeds") or not sign or not _SEEDS.fullmatch(seeds):
         raise ValueError(f"{args.seeds!r} names no seeds; write seed=8812, or seeds=0:100 for the first hundred")
 
-    from shoal.sim import run, scenario
+    from shoal.sim import run
+    from shoal.sim.scenarios import catalogue
 
-    scenario.suite(args.scenario)  # refuses what is neither a file nor a built-in name
+    catalogue.suite(args.scenario)  # refuses what is neither a file nor a built-in name
     words = ["--scenario", args.scenario, "--seeds", seeds]
     words += [f"--{flag}" for flag in ("json", "notes") if getattr(args, flag)]
     words += ["--staleness", args.staleness] if args.staleness else []

@@ -27,10 +27,10 @@ from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.terminal import Terminal
+from shoal.escaping import escaped_json
 from shoal.launcher import checkpoints, rundir
-from shoal.launcher.watch import Resumed, Watch
+from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
-from shoal.shown import escaped_json
 
 if TYPE_CHECKING:
     from shoal.runtime.alone import Alone
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         if not args.resume:
             rundir.set_aside(directory)
         alone.belong_to(checkpoints.authority(directory))
-        return Training(config, directory, Watch(config, started_s, resumed), alone).run()
+        return LocalTraining(config, directory, RunMonitor(config, started_s, resumed), alone).run()
 
 
 def configured(words: list[str]) -> Config:
@@ -106,10 +106,10 @@ def _long(word: str) -> str:
     return {"model": "model.path", "device.memory": "device.memory_bytes"}.get(name, name) + f"={value}"
 
 
-class Training:
+class LocalTraining:
     """One call of the command."""
 
-    def __init__(self, config: Config, directory: Path, watch: Watch, alone: Alone) -> None:
+    def __init__(self, config: Config, directory: Path, watch: RunMonitor, alone: Alone) -> None:
         self.config, self.directory, self.watch, self.alone = config, directory, watch, alone
         self.stopped = False
         self._shown_s = self._written_s = float("-inf")
@@ -196,7 +196,7 @@ class Training:
 
 
 @contextmanager
-def _asked_to_stop(training: Training) -> Iterator[None]:
+def _asked_to_stop(training: LocalTraining) -> Iterator[None]:
     """The first signal ends training after the step under way, with a checkpoint; the second one at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:

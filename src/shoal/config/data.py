@@ -1,4 +1,4 @@
-"""[data]: where samples come from. runtime/data.py reads it, and finds out whether the text is there."""
+"""[data]: where samples come from. runtime/data reads it, and finds out whether the text is there."""
 
 from __future__ import annotations
 

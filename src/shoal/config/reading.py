@@ -3,7 +3,7 @@
 `load` reads a file and arguments, `from_tree` a dictionary, `validate` a tree made in Python: all three end with the
 same checks, and every complaint is a ValueError saying where, what was found and what would do. Fields whose names end
 in _s, _Bps or _bytes also take text with a unit ("80 ms", "200 Mbit/s", "24 GiB"). What needs more than the tree is checked by
-its owner: whether a model can be cut by model/stages.py, whether a data set is there by runtime/data.py.
+its owner: whether a model can be cut by model/stages.py, whether a data set is there by runtime/data.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ from shoal.core.messages import (
     Wire,
     asker_of,
 )
-from shoal.core.planned import seated
+from shoal.core.planned import planned_stage
 from shoal.core.server.server import Server
 from shoal.core.timers import soonest
 from shoal.core.trainer.trainer import Trainer
@@ -184,11 +184,11 @@ class PeerMachine:
         last, self.last_now = self.last_now, now
         if last is None:
             self.find_at = None if self.founding else now
-            self.register.heard_lead = now
+            self.register.await_leader(now)
             if not self.founding:
                 return []
             first = self.settings.first_step
-            stage, _ = seated(self.settings, self.settings.seat, set()) or (0, "")
+            stage, _ = planned_stage(self.settings, self.settings.seat, set()) or (0, "")
             me = Member(peer=self.name, stage=stage, seat=self.settings.seat)
             view = View(number=1, step=first, members=(me,), saved=first)
             return self.register.found(view, now)
@@ -283,7 +283,7 @@ class PeerMachine:
 
     def _newest(self, peer: Peer, number: int) -> list[Command]:
         """The newest view I hold, for a peer with view `number`, with what proves it: signatures, or the operator's."""
-        newest = self.register.certified(number)
+        newest = self.register.views.certified(number)
         if newest:
             return [Send(peer, one) for one in newest]
         return [Send(peer, self.override)] if self.override is not None else []
@@ -371,7 +371,7 @@ class PeerMachine:
                 break
             self.led_at = now
             commands += self._lead(now)
-            if not self.register.fresh:
+            if not self.register.views.fresh:
                 break
         if self.server.unfit:
             commands += self.sync.review(now)
@@ -393,7 +393,7 @@ class PeerMachine:
             commands += self._pulse(now)
         self.leadership.bar(self.barred)
         commands += self.leadership.decide(self.register, now)
-        self.register.stalled = self.leadership.stall
+        self.register.replication.stalled = self.leadership.stall
         commands += self._tell_stall(self.leadership.stall, now)
         if self.leadership.resigns:
             commands.append(Note("leader", f"{self.name} leads no more: it {self.leadership.resigns}"))
@@ -440,8 +440,8 @@ class PeerMachine:
         gone = View(number=0 if self.view is None else self.view.number, step=0, members=())
         commands: list[Command] = [Note("removed", why)]
         commands += self.trainer.on_view(gone, now) + self.sync.on_view(gone, now)
-        if self.server.installed:
-            commands += self.server.discard(keep=True)
+        if self.server.has_state:
+            commands += self.server.drop_state(keep=True)
         return commands
 
     def _ask_in(self, now: float) -> list[Command]:
@@ -460,7 +460,7 @@ class PeerMachine:
     def _lost(self, now: float) -> bool:
         """In a view, but no leader has been heard for long: the run may have gone on without me."""
         inside = self.view is not None and not self.outside and not self.register.leading
-        return inside and now - self.register.heard_lead > 2 * self.settings.silence_s
+        return inside and now - self.register.heard_leader_at > 2 * self.settings.silence_s
 
     def _pulse(self, now: float) -> list[Command]:
         """Tell the leader how I am; a peer that does not hear its leader keeps silent, so that it is missed."""
@@ -468,7 +468,7 @@ class PeerMachine:
         self.pulse_at = now + self.settings.beat_s
         if self.view is None or self.outside or self.finished:
             return []
-        if not self.register.leading and now - self.register.heard_lead > self.settings.silence_s:
+        if not self.register.leading and now - self.register.heard_leader_at > self.settings.silence_s:
             return self._tell_alone(now - self.led_at > self.settings.silence_s) + self._doubt(now)
         commands = self._tell_alone(False) + self._tell(self._state(), now)
         if self.leaving:
@@ -497,12 +497,12 @@ class PeerMachine:
 
     def _lonely(self, now: float) -> bool:
         """No leader speaks to me, and no election has changed that."""
-        return not self.register.leading and now - self.register.heard_lead > 2 * self.settings.silence_s
+        return not self.register.leading and now - self.register.heard_leader_at > 2 * self.settings.silence_s
 
     def _doubt(self, now: float) -> list[Command]:
         """I may have been put out without hearing of it. Whoever knows better says so when asked for a vote (_agreeing);
         voters ask all voters when they stand, so here only a joiner asks, and whoever has been alone for long."""
-        if self.view is None or (self.register.votes_here() and not self._lonely(now)):
+        if self.view is None or (self.register.views.votes_here() and not self._lonely(now)):
             return []
         self.pulse_at = now + FIND_BEATS * self.settings.beat_s
         peers = dict.fromkeys([member.peer for member in self.view.members] + list(self.known))

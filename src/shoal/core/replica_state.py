@@ -1,6 +1,7 @@
-"""Where a replica stands: the view it has seen, and the stage, version and fitness of the state it holds.
+"""The state of a replica: the view it has seen, and the stage, version and fitness of the parameters it holds.
 
-server.py alone changes it; hops.py and rounds.py read it. Beside it the small questions all three ask of a view.
+server.py alone changes it; hops.py, rounds.py and catch_up.py read it. Beside it are the small questions that all of them ask of a
+view.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ TEXT = 2000  # longest reason a message may carry
 
 
 class Known(msgspec.Struct, frozen=True):
-    """Stages of everyone in a view. A message is judged by it, and must not cost a walk over the whole swarm."""
+    """The stage of each peer in a view, by peer: every message is checked against it, which must not take a walk over the members."""
 
     view: View | None
     serving: dict[Peer, Stage]  # members
-    present: dict[Peer, Stage]  # and those who join
+    present: dict[Peer, Stage]  # members and joiners
 
 
 NOBODY = Known(None, {}, {})
 
 
 class ReplicaState(msgspec.Struct):
+    """What one peer holds of its stage. Without `has_state`, `stage`, `step`, `epoch` and `digest` mean nothing."""
+
     view: View | None = None
     leader: Peer | None = None
-    installed: bool = False
+    has_state: bool = False
     stage: int = 0
     step: int = 0  # version of the parameters
     epoch: int = 0
@@ -36,13 +39,13 @@ class ReplicaState(msgspec.Struct):
     digest: str = ""  # of the parameters
     unfit: str = ""  # why they are not what the run agreed on
     applying: Apply | None = None
-    staleness: int = 0  # with 1, the parameters of step - 1 are here too
-    _known: Known = NOBODY  # of `view`; made once for each
+    staleness: int = 0  # with 1, the parameters of version step - 1 are kept too
+    _known: Known = NOBODY  # of `view`; computed once for each
 
     @property
     def ready(self) -> bool:
-        """The parameters are those of `step`, and nothing is changing them."""
-        return self.installed and not self.unfit and self.applying is None
+        """The parameters are those of version `step`, and no task is changing them."""
+        return self.has_state and not self.unfit and self.applying is None
 
     @property
     def current(self) -> bool:
@@ -52,18 +55,18 @@ class ReplicaState(msgspec.Struct):
 
     @property
     def able(self) -> bool:
-        """What computes the view's work is here. Step s is computed with version s - staleness, which delayed updates leave here
-        while the next one is being made and after."""
+        """The parameters that compute the view's work are here. Step s is computed with version s - staleness, which delayed updates
+        keep while the next version is applied and afterwards."""
         view = self.view
         if not self.staleness:
             return self.current
-        if view is None or not self.installed or self.unfit or self.epoch != view.epoch:
+        if view is None or not self.has_state or self.unfit or self.epoch != view.epoch:
             return False
         return view.work == self.step + 1 or (view.work == self.step and self.applying is None)
 
     @property
     def known(self) -> Known:
-        """Who is in the view."""
+        """The peers of the view."""
         view = self.view
         if self._known.view is not view:
             serving = {member.peer: member.stage for member in view.members} if view is not None else {}
@@ -73,25 +76,25 @@ class ReplicaState(msgspec.Struct):
 
 
 class Change(Enum):
-    """What a newer view means for the replica."""
+    """What a newer view means for the state that a replica holds."""
 
     STATE_VOID = "its epoch began without my state, or I serve another stage"
-    EPOCH_KEEPS_STATE = "the state stands, the books do not"
+    EPOCH_KEEPS_STATE = "the state remains valid, the books do not"
     STEP = "the step before is committed, or this is the first view"
     FENCED = "I am a member no longer"
     SAME_STEP = "who is a member, or which step is computed"
 
 
 def change_of(name: Peer, replica: ReplicaState, before: View | None, view: View) -> Change:
-    """Of `view` after `before` for replica `name`, whose `replica` holds its state."""
+    """What `view`, which follows `before`, means for peer `name`, whose state is `replica`."""
     me = member_of(view.members + view.joining, name)
     late = replica.applying is not None and replica.step + 1 == view.step  # the commit before is being applied
     goes_on = view.keeps(Holding(epoch=replica.epoch, stage=replica.stage, step=replica.step + late))
-    if replica.installed and (
+    if replica.has_state and (
         (view.epoch != replica.epoch and not goes_on) or (me is not None and me.stage != replica.stage)
     ):
         return Change.STATE_VOID
-    if replica.installed and view.epoch != replica.epoch:
+    if replica.has_state and view.epoch != replica.epoch:
         return Change.EPOCH_KEEPS_STATE
     if before is None or (before.epoch, before.step) != (view.epoch, view.step):
         return Change.STEP
@@ -99,6 +102,7 @@ def change_of(name: Peer, replica: ReplicaState, before: View | None, view: View
 
 
 def is_fenced(name: Peer, before: View, view: View) -> bool:
+    """`view` takes the membership from a peer that `before` lists."""
     return member_of(before.members, name) is not None and member_of(view.members, name) is None
 
 
@@ -107,20 +111,21 @@ def member_of(members: tuple[Member, ...], peer: Peer) -> Member | None:
 
 
 def speaks_for(view: View, index: Index, peer: Peer, number: int) -> bool:
-    """Whether that microbatch is that peer's, and has been without a break since the view of that number, in which it asked for it."""
+    """Whether `peer` owns microbatch `index` and has owned it without a break since view `number`, in which it sent its request."""
     if owner_of(view, index) != peer:
         return False
     return number >= max(view.since, view.members[view.owners[index]].since)
 
 
 def owner_of(view: View, index: Index) -> Peer | None:
+    """The owner of microbatch `index`; None where the view names none."""
     if index >= len(view.owners) or view.owners[index] >= len(view.members):
         return None
     return view.members[view.owners[index]].peer
 
 
 def complain(replica: ReplicaState, peer: Peer, reason: str) -> list[Command]:
-    """To the leader, who alone removes peers."""
+    """A complaint to the leader, who alone evicts peers. Nothing while no leader is known."""
     return [Send(replica.leader, Complaint(peer, reason[:TEXT]))] if replica.leader is not None else []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import units
-from shoal.shown import escaped_json, escaped_lines
+from shoal.escaping import escaped_json, escaped_lines
 from shoal.traffic import KINDS, Kept, Traffic
 
 

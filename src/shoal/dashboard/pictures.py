@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.step import Bar
+from shoal.planner.prediction.play import Bar
 from shoal.planner.strategy.plan import Plan
 
 if TYPE_CHECKING:  # only who draws waits for matplotlib
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # only who draws waits for matplotlib
     from matplotlib.figure import Figure
 
 Event = dict[str, object]  # of the Trace Event format
+Spots = dict[str, tuple[float, float]]  # by peer, in the axes' units
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#000000")
 RED = "#D55E00"
@@ -37,40 +38,70 @@ def plan_map(plan: Plan, cluster: Cluster, path: str | Path) -> list[Path]:
     is named, the worst of all is red, as is the peer or stage that the prediction calls the bottleneck."""
     figure, axes = _figure(max(6.0, 2.4 * len(plan.stages) + 1.5), 0.42 * max(len(s.peers) for s in plan.stages) + 2.6)
     place = {device.name: number for number, device in enumerate(cluster.devices)}
-    spots: dict[str, tuple[float, float]] = {}
+    spots = _spots(plan)
+    links = _links(plan, cluster, place)
+    if links:
+        _draw_links(axes, links, spots)
+    bottleneck = plan.predicted.bottleneck if plan.predicted else ""
+    if bottleneck.startswith("averaging"):
+        bottleneck += f"; the narrowest line of a group is at {_narrowest(plan, cluster, place)}"
+    _draw_peers(axes, plan, spots, bottleneck, named=len(place) <= NAMES_MOST)
+    heights = [y for _, y in spots.values()]
+    axes.set(xlim=(-0.6, len(plan.stages) - 0.4), ylim=(min(heights) - 0.7, max(heights) + 1.9))
+    axes.set_axis_off()
+    step = f"{plan.predicted.step_s:.3g} s a step, predicted" if plan.predicted else "no prediction"
+    axes.set_title(f"{len(plan.stages)} stages, {len(spots)} peers: {step}", fontsize=11)
+    text = f"bottleneck: {bottleneck}" if bottleneck else ""
+    figure.text(0.5, 0.01, text, ha="center", va="bottom", fontsize=9, color=RED, wrap=True)
+    if links:
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=8)
+    return _saved(figure, path)
+
+
+def _spots(plan: Plan) -> Spots:
+    """Where each peer is drawn: one column for each stage."""
     tallest = max(len(stage.peers) for stage in plan.stages)
-    for number, stage in enumerate(plan.stages):
-        for row, peer in enumerate(stage.peers):
-            spots[peer] = (float(number), (tallest - 1) / 2 - row + (len(stage.peers) - 1) / 2 - (tallest - 1) / 2)
+    return {
+        peer: (float(number), (tallest - 1) / 2 - row + (len(stage.peers) - 1) / 2 - (tallest - 1) / 2)
+        for number, stage in enumerate(plan.stages)
+        for row, peer in enumerate(stage.peers)
+    }
+
+
+def _links(plan: Plan, cluster: Cluster, place: dict[str, int]) -> list[tuple[float, str, str]]:
+    """Bytes per second between peers of neighbouring stages, in the slower direction; the narrowest first."""
     links = []
     for one, two in zip(plan.stages, plan.stages[1:], strict=False):
         for a in one.peers:
             for b in two.peers:
                 i, j = place[a], place[b]
-                links.append((_usable_Bps(cluster, i, j), a, b))
-                links[-1] = min(links[-1], (_usable_Bps(cluster, j, i), a, b))
-    links.sort()
-    if links:
-        logs = [math.log10(rate) for rate, _, _ in links]
-        low, span = logs[0], max(logs[-1] - logs[0], 1e-9)
-        for rate, a, b in reversed(links[:LINKS_MOST]):
-            wide = (math.log10(rate) - low) / span if span > 1e-6 else 0.5
-            axes.plot(
-                *zip(spots[a], spots[b], strict=True),
-                color="#555555",
-                alpha=0.15 + 0.35 * wide,
-                linewidth=0.5 + 2 * wide,
-                zorder=1,
-            )
-        rate, a, b = links[0]
-        axes.plot(*zip(spots[a], spots[b], strict=True), color=RED, linewidth=2, zorder=2)
-        axes.plot([], [], color=RED, linewidth=2, label=f"narrowest link between stages: {a} to {b}, {_rate(rate)}")
-    told = plan.predicted.bottleneck if plan.predicted else ""
-    if told.startswith("averaging"):
-        told += f"; the narrowest line of a group is at {_narrowest(plan, cluster, place)}"
+                links.append((min(_usable_Bps(cluster, i, j), _usable_Bps(cluster, j, i)), a, b))
+    return sorted(links)
+
+
+def _draw_links(axes: Axes, links: list[tuple[float, str, str]], spots: Spots) -> None:
+    logs = [math.log10(rate) for rate, _, _ in links]
+    low, span = logs[0], max(logs[-1] - logs[0], 1e-9)
+    for rate, a, b in reversed(links[:LINKS_MOST]):
+        width = (math.log10(rate) - low) / span if span > 1e-6 else 0.5
+        axes.plot(
+            *zip(spots[a], spots[b], strict=True),
+            color="#555555",
+            alpha=0.15 + 0.35 * width,
+            linewidth=0.5 + 2 * width,
+            zorder=1,
+        )
+    rate, a, b = links[0]
+    axes.plot(*zip(spots[a], spots[b], strict=True), color=RED, linewidth=2, zorder=2)
+    axes.plot([], [], color=RED, linewidth=2, label=f"narrowest link between stages: {a} to {b}, {_rate(rate)}")
+
+
+def _draw_peers(axes: Axes, plan: Plan, spots: Spots, bottleneck: str, named: bool) -> None:
+    """Every stage's peers in its colour; red around the one that `bottleneck` names."""
+    top = max(y for _, y in spots.values())
     for number, stage in enumerate(plan.stages):
         for peer in stage.peers:
-            worst = _named(told, peer, number)
+            worst = _named(bottleneck, peer, number)
             axes.plot(
                 *spots[peer],
                 "o",
@@ -80,30 +111,11 @@ def plan_map(plan: Plan, cluster: Cluster, path: str | Path) -> list[Path]:
                 markeredgewidth=3 if worst else 1,
                 zorder=3,
             )
-            if len(place) <= NAMES_MOST:
-                axes.annotate(
-                    peer, spots[peer], xytext=(0, 9), textcoords="offset points", ha="center", fontsize=8, zorder=4
-                )
-        top = max(y for x, y in spots.values())
-        axes.text(
-            number,
-            top + 0.75,
-            f"stage {number}\nblocks {stage.first}-{stage.end - 1}",
-            ha="center",
-            va="bottom",
-            fontsize=9,
-        )
-    ys = [y for _, y in spots.values()]
-    axes.set(xlim=(-0.6, len(plan.stages) - 0.4), ylim=(min(ys) - 0.7, max(ys) + 1.9))
-    axes.set_axis_off()
-    step = f"{plan.predicted.step_s:.3g} s a step, predicted" if plan.predicted else "no prediction"
-    axes.set_title(f"{len(plan.stages)} stages, {len(spots)} peers: {step}", fontsize=11)
-    figure.text(
-        0.5, 0.01, f"bottleneck: {told}" if told else "", ha="center", va="bottom", fontsize=9, color=RED, wrap=True
-    )
-    if links:
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=8)
-    return _saved(figure, path)
+            if named:
+                spot, above = spots[peer], (0, 9)
+                axes.annotate(peer, spot, above, textcoords="offset points", ha="center", fontsize=8, zorder=4)
+        text = f"stage {number}\nblocks {stage.first}-{stage.end - 1}"
+        axes.text(number, top + 0.75, text, ha="center", va="bottom", fontsize=9)
 
 
 def gantt(bars: Sequence[Bar], plan: Plan, cluster: Cluster, path: str | Path) -> list[Path]:
@@ -211,11 +223,11 @@ def _after(plan: Plan) -> list[tuple[str, float]]:
 def _narrowest(plan: Plan, cluster: Cluster, place: dict[str, int]) -> str:
     """The peer that its stage's averaging waits for, as far as links tell."""
     rates = [
-        (min(_usable_Bps(cluster, i, j) for i, j in ((place[peer], place[mate]), (place[mate], place[peer]))), peer)
+        (min(_usable_Bps(cluster, i, j) for i, j in ((place[peer], place[other]), (place[other], place[peer]))), peer)
         for stage in plan.stages
         for peer in stage.peers
-        for mate in stage.peers
-        if peer != mate
+        for other in stage.peers
+        if peer != other
     ]
     total = {peer: sum(1 / rate for rate, own in rates if own == peer) for _, peer in rates}
     return max(sorted(total), key=lambda peer: total[peer])

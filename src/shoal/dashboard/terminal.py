@@ -17,7 +17,7 @@ from rich.text import Text
 
 from shoal import units
 from shoal.dashboard import plot
-from shoal.shown import escaped
+from shoal.escaping import escaped
 from shoal.traffic import KINDS, Kept, Traffic
 
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal

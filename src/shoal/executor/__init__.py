@@ -9,7 +9,7 @@ from shoal.numerics.optimizer import Schedule
 
 
 def check(config: Config) -> None:
-    """Raise ValueError when a stage of this run has no room on this machine. Weights are neither read nor given memory."""
+    """ValueError: a stage of this run does not fit this machine. No weights are read or allocated."""
     if config.device.executor != "emulated":
         check_device(config)
         from shoal.executor import fit
@@ -18,7 +18,7 @@ def check(config: Config) -> None:
 
 
 def create(config: Config, stage: int, *, source: str | None = None) -> Executor:
-    """The executor of stage `stage`, its weights from the directory `source`, else `model.path`, else the seed."""
+    """The executor of stage `stage`, with weights from directory `source`, else `model.path`, else the seed."""
     if config.train.local_steps > 1:
         from shoal.executor.local import LocalSteps
 

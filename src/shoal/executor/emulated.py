@@ -1,7 +1,7 @@
 """Takes a fixed time per microbatch and computes nothing: many peers on one machine, timed as if each had its own device.
 
-Tensors have the configured sizes. Sum, parameter and optimizer state are real, so that losing or
-doubling a microbatch shows: each backward adds one share of the batch, and a step moves the parameter by what was added.
+Tensors have the configured sizes. Sum, parameter and optimizer state are real, so that a lost or doubled microbatch shows:
+each backward adds one share of the batch, and a step subtracts the sum from the parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Emulated:
         self.length = config.device.emulated_gradient
         self.sum = torch.zeros(self.length)
         self._parameter, self._exp_avg, self._exp_avg_sq = (torch.zeros(self.length) for _ in range(3))
-        # As of a stage that computes; nothing is computed with it.
+        # For the contract of Restorable; nothing reads it.
         self.computing = (self._parameter.clone() if config.train.staleness else self._parameter,)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,12 +49,12 @@ class Emulated:
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()
 
-    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
+    def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.sum[start:stop].clone()
 
-    def restore(self, brought: Tensor) -> None:
-        """The sum is again what `brought` gave, (length,) fp32."""
-        self.sum.copy_(brought)
+    def restore(self, contribution: Tensor) -> None:
+        """Set the sum to an earlier `contribution`, (length,) fp32."""
+        self.sum.copy_(contribution)
 
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         if tuple(reduced.shape) != (self.length,):

@@ -1,4 +1,4 @@
-"""What an executor accepts for a stage, how it is sliced, and what is differentiated. For every executor that runs a cut.Stage."""
+"""Checks a stage's inputs, cuts them into slices, and says what to differentiate. For every executor that runs a cut.Stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from shoal.model.cut import Stage
 
 
-def checked(stage: Stage, x: Tensor) -> Tensor:
-    """A stage's input, found to be of the kind that the stage takes. ValueError: it is not."""
+def check_input(stage: Stage, x: Tensor) -> Tensor:
+    """`x` unchanged. ValueError: it is not tokens at the first stage, or hidden states at a later one."""
     if stage.first and not x.is_floating_point():
-        return known(stage, x)
+        return check_tokens(stage, x)
     if not x.is_floating_point():
         raise ValueError(f"input of {x.dtype} at a stage that takes hidden states")
     if stage.first and stage.vocabulary is not None:
@@ -22,8 +22,8 @@ def checked(stage: Stage, x: Tensor) -> Tensor:
     return x
 
 
-def known(stage: Stage, tokens: Tensor) -> Tensor:
-    """On a GPU a token outside the vocabulary would end the process, not raise."""
+def check_tokens(stage: Stage, tokens: Tensor) -> Tensor:
+    """`tokens` unchanged. ValueError: not (B, L), or outside the vocabulary, which on a GPU would end the process."""
     if tokens.dim() != 2:
         raise ValueError(f"tokens {tuple(tokens.shape)} are not (B, L)")
     if stage.vocabulary is not None and not ((tokens >= 0) & (tokens < stage.vocabulary)).all():
@@ -32,35 +32,38 @@ def known(stage: Stage, tokens: Tensor) -> Tensor:
 
 
 def check_ends(stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> None:
-    """ValueError: what a backward pass starts from is missing or does not fit. All that can be said before running."""
+    """ValueError: the gradient or tokens that a backward pass starts from are missing or do not fit `x`."""
     if not stage.last:
         if grad is None:
             raise ValueError("only the last stage runs back without a gradient")
         return
     if tokens is None:
         raise ValueError("the last stage runs back from the tokens, and there are none")
-    known(stage, tokens)
+    check_tokens(stage, tokens)
     if x.shape[:2] != (tokens.shape[0], tokens.shape[1] - 1):
         raise ValueError(f"input {tuple(x.shape)} does not fit tokens {tuple(tokens.shape)}")
 
 
-End = tuple[Tensor, Tensor | None, Tensor | None]  # a stage's input, the gradient of its output, the tokens
+BackwardInput = tuple[Tensor, Tensor | None, Tensor | None]  # a stage's input, the gradient of its output, the tokens
 
 
-def cut(sequences: int, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> list[End]:
-    """What one microbatch's way back starts from, in slices of so many sequences."""
+def cut(sequences: int, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> list[BackwardInput]:
+    """The inputs of one microbatch's backward pass, in slices of `sequences` sequences."""
     xs = torch.split(x, sequences)
     grads = [None] * len(xs) if grad is None else torch.split(grad, sequences)
-    targets = [None] * len(xs) if tokens is None else torch.split(tokens, sequences)
-    if not len(xs) == len(grads) == len(targets):
+    token_parts = [None] * len(xs) if tokens is None else torch.split(tokens, sequences)
+    if not len(xs) == len(grads) == len(token_parts):
         raise ValueError(
             f"an input of {len(x)} sequences, with {'tokens' if grad is None else 'a gradient'} of another number"
         )
-    return [(part.detach(), back, target) for part, back, target in zip(xs, grads, targets, strict=True)]
+    return [
+        (part.detach(), part_grad, part_tokens)
+        for part, part_grad, part_tokens in zip(xs, grads, token_parts, strict=True)
+    ]
 
 
 def joined(slices: Sequence[tuple[Tensor | None, float | None]]) -> tuple[Tensor | None, float | None]:
-    """What came of a microbatch's slices, as of the whole: the gradient of its input, its mean loss."""
+    """A microbatch's input gradient and mean loss, from those of its slices."""
     grads = [grad for grad, _ in slices if grad is not None]
     losses = [loss for _, loss in slices if loss is not None]
     return torch.cat(grads) if grads else None, math.fsum(losses) / len(losses) if losses else None
@@ -69,7 +72,7 @@ def joined(slices: Sequence[tuple[Tensor | None, float | None]]) -> tuple[Tensor
 def outcome(
     stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What to differentiate, from which gradient, and the loss, of inputs that `check_ends` has passed."""
+    """The tensor to differentiate, the gradient to start from, and the loss. Call `check_ends` before."""
     if stage.last:
         assert tokens is not None
         loss = stage.loss(x, tokens)

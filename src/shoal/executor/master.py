@@ -1,6 +1,6 @@
-"""The fp32 parameters of a stage and their AdamW, wherever they lie: what a step changes, a checkpoint holds, a digest covers.
+"""The fp32 parameters of a stage and their AdamW, on any device: changed by a step, written to a checkpoint, covered by the digest.
 
-For the executors. Which copies compute, in which dtype and on which device, is theirs: they round theirs anew after a change.
+For the executors, which keep the rounded copies to compute with and refresh them after a change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.numerics.optimizer import AdamW, Optimizer, Schedule, clip_factor, sc
 
 
 class Master:
-    """Parameters by name, in the order of the flat gradient. `schedule`: where it is not that of `config`."""
+    """Parameters by name, in the order of the flat gradient. `schedule` replaces that of `config`."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], config: Config, schedule: Schedule | None = None
@@ -32,7 +32,7 @@ class Master:
         self._optimizer: Optimizer = EightBit(named, config.train) if coded else AdamW(named, config.train)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """`flat` (length,) as one tensor per parameter."""
+        """Views of `flat` (length,), one per parameter."""
         parts = torch.split(flat, [value.numel() for value in self.parameters])
         return [part.view(value.shape) for part, value in zip(parts, self.parameters, strict=True)]
 

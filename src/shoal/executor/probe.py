@@ -1,8 +1,7 @@
 """What this machine sustains, for `shoal probe`: FLOP/s of a stage, the link to its device, its disk, and its memory.
 
-FLOP/s are those of the planner's own unit: a stage's forward and backward as a run does them (executor/resident.py), for long enough
-that a turbo or a cold cache no longer counts, over FLOPs counted on the meta device. Each measurement is bounded in time
-and size.
+FLOP/s are in the planner's unit: forward and backward of a stage as in a run (executor/resident.py), for long enough that
+turbo clocks and cold caches do not count, over FLOPs counted on the meta device. Each measurement is bounded in time and size.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from shoal.executor.resident import Resident
 from shoal.model import analysis, stages
 from shoal.planner.inputs.profile import BACKWARD, FORWARD
 
-WARM_UP = 2  # passes that are not counted: kernels are chosen, memory is taken
+WARM_UP = 2  # passes not counted: kernels are selected, memory is allocated
 LINK_BYTES = 64 << 20  # one copy between host and device
 LINK_COPIES = 8
 DISK_BYTES = 128 << 20
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """FLOP/s over all passes, and of the slowest and quickest tenth: far apart when something else ran."""
+    """FLOP/s over all passes, and of the slowest and the fastest tenth, which differ when other work ran."""
 
     flops: float
     slow: float
@@ -38,47 +37,47 @@ class Rate(msgspec.Struct, frozen=True):
     passes: int
 
 
-def compute(config: Config, seconds: float, told: Callable[[str], None]) -> Rate:
-    """Forward and backward of the configuration's whole model, again and again."""
-    made = analysis.count(config)
-    flops = (FORWARD + BACKWARD) * made.flops
+def compute(config: Config, seconds: float, progress: Callable[[str], None]) -> Rate:
+    """Repeat forward and backward of the whole model for `seconds`; `progress` receives a line every 2 s."""
+    profile = analysis.count(config)
+    flops = (FORWARD + BACKWARD) * profile.flops
     stage = stages.build(config, 0, device=config.device.kind)
     executor = Resident(stage, config)
     shape = (config.train.microbatch, config.data.sequence + 1)
     tokens = torch.randint(stage.vocabulary or 1, shape, generator=torch.Generator().manual_seed(0))
-    took: list[float] = []
-    warm, shown = WARM_UP, time.monotonic()
-    while warm or sum(took) < seconds or len(took) < 3:
+    seconds_per_pass: list[float] = []
+    warm_up, reported_at = WARM_UP, time.monotonic()
+    while warm_up or sum(seconds_per_pass) < seconds or len(seconds_per_pass) < 3:
         before = time.perf_counter()
         executor.forward(tokens[:, :-1])
         executor.backward(tokens[:, :-1], None, tokens)
-        _settled(config.device.kind)
-        if warm:
-            warm -= 1
+        _synchronize(config.device.kind)
+        if warm_up:
+            warm_up -= 1
             continue
-        took.append(time.perf_counter() - before)
-        if time.monotonic() > shown + 2:
-            shown = time.monotonic()
-            told(f"{len(took)} passes, {sum(took):.0f} of {seconds:.0f} s")
-    ordered = sorted(took)
-    tenth = max(1, len(took) // 10)
+        seconds_per_pass.append(time.perf_counter() - before)
+        if time.monotonic() > reported_at + 2:
+            reported_at = time.monotonic()
+            progress(f"{len(seconds_per_pass)} passes, {sum(seconds_per_pass):.0f} of {seconds:.0f} s")
+    ordered = sorted(seconds_per_pass)
+    tenth = max(1, len(seconds_per_pass) // 10)
     return Rate(
-        flops * len(took) / sum(took),
+        flops * len(seconds_per_pass) / sum(seconds_per_pass),
         flops / statistics.mean(ordered[-tenth:]),
         flops / statistics.mean(ordered[:tenth]),
-        len(took),
+        len(seconds_per_pass),
     )
 
 
 def link_Bps(kind: str) -> float:
-    """Bytes per second between the host's memory and the device's, in the slower direction; of a copy where they are the same."""
+    """Bytes per second between host and device memory, in the slower direction; for a CPU those of a copy."""
     host = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=kind == "cuda")
-    there = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=kind)
-    return min(_copied_Bps(there, host, kind), _copied_Bps(host, there, kind))
+    on_device = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=kind)
+    return min(_copy_Bps(on_device, host, kind), _copy_Bps(host, on_device, kind))
 
 
 def disk_Bps(folder: Path) -> tuple[float, float]:
-    """Written (and on the disk: fsync) and read, bytes per second. OSError when the folder cannot be written to."""
+    """Write (with fsync) and read bandwidth in bytes per second. OSError: the folder is not writable."""
     noise = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         before = time.perf_counter()
@@ -86,7 +85,7 @@ def disk_Bps(folder: Path) -> tuple[float, float]:
             file.write(noise)
         os.fsync(file.fileno())
         written = DISK_BYTES / (time.perf_counter() - before)
-        if hasattr(os, "posix_fadvise"):  # or the page cache would answer
+        if hasattr(os, "posix_fadvise"):  # else the page cache is read
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         before = time.perf_counter()
@@ -96,13 +95,13 @@ def disk_Bps(folder: Path) -> tuple[float, float]:
 
 
 def memory_bytes(kind: str) -> tuple[float, float]:
-    """Free on the device, and in the host's memory; the same thing for a CPU."""
+    """Free bytes of the device and of the host; for a CPU the same number."""
     host = host_bytes()
     return (float(torch.cuda.mem_get_info()[0]), host) if kind == "cuda" else (host, host)
 
 
 def host_bytes(root: Path = Path("/")) -> float:
-    """What a new process may take: what is available, and no more than a container's limit leaves."""
+    """Bytes that a new process can allocate: the available memory, within a container's limit."""
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     info = root / "proc/meminfo"
     if info.exists():
@@ -133,17 +132,17 @@ def device_name(kind: str) -> str:
     return names[0] if names else kind
 
 
-def _copied_Bps(into: Tensor, source: Tensor, kind: str) -> float:
+def _copy_Bps(into: Tensor, source: Tensor, kind: str) -> float:
     into.copy_(source, non_blocking=True)
-    _settled(kind)
+    _synchronize(kind)
     before = time.perf_counter()
     for _ in range(LINK_COPIES):
         into.copy_(source, non_blocking=True)
-    _settled(kind)
+    _synchronize(kind)
     return LINK_COPIES * LINK_BYTES / (time.perf_counter() - before)
 
 
-def _settled(kind: str) -> None:
+def _synchronize(kind: str) -> None:
     if kind == "cuda":
         torch.cuda.synchronize()
     elif kind == "mps":

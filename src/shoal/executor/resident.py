@@ -1,7 +1,7 @@
 """Runs a stage whose parameters stay on its device. Activations are not kept: backward recomputes from the stage's input.
 
-With train.dtype = bfloat16 the stage computes with bf16 copies of its parameters; the fp32 ones here are what the optimizer
-steps, what `state` gives, what `digest` covers and what checkpoints hold. Gradients are added in fp32 in either case.
+With train.dtype = bfloat16 the stage computes with bf16 copies; optimizer, `state`, `digest` and checkpoints use the fp32
+parameters. Gradients are added in fp32 in either case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.config import Config, microbatches, slices
 from shoal.executor.base import DTYPES, NotFinite
-from shoal.executor.inputs import check_ends, checked, cut, joined, outcome
+from shoal.executor.inputs import check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
 from shoal.numerics.optimizer import Schedule
@@ -25,7 +25,7 @@ class Resident:
     def __init__(self, stage: Stage, config: Config, schedule: Schedule | None = None) -> None:
         self._stage = stage
         self._slice = config.device.sequences or config.train.microbatch
-        self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's
+        self._parts = microbatches(config.train) * slices(config)  # slices per step
         self._dtype = DTYPES[config.train.dtype]
         names, self.computing = zip(*stage.named_parameters(), strict=True)
         self._device = self.computing[0].device
@@ -49,46 +49,46 @@ class Resident:
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         x = self._input(x)
         check_ends(self._stage, x, grad, tokens)
-        ends = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
-        before = self.sum.clone() if len(ends) > 1 else None  # a later slice may be refused
+        slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
+        sum_before = self.sum.clone() if len(slices) > 1 else None  # a later slice can fail
         try:
-            found = [self._slice_back(*end) for end in ends]
+            results = [self._slice_back(*part) for part in slices]
         except ValueError:
-            if before is not None:
-                self.sum.copy_(before)
+            if sum_before is not None:
+                self.sum.copy_(sum_before)
             raise
-        return joined(found)
+        return joined(results)
 
     def _slice_back(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
-        wanted = list(self.computing)
+        variables = list(self.computing)
         if not self._stage.first:
-            wanted.append(x.requires_grad_())
+            variables.append(x.requires_grad_())
         with torch.enable_grad():
             y, grad_y, loss = outcome(self._stage, x, grad, tokens)
             y = y if loss is None else y / self._parts
-            found = list(torch.autograd.grad(y, wanted, grad_y, allow_unused=True, materialize_grads=True))
-        if not torch.stack([torch.isfinite(part).all() for part in found]).all():
+            gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
+        if not torch.stack([torch.isfinite(part).all() for part in gradients]).all():
             raise NotFinite("the stage's gradient is not finite")
-        grad_x = None if self._stage.first else found.pop()
-        torch._foreach_add_(self._sums, [part.float() for part in found])
+        grad_x = None if self._stage.first else gradients.pop()
+        torch._foreach_add_(self._sums, [part.float() for part in gradients])
         return grad_x, None if loss is None else float(loss)
 
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()
 
-    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
+    def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.sum[start:stop].to("cpu", copy=True)
 
-    def restore(self, brought: Tensor) -> None:
-        """The sum is again what `brought` gave, (length,) fp32."""
-        self.sum.copy_(brought)
+    def restore(self, contribution: Tensor) -> None:
+        """Set the sum to an earlier `contribution`, (length,) fp32."""
+        self.sum.copy_(contribution)
 
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         self.make(reduced, norm, step)
         self.refresh()
 
     def make(self, reduced: Tensor, norm: float, step: int) -> None:
-        """`apply` to the parameters alone; see delayed.py."""
+        """See delayed.Restorable."""
         self._master.apply(reduced, norm, step)
 
     def state(self) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class Resident:
         return self._master.digest()
 
     def refresh(self) -> None:
-        """Round the fp32 parameters to the copies that compute."""
+        """Round the fp32 parameters into the copies to compute with."""
         if self.computing is not self._master.parameters:
             self.compute_with(self._master.parameters)
 
@@ -111,5 +111,5 @@ class Resident:
             torch._foreach_copy_(list(self.computing), list(values))
 
     def _input(self, x: Tensor) -> Tensor:
-        x = checked(self._stage, x)
+        x = check_input(self._stage, x)
         return x.detach().to(self._device, self._dtype) if x.is_floating_point() else x.to(self._device)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import Config
+from shoal.escaping import escaped
 from shoal.runtime.checkpoints import marker
 from shoal.runtime.checkpoints.catalog import Catalog, Entry, url_of, whose
 from shoal.runtime.checkpoints.marker import Training
-from shoal.shown import escaped
 from shoal.transport.identity.invite import Authority
 
 KEY = "authority.key"

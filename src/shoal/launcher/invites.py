@@ -49,7 +49,7 @@ class Issued(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.msgpack.decode(self.grant, type=Grant)
 
 
-class Book(msgspec.Struct, frozen=True):
+class InviteBook(msgspec.Struct, frozen=True):
     """`keys`: ids of revoked keys, and since when."""
 
     version: int = 0
@@ -63,17 +63,17 @@ class Office:
     def __init__(self, directory: Path, authority: Authority, clock: Callable[[], float] = time.time) -> None:
         self.directory, self.authority, self.clock = directory, authority, clock
         self._local: Invite | None = None
-        self._seen: tuple[int, Book] = (-1, Book())  # when the file was written, and what it said
+        self._seen: tuple[int, InviteBook] = (-1, InviteBook())  # when the file was written, and what it said
         self._told = 0
 
-    def book(self) -> Book:
+    def book(self) -> InviteBook:
         path = self.directory / FILE
         try:
             written = path.stat().st_mtime_ns
             if written != self._seen[0]:
-                self._seen = written, msgspec.json.decode(path.read_bytes(), type=Book)
+                self._seen = written, msgspec.json.decode(path.read_bytes(), type=InviteBook)
         except FileNotFoundError:
-            return Book()
+            return InviteBook()
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not a list of invites: {error}") from None
         return self._seen[1]
@@ -175,13 +175,13 @@ class Office:
             self._write(msgspec.structs.replace(book, invites=invites), news=False)
 
     @contextlib.contextmanager
-    def _edited(self) -> Iterator[Book]:
+    def _edited(self) -> Iterator[InviteBook]:
         self.directory.mkdir(parents=True, exist_ok=True)
         with open(self.directory / f".{FILE}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield self.book()
 
-    def _write(self, book: Book, *, news: bool) -> None:
+    def _write(self, book: InviteBook, *, news: bool) -> None:
         """What is over is forgotten: nobody believes its passes. `news`: what peers are told has changed; versions are no smaller than
         the time, so that a run whose list was lost still has newer ones."""
         now = self.clock()
@@ -189,10 +189,10 @@ class Office:
         version = max(book.version + 1, int(now)) if news else book.version
         book = msgspec.structs.replace(book, version=version, invites=invites)
         replace(self.directory / FILE, msgspec.json.format(msgspec.json.encode(book), indent=1) + b"\n")
-        self._seen = (-1, Book())
+        self._seen = (-1, InviteBook())
 
 
-def invite_named(word: str, book: Book) -> list[str]:
+def invite_named(word: str, book: InviteBook) -> list[str]:
     """Ids of the invites that are meant by an id, the beginning of one, or whom they are for."""
     by_title = [each for each, issued in book.invites.items() if issued.title == word]
     return by_title or [each for each in book.invites if each.startswith(word) and 4 <= len(word) <= INVITE_CHARS]

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
+from shoal.escaping import escaped_lines
 from shoal.launcher.process import identify
 from shoal.runtime.records.report import AnyLine, Ended, Listening, decode, replace
-from shoal.shown import escaped_lines
 
 MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
 INVITE_VARIABLE = "SHOAL_INVITE"  # a peer gets its invite by its standard input, and hands nothing on to what it starts
@@ -28,7 +28,7 @@ LOGS = 64  # of peers that have ended; older ones are removed
 GOODBYE_S = 5.0  # from SIGTERM to SIGKILL
 
 
-class Spec(msgspec.Struct, frozen=True):
+class PeerSpec(msgspec.Struct, frozen=True):
     """First line on a peer's standard input: what it is to be. Known before anybody listens, so that it can get ready."""
 
     config: dict[str, Any]
@@ -53,7 +53,7 @@ class News(msgspec.Struct, frozen=True):
     passes: bytes
 
 
-class Child:
+class PeerProcess:
     """One peer process."""
 
     def __init__(self, label: str, process: asyncio.subprocess.Process, log: Path) -> None:
@@ -69,7 +69,7 @@ class Child:
     def alive(self) -> bool:
         return self.process.returncode is None
 
-    def write(self, line: Spec | Start | News) -> None:
+    def write(self, line: PeerSpec | Start | News) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(line) + b"\n")
 
@@ -108,19 +108,21 @@ class Child:
             return escaped_lines("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
 
 
-class Crew:
+class PeerProcesses:
     """All peer processes of a launcher. `hear` is called with every report; `end` with every process that is over."""
 
-    def __init__(self, directory: Path, hear: Callable[[Child, AnyLine], None], end: Callable[[Child], None]) -> None:
+    def __init__(
+        self, directory: Path, hear: Callable[[PeerProcess, AnyLine], None], end: Callable[[PeerProcess], None]
+    ) -> None:
         self.directory, self._hear, self._end = directory, hear, end
-        self.children: list[Child] = []
+        self.children: list[PeerProcess] = []
         self._readers: dict[str, asyncio.Task[None]] = {}
 
     @property
-    def living(self) -> list[Child]:
+    def living(self) -> list[PeerProcess]:
         return [child for child in self.children if child.alive]
 
-    async def start(self, spec: Spec) -> Child:
+    async def start(self, spec: PeerSpec) -> PeerProcess:
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{spec.label}.log"
@@ -137,7 +139,7 @@ class Crew:
                 env=_environment(spec),
                 process_group=0,
             )
-        child = Child(spec.label, process, log)
+        child = PeerProcess(spec.label, process, log)
         self.children.append(child)
         child.write(spec)
         self._readers[child.label] = asyncio.get_running_loop().create_task(self._read(child))
@@ -152,7 +154,7 @@ class Crew:
         for child in self.living:
             child.trim_log()
 
-    async def wait(self, children: Iterable[Child], wait_s: float | None) -> None:
+    async def wait(self, children: Iterable[PeerProcess], wait_s: float | None) -> None:
         """Until all of these have ended, or `wait_s` have passed."""
         readers = [self._readers[child.label] for child in children]
         if readers:
@@ -173,7 +175,7 @@ class Crew:
         """At once, whatever they are doing."""
         self.signal(signal.SIGKILL)
 
-    async def _read(self, child: Child) -> None:
+    async def _read(self, child: PeerProcess) -> None:
         assert child.process.stdout is not None
         while True:
             try:
@@ -196,7 +198,7 @@ class Crew:
         self._end(child)
 
 
-def _environment(spec: Spec) -> dict[str, str]:
+def _environment(spec: PeerSpec) -> dict[str, str]:
     """Threads that wait by spinning would take the cores from the other peers of this machine."""
     threads = spec.config["device"]["threads"]
     told = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}

@@ -21,9 +21,9 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from shoal import config as configuration
-from shoal.launcher.launch import News, Spec, Start
+from shoal.escaping import describe, escaped, escaped_lines
+from shoal.launcher.launch import News, PeerSpec, Start
 from shoal.runtime.records.report import Ended, encode
-from shoal.shown import describe, escaped, escaped_lines
 
 if TYPE_CHECKING:
     from shoal.runtime.node import Node
@@ -37,7 +37,7 @@ def main() -> int:
     out = _own_output()
     write_log()
     told = _lines()
-    spec = msgspec.json.decode(next(told), type=Spec)
+    spec = msgspec.json.decode(next(told), type=PeerSpec)
     try:
         ended = _take_part(spec, told, out)
     except (ValueError, OSError) as error:
@@ -55,7 +55,7 @@ def die_with(launcher: int) -> None:
         os._exit(ORPHANED)
 
 
-class Plain(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """What is logged may quote another peer: a record is one line, but for a traceback, and nothing in it is obeyed by a terminal."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -68,7 +68,7 @@ class Plain(logging.Formatter):
 def write_log() -> None:
     """Warnings and errors of every library, on standard error."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Plain("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
@@ -88,7 +88,7 @@ def _lines() -> Iterator[bytes]:
             yield from whole
 
 
-def _take_part(spec: Spec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
+def _take_part(spec: PeerSpec, told: Iterator[bytes], out: IO[bytes]) -> Ended:
     from shoal import build  # imports torch; every process does so while the first one is not yet listening
     from shoal.transport.identity.invite import read_invite
 

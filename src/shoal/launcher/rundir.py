@@ -27,6 +27,7 @@ import msgspec
 from shoal import trace
 from shoal.config import Config, microbatches
 from shoal.dashboard import account
+from shoal.escaping import escaped, escaped_json
 from shoal.launcher import checkpoints
 from shoal.launcher.process import Process, lives
 from shoal.launcher.watch import Resumed
@@ -34,10 +35,9 @@ from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.records.account import Base, Step, restarted, surviving
 from shoal.runtime.records.report import replace
 from shoal.runtime.records.tape import segments
-from shoal.shown import escaped, escaped_json
 
 
-class Seat(msgspec.Struct, frozen=True):
+class MemberSeat(msgspec.Struct, frozen=True):
     """A member of the newest view; `label` is '' when it is another machine's. `name`: of its seat in the run's plan, or
     else its label, or else the beginning of its peer's name."""
 
@@ -46,7 +46,7 @@ class Seat(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Local(msgspec.Struct, frozen=True):
+class LocalPeer(msgspec.Struct, frozen=True):
     """One of the launcher's peers."""
 
     label: str
@@ -56,30 +56,30 @@ class Local(msgspec.Struct, frozen=True):
     peer: str = ""  # its name in the run; '' before it listens
 
 
-class Locals(msgspec.Struct, frozen=True):
+class PeersFile(msgspec.Struct, frozen=True):
     """peers.json: who can be signalled here, and who the run relies on."""
 
     launcher: Process
     started: bool = False  # training has begun
     finished: bool = False
-    peers: tuple[Local, ...] = ()
-    members: tuple[Seat, ...] = ()
+    peers: tuple[LocalPeer, ...] = ()
+    members: tuple[MemberSeat, ...] = ()
     voters: tuple[str, ...] = ()  # labels as in `members`: these, and members that move to another stage
     names: tuple[str, ...] = ()  # of everybody in the newest view, on whatever machine
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedPeers(msgspec.Struct, frozen=True):
     """wanted.json: the launcher starts peers until there are so many, as long as process `by` lives."""
 
     peers: int
     by: Process
 
 
-def locals_of(directory: Path) -> Locals:
+def locals_of(directory: Path) -> PeersFile:
     """Of a run that is being trained here now."""
     path = directory / "peers.json"
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Locals)
+        found = msgspec.json.decode(path.read_bytes(), type=PeersFile)
     except FileNotFoundError:
         raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart") from None
     except msgspec.DecodeError as error:
@@ -89,10 +89,10 @@ def locals_of(directory: Path) -> Locals:
     return found
 
 
-def wanted(directory: Path) -> Wanted | None:
+def wanted(directory: Path) -> WantedPeers | None:
     """None: nobody but the launcher decides how many peers there are."""
     try:
-        found = msgspec.json.decode((directory / "wanted.json").read_bytes(), type=Wanted)
+        found = msgspec.json.decode((directory / "wanted.json").read_bytes(), type=WantedPeers)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
     return found if lives(found.by) else None

@@ -16,11 +16,11 @@ from typing import Literal
 import msgspec
 
 from shoal import units
-from shoal.launcher.moments import MOMENTS
-from shoal.launcher.rundir import Local, Locals
+from shoal.launcher.injection_points import INJECTION_POINTS
+from shoal.launcher.rundir import LocalPeer, PeersFile
 from shoal.sim.faults.preemption import Change, most, some
-from shoal.transport.emulated.faulty import Way
-from shoal.transport.emulated.shaped import Link
+from shoal.transport.emulated.faulty import Direction
+from shoal.transport.emulated.shaped import AccessLink
 
 Kind = Literal["kill", "remove", "add", "stop", "slow", "cut", "hole", "lag"]
 LASTING: tuple[Kind, ...] = ("stop", "slow", "cut", "hole", "lag")
@@ -31,7 +31,7 @@ SLOW_BY = 10.0
 CUT_S = 12.0  # long enough to be removed, then back
 HOLE_S = 120.0  # found out by what does not come, so it takes longer than a cut
 LAG_S = 20.0
-LAG = Link(
+LAG = AccessLink(
     delay_s=0.3, up_Bps=1e6
 )  # a bad mobile line: ten times the delay and a tenth of the bandwidth of a usual one
 EXAMPLE = '[[act]] at = "30 s", kind = "kill", who = "stage 1"'
@@ -54,22 +54,24 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     length_s: float = 0.0
     by: float = SLOW_BY
     off: str = ""  # the far ends of the links, named as in `who`; "" = all others
-    way: Way = "both"  # seen from `who`
-    link: Link = LAG
-    on: str = ""  # not before such a moment (moments.py) is seen in the trace of one of `who`, and then to that one
+    direction: Direction = "both"  # seen from `who`
+    link: AccessLink = LAG
+    on: str = (
+        ""  # not before such a moment (injection_points.py) is seen in the trace of one of `who`, and then to that one
+    )
     why: str = ""
 
     def __str__(self) -> str:
         whom = "" if self.kind == "add" else f" {'every peer of ' if self.every else ''}{self.who}"
-        on = f" when it begins {MOMENTS[self.on].words}" if self.on else ""
+        on = f" when it begins {INJECTION_POINTS[self.on].words}" if self.on else ""
         return f"{clock(self.at_s)}  {self.kind}{whom}{self.how()}{on}: {self.why}"
 
     def how(self) -> str:
         """What the kind leaves open, in words."""
         words = f" {self.by:g}x" if self.kind == "slow" else ""
         if self.kind in LINKS:
-            way = {"both": "", "out": ", outwards only", "in": ", inwards only"}[self.way]
-            words = f" from {self.off or 'all others'}{way}"
+            direction = {"both": "", "out": ", outwards only", "in": ", inwards only"}[self.direction]
+            words = f" from {self.off or 'all others'}{direction}"
         if self.kind == "lag":
             words += f" by {units.duration(self.link.delay_s)}"
             words += f" and {units.size(self.link.up_Bps)}/s" if self.link.up_Bps else ""
@@ -94,7 +96,7 @@ class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={
     length: str | float | None = None
     by: float = SLOW_BY
     off: str = ""
-    way: Way = "both"
+    direction: Direction = "both"
     delay: str | float = LAG.delay_s
     bandwidth: str | float = LAG.up_Bps
     on: str = ""
@@ -121,8 +123,8 @@ def _act(written: _Written, why: str) -> Act:
     bandwidth_Bps = written.bandwidth
     if isinstance(bandwidth_Bps, str):
         bandwidth_Bps = units.parse(bandwidth_Bps, "_Bps")
-    if written.on and written.on not in MOMENTS:
-        raise ValueError(f"on = {written.on!r} is no moment; there are {', '.join(MOMENTS)}")
+    if written.on and written.on not in INJECTION_POINTS:
+        raise ValueError(f"on = {written.on!r} is no moment; there are {', '.join(INJECTION_POINTS)}")
     act = Act(
         at_s=_seconds(written.at),
         kind=written.kind,
@@ -131,8 +133,8 @@ def _act(written: _Written, why: str) -> Act:
         length_s=usual if written.length is None else _seconds(written.length),
         by=written.by,
         off=written.off,
-        way=written.way,
-        link=Link(delay_s=_seconds(written.delay), up_Bps=bandwidth_Bps),
+        direction=written.direction,
+        link=AccessLink(delay_s=_seconds(written.delay), up_Bps=bandwidth_Bps),
         on=written.on,
         why=why,
     )
@@ -163,7 +165,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     hole_s: float = HOLE_S
     lag_s: float = LAG_S
     slow_by: float = SLOW_BY
-    cut_way: Way | Literal["any"] = "any"  # drawn anew for each
+    cut_direction: Direction | Literal["any"] = "any"  # drawn anew for each
 
 
 def drawn(rates: Rates, seed: int, for_s: float) -> tuple[Act, ...]:
@@ -183,8 +185,10 @@ def drawn(rates: Rates, seed: int, for_s: float) -> tuple[Act, ...]:
             why = f"drawn from seed {seed}, every {units.duration(every_s)} on average"
             act = Act(at_s=at_s, kind=kind, length_s=length_s, by=rates.slow_by, why=why)
             if kind in ("cut", "hole"):
-                ways: tuple[Way, ...] = ("both", "out", "in") if rates.cut_way == "any" else (rates.cut_way,)
-                act = msgspec.structs.replace(act, way=rng.choice(ways))
+                directions: tuple[Direction, ...] = (
+                    ("both", "out", "in") if rates.cut_direction == "any" else (rates.cut_direction,)
+                )
+                act = msgspec.structs.replace(act, direction=rng.choice(directions))
             acts.append(act)
     return tuple(sorted(acts, key=lambda act: act.at_s))
 
@@ -234,7 +238,7 @@ def _as_cuts(acts: list[Act]) -> tuple[Act, ...]:
 # ------------------------------------------------------------------------------------------------------------- who
 
 
-class Choice(msgspec.Struct, frozen=True):
+class DisturbanceChoice(msgspec.Struct, frozen=True):
     """Whom an act hits. None at all: `why_not`, and `later` says whether trying again may help."""
 
     labels: tuple[str, ...] = ()
@@ -242,33 +246,33 @@ class Choice(msgspec.Struct, frozen=True):
     later: bool = False
 
 
-def choose(act: Act, run: Locals, away: frozenset[str], rng: Random, lose_stages: bool = False) -> Choice:
+def choose(act: Act, run: PeersFile, away: frozenset[str], rng: Random, lose_stages: bool = False) -> DisturbanceChoice:
     """`away`: labels that were killed or stopped and of which the run may not know yet."""
     here = [peer for peer in run.peers if peer.label not in away and (peer.peer or act.kind not in LINKS)]
     meant = _meant(act.who, here, run)
     if not meant:
-        return Choice(why_not=f"nobody here is {act.who}", later=act.who in ("anyone", "member", "leader"))
+        return DisturbanceChoice(why_not=f"nobody here is {act.who}", later=act.who in ("anyone", "member", "leader"))
     if act.kind in ("slow", "lag"):  # it goes on working
-        return Choice(labels=tuple(peer.label for peer in (meant if act.every else [rng.choice(meant)])))
+        return DisturbanceChoice(labels=tuple(peer.label for peer in (meant if act.every else [rng.choice(meant)])))
     if act.every:
         labels = tuple(peer.label for peer in meant)
         why_not = _majority(run, away | set(labels))
-        return Choice(why_not=why_not, later=True) if why_not else Choice(labels=labels)
+        return DisturbanceChoice(why_not=why_not, later=True) if why_not else DisturbanceChoice(labels=labels)
     why_not = ""
     for peer in rng.sample(meant, len(meant)):
         gone = away | {peer.label}
         why_not = _majority(run, gone) or ("" if lose_stages else _last(run, peer, gone))
         if not why_not:
-            return Choice(labels=(peer.label,))
-    return Choice(why_not=why_not, later=True)
+            return DisturbanceChoice(labels=(peer.label,))
+    return DisturbanceChoice(why_not=why_not, later=True)
 
 
-def named(who: str, run: Locals) -> tuple[Local, ...]:
+def named(who: str, run: PeersFile) -> tuple[LocalPeer, ...]:
     """All that `who` names."""
     return tuple(_meant(who, list(run.peers), run))
 
 
-def _meant(who: str, here: list[Local], run: Locals) -> list[Local]:
+def _meant(who: str, here: list[LocalPeer], run: PeersFile) -> list[LocalPeer]:
     if who == "anyone":
         return here
     if who == "member":
@@ -281,7 +285,7 @@ def _meant(who: str, here: list[Local], run: Locals) -> list[Local]:
     return [peer for peer in here if peer.label == who]
 
 
-def _majority(run: Locals, gone: frozenset[str] | set[str]) -> str:
+def _majority(run: PeersFile, gone: frozenset[str] | set[str]) -> str:
     voters = run.voters or tuple(seat.label for seat in run.members)
     left = sum(label not in gone for label in voters)
     if 2 * left > len(voters):
@@ -289,7 +293,7 @@ def _majority(run: Locals, gone: frozenset[str] | set[str]) -> str:
     return f"of {len(voters)} members {left} would be left, and the run can do nothing without a majority"
 
 
-def _last(run: Locals, peer: Local, gone: frozenset[str] | set[str]) -> str:
+def _last(run: PeersFile, peer: LocalPeer, gone: frozenset[str] | set[str]) -> str:
     held = Counter(seat.stage for seat in run.members if seat.label not in gone)
     seat = next((seat for seat in run.members if seat.label == peer.label), None)
     if seat is None or held[seat.stage]:

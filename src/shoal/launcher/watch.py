@@ -14,9 +14,9 @@ from shoal.config import Config, microbatches
 from shoal.core.messages import Peer
 from shoal.dashboard.account import Carried, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
+from shoal.escaping import escaped, escaped_lines
 from shoal.runtime.records.account import Base, Books, Step
 from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Progress, Told
-from shoal.shown import escaped, escaped_lines
 from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
@@ -33,7 +33,7 @@ class Resumed(msgspec.Struct, frozen=True):
     checkpoint: str = ""  # its path; '' when there was none yet, and the run begins anew
 
 
-class Watch:
+class RunMonitor:
     """Everything known of one run. Times are of one monotonic clock; `started_s` is when the command was given."""
 
     def __init__(self, config: Config, started_s: float, resumed: Resumed) -> None:

@@ -1,10 +1,10 @@
-"""What each part of a Hugging Face model asks for, counted on the meta device: nothing is allocated and nothing computed.
+"""FLOPs, bytes and peak memory of each part of a Hugging Face model, counted on the meta device without allocation or compute.
 
 For `shoal probe` and `shoal plan`, in the planner's own terms (planner/inputs/profile.py prices plain decoders by formula). Each part runs
 alone, forward and backward, in the model's own forward with all other parts taken out (stages.py): torch's FLOP counter
-counts its matrix products and attention, autograd's hooks what it keeps for its backward, and a dispatch mode the bytes alive
-at the worst moment. Elementwise work has no FLOPs here, as everywhere in the literature; attention is the full square, and
-keeps what a fused kernel keeps (queries, keys, values, output) except in families that compute it themselves.
+counts matrix products and attention, autograd's hooks count the tensors saved for backward, and a dispatch mode the peak of
+live bytes. Elementwise work has no FLOPs here, as in the literature; attention is the full square, and saves what a fused
+kernel saves (queries, keys, values, output) except in families that compute it themselves.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def count(config: Config) -> Profile:
-    """The profile of the configuration's model and microbatch. ValueError: no such model, or one that only real values lead
-    through its layers."""
+    """The profile of the configuration's model and microbatch. ValueError: no such model, or its code depends on values."""
     try:
         return _count(config, _DTYPES[config.train.dtype], 1)
     except ValueError:
         if config.train.dtype != "float32":
             raise
-        # torch has kernels of mixed experts for bf16 alone; here values are twice as large.
+        # torch has mixture-of-experts kernels for bf16 only; fp32 values take twice the bytes.
         return _count(config, torch.bfloat16, 2)
 
 
-def _count(config: Config, dtype: torch.dtype, larger: int) -> Profile:
+def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
     """In `dtype`; bytes are then `larger` times as many."""
     hf = hf_config(config)
     hf._attn_implementation = _attention()
@@ -55,37 +54,37 @@ def _count(config: Config, dtype: torch.dtype, larger: int) -> Profile:
     fake = FakeTensorMode()
     _without_values(model, fake)
     parts = Parts(model)
-    counted = [_counted(parts, fake, config, "embedding", range(0), first=True, last=False)]
-    alike: dict[str, Part] = {}
+    parts_counted = [_count_part(parts, fake, config, "embedding", range(0), first=True, last=False)]
+    by_sort: dict[str, Part] = {}
     for index, block in enumerate(parts.blocks):
         # Blocks of the same text (classes and sizes) and kind do the same; most models have one or two sorts.
         kinds = getattr(hf, "layer_types", None)
         sort = f"{block} {kinds[index] if kinds else ''}"
-        if sort not in alike:
-            alike[sort] = _counted(
+        if sort not in by_sort:
+            by_sort[sort] = _count_part(
                 parts, fake, config, f"block {index}", range(index, index + 1), first=False, last=False
             )
-        counted.append(msgspec.structs.replace(alike[sort], name=f"block {index}"))
-    counted.append(_counted(parts, fake, config, "head", range(0), first=False, last=True))
-    sized = tuple(
+        parts_counted.append(msgspec.structs.replace(by_sort[sort], name=f"block {index}"))
+    parts_counted.append(_count_part(parts, fake, config, "head", range(0), first=False, last=True))
+    scaled = tuple(
         msgspec.structs.replace(
-            part, activation_bytes=larger * part.activation_bytes, working_bytes=larger * part.working_bytes
+            part, activation_bytes=factor * part.activation_bytes, working_bytes=factor * part.working_bytes
         )
-        for part in counted
+        for part in parts_counted
     )
     sequences, tokens = config.train.microbatch, config.data.sequence
-    boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize * larger
+    boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize * factor
     tied = bool(getattr(hf, "tie_word_embeddings", False))
-    return Profile(sized, float(boundary), 8.0 * sequences * (tokens + 1), tied, COUNTED)
+    return Profile(scaled, float(boundary), 8.0 * sequences * (tokens + 1), tied, COUNTED)
 
 
-def _counted(
+def _count_part(
     parts: Parts, fake: FakeTensorMode, config: Config, name: str, blocks: range, *, first: bool, last: bool
 ) -> Part:
-    """One part alone, forward and backward."""
+    """Forward and backward of one part alone."""
     model = parts.model
-    parts.take_out()
-    parts.put_back(blocks, first=first, last=last)
+    parts.remove_parts()
+    parts.insert_parts(blocks, first=first, last=last)
     shape = (config.train.microbatch, config.data.sequence)
     values = sum(parameter.numel() for parameter in model.parameters())
     try:
@@ -94,16 +93,16 @@ def _counted(
             targets = torch.zeros_like(x).flatten()
             if not first:
                 x = torch.zeros((*shape, model.config.hidden_size), dtype=model.dtype).requires_grad_()
-            given: dict[str, Tensor | bool] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
-            own = {held.untyped_storage()._cdata for held in (x, *model.parameters())}
-            flops, alive = FlopCounterMode(display=False), _Alive()
-            with flops, alive:
-                with _kept(own) as kept:
+            arguments: dict[str, Tensor | bool] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+            own_storages = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
+            flops, memory = FlopCounterMode(display=False), _MemoryMode()
+            with flops, memory:
+                with _saved_by_autograd(own_storages) as saved:
                     if last:
-                        logits = model(**given).logits
+                        logits = model(**arguments).logits
                         y = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
                     else:
-                        y = model.base_model(**given).last_hidden_state
+                        y = model.base_model(**arguments).last_hidden_state
                 forward = flops.get_total_flops()
                 if y.requires_grad:
                     y.backward(torch.empty_like(y))
@@ -114,27 +113,27 @@ def _counted(
         ) from error
     finally:
         model.zero_grad(set_to_none=True)
-    bytes_kept = float(sum(kept.values()))
+    saved_bytes = float(sum(saved.values()))
     return Part(
         name,
         float(values),
         float(forward),
-        bytes_kept,
-        max(0.0, alive.most - bytes_kept - values * model.dtype.itemsize),
+        saved_bytes,
+        max(0.0, memory.most - saved_bytes - values * model.dtype.itemsize),
     )
 
 
 def _without_values(model: nn.Module, fake: FakeTensorMode) -> None:
-    """Fake tensors for what the model holds: the families' code looks at values unless it is told that there are none."""
+    """Replace parameters and buffers by fake tensors: some families' code reads values of meta tensors otherwise."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, value in held.items():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
                 if value is not None:
-                    held[name] = fake.from_tensor(value)  # type: ignore[assignment]  # a parameter of a parameter
+                    table[name] = fake.from_tensor(value)  # type: ignore[assignment]  # a parameter of a parameter
 
 
 def _attention() -> str:
-    """The name of an attention that is counted as one kernel, as transformers knows it."""
+    """Register an attention that counts as one kernel; returns its name in transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("shoal_counted", _fused)
@@ -142,7 +141,7 @@ def _attention() -> str:
 
 
 def _fused(
-    module: object, query: Tensor, key: Tensor, value: Tensor, *rest: object, **given: object
+    module: object, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, None]:
     """(B, H, L, D) each, as transformers calls it; (B, L, H, D). Masks change neither FLOPs nor bytes."""
     width = value.shape[-1]
@@ -156,7 +155,7 @@ def _fused(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs at length what is told in one line."""
+    """Silence torch's log of an error that we report in one line."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -167,24 +166,24 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _kept(own: set[int]) -> Iterator[dict[int, int]]:
-    """Bytes that autograd keeps inside, by storage; parameters and the part's input are not counted."""
-    found: dict[int, int] = {}
-    held: list[Tensor] = []  # so that no storage is taken for one that was there before
+def _saved_by_autograd(own: set[int]) -> Iterator[dict[int, int]]:
+    """Bytes that autograd saves inside, by storage, without parameters and the part's input."""
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []  # so that no storage address is reused
 
     def pack(value: Tensor) -> Tensor:
         storage = value.untyped_storage()
         if storage._cdata not in own:
-            found[storage._cdata] = storage.nbytes()
-            held.append(value)
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(value)
         return value
 
     with saved_tensors_hooks(pack, lambda value: value):
-        yield found
+        yield sizes
 
 
-class _Alive(TorchDispatchMode):
-    """Bytes of all tensors made inside that are alive, and the most there ever were; gradients of parameters among them."""
+class _MemoryMode(TorchDispatchMode):
+    """`now` and `most`: live bytes of the tensors created inside and their peak, gradients of parameters included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
@@ -198,21 +197,21 @@ class _Alive(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given | self._known:
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs | self._known:
                 self._watch(leaf.untyped_storage())
         self.most = max(self.most, self.now)
-        return made
+        return result
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         number, nbytes = storage._cdata, storage.nbytes()
         self._known.add(number)
         self.now += nbytes
 
-        def gone() -> None:
+        def freed() -> None:
             self._known.discard(number)
             self.now -= nbytes
 
-        weakref.finalize(storage, gone)
+        weakref.finalize(storage, freed)

@@ -3,10 +3,10 @@
     bottleneck: LayerNorm -> Linear(d, d / c) -> LayerNorm -> [wire] -> Linear(d / c, d)
     maxout:     LayerNorm -> max over c adjacent features -> LayerNorm -> [wire] -> Linear(d / c, d)
 
-There is no residual around them: what does not pass is lost, so they change what is learned (benchmarks/quality.py). They are
-part of the model: `model.boundary` names kind and c, one stands at every cut between stages, its first half with the stage
-before and its second with the stage after, and their parameters are averaged, stepped and saved like all others, as
-`shoal_boundary.K.narrow...` and `shoal_boundary.K.widen...` where block K is the first one after the cut.
+There is no residual around them, so they change what is learned (benchmarks/quality.py). They are part of the model:
+`model.boundary` names kind and c; one stands at every cut between stages, its first half in the stage before and its second in
+the stage after. Their parameters are averaged, stepped and saved like all others, as `shoal_boundary.K.narrow...` and
+`shoal_boundary.K.widen...`, where block K is the first one after the cut.
 
 No other program has these layers. A checkpoint that holds them says so in config.json, under a model_type that transformers
 refuses to load; `load` here gives the whole model.
@@ -52,7 +52,7 @@ class Narrow(nn.Module):
 
 
 class Layers(nn.Module):
-    """One boundary, or the half of it that a stage has."""
+    """The layers of one boundary, or one half of them."""
 
     def __init__(self, boundary: str, width: int, halves: Sequence[str] = ("narrow", "widen")) -> None:
         super().__init__()
@@ -75,28 +75,28 @@ def parse(boundary: str) -> tuple[str, int]:
 
 
 def attach(model: PreTrainedModel, boundary: str, halves: dict[int, Sequence[str]]) -> None:
-    """Give a Hugging Face model on the meta device the layers before blocks `halves`, or those halves of them."""
+    """Add boundary layers before the blocks in `halves`, or only the halves listed, to a model on the meta device."""
     width = model.config.hidden_size
     with torch.device("meta"):
-        layers = {str(block): Layers(boundary, width, wanted) for block, wanted in halves.items()}
+        layers = {str(block): Layers(boundary, width, which) for block, which in halves.items()}
     setattr(model, ATTRIBUTE, nn.ModuleDict(layers))
 
 
 def run_between(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
-    """Let the whole model's blocks take their input through the layers that stand before them."""
+    """Make the whole model run each block's boundary layers before the block."""
     for block, layers in getattr(model, ATTRIBUTE).items():
         blocks[int(block)].register_forward_pre_hook(_through(layers), with_kwargs=True)
 
 
 Args = tuple[object, ...]
-Given = dict[str, object]
+Keywords = dict[str, object]
 
 
-def _through(layers: nn.Module) -> Callable[[nn.Module, Args, Given], tuple[Args, Given]]:
-    def hook(block: nn.Module, args: Args, given: Given) -> tuple[Args, Given]:
+def _through(layers: nn.Module) -> Callable[[nn.Module, Args, Keywords], tuple[Args, Keywords]]:
+    def hook(block: nn.Module, args: Args, keywords: Keywords) -> tuple[Args, Keywords]:
         if args:
-            return (layers(args[0]), *args[1:]), given
-        return args, given | {"hidden_states": layers(given["hidden_states"])}
+            return (layers(args[0]), *args[1:]), keywords
+        return args, keywords | {"hidden_states": layers(keywords["hidden_states"])}
 
     return hook
 
@@ -104,9 +104,9 @@ def _through(layers: nn.Module) -> Callable[[nn.Module, Args, Given], tuple[Args
 # ------------------------------------------------------------------------------------------------------- config.json
 
 
-def described(inner: str, boundary: str, blocks: Sequence[int]) -> bytes:
-    """config.json of a checkpoint with boundary layers before `blocks`; `inner` is that of the model without them."""
-    told = {
+def config_json(inner: str, boundary: str, blocks: Sequence[int]) -> bytes:
+    """config.json of a checkpoint with boundary layers before `blocks`; `inner`: config.json of the model without them."""
+    fields = {
         "model_type": MODEL_TYPE,
         "architectures": ["ShoalBoundaryLayers"],
         "explanation": EXPLANATION,
@@ -114,23 +114,23 @@ def described(inner: str, boundary: str, blocks: Sequence[int]) -> bytes:
         "before_blocks": list(blocks),
         "model": json.loads(inner),
     }
-    return json.dumps(told, indent=2).encode()
+    return json.dumps(fields, indent=2).encode()
 
 
 def inner(fields: dict[str, Any], where: str, boundary: str, blocks: Sequence[int]) -> dict[str, Any]:
     """The Hugging Face configuration in a config.json. ValueError when its boundary layers are not those of this run."""
     layered = fields.get("model_type") == MODEL_TYPE
-    there = (fields["boundary"], list(fields["before_blocks"])) if layered else ("none", [])
-    if there != (boundary, list(blocks)):
+    actual = (fields["boundary"], list(fields["before_blocks"])) if layered else ("none", [])
+    if actual != (boundary, list(blocks)):
         raise ValueError(
-            f"{where} has boundary layers {_words(*there)}, this run {_words(boundary, list(blocks))}; they are part of the "
-            f"model: set model.boundary={there[0]} and cut it at the same blocks (run.stages)"
+            f"{where} has boundary layers {_words(*actual)}, this run {_words(boundary, list(blocks))}; they are part of the "
+            f"model: set model.boundary={actual[0]} and cut it at the same blocks (run.stages)"
         )
     return fields["model"] if layered else fields
 
 
 def load(directory: str | Path) -> PreTrainedModel:
-    """The whole model of a checkpoint with boundary layers, a Hugging Face model that runs them between its blocks."""
+    """The Hugging Face model of a checkpoint with boundary layers, which runs them between its blocks. ValueError: it has none."""
     from shoal.model.weights import materialise
 
     place = Path(directory)

@@ -1,4 +1,4 @@
-"""What a stage is to everyone else, and which blocks it holds: `Stage`, `cut`, and the loss and seeds that all models share.
+"""`Stage`, the contract of every stage; `cut`, which blocks a stage holds; and the loss and seeds that all models share.
 
 For the executors, which run stages, and for stages.py and sequential.py, which build them.
 """
@@ -19,7 +19,7 @@ from shoal.config import Run
 
 
 class Stage(Protocol):
-    """Consecutive blocks of a model on one device, in fp32 when built; an executor chooses the dtype it computes in."""
+    """Consecutive blocks of a model on one device, built in fp32; the executor chooses the compute dtype."""
 
     first: bool  # takes tokens (B, L) int64 instead of hidden states (B, L, D)
     last: bool  # has a loss instead of a boundary tensor
@@ -39,14 +39,13 @@ class Stage(Protocol):
 
 
 def cut(run: Run, blocks: int) -> tuple[range, ...]:
-    """Blocks of each stage of a run whose model has `blocks` of them. Everyone who asks for the cut of a run asks here: who builds a
-    stage, who asks whether it has room, who places boundary layers."""
+    """The blocks of each stage of a run whose model has `blocks` blocks: the one place that decides the cut."""
     return spans(blocks, run.stages, run.layers)
 
 
 def spans(blocks: int, stages: int, layers: tuple[int, ...] = ()) -> tuple[range, ...]:
-    """Blocks of each stage: as `layers` says, one number for each; else as even as can be, and the ends, which also hold
-    embedding and head, get an extra block last."""
+    """The blocks of each stage: `layers` of them, or as even as possible, where the first and the last stage, which also hold
+    embedding and head, get an extra block last. ValueError: no such cut."""
     if layers and (len(layers) != stages or sum(layers) != blocks or min(layers) < 1):
         raise ValueError(
             f"run.layers = {list(layers)} for a model of {blocks} blocks in run.stages = {stages};"
@@ -69,12 +68,12 @@ def spans(blocks: int, stages: int, layers: tuple[int, ...] = ()) -> tuple[range
 
 
 def inputs(tokens: Tensor) -> Tensor:
-    """What the first stage reads of a microbatch's tokens (B, L+1)."""
+    """The first stage's input (B, L) from a microbatch's tokens (B, L+1)."""
     return tokens[:, :-1]
 
 
 def targets(tokens: Tensor) -> Tensor:
-    """What the last stage must predict of a microbatch's tokens (B, L+1)."""
+    """The last stage's targets (B, L) from a microbatch's tokens (B, L+1)."""
     return tokens[:, 1:]
 
 
@@ -89,7 +88,7 @@ _DRAWING = threading.Lock()
 
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """Draws inside come from (seed, name) alone, so that a module's first weights do not depend on what was built before.
+    """Random draws inside depend on (seed, name) alone, so that a module's first weights do not depend on the build order.
 
     Only the CPU's generator: weights are drawn there and moved, which makes them the same for every kind of device."""
     drawn = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

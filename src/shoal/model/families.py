@@ -1,7 +1,7 @@
 """Finds a Hugging Face family's configuration and classes from our `model` section, importing that family's modules only.
 
-For stages.py, and for checkpoints, which write the same configuration beside the weights. Everything a user can get wrong
-about the model's shape is a ValueError here. Code that comes with a model directory is never run.
+For stages.py, and for checkpoints, which write the same configuration beside the weights. Every error of a user
+about the model's shape is a ValueError here. Code in a model directory is never run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
-# transformers imports torchao where it is installed, which then tells of GPU libraries that do not load.
+# transformers imports torchao where it is installed, which logs GPU libraries that do not load.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -31,48 +31,50 @@ def hf_config(config: Config) -> PreTrainedConfig:
     """The Hugging Face configuration of the whole model: from the seed's settings, or of `model.path` with `model.extra`."""
     fields, family = _read(config) if config.model.path else (_fields(config), config.model.family)
     where = config.model.path or f"model.family = {family!r}"
-    described = _config_class(family)
-    if not getattr(described, "base_model_pp_plan", None):
+    config_class = _config_class(family)
+    if not getattr(config_class, "base_model_pp_plan", None):
         text = f"{family}_text"
         hint = f"; try model.family={text}" if text in _families() else "; Llama, Qwen, Mistral and Gemma have one"
         raise ValueError(f"{where}: this family has no pipeline plan (base_model_pp_plan){hint}")
-    known = {field.name for field in dataclasses.fields(described)} | set(described.attribute_map)
+    field_names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     for name in config.model.extra:
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), 1)
+        if name not in field_names:
+            near = difflib.get_close_matches(name, sorted(field_names), 1)
             raise ValueError(
                 f"model.extra.{name}: {family} has no such field" + (f"; did you mean {near[0]}?" if near else "")
             )
     if not config.model.path:
-        if "qk_rope_head_dim" in known:
+        if "qk_rope_head_dim" in field_names:
             fields.pop("head_dim")  # latent attention has several head sizes of its own
-        fields = {name: value for name, value in fields.items() if name in known}
+        fields = {name: value for name, value in fields.items() if name in field_names}
     fields |= config.model.extra | {"architectures": [_class_name(family)], "dtype": config.train.dtype}
     try:
-        made = described.from_dict(fields)
+        hf = config_class.from_dict(fields)
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
         raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
-    _refuse_dropout(made)
-    _refuse_long(config, made, where)
-    return made
+    _refuse_dropout(hf)
+    _refuse_long(config, hf, where)
+    return hf
 
 
 def model_class(hf: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's causal language model. Imports its modeling module, which takes seconds: see stages.preload."""
     import transformers
 
-    found: type[PreTrainedModel] = getattr(transformers, _class_name(hf.model_type))  # lazily: its own module alone
-    return found
+    cls: type[PreTrainedModel] = getattr(transformers, _class_name(hf.model_type))  # lazily: its own module alone
+    return cls
 
 
 def _fields(config: Config) -> dict[str, Any]:
     ours = config.model
-    for many, few, left, right in (
+    for multiple, divisor, multiple_name, divisor_name in (
         (ours.hidden_size, ours.heads, "hidden_size", "heads"),
         (ours.heads, ours.kv_heads, "heads", "kv_heads"),
     ):
-        if few < 1 or many % few:
-            raise ValueError(f"model.{left} = {many} is not a multiple of model.{right} = {few}")
+        if divisor < 1 or multiple % divisor:
+            raise ValueError(
+                f"model.{multiple_name} = {multiple} is not a multiple of model.{divisor_name} = {divisor}"
+            )
     fields: dict[str, Any] = {theirs: getattr(ours, name) for name, theirs in THEIRS.items()}
     fields["head_dim"] = ours.hidden_size // ours.heads  # some families have a fixed default instead
     fields["max_position_embeddings"] = config.data.sequence
@@ -121,12 +123,12 @@ def _config_class(family: str) -> type[PreTrainedConfig]:
         near = difflib.get_close_matches(family, sorted(families), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"model.family = {family!r} is no Hugging Face causal language model{hint}")
-    found: type[PreTrainedConfig] = CONFIG_MAPPING[family]
-    return found
+    cls: type[PreTrainedConfig] = CONFIG_MAPPING[family]
+    return cls
 
 
 def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
-    """Beyond its positions a model has no table, or rotations that it was never trained on."""
+    """ValueError: sequences are longer than the model's positions."""
     positions = getattr(hf, "max_position_embeddings", None)
     if isinstance(positions, int) and config.data.sequence > positions:
         raise ValueError(
@@ -136,7 +138,7 @@ def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
 
 
 def _refuse_dropout(hf: PreTrainedConfig) -> None:
-    """A backward pass runs the stage a second time, maybe on another peer, and must find the same activations."""
+    """ValueError: dropout. A backward pass recomputes the stage, maybe on another peer, and needs the same activations."""
     for name, value in hf.to_dict().items():
         drops = ("dropout" in name or name.endswith("_pdrop")) and not name.startswith("classifier")
         if drops and isinstance(value, float | int) and value > 0:

@@ -1,7 +1,7 @@
-"""Cuts a plain `nn.Sequential` and a loss, both written in Python, into the same kind of stages as a Hugging Face model.
+"""Cuts an `nn.Sequential` and a loss, written in Python, into the same kind of stages as a Hugging Face model.
 
-The model comes as a function that builds it, called on the meta device: a peer never holds more than its own stage. Weights
-are drawn as in weights.py, module by module from (seed, name), by each module's own `reset_parameters`.
+A function builds the model on the meta device: a peer never allocates more than its own stage. Weights are drawn as in
+weights.py, module by module from (seed, name), by each module's `reset_parameters`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.model.cut import next_token_loss, seeded, spans, targets
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the model, what it must predict) -> mean over the microbatch
+Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the model, targets) -> mean over the microbatch
 
 
 class SequentialStage:
@@ -46,7 +46,7 @@ def build(
     seed: int,
     device: str = "cpu",
 ) -> SequentialStage:
-    """Stage `span[0]` of `span[1]` of the model that `make()` returns, each of its children being one block."""
+    """Stage `span[0]` of `span[1]` of the model that `make()` returns; each child is one block. ValueError: it cannot be cut."""
     stage, stages = span
     with torch.device("meta"):
         model = make()

@@ -1,8 +1,8 @@
-"""A stage as units in a row, any consecutive ones of which run alone: the embedding, each block, and the norm with the head.
+"""A stage as a row of units (the embedding, each block, the norm with the head), any consecutive ones of which can run alone.
 
-For an executor that holds only some of them on its device at a time. A group of units is a cut.Stage like any other, made
-as stages.py cuts a model: what is not in the group hands its input through. Parameters are bound from outside, unit by
-unit, because the same one may lie in several places on the device: tied embeddings belong to the first and the last unit.
+For the swapping executor. A group of units is a cut.Stage, cut as in stages.py: parts outside the group pass their input on.
+The executor binds parameters unit by unit, because a shared one may have several copies on the device: tied embeddings belong
+to the first and the last unit.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import nn
 
 from shoal.model.cut import Stage
 from shoal.model.sequential import SequentialStage
-from shoal.model.stages import Elsewhere, HuggingFaceStage, Parts, refuse_more_than_blocks
+from shoal.model.stages import HuggingFaceStage, Parts, Passthrough, refuse_more_than_blocks
 
 
 class Row(Protocol):
-    """The units of one stage. Its modules are those of the stage, which must not be run beside it."""
+    """The units of one stage, made of the stage's modules: the stage itself must not run meanwhile."""
 
     units: tuple[tuple[str, ...], ...]  # per unit, the names of the parameters that it uses
 
     def group(self, start: int, stop: int) -> Stage:
-        """The units from `start` up to `stop` as a stage. The group asked for before is no longer one."""
+        """The units from `start` up to `stop` as a stage. Invalidates the group returned before."""
         ...
 
     def bind(self, unit: int, name: str, parameter: nn.Parameter) -> None:
-        """Let a unit compute with that tensor as its parameter `name`."""
+        """Use that tensor as the unit's parameter `name`."""
         ...
 
     def buffers_to(self, device: str) -> int:
-        """Move what is not a parameter (positions' tables) to the device, for good. Returns its bytes."""
+        """Move all buffers (tables of positions) to the device. Returns their bytes."""
         ...
 
 
@@ -44,18 +44,18 @@ def row(stage: Stage) -> Row:
     raise ValueError(f"a {type(stage).__name__} is not made of units that could pass through a device one by one")
 
 
-class Places:
-    """Which modules hold which parameter, found once, while each parameter is still one tensor."""
+class ParameterSlots:
+    """The modules that hold each parameter, collected while each parameter is still one tensor."""
 
     def __init__(self, stage: Stage, units: list[list[nn.Module]]) -> None:
         names = {parameter: name for name, parameter in stage.named_parameters()}
         self._at: list[dict[str, list[tuple[nn.Module, str]]]] = []
         for modules in units:
-            found: dict[str, list[tuple[nn.Module, str]]] = {}
+            slots: dict[str, list[tuple[nn.Module, str]]] = {}
             for owner, attribute, parameter in _owned(modules):
-                found.setdefault(names[parameter], []).append((owner, attribute))
-            self._at.append(found)
-        self.units = tuple(tuple(found) for found in self._at)
+                slots.setdefault(names[parameter], []).append((owner, attribute))
+            self._at.append(slots)
+        self.units = tuple(tuple(slots) for slots in self._at)
 
     def bind(self, unit: int, name: str, parameter: nn.Parameter) -> None:
         for owner, attribute in self._at[unit][name]:
@@ -69,7 +69,7 @@ def _owned(modules: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parame
                 yield owner, attribute, parameter
 
 
-Place = tuple[nn.Module, str | int, nn.Module]  # a module, the name or index of one of its children, that child
+ChildSlot = tuple[nn.Module, str | int, nn.Module]  # a module, the name or index of one of its children, that child
 
 
 class HuggingFaceRow:
@@ -78,36 +78,38 @@ class HuggingFaceRow:
     def __init__(self, stage: HuggingFaceStage) -> None:
         self._model, self._first, self._last = stage.model, stage.first, stage.last
         parts = Parts(stage.model)
-        held: list[list[Place]] = []
+        units: list[list[ChildSlot]] = []
         if stage.first:
-            held.append([(parts.base, name, part) for name, part in parts.before.items()])
-        held += [
-            [(parts.held, index, part)] for index, part in enumerate(parts.blocks) if not isinstance(part, Elsewhere)
+            units.append([(parts.base, name, part) for name, part in parts.before.items()])
+        units += [
+            [(parts.block_list, index, part)]
+            for index, part in enumerate(parts.blocks)
+            if not isinstance(part, Passthrough)
         ]
         if stage.last:
-            after: list[Place] = [(parts.base, name, part) for name, part in parts.after.items()]
-            held.append(after + [(parts.model, name, part) for name, part in parts.head.items()])
-        self._held = [[(owner, place, part, Elsewhere(part)) for owner, place, part in unit] for unit in held]
-        self._places = Places(stage, [[part for _, _, part in unit] for unit in held])
+            after: list[ChildSlot] = [(parts.base, name, part) for name, part in parts.after.items()]
+            units.append(after + [(parts.model, name, part) for name, part in parts.head.items()])
+        self._unit_slots = [[(owner, place, part, Passthrough(part)) for owner, place, part in unit] for unit in units]
+        self._places = ParameterSlots(stage, [[part for _, _, part in unit] for unit in units])
         self.units = self._places.units
-        parts.take_out()
+        parts.remove_parts()
         refuse_more_than_blocks(stage.model, parts, "device.executor=resident")
-        self._in = range(0)
+        self._present = range(0)
 
     def group(self, start: int, stop: int) -> Stage:
-        for unit, held in enumerate(self._held):
-            if (unit in self._in) != (start <= unit < stop):
-                for owner, place, part, elsewhere in held:
-                    _put(owner, place, part if start <= unit < stop else elsewhere)
-        self._in = range(start, stop)
-        first, last = self._first and start == 0, self._last and stop == len(self._held)
+        for unit, slots in enumerate(self._unit_slots):
+            if (unit in self._present) != (start <= unit < stop):
+                for owner, place, part, elsewhere in slots:
+                    _set_child(owner, place, part if start <= unit < stop else elsewhere)
+        self._present = range(start, stop)
+        first, last = self._first and start == 0, self._last and stop == len(self._unit_slots)
         return HuggingFaceStage(self._model, first=first, last=last)
 
     def bind(self, unit: int, name: str, parameter: nn.Parameter) -> None:
         self._places.bind(unit, name, parameter)
 
     def buffers_to(self, device: str) -> int:
-        return _buffers_to(device, [self._model, *(part for unit in self._held for _, _, part, _ in unit)])
+        return _buffers_to(device, [self._model, *(part for unit in self._unit_slots for _, _, part, _ in unit)])
 
 
 class SequentialRow:
@@ -116,7 +118,7 @@ class SequentialRow:
     def __init__(self, stage: SequentialStage) -> None:
         self._stage, self._first, self._last = stage, stage.first, stage.last
         self._children = list(stage.model)
-        self._places = Places(stage, [[child] for child in self._children])
+        self._places = ParameterSlots(stage, [[child] for child in self._children])
         self.units = self._places.units
 
     def group(self, start: int, stop: int) -> Stage:
@@ -132,7 +134,7 @@ class SequentialRow:
         return _buffers_to(device, self._children)
 
 
-def _put(owner: nn.Module, place: str | int, part: nn.Module) -> None:
+def _set_child(owner: nn.Module, place: str | int, part: nn.Module) -> None:
     if isinstance(place, int):
         assert isinstance(owner, nn.ModuleList)
         owner[place] = part

@@ -1,4 +1,4 @@
-"""Gives the parameters of a module built on the meta device their memory and values: from the seed or from safetensors.
+"""Allocates and fills the parameters of a module built on the meta device: from the seed or from safetensors.
 
 The rule of a random start: every module's own parameters and buffers are drawn by the family's `_init_weights`, on the CPU
 in fp32, from a generator seeded with (seed, full name of the module). So they depend neither on the cut nor on the device.
@@ -28,10 +28,10 @@ def materialise(model: PreTrainedModel, *, seed: int, source: str | None) -> Non
     with torch.no_grad():
         for buffer in model.buffers():
             if buffer.is_floating_point():
-                buffer.fill_(torch.nan)  # so that one which the family forgets to compute is noticed below
+                buffer.fill_(torch.nan)  # detected below where the family does not compute it
         _initialise(model, model, "", seed, buffers_only=source is not None)
-        if next(model.parameters(), None) is not None:  # not all of its parts are taken out
-            model.tie_weights()  # to_empty has given tied weights memory of their own
+        if next(model.parameters(), None) is not None:  # some of its parts are present
+            model.tie_weights()  # to_empty has allocated tied weights twice
         if source is not None:
             load(model, source)
     for name, value in model.named_buffers():
@@ -40,7 +40,7 @@ def materialise(model: PreTrainedModel, *, seed: int, source: str | None) -> Non
 
 
 def _initialise(module: nn.Module, owner: PreTrainedModel, name: str, seed: int, *, buffers_only: bool) -> None:
-    """Children first, each by the innermost Hugging Face model around it: the order in which the family itself goes."""
+    """Children first, each by the innermost Hugging Face model around it: the family's own order."""
     from transformers.modeling_utils import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -53,31 +53,31 @@ def _initialise(module: nn.Module, owner: PreTrainedModel, name: str, seed: int,
 
 
 def load(model: PreTrainedModel, source: str) -> None:
-    """Read this model's own parameters from a directory of safetensors shards; nothing else of them is read."""
+    """Read the parameters present in `model`, and no others, from a directory of safetensors shards. ValueError: one is missing."""
     from safetensors import safe_open
 
-    aliases = {"lm_head.weight": "model.embed_tokens.weight"}  # left out by models that tied them
-    wanted: dict[str, list[tuple[str, Tensor]]] = {}
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"}  # not stored by models with tied embeddings
+    by_shard: dict[str, list[tuple[str, Tensor]]] = {}
     shards = shard_of(source)
     parameter: Tensor
     for name, parameter in model.named_parameters():
-        stored = name if name in shards else aliases.get(name, name)
-        if stored not in shards:
+        stored_name = name if name in shards else aliases.get(name, name)
+        if stored_name not in shards:
             raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of {model.config.model_type}?")
-        wanted.setdefault(shards[stored], []).append((stored, parameter))
-    for shard, pairs in wanted.items():
+        by_shard.setdefault(shards[stored_name], []).append((stored_name, parameter))
+    for shard, pairs in by_shard.items():
         with safe_open(Path(source) / shard, framework="pt", device="cpu") as file:
-            for stored, parameter in pairs:
-                found = tuple(file.get_slice(stored).get_shape())
-                if found != tuple(parameter.shape):
+            for stored_name, parameter in pairs:
+                shape = tuple(file.get_slice(stored_name).get_shape())
+                if shape != tuple(parameter.shape):
                     raise ValueError(
-                        f"{source}/{shard}: {stored} has shape {found}, the model needs {tuple(parameter.shape)}"
+                        f"{source}/{shard}: {stored_name} has shape {shape}, the model needs {tuple(parameter.shape)}"
                     )
-                parameter.copy_(file.get_tensor(stored))
+                parameter.copy_(file.get_tensor(stored_name))
 
 
 def shard_of(source: str) -> dict[str, str]:
-    """Which file of the directory holds which tensor."""
+    """The file of each tensor in the directory. ValueError: no safetensors there."""
     from safetensors import safe_open
 
     folder = Path(source)

@@ -1,7 +1,7 @@
-"""A lost stage made from its two neighbours: CheckFree (arXiv 2506.15461), for runs that would rather not go back.
+"""A lost stage blended from its two neighbours: CheckFree (arXiv 2506.15461), for `run.lost = "neighbours"`.
 
-Its blocks are weighted means of the neighbours' blocks at the same relative depth, which residual networks forgive better than a
-random start. Adam's moments are blended alike, so that the first steps are not taken blindly. For runtime/tasks/task_runner.py.
+Each block is a weighted mean of the neighbours' blocks at the same relative depth, a better start for a residual network than
+random weights. Adam's moments are blended alike. For runtime/tasks/task_runner.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def blend(names: Iterable[str], below: State, above: State, share: float) -> dic
 
     ValueError when a neighbour has no tensor of that kind and shape: stages with an embedding or a head cannot be blended."""
     names = list(names)
-    found = [_counterpart(names, state, which) for state, which in ((below, "below"), (above, "above"))]
+    sources = [_counterpart(names, state, which) for state, which in ((below, "below"), (above, "above"))]
     blended: dict[str, Tensor] = {}
     for name in names:
-        one, other = found[0][name], found[1][name]
-        if one.shape != other.shape:
+        lower, upper = sources[0][name], sources[1][name]
+        if lower.shape != upper.shape:
             raise ValueError(
-                f"{name}: shapes {tuple(one.shape)} below and {tuple(other.shape)} above cannot be blended"
+                f"{name}: shapes {tuple(lower.shape)} below and {tuple(upper.shape)} above cannot be blended"
             )
-        blended[name] = one * share + other * (1.0 - share)
+        blended[name] = lower * share + upper * (1.0 - share)
     return blended
 
 
@@ -36,16 +36,18 @@ def _counterpart(names: list[str], state: State, which: str) -> dict[str, Tensor
     """For each name the neighbour's tensor of the same kind, in its block of the same relative depth."""
     own, theirs = _blocks(names), _blocks(state)
     partner = {block: theirs[at * len(theirs) // len(own)] for at, block in enumerate(own)} if theirs else {}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
         block = BLOCK.search(name)
-        wanted = name
+        source_name = name
         if block is not None and partner:
-            wanted = f"{name[: block.start()]}{partner[int(block.group())]}{name[block.end() :]}"
-        if wanted not in state:
-            raise ValueError(f"the stage {which} has no {wanted}: this stage cannot be made from its neighbours")
-        found[name] = state[wanted]
-    return found
+            source_name = f"{name[: block.start()]}{partner[int(block.group())]}{name[block.end() :]}"
+        if source_name not in state:
+            raise ValueError(
+                f"the stage {which} has no {source_name}: this stage cannot be blended from its neighbours"
+            )
+        tensors[name] = state[source_name]
+    return tensors
 
 
 def _blocks(names: Iterable[str]) -> list[int]:

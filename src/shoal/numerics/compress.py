@@ -1,8 +1,8 @@
-"""Fewer bytes for tensors on their way: plain torch functions, for the task runner and for benchmarks.
+"""Encodes tensors for the network in fewer bytes: plain torch functions, for the task runner and for benchmarks.
 
-`encode(values, how)` gives the bytes and the name that they travel under, `decode` the values back; sizes and names are
-codec.py's. Whoever holds the bytes decodes the same bits: only additions, products by a power of two or of one scale, and
-square roots at the sender, each a rounded operation of its own, so no device or library may order them differently.
+`encode(values, how)` returns the bytes and the codec's name, `decode` the values; codec.py defines sizes and names. Every
+receiver decodes the same bits: decoding uses only additions and products, the sender square roots, each a separately rounded
+operation, which no device or library reorders.
 
 int8 (SWARM sends blockwise 8 bits both ways; Dettmers and others 2022): absmax per block of 1,024, and a code that is denser
 near zero. Ours is a square law, value = scale * q|q| / 127^2 with q in -127..127, instead of Dettmers' tree of decades: it
@@ -22,18 +22,18 @@ from torch import Tensor
 from shoal import codec
 
 INT8_BLOCK = 1024  # 0.4 % of scales; blocks of 256 would take 1.6 % and err 7 % less
-PIECE = 1 << 17  # values worked on at once on a CPU: 512 KiB stay in its cache (2.5 GB/s at 2^15, 3.7 at 2^17)
-TINY = 2.0**-100  # a block with nothing above it becomes zeros: its inverse would not be finite
+PIECE = 1 << 17  # values per pass on a CPU: 512 KiB fit its cache (2.5 GB/s at 2^15, 3.7 at 2^17)
+TINY = 2.0**-100  # a block whose values are all below becomes zeros: the inverse scale would not be finite
 LARGEST = (
     127 / 64 * 2.0**127
-)  # an int8 scale: a little under what fp32 and bfloat16 hold, so that no decoded value overflows
+)  # an int8 scale: a little under the largest fp32 and bfloat16, so that no decoded value overflows
 INT4_LARGEST = 2.0**120  # its decoded values are sums of 64
 _SQUARE = 127.0 * 127.0
 _HALF = codec.INT4_BLOCK // 2
 
 
 class Code(msgspec.Struct, frozen=True):
-    """An encoded tensor: `data` (bytes,) uint8, on the device where it was made."""
+    """An encoded tensor: `data` (bytes,) uint8, on the device that encoded it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,21 +49,21 @@ def encode(values: Tensor, how: str) -> Code:
     flat = values.detach().float().contiguous().view(-1)
     match how:
         case "bf16":
-            written, data = "bf16/1", bf16_encode(flat)
+            name, data = "bf16/1", bf16_encode(flat)
         case "int8":
-            written, data = f"int8/1/{INT8_BLOCK}", int8_encode(flat, INT8_BLOCK)
+            name, data = f"int8/1/{INT8_BLOCK}", int8_encode(flat, INT8_BLOCK)
         case "int4":
-            written, data = f"int4/1/{codec.INT4_BLOCK}", int4_encode(flat)
+            name, data = f"int4/1/{codec.INT4_BLOCK}", int4_encode(flat)
         case _:
             raise ValueError(f"{how!r} is no codec; known are none, bf16, int8 and int4")
-    return Code(dtype, shape, written, data)
+    return Code(dtype, shape, name, data)
 
 
 def decode(code: Code) -> Tensor:
-    """The values, on the device of the bytes. ValueError says what is wrong with a code that nobody honest wrote."""
-    wrong = fault(code)
-    if wrong:
-        raise ValueError(wrong)
+    """The values, on the device of the bytes. ValueError: `fault(code)`."""
+    error = fault(code)
+    if error:
+        raise ValueError(error)
     spec, dtype, count = codec.parse(code.codec), getattr(torch, code.dtype), math.prod(code.shape)
     match spec.name:
         case codec.RAW:
@@ -78,7 +78,7 @@ def decode(code: Code) -> Tensor:
 
 
 def fault(code: Code) -> str:
-    """What is wrong with a code from somebody else, in words; '' when nothing is. Cheap: it looks at scales and bytes."""
+    """Why a code received from a peer is invalid; '': it is valid. Cheap: reads scales and sizes."""
     try:
         size = codec.nbytes(code.codec, code.shape, code.dtype)
     except (ValueError, KeyError) as error:
@@ -178,11 +178,11 @@ def int4_encode(flat: Tensor) -> Tensor:
     scales, packed = data[: 2 * groups].view(torch.bfloat16), data[2 * groups :].view(_HALF, groups)
     signs = _signs(flat)
     for start, stop in _columns(flat, groups):
-        turned = _rotated(rows[:, start:stop] * signs)
-        scale = turned.abs().amax(0).to(torch.bfloat16)
+        rotated = _rotate(rows[:, start:stop] * signs)
+        scale = rotated.abs().amax(0).to(torch.bfloat16)
         scales[start:stop] = scale
-        wide = scale.float()
-        codes = turned.mul_(torch.where(wide > TINY, 7.5 / wide, 0.0)).add_(7.5).round_().clamp_(0, 15)
+        scale_fp32 = scale.float()
+        codes = rotated.mul_(torch.where(scale_fp32 > TINY, 7.5 / scale_fp32, 0.0)).add_(7.5).round_().clamp_(0, 15)
         codes = codes.to(torch.uint8)
         packed[:, start:stop] = codes[:_HALF] | (codes[_HALF:] << 4)
     if not _finite(scales) or (groups and float(scales.max()) > INT4_LARGEST):
@@ -200,14 +200,14 @@ def int4_decode(data: Tensor, count: int) -> Tensor:
     signs = _signs(flat)
     for start, stop in _columns(flat, groups):
         codes = packed[:, start:stop]
-        turned = torch.cat([codes & 15, codes >> 4]).float().sub_(7.5)
-        turned.mul_(scales[start:stop].float() * (1 / 7.5))
-        rows[:, start:stop] = _rotated(turned).mul_(signs)
+        rotated = torch.cat([codes & 15, codes >> 4]).float().sub_(7.5)
+        rotated.mul_(scales[start:stop].float() * (1 / 7.5))
+        rows[:, start:stop] = _rotate(rotated).mul_(signs)
     return flat[:count]
 
 
-def _rotated(rows: Tensor) -> Tensor:
-    """Every column (64,) times the orthonormal Hadamard matrix, which is its own inverse: H64 / 8, by halves."""
+def _rotate(rows: Tensor) -> Tensor:
+    """Multiply every column (64,) by the orthonormal Hadamard matrix H64 / 8, its own inverse, as a fast transform."""
     width = rows.shape[1]
     for half in (32, 16, 8, 4, 2, 1):
         pairs = rows.reshape(-1, 2, half, width)
@@ -239,12 +239,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """A finite sum says so at a third of the cost; an infinite one may be an overflow."""
+    """A finite sum proves it at a third of the cost; an infinite sum may be an overflow."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def most(code: Code) -> float:
-    """How large a decoded value can be at most, from scales alone where there are any."""
+def largest(code: Code) -> float:
+    """Upper bound of the absolute decoded values, from the scales where there are any."""
     spec, count = codec.parse(code.codec), math.prod(code.shape)
     if count == 0:
         return 0.0
@@ -265,7 +265,7 @@ def _scales_fault(scales: Tensor, largest: float) -> str:
 
 
 def _piece(flat: Tensor, block: int) -> int:
-    """Whole blocks that are worked on at once."""
+    """Values per pass: a multiple of `block`."""
     if flat.device.type != "cpu":
         return max(block, -(-len(flat) // block) * block)
     return max(1, PIECE // block) * block

@@ -1,13 +1,13 @@
-"""AdamW whose two moments take one byte per value: codes of values over the largest of their block of 256, with that one in fp32.
+"""AdamW with two moments of one byte per value: a code relative to the largest value of the block of 256, which is fp32.
 
-Paper: 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). Claim: training goes as with fp32 moments, which take four
-times the memory. Format and code book are torchao's (`torchao.optim`, as of its AdamW8bit): dynamic codes, signed for the first
-moment; parameters of fewer than 4,096 values, or that do not fall into whole blocks, keep fp32 moments.
+Paper: 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). Claim: training as with fp32 moments, at a quarter of the
+memory. Format and codebook are torchao's (AdamW8bit of `torchao.optim`): dynamic codes, signed for the first moment; parameters
+of fewer than 4,096 values, or not of whole blocks, have fp32 moments.
 
-What we changed: torchao's step is one function per parameter that it compiles, and a peer may have no compiler; run without one it
-does 8 million values a second on a core. Here a parameter goes in pieces that stay in the cache: decoded, stepped by torch's
-fused AdamW, encoded by a table over the upper bits of a value: 170 million (docs/results.md). A value within 2^-12 of the
-middle between two codes may take the other one: one in a thousand does.
+What we changed: torchao compiles one function per parameter, and a peer may have no compiler; uncompiled it updates 8 million
+values/s on a core. Here a parameter is updated in pieces that fit the cache: decode, torch's fused AdamW, encode by a table over
+the upper bits of a value: 170 million values/s (docs/results.md). A value within 2^-12 of the middle between two codes may get
+the other code, which happens to one in a thousand.
 """
 
 from __future__ import annotations
@@ -31,70 +31,72 @@ UPPER_BITS = 20  # of an fp32 value, that choose its code: sign, exponent, 11 of
 LEAST = 1e-12  # scale of a block of zeros: torchao's
 
 
-def coded(values: int) -> bool:
-    """Whether the moments of a parameter of so many values are codes."""
+def is_encoded(values: int) -> bool:
+    """Whether the moments of a parameter of `values` values are encoded."""
     return values >= SMALLEST and values % BLOCK == 0
 
 
 def nbytes(values: int, moments: str) -> int:
-    """Of both moments of a parameter of so many values, as train.moments says."""
-    return 2 * (values + 4 * values // BLOCK) if moments == "8bit" and coded(values) else 8 * values
+    """Bytes of both moments of a parameter of `values` values; `moments`: train.moments."""
+    return 2 * (values + 4 * values // BLOCK) if moments == "8bit" and is_encoded(values) else 8 * values
 
 
 def require() -> None:
-    """ValueError: torchao is not there."""
+    """ValueError: torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise ValueError(
-            "train.moments = '8bit' needs torchao, which is not here; try pip install 'shoal[torchao]', or train.moments=float32"
+            "train.moments = '8bit' needs torchao, which is not installed; try pip install 'shoal[torchao]', or train.moments=float32"
         )
 
 
-class Book(NamedTuple):
-    """The values that codes stand for, (256,) fp32, and the code of each upper part of an fp32 value, (2^UPPER_BITS,) uint8."""
+class Codebook(NamedTuple):
+    """The value of each code, (256,) fp32, and the code for each upper part of an fp32 value, (2^UPPER_BITS,) uint8."""
 
     values: Tensor
     codes: Tensor
 
 
 @functools.cache
-def book(signed: bool, device: str = "cpu") -> Book:
-    """See `require`."""
+def codebook(signed: bool, device: str = "cpu") -> Codebook:
+    """The codebook of signed or unsigned values. ValueError: see `require`."""
     require()
     from torchao.optim.quant_utils import create_dynamic_map
 
     values = torch.tensor(create_dynamic_map(signed=signed), dtype=torch.float32)
     shift = 32 - UPPER_BITS
-    bits = (torch.arange(1 << UPPER_BITS) << shift) + (1 << (shift - 1))  # the middle of what has these upper bits
+    bits = (torch.arange(1 << UPPER_BITS) << shift) + (
+        1 << (shift - 1)
+    )  # the middle of the values with these upper bits
     of_bits = bits.to(torch.int32).view(torch.float32).nan_to_num(0.0).clamp(-1.0, 1.0)
     codes = torch.bucketize(of_bits, (values[1:] + values[:-1]) / 2).to(torch.uint8)
-    return Book(values.to(device), codes.to(device))
+    return Codebook(values.to(device), codes.to(device))
 
 
-def decode(codes: Tensor, scales: Tensor, book: Book) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, codebook: Codebook) -> Tensor:
     """`codes` (n,) uint8, `scales` (n / 256,) fp32 -> (n,) fp32."""
-    values = torch.index_select(book.values, 0, codes.to(torch.int32))
+    values = torch.index_select(codebook.values, 0, codes.to(torch.int32))
     values.view(-1, BLOCK).mul_(scales[:, None])
     return values
 
 
-def encode_(codes: Tensor, scales: Tensor, values: Tensor, book: Book) -> None:
-    """Into `codes` (n,) uint8 and `scales` (n / 256,) fp32, from `values` (n,) fp32."""
+def encode_(codes: Tensor, scales: Tensor, values: Tensor, codebook: Codebook) -> None:
+    """Write `codes` (n,) uint8 and `scales` (n / 256,) fp32 from `values` (n,) fp32."""
     blocks = values.view(-1, BLOCK)
     torch.amax(blocks.abs(), dim=-1, out=scales).clamp_(min=LEAST)
     upper = (blocks / scales[:, None]).view(torch.int32)
     upper.bitwise_right_shift_(32 - UPPER_BITS).bitwise_and_((1 << UPPER_BITS) - 1)
-    torch.index_select(book.codes, 0, upper.view(-1), out=codes)
+    torch.index_select(codebook.codes, 0, upper.view(-1), out=codes)
 
 
-class Moment(NamedTuple):
-    """Of one parameter. `codes` (n,), `scales` (n / 256,)."""
+class EncodedMoment(NamedTuple):
+    """A moment of one parameter: `codes` (n,) uint8, `scales` (n / 256,) fp32."""
 
     codes: Tensor
     scales: Tensor
-    book: Book
+    codebook: Codebook
 
-    def piece(self, start: int, stop: int) -> Moment:
-        return Moment(self.codes[start:stop], self.scales[start // BLOCK : stop // BLOCK], self.book)
+    def piece(self, start: int, stop: int) -> EncodedMoment:
+        return EncodedMoment(self.codes[start:stop], self.scales[start // BLOCK : stop // BLOCK], self.codebook)
 
 
 class EightBit:
@@ -102,16 +104,16 @@ class EightBit:
 
     def __init__(self, parameters: Mapping[str, Tensor], train: Train) -> None:
         self._train = train
-        self._coded = {name: value for name, value in parameters.items() if coded(value.numel())}
+        self._coded = {name: value for name, value in parameters.items() if is_encoded(value.numel())}
         self._small = AdamW({name: value for name, value in parameters.items() if name not in self._coded}, train)
         self._names = tuple(parameters)
         books = {
-            value.device.type: (book(True, value.device.type), book(False, value.device.type))
+            value.device.type: (codebook(True, value.device.type), codebook(False, value.device.type))
             for value in parameters.values()
         }
         self._moments = {
             name: tuple(
-                Moment(
+                EncodedMoment(
                     torch.zeros(value.numel(), dtype=torch.uint8, device=value.device),
                     torch.zeros(value.numel() // BLOCK, device=value.device),
                     which,
@@ -132,7 +134,7 @@ class EightBit:
                 self._piece_(flat[start:stop], gradient[start:stop], moments, lr, step, decays(parameter))
 
     def _piece_(
-        self, values: Tensor, gradient: Tensor, moments: list[Moment], lr: float, step: int, decay: bool
+        self, values: Tensor, gradient: Tensor, moments: list[EncodedMoment], lr: float, step: int, decay: bool
     ) -> None:
         first, second = (decode(*moment) for moment in moments)
         functional(
@@ -152,18 +154,18 @@ class EightBit:
             maximize=False,
         )
         for moment, new in zip(moments, (first, second), strict=True):
-            encode_(moment.codes, moment.scales, new, moment.book)
+            encode_(moment.codes, moment.scales, new, moment.codebook)
 
     def moments(self) -> dict[str, Tensor]:
-        """`exp_avg/NAME`, `exp_avg_sq/NAME`: codes in the parameter's shape, or fp32; then the scales of the coded ones."""
+        """`exp_avg/NAME`, `exp_avg_sq/NAME`: codes in the parameter's shape, or fp32; then the scales of the encoded ones."""
         small = self._small.moments()
-        found: dict[str, Tensor] = {}
-        for place, kind in enumerate(("exp_avg", "exp_avg_sq")):
+        tensors: dict[str, Tensor] = {}
+        for at, kind in enumerate(("exp_avg", "exp_avg_sq")):
             for name in self._names:
-                at = f"{kind}/{name}"
-                found[at] = (
-                    self._moments[name][place].codes.view(self._coded[name].shape) if name in self._coded else small[at]
+                key = f"{kind}/{name}"
+                tensors[key] = (
+                    self._moments[name][at].codes.view(self._coded[name].shape) if name in self._coded else small[key]
                 )
-        for place, kind in enumerate(("exp_avg_scale", "exp_avg_sq_scale")):
-            found |= {f"{kind}/{name}": self._moments[name][place].scales for name in self._coded}
-        return found
+        for at, kind in enumerate(("exp_avg_scale", "exp_avg_sq_scale")):
+            tensors |= {f"{kind}/{name}": self._moments[name][at].scales for name in self._coded}
+        return tensors

@@ -1,7 +1,7 @@
 """AdamW, its learning rate and the clip: plain functions of (settings, step), for the executors.
 
-Nothing here remembers a step: the schedule and AdamW's bias correction are told which step it is, so a rollback, a resume and
-a joiner's first step need the moments and nothing else. Clipping uses the norm of the whole model, which no stage knows alone.
+Nothing here keeps a step counter: schedule and bias correction take the step as an argument, so a rollback, a resume and
+a joiner's first step need only the moments. Clipping uses the norm of the whole model, which the commit states.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ FUSED = ("cpu", "cuda", "mps")  # device types with a fused AdamW kernel in torc
 def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -> float:
     """Rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then down to `final_ratio` of it at the last.
 
-    `age`: steps since the moments were empty, where those are fewer; over the first `round_warmup` of these the rate rises anew."""
-    rising = 1.0 if age is None or age >= train.round_warmup else (age + 1) / train.round_warmup
-    return rising * _rate(train, steps, step)
+    `age`: steps since the moments were empty, where those are fewer; the rate warms up again over the first `round_warmup` of these."""
+    warm_up = 1.0 if age is None or age >= train.round_warmup else (age + 1) / train.round_warmup
+    return warm_up * _rate(train, steps, step)
 
 
-class Pace(NamedTuple):
-    """Of one optimizer step."""
+class OptimizerStep(NamedTuple):
+    """Learning rate and age of one optimizer step."""
 
     rate: float
-    age: int  # steps since the moments were empty
+    age: int  # steps since the moments were zero
 
 
-Schedule = Callable[[int], Pace]  # by step
+Schedule = Callable[[int], OptimizerStep]  # by step
 
 
 def scheduled(train: Train, steps: int) -> Schedule:
-    """The schedule of `steps` steps whose moments were empty before step 0 and never since."""
-    return lambda step: Pace(learning_rate(train, steps, step), step)
+    """The schedule of `steps` steps whose moments are zero before step 0 only."""
+    return lambda step: OptimizerStep(learning_rate(train, steps, step), step)
 
 
 def _rate(train: Train, steps: int, step: int) -> float:
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
-    after = min(1.0, (step - train.warmup) / max(1, steps - 1 - train.warmup))  # 0 at the peak, 1 at the last step
+    progress = min(1.0, (step - train.warmup) / max(1, steps - 1 - train.warmup))  # 0 at the peak, 1 at the last step
     if train.schedule == "constant":
         return train.learning_rate
     if train.schedule == "linear":
-        left = 1.0 - after
+        factor = 1.0 - progress
     elif train.schedule == "cosine":
-        left = 0.5 * (1.0 + math.cos(math.pi * after))
+        factor = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
         raise ValueError(f"train.schedule = {train.schedule!r} is none of cosine, linear, constant")
-    return train.learning_rate * (train.final_ratio + (1.0 - train.final_ratio) * left)
+    return train.learning_rate * (train.final_ratio + (1.0 - train.final_ratio) * factor)
 
 
 def clip_factor(norm: float, clip: float) -> float:
-    """What a gradient of the whole model's Euclidean norm `norm` is multiplied by; as torch.nn.utils.clip_grad_norm_."""
+    """The factor that clips a gradient of Euclidean norm `norm` to `clip` (0: no clipping); as torch.nn.utils.clip_grad_norm_."""
     return min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
 
 
@@ -79,7 +79,7 @@ def decays(parameter: Tensor) -> bool:
 
 
 def adamw(parameters: Mapping[str, Tensor], train: Train) -> torch.optim.AdamW:
-    """AdamW over fp32 parameters of one device, moments allocated at once so that they can be read and loaded from the start."""
+    """AdamW over fp32 parameters of one device, with moments allocated now, so that they can be read and loaded from the start."""
     values = list(parameters.values())
     groups = [
         {"params": [value for value in values if decays(value)], "weight_decay": train.weight_decay},
@@ -102,7 +102,7 @@ def adamw(parameters: Mapping[str, Tensor], train: Train) -> torch.optim.AdamW:
 
 
 def step_(optimizer: torch.optim.AdamW, lr: float, step: int) -> None:
-    """One AdamW step from the parameters' `.grad`, as the step that follows `step` earlier ones."""
+    """AdamW step number `step` + 1 from the parameters' `.grad`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         for parameter in group["params"]:
@@ -114,16 +114,16 @@ class Optimizer(Protocol):
     """AdamW over fp32 parameters of one device, by name."""
 
     def step_(self, lr: float, step: int) -> None:
-        """One step from the parameters' `.grad`, as the one that follows `step` earlier ones."""
+        """Step number `step` + 1 from the parameters' `.grad`."""
         ...
 
     def moments(self) -> dict[str, Tensor]:
-        """The live tensors, named by kind and parameter (`exp_avg/NAME`), in an order that is always the same. Zeros are none."""
+        """The live tensors by kind and parameter (`exp_avg/NAME`), always in the same order. All zeros: empty moments."""
         ...
 
 
 class AdamW:
-    """With moments in fp32, as `adamw` and `step_` are."""
+    """fp32 moments."""
 
     def __init__(self, parameters: Mapping[str, Tensor], train: Train) -> None:
         self._parameters = dict(parameters)

@@ -56,7 +56,7 @@ class Alone:
         """Train one step. Returns what a run would have agreed on. Broken: nothing of the step is in the parameters."""
         try:
             losses = self._losses(told)
-            reduced = self.executor.brought()
+            reduced = self.executor.contribution()
             norm = math.sqrt(norm_sq(reduced))
             if not math.isfinite(norm):
                 raise ValueError(f"the gradient of step {self.done} is not finite; try a lower train.learning_rate")
@@ -129,7 +129,7 @@ class Alone:
     def _back(self, batch: list[Tensor]) -> list[float]:
         executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
         if isinstance(executor, Swapping):
-            return executor.batch_back(batch)
+            return executor.backward_batch(batch)
         losses = [executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
         return [loss for loss in losses if loss is not None]
 

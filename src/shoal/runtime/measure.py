@@ -4,8 +4,8 @@ Every peer answers (`Meter`, called by its node before its machine hears of anyt
 its own links and telling the figures. So one visitor with an invite learns about all pairs (`survey`), and a run that trains is
 measured under its own load. Bounds: a transfer has at most 64 MiB and all of one request a GiB; a peer measures for one at a
 time and keeps a short queue, in which one key has one place; what it answers to pings with has a budget for each key and for all.
-All loads are views of one buffer: what waits for slow lines takes no memory. A delay is half a round trip: two clocks are not
-compared, so both directions have the same.
+Loads of one size share a buffer while any of them is being sent, so that what waits for slow lines takes little memory. A delay is
+half a round trip: two clocks are not compared, so both directions have the same.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from shoal.core.messages import Measure, Measured, Peer, Ping, Pong
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.budget import Allowance, Budgets
-from shoal.transport.streams.inbox import sender_of
+from shoal.transport.streams.receive_queue import sender_of
 
 MOST_BYTES = 64 << 20  # of one transfer
 FIRST_BYTES = 256 << 10  # of the first; each next one has four times as many
@@ -38,7 +41,9 @@ WAITING = 4  # requests to measure that a peer keeps
 ANSWERS_TO_ONE = Allowance(per_s=4 << 20, at_once=MOST_BYTES)
 ANSWERS_TO_ALL = Allowance(per_s=16 << 20, at_once=2 * MOST_BYTES)
 
-_NOISE = os.urandom(1 << 20)  # nothing on the way may compress it
+_NOISE = np.frombuffer(os.urandom(1 << 20), np.uint8)  # incompressible
+# Larger loads by their size, as long as one is being sent: a peer that was measured once must not keep 64 MiB for good.
+_loads: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()
 
 
 class Meter:
@@ -238,10 +243,13 @@ def pairings(peers: Sequence[Peer]) -> list[list[tuple[Peer, Peer]]]:
 
 
 def _load(nbytes: int) -> tuple[Blob, ...]:
-    """A view of noise, of which there is one copy, however many loads are on their way."""
-    global _NOISE
+    """A view of noise. Loads of one size class (1, 4, 16 and 64 MiB) share one copy, however many are being sent."""
     if not nbytes:
         return ()
-    if nbytes > len(_NOISE):
-        _NOISE *= MOST_BYTES // len(_NOISE)
-    return (Blob("uint8", (nbytes,), memoryview(_NOISE)[:nbytes]),)
+    repeats = 1
+    while repeats * len(_NOISE) < nbytes:
+        repeats *= 4
+    noise = _NOISE if repeats == 1 else _loads.get(repeats)
+    if noise is None:
+        noise = _loads[repeats] = np.tile(_NOISE, repeats)
+    return (Blob("uint8", (nbytes,), noise.data[:nbytes]),)

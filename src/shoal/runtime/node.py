@@ -331,7 +331,7 @@ def progress(machine: PeerMachine) -> Progress:
         peer=machine.name,
         view=machine.view.number if machine.view is not None else 0,
         step=server.step,
-        stage=server.stage if server.installed else None,
+        stage=server.stage if server.has_state else None,
         ready=server.ready,
         leading=machine.leading,
         queue_s=server.queue_s,

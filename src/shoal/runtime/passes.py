@@ -18,14 +18,14 @@ from random import Random
 from shoal import units
 from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.transport.base import Incoming, Transport
-from shoal.transport.identity.passes import Membership, Standing, date
+from shoal.transport.identity.passes import Membership, PassStatus, date
 
 log = logging.getLogger(__name__)
 
 SPREAD_S = 5.0  # between two comparisons with somebody
 FANOUT = 16  # who are told of news at once; with so many each, 10,000 peers have heard after four rounds
 AGAIN_S = 5.0  # the same list goes to the same peer no sooner: nobody can have it sent for the asking
-REFUSES = "it refuses: "  # as hello.py begins another's refusal
+REFUSES = "it refuses: "  # as handshake.py begins another's refusal
 REFUSALS = 16  # told of, in words that others choose
 MET = 4096  # peers remembered as met
 WARN = 0.2  # of a pass's lifetime: how long before its end people are told
@@ -122,7 +122,7 @@ class Gate:
         """For ever."""
         self._loop = asyncio.get_running_loop()
         self.membership.on_change = self._on_change
-        if self.membership.standing != Standing():
+        if self.membership.standing != PassStatus():
             self._take_effect()
         began = time.monotonic()
         while True:

@@ -23,7 +23,7 @@ STATE = 3  # parameters and two moments
 TOKENS = 4096  # bytes of a microbatch's token ids
 
 
-class Line(msgspec.Struct, frozen=True):
+class LineRates(msgspec.Struct, frozen=True):
     """0: as wide as can be."""
 
     up_Bps: float = 0.0
@@ -42,12 +42,12 @@ class Ranges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
     """Of one case. `lines[i]` is peer i's."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LineRates, ...]
     boundary_values: int
     gradient_values: int  # of one stage
     travel: Travel = Travel()
 
-    def line(self, peer: m.Peer) -> Line:
+    def line(self, peer: m.Peer) -> LineRates:
         """`p7.2` is the third process of peer 7."""
         return self.lines[int(peer[1 : peer.index(".")]) % len(self.lines)]
 
@@ -115,7 +115,7 @@ def draw(ranges: Ranges, peers: int, forward_s: float, rng: Random) -> Wire:
     ups = [_between(ranges.up_Bps, rng) for _ in range(peers)]
     middle_Bps = sorted(ups)[peers // 2]
     return Wire(
-        lines=tuple(Line(up, up * _between(ranges.wider, rng)) for up in ups),
+        lines=tuple(LineRates(up, up * _between(ranges.wider, rng)) for up in ups),
         boundary_values=max(1, int(middle_Bps * forward_s * _between(ranges.boundary, rng) / FP32)),
         gradient_values=max(1, int(middle_Bps * _between(ranges.gradient_s, rng) / FP32)),
         travel=Travel(

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.core.messages import RANKS, Peer
 from shoal.sim.lines import Downlinks, Wire
-from shoal.sim.scenario import Messages, Scenario
+from shoal.sim.scenarios.scenario import Messages, Scenario
 
 CLEAN = Messages()
 NEAR_S, FAR_S = (0.001, 0.01), (0.04, 0.16)  # delays within a region and between two
@@ -26,7 +26,7 @@ def region(peer: Peer, regions: int) -> int:
     return int(peer[1 : peer.index(".")]) % regions
 
 
-class Link(msgspec.Struct):
+class SimulatedLink(msgspec.Struct):
     """From one peer to another: its delay, and when the last message of each class arrives."""
 
     delay_s: float
@@ -34,7 +34,7 @@ class Link(msgspec.Struct):
     last_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * (1 + RANKS))  # control, then bulk by rank
 
 
-class Uplink(msgspec.Struct):
+class SimulatedUplink(msgspec.Struct):
     bandwidth_Bps: float
     free_s: list[float] = msgspec.field(
         default_factory=lambda: [0.0] * RANKS
@@ -50,8 +50,8 @@ class Network:
         self._scenario = scenario
         self._regions = regions
         self._rng = rng
-        self._links: dict[tuple[Peer, Peer], Link] = {}
-        self._uplinks: dict[Peer, Uplink] = {}
+        self._links: dict[tuple[Peer, Peer], SimulatedLink] = {}
+        self._uplinks: dict[Peer, SimulatedUplink] = {}
         self._wire = wire
         self._downlinks = Downlinks(wire) if wire is not None else None
 
@@ -102,18 +102,18 @@ class Network:
         self.faults = CLEAN
         self.cut.clear()
 
-    def _link(self, source: Peer, target: Peer) -> Link:
+    def _link(self, source: Peer, target: Peer) -> SimulatedLink:
         if self._regions == 1:
-            return Link(self._rng.uniform(*self._scenario.delay_s))
+            return SimulatedLink(self._rng.uniform(*self._scenario.delay_s))
         far = region(source, self._regions) != region(target, self._regions)
-        return Link(self._rng.uniform(*(FAR_S if far else NEAR_S)), far)
+        return SimulatedLink(self._rng.uniform(*(FAR_S if far else NEAR_S)), far)
 
     def _wait(self, source: Peer, nbytes: int, now: float, rank: int) -> float:
         """Seconds until the sender's uplink has passed these bytes, after what waits there and goes first. What goes after it
         is late for that only if it is sent later: the others' arrival is settled."""
         uplink = self._uplinks.get(source)
         if uplink is None:
-            uplink = self._uplinks[source] = Uplink(self._width(source))
+            uplink = self._uplinks[source] = SimulatedUplink(self._width(source))
         seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
         uplink.free_s[rank] = left = max(*uplink.free_s[: rank + 1], now) + seconds
         for lower in range(rank + 1, RANKS):
@@ -127,6 +127,6 @@ class Network:
         low, high = self._scenario.bandwidth_Bps
         return float(low * (high / low) ** self._rng.random())
 
-    def _order(self, link: Link, at: float, lane: int) -> float:
+    def _order(self, link: SimulatedLink, at: float, lane: int) -> float:
         link.last_s[lane] = at = max(at, link.last_s[lane])
         return at

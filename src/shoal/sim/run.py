@@ -26,13 +26,15 @@ import msgspec
 
 from shoal import trace
 from shoal.core import messages as m
-from shoal.sim.scenario import Case, Scenario, draw, suite
+from shoal.sim.scenarios.catalogue import suite
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Case, Scenario
 from shoal.sim.swarm import Outcome, Swarm
 
 TELL_S = 30.0  # between lines of progress
 
 
-class Line(msgspec.Struct, frozen=True):
+class SeedResult(msgspec.Struct, frozen=True):
     """One seed's result, as `--json` prints it."""
 
     scenario: str
@@ -60,13 +62,13 @@ def rerun(scenario: str, seed: int, staleness: int = -1) -> str:
     return f"shoal simulate {scenario} seed={seed}{option}"
 
 
-def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -> Line:
+def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -> SeedResult:
     """One seed, timed. `name` is what the user called the scenario, for the rerun line."""
     began = time.perf_counter()
     swarm = swarm or Swarm(draw(scenario, seed))
     outcome: Outcome = swarm.run()
     took_s = time.perf_counter() - began
-    return Line(
+    return SeedResult(
         scenario=scenario.name,
         seed=seed,
         ok=not outcome.violations,
@@ -87,7 +89,7 @@ def play(name: str, scenario: Scenario, seed: int, swarm: Swarm | None = None) -
     )
 
 
-def describe(line: Line) -> str:
+def describe(line: SeedResult) -> str:
     verdict = "ok" if line.ok else "FAILED"
     stuck = f", waits by right: {line.stuck}" if line.stuck else ""
     text = (
@@ -116,9 +118,13 @@ class Tracer:
             header = trace.Header(
                 protocol=m.PROTOCOL,
                 peer=peer,
-                settings=(self.swarm or self._case).settings_of(int(peer[1:].partition(".")[0])),
+                settings=(self.swarm.context if self.swarm else self._case).settings_of(
+                    int(peer[1:].partition(".")[0])
+                ),
                 seed=self._case.stream(peer),
-                found=peer in {f"p{key}.{life}" for key, life in self.swarm.founders} if self.swarm else peer == "p0.0",
+                found=peer in {f"p{key}.{life}" for key, life in self.swarm.processes.founders}
+                if self.swarm
+                else peer == "p0.0",
             )
             self._file.write(trace.line(header))
         self._file.write(trace.line_of(time_s, peer, event, commands))
@@ -147,10 +153,10 @@ class Tally:
         self.node_hours = 0.0
         self.wronged = 0  # honest peers evicted or sent to begin anew, beside hostile ones
         self.evicted_s: list[float] = []  # after how long each hostile one was
-        self.failed: list[Line] = []
+        self.failed: list[SeedResult] = []
         self._began = self._told = time.perf_counter()
 
-    def add(self, line: Line) -> None:
+    def add(self, line: SeedResult) -> None:
         self.seeds += 1
         self.events += line.events
         self.node_hours += line.node_hours
@@ -269,18 +275,18 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _one(given: argparse.Namespace, scenario: Scenario, seed: int, many: bool) -> tuple[Line, list[str] | None]:
+def _one(given: argparse.Namespace, scenario: Scenario, seed: int, many: bool) -> tuple[SeedResult, list[str] | None]:
     case = draw(scenario, seed)
     tracer = Tracer(case, Path(given.trace)) if given.trace else None
     swarm = Swarm(case, tracer)
     if tracer is not None:
         tracer.swarm = swarm
     if given.notes:
-        swarm.notes = []
+        swarm.context.notes = []
     line = play(scenario.name if many else given.scenario, scenario, seed, swarm)
     if tracer is not None:
         tracer.close()
-    return line, swarm.notes
+    return line, swarm.context.notes
 
 
 def _told(struck: dict[str, int]) -> str:

@@ -22,10 +22,11 @@ from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon, written
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Membership
-from shoal.transport.libp2p import MAX_WAYS, Libp2p, Way
-from shoal.transport.streams import streams
-from shoal.transport.streams.engine import Link
-from shoal.transport.streams.streams import Opening, StreamTransport
+from shoal.transport.libp2p import MAX_ROUTES, Libp2p, Route
+from shoal.transport.streams import handshake
+from shoal.transport.streams.carrier import Opening
+from shoal.transport.streams.engine import Connection
+from shoal.transport.streams.streams import StreamTransport
 from shoal.transport.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Address(msgspec.Struct, frozen=True):
     streams: tuple[str, ...]  # libp2p multiaddrs
 
 
-class Failed(msgspec.Struct, frozen=True):
+class DirectFailure(msgspec.Struct, frozen=True):
     """A peer could not be reached directly there."""
 
     address: tls.Address
@@ -47,7 +48,7 @@ class Failed(msgspec.Struct, frozen=True):
     until: float  # time.monotonic()
 
 
-class AutoTransport(StreamTransport[tls.Address | Way]):
+class AutoTransport(StreamTransport[tls.Address | Route]):
     """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory. `tell` is
     called, from any thread, with what people should know."""
 
@@ -60,31 +61,31 @@ class AutoTransport(StreamTransport[tls.Address | Way]):
         limits: Limits = Limits(),
         tell: Callable[[str], None] = log.warning,
     ) -> None:
-        self._both = Both(Tls(identity, *place), Libp2p(daemon), tell)
+        self._both = EitherCarrier(Tls(identity, *place), Libp2p(daemon), tell)
         super().__init__(identity.name, membership, self._both, limits)
-        daemon.revived.append(lambda: self._both.libp2p.again(self.listen, self._control))
+        daemon.revived.append(lambda: self._both.libp2p.again(self.listen, self._engines.control))
 
     @property
     def address(self) -> Address:
         """Without a port that libp2p listens on there is still the peer's id: who has been called by it needs no more."""
         daemon = self._both.libp2p.daemon
-        return Address(self._both.tls.address, daemon.addresses[:MAX_WAYS] or (f"/p2p/{written(daemon.peer_id)}",))
+        return Address(self._both.tls.address, daemon.addresses[:MAX_ROUTES] or (f"/p2p/{written(daemon.peer_id)}",))
 
     def learn(self, peer: Peer, address: Address) -> None:
         if peer == self.name:
             return
         self._both.tls.learn(peer, address.direct)
-        way = self._both.libp2p.learn(peer, address.streams)
-        if way is not None:
-            self._control.post(lambda: self._control.adopt(self._both.libp2p.call(way)))
+        route = self._both.libp2p.learn(peer, address.streams)
+        if route is not None:
+            self._engines.control.post(lambda: self._engines.control.adopt(self._both.libp2p.call(route)))
 
 
-class Both:
+class EitherCarrier:
     """The carrier. The node's thread and two engines read and write its table, each entry by one operation."""
 
     def __init__(self, direct: Tls, libp2p: Libp2p, tell: Callable[[str], None]) -> None:
         self.tls, self.libp2p, self._tell = direct, libp2p, tell
-        self._failed: dict[Peer, Failed] = {}
+        self._failed: dict[Peer, DirectFailure] = {}
         self._told: dict[Peer, tls.Address] = {}
 
     async def start(self) -> tuple[socket.socket, ...]:
@@ -96,28 +97,28 @@ class Both:
                 each.close()
             raise
 
-    def way(self, peer: Peer) -> tls.Address | Way | None:
-        direct, way, failed = self.tls.way(peer), self.libp2p.way(peer), self._failed.get(peer)
+    def route(self, peer: Peer) -> tls.Address | Route | None:
+        direct, route, failed = self.tls.route(peer), self.libp2p.route(peer), self._failed.get(peer)
         shut = failed is not None and failed.address == direct and time.monotonic() < failed.until
-        return way if way is not None and (direct is None or shut) else direct
+        return route if route is not None and (direct is None or shut) else direct
 
-    def socket(self, way: tls.Address | Way) -> socket.socket:
-        return self.libp2p.socket(way) if isinstance(way, Way) else self.tls.socket(way)
+    def socket(self, route: tls.Address | Route) -> socket.socket:
+        return self.libp2p.socket(route) if isinstance(route, Route) else self.tls.socket(route)
 
-    def dial(self, link: Link, way: tls.Address | Way) -> Opening:
-        if isinstance(way, Way):
-            return (yield from self.libp2p.dial(link, way))
-        link.deadline = time.monotonic() + DIRECT_S
-        yield from tls.connect(link.sock, way)
-        link.deadline = time.monotonic() + streams.CONNECT_S
-        return (yield from self.tls.greet(link))
+    def dial(self, connection: Connection, route: tls.Address | Route) -> Opening:
+        if isinstance(route, Route):
+            return (yield from self.libp2p.dial(connection, route))
+        connection.deadline = time.monotonic() + DIRECT_S
+        yield from tls.connect(connection.sock, route)
+        connection.deadline = time.monotonic() + handshake.CONNECT_S
+        return (yield from self.tls.greet(connection))
 
-    def answer(self, link: Link) -> Opening:
-        return (yield from (self.libp2p if link.sock.family == socket.AF_UNIX else self.tls).answer(link))
+    def answer(self, connection: Connection) -> Opening:
+        return (yield from (self.libp2p if connection.sock.family == socket.AF_UNIX else self.tls).answer(connection))
 
-    def reached(self, peer: Peer, way: tls.Address | Way) -> None:
+    def reached(self, peer: Peer, route: tls.Address | Route) -> None:
         failed = self._failed.get(peer)
-        if not isinstance(way, Way):
+        if not isinstance(route, Route):
             self._failed.pop(peer, None)
             if self._told.pop(peer, None) is not None:
                 self._tell(f"{peer} is reached directly again: TLS to it from now on")
@@ -126,13 +127,13 @@ class Both:
             host, port = failed.address
             self._tell(f"{peer} cannot be reached at {host}:{port} ({failed.reason}): libp2p to it instead of TLS")
 
-    def failed(self, peer: Peer, way: tls.Address | Way, reason: str) -> bool:
-        if isinstance(way, Way):
+    def failed(self, peer: Peer, route: tls.Address | Route, reason: str) -> bool:
+        if isinstance(route, Route):
             self._failed.pop(peer, None)
             return False
-        if self.libp2p.way(peer) is None:
+        if self.libp2p.route(peer) is None:
             return False
-        self._failed[peer] = Failed(way, reason, time.monotonic() + AGAIN_S)
+        self._failed[peer] = DirectFailure(route, reason, time.monotonic() + AGAIN_S)
         return True
 
     def forget(self, peer: Peer) -> None:

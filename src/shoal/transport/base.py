@@ -8,7 +8,7 @@ and control behind no bulk: what is larger than a fragment is sent in fragments.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -17,6 +17,9 @@ from shoal.core.messages import Message, Peer
 
 MAX_CONTROL_BYTES = 4 << 20  # a View of 1,000 peers and 100,000 microbatches fits
 MAX_BLOBS = 4
+
+StreamKind = Literal["control", "bulk"]
+STREAM_KINDS: tuple[StreamKind, StreamKind] = ("control", "bulk")
 
 
 class Blob(msgspec.Struct, frozen=True):

@@ -83,7 +83,7 @@ class Budgets:
         return len(self._names)
 
 
-def place_of(address: str) -> str:
+def address_group(address: str) -> str:
     """What one person has of addresses: an IPv4 address, an IPv6 network of 64 bits. Other words stay as they are."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])

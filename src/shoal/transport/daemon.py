@@ -168,8 +168,8 @@ class Daemon:
     async def connect(self, address: str, wait_s: float) -> None:
         """OSError says why not; ValueError when that is no address of a peer."""
         pb = protobuf()
-        peer_id, way = parsed_address(address)
-        ask = pb.ConnectRequest(peer=peer_id, addrs=[way] if way else [], timeout=max(1, int(wait_s)))
+        peer_id, route = parsed_address(address)
+        ask = pb.ConnectRequest(peer=peer_id, addrs=[route] if route else [], timeout=max(1, int(wait_s)))
         await self.ask(pb.Request(type=pb.Request.CONNECT, connect=ask), wait_s)
 
     # ------------------------------------------------------------------------------------------------------- private
@@ -401,23 +401,23 @@ def multiaddr(address: str | bytes) -> Any:
 
 
 def parsed_address(address: str) -> tuple[bytes, bytes]:
-    """A peer id, and the way to it, which may be empty: then libp2p looks for one. ValueError when it is no such address."""
-    way, p2p, name = address.rpartition("/p2p/")
+    """A peer id, and the route to it, which may be empty: then libp2p looks for one. ValueError when it is no such address."""
+    route, p2p, name = address.rpartition("/p2p/")
     try:
         if not p2p:
             raise ValueError("it does not end in /p2p/ and a peer id")
         multiaddr(address)
         peer_id = hivemind("p2p").PeerID.from_base58(name).to_bytes()
-        return peer_id, _packed(way)
+        return peer_id, _packed(route)
     except ValueError as error:
         raise ValueError(
             f"'{address[:300]}' is no libp2p address ({error}); expected /ip4/HOST/tcp/PORT/p2p/ID, as `shoal invite` writes it"
         ) from None
 
 
-def _packed(way: str) -> bytes:
+def _packed(route: str) -> bytes:
     """A multiaddr as bytes. hivemind's own packs the peer ids of relays in a form that the daemon does not take."""
-    start, *relays = way.split("/p2p/")
+    start, *relays = route.split("/p2p/")
     packed = bytes(multiaddr(start).to_bytes()) if start else b""
     for each in relays:
         name, slash, rest = each.partition("/")

@@ -1,6 +1,6 @@
 """libp2p streams between peers: for those that have no port which others can reach, and go through relays and punched holes.
 
-The carrier under streams.py, by way of this peer's libp2p daemon (daemon.py). For each stream that is opened here we make
+The carrier under streams.py, through this peer's libp2p daemon (daemon.py). For each stream that is opened here we make
 a connection to the daemon, which from then on is that stream; for each that comes in the daemon makes one to us, and says
 first which libp2p peer is at the other end. That peer's id, which libp2p has checked, holds its key. No byte is looked at by
 hivemind's Python, so that the daemon's own speed is what remains.
@@ -24,49 +24,50 @@ from shoal.transport.budget import Warnings
 from shoal.transport.daemon import Daemon, check_length, framed, multiaddr, parsed, parsed_address, protobuf, public_key
 from shoal.transport.identity.identity import key_id, key_id_of
 from shoal.transport.identity.invite import Membership
-from shoal.transport.streams import streams
-from shoal.transport.streams.engine import QUANTUM_BYTES, Engine, Link, Steps, Want
-from shoal.transport.streams.pace import ACK_BYTES, CEILING_BYTES, Window
-from shoal.transport.streams.streams import Opening, StreamTransport
+from shoal.transport.streams import handshake
+from shoal.transport.streams.carrier import Opening
+from shoal.transport.streams.congestion import ACK_BYTES, CEILING_BYTES, CongestionWindow
+from shoal.transport.streams.engine import QUANTUM_BYTES, Connection, Engine, Steps, WaitFor
+from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
 PROTOCOL_NAME = "/shoal/stream/2"
-MAX_WAYS = 16
-PEERS = 4096  # whose ways are remembered; of those heard of longest ago they are forgotten
+MAX_ROUTES = 16
+PEERS = 4096  # whose routes are remembered; of those heard of longest ago they are forgotten
 SOCKET_BYTES = 1 << 20  # of one unix socket's buffer, as far as the system allows
 _ACK = memoryview(b"\6")
 
 Address = tuple[str, ...]  # libp2p multiaddrs of one peer, each with its peer id at the end
 
 
-class Way(msgspec.Struct, frozen=True):
+class Route(msgspec.Struct, frozen=True):
     """`request`: first "connect" with all addresses, then "open a stream"; made once."""
 
     connect: bytes
     open: bytes
 
 
-class Libp2pTransport(StreamTransport[Way]):
+class Libp2pTransport(StreamTransport[Route]):
     """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory."""
 
     def __init__(self, name: Peer, membership: Membership, daemon: Daemon, limits: Limits = Limits()) -> None:
         self._libp2p = Libp2p(daemon)
         super().__init__(name, membership, self._libp2p, limits)
-        daemon.revived.append(lambda: self._libp2p.again(self.listen, self._control))
+        daemon.revived.append(lambda: self._libp2p.again(self.listen, self._engines.control))
 
     @property
     def address(self) -> Address:
-        return self._libp2p.daemon.addresses[:MAX_WAYS]
+        return self._libp2p.daemon.addresses[:MAX_ROUTES]
 
     def learn(self, peer: Peer, address: Address) -> None:
         """Where that peer is reached, as libp2p multiaddrs. Those of a peer with another key count for nothing.
 
         We connect at once: a peer without an open port is reached by those that it has called, and by nobody else but
         through relays."""
-        way = self._libp2p.learn(peer, address) if peer != self.name else None
-        if way is not None:
-            self._control.post(lambda: self._control.adopt(self._libp2p.call(way)))
+        route = self._libp2p.learn(peer, address) if peer != self.name else None
+        if route is not None:
+            self._engines.control.post(lambda: self._engines.control.adopt(self._libp2p.call(route)))
 
 
 class Libp2p:
@@ -74,7 +75,7 @@ class Libp2p:
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
-        self._ways: dict[Peer, Way] = {}
+        self._routes: dict[Peer, Route] = {}
         self._started = False
         self._warnings = Warnings(log)
 
@@ -92,8 +93,8 @@ class Libp2p:
         if not self._place.exists():  # it has gone with the old daemon's directory
             listen(self._listener())
         await self._register()
-        for way in list(self._ways.values()):
-            control.post(partial(self._call_from, control, way))
+        for route in list(self._routes.values()):
+            control.post(partial(self._call_from, control, route))
 
     @property
     def _place(self) -> Path:
@@ -110,85 +111,85 @@ class Libp2p:
         pb = protobuf()
         addr = multiaddr(f"/unix{self._place}").to_bytes()
         handler = pb.StreamHandlerRequest(addr=addr, proto=[PROTOCOL_NAME], balanced=False)
-        await self.daemon.ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler), streams.CONNECT_S)
+        await self.daemon.ask(pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=handler), handshake.CONNECT_S)
 
-    def way(self, peer: Peer) -> Way | None:
-        return self._ways.get(peer)
+    def route(self, peer: Peer) -> Route | None:
+        return self._routes.get(peer)
 
-    def socket(self, way: Way) -> socket.socket:
+    def socket(self, route: Route) -> socket.socket:
         return _tuned(socket.socket(socket.AF_UNIX))
 
-    def dial(self, link: Link, way: Way) -> Opening:
-        stream = Plain(link)
-        yield from self._connect(stream, way)
-        yield from stream.write(memoryview(way.open))
+    def dial(self, connection: Connection, route: Route) -> Opening:
+        stream = PlainStream(connection)
+        yield from self._connect(stream, route)
+        yield from stream.write(memoryview(route.open))
         opened = parsed((yield from _reply(stream)))
         return stream, key_id(public_key(opened.streamInfo.peer))
 
-    def _call_from(self, control: Engine, way: Way) -> None:
-        control.adopt(self.call(way))
+    def _call_from(self, control: Engine, route: Route) -> None:
+        control.adopt(self.call(route))
 
-    def call(self, way: Way) -> Link:
+    def call(self, route: Route) -> Connection:
         """Have the daemons know each other; no stream yet."""
-        link = Link(self.socket(way), lambda error: log.debug("a peer cannot be called: %s", error))
-        link.steps = self._connect(Plain(link), way)
-        link.deadline = time.monotonic() + streams.CONNECT_S
-        return link
+        connection = Connection(self.socket(route), lambda error: log.debug("a peer cannot be called: %s", error))
+        connection.steps = self._connect(PlainStream(connection), route)
+        connection.deadline = time.monotonic() + handshake.CONNECT_S
+        return connection
 
-    def answer(self, link: Link) -> Opening:
-        _tuned(link.sock)
-        stream = Plain(link)
+    def answer(self, connection: Connection) -> Opening:
+        _tuned(connection.sock)
+        stream = PlainStream(connection)
         info = protobuf().StreamInfo.FromString(bytes((yield from _reply(stream))))
         return stream, key_id(public_key(info.peer))
 
-    def learn(self, peer: Peer, address: Address) -> Way | None:
-        """The way to that peer, when this is news."""
-        before = self._ways.get(peer)
+    def learn(self, peer: Peer, address: Address) -> Route | None:
+        """The route to that peer, when this is news."""
+        before = self._routes.get(peer)
         key = key_id_of(peer)
         ids: dict[bytes, list[bytes]] = {}
-        for each in address[:MAX_WAYS]:
+        for each in address[:MAX_ROUTES]:
             try:
-                peer_id, route = parsed_address(each)
+                peer_id, packed_address = parsed_address(each)
                 if key_id(public_key(peer_id)) != key:
                     raise ValueError(f"'{each}' leads to another peer")
             except ValueError as error:
                 self._warnings.warn("useless addresses", f"an address of {peer} is of no use: {error}")
                 continue
-            ids.setdefault(peer_id, []).extend([route] if route else [])
-        for peer_id, ways in ids.items():  # at most one: the key is the id
-            self._ways.pop(peer, None)
-            self._ways[peer] = _way(peer_id, ways)
-            if len(self._ways) > PEERS:
-                self._ways.pop(next(iter(self._ways)), None)
-        way = self._ways.get(peer)
-        return way if way != before else None
+            ids.setdefault(peer_id, []).extend([packed_address] if packed_address else [])
+        for peer_id, routes in ids.items():  # at most one: the key is the id
+            self._routes.pop(peer, None)
+            self._routes[peer] = _route(peer_id, routes)
+            if len(self._routes) > PEERS:
+                self._routes.pop(next(iter(self._routes)), None)
+        route = self._routes.get(peer)
+        return route if route != before else None
 
-    def reached(self, peer: Peer, way: Way) -> None:
+    def reached(self, peer: Peer, route: Route) -> None:
         return
 
-    def failed(self, peer: Peer, way: Way, reason: str) -> bool:
+    def failed(self, peer: Peer, route: Route, reason: str) -> bool:
         return False  # there is no other
 
     def forget(self, peer: Peer) -> None:
-        self._ways.pop(peer, None)
+        self._routes.pop(peer, None)
 
     async def close(self) -> None:
         if self._started:
             self._started = False
             await self.daemon.close()
 
-    def _connect(self, stream: Plain, way: Way) -> Steps:
+    def _connect(self, stream: PlainStream, route: Route) -> Steps:
         stream.connect(self.daemon.control)
-        yield from stream.write(memoryview(way.connect))
+        yield from stream.write(memoryview(route.connect))
         parsed((yield from _reply(stream)))
 
 
-class Plain:
+class PlainStream:
     """A socket as it is: libp2p has encrypted already what comes to the daemon from outside."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._sock = link.sock
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sock = connection.sock
 
     def connect(self, path: str) -> None:
         """To our own daemon: at once, or not at all."""
@@ -202,7 +203,7 @@ class Plain:
             try:
                 got = self._sock.recv_into(view[at:])
             except BlockingIOError:
-                yield Want.READ
+                yield WaitFor.READ
                 continue
             if not got:
                 raise ConnectionError("closed by the other side")
@@ -210,7 +211,7 @@ class Plain:
             turn += got
             if turn >= QUANTUM_BYTES:
                 turn = 0
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
 
     def write(self, view: memoryview) -> Steps:
         turn = 0
@@ -218,15 +219,15 @@ class Plain:
             try:
                 sent = self._sock.send(view[:QUANTUM_BYTES])
             except BlockingIOError:
-                yield Want.WRITE
+                yield WaitFor.WRITE
                 continue
             view = view[sent:]
             turn += sent
             if turn >= QUANTUM_BYTES:
                 turn = 0
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
 
-    def listen(self) -> None:
+    def check_open(self) -> None:
         if self.heard(1):
             raise ConnectionError("the other side speaks out of turn")
 
@@ -240,16 +241,16 @@ class Plain:
             raise ConnectionError("closed by the other side")
         return words
 
-    def paced(self) -> Paced:
-        return Paced(self)
+    def paced(self) -> WindowedStream:
+        return WindowedStream(self)
 
 
-class Paced:
-    """One way only: the reader acknowledges, the writer keeps within its window (pace.py)."""
+class WindowedStream:
+    """One way only: the reader acknowledges, the writer keeps within its window (congestion.py)."""
 
-    def __init__(self, plain: Plain) -> None:
+    def __init__(self, plain: PlainStream) -> None:
         self._plain = plain
-        self._window = Window()
+        self._window = CongestionWindow()
         self._unsaid = ACK_BYTES  # to be read before the next acknowledgement
 
     def read(self, view: memoryview) -> Steps:
@@ -264,10 +265,10 @@ class Paced:
     def write(self, view: memoryview) -> Steps:
         turn = 0
         while view:
-            self.listen()
+            self.check_open()
             part = view[: self._window.room_bytes()]
             if not part:
-                yield Want.READ
+                yield WaitFor.READ
                 continue
             view = view[part.nbytes :]
             self._window.sent(part.nbytes, time.monotonic())  # before it is: what waits for the daemon waits too
@@ -275,18 +276,18 @@ class Paced:
             turn += part.nbytes
             if turn >= QUANTUM_BYTES:
                 turn = 0
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
 
-    def listen(self) -> None:
+    def check_open(self) -> None:
         words = self._plain.heard(CEILING_BYTES // ACK_BYTES)
         if words:
             self._window.acknowledged(len(words), time.monotonic())
 
-    def paced(self) -> Paced:
+    def paced(self) -> WindowedStream:
         return self
 
 
-def _reply(stream: Plain) -> Generator[Want | Engine, None, bytearray]:
+def _reply(stream: PlainStream) -> Generator[WaitFor | Engine, None, bytearray]:
     """What the daemon says, behind its length."""
     byte = bytearray(1)
     length = shift = 0
@@ -302,12 +303,12 @@ def _reply(stream: Plain) -> Generator[Want | Engine, None, bytearray]:
     return reply
 
 
-def _way(peer_id: bytes, ways: list[bytes]) -> Way:
+def _route(peer_id: bytes, routes: list[bytes]) -> Route:
     pb = protobuf()
-    patience = max(1, int(streams.CONNECT_S))
-    connect = pb.ConnectRequest(peer=peer_id, addrs=ways, timeout=patience)
+    patience = max(1, int(handshake.CONNECT_S))
+    connect = pb.ConnectRequest(peer=peer_id, addrs=routes, timeout=patience)
     opening = pb.StreamOpenRequest(peer=peer_id, proto=[PROTOCOL_NAME], timeout=patience)
-    return Way(
+    return Route(
         framed(pb.Request(type=pb.Request.CONNECT, connect=connect).SerializeToString()),
         framed(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=opening).SerializeToString()),
     )

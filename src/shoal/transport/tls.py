@@ -17,8 +17,9 @@ from shoal.transport.base import Limits
 from shoal.transport.budget import Warnings
 from shoal.transport.identity.identity import Identity, certificate_key_id, client_context, key_id_of, server_context
 from shoal.transport.identity.invite import Membership
-from shoal.transport.streams.engine import Channel, Link, Steps, Want
-from shoal.transport.streams.streams import Opening, StreamTransport
+from shoal.transport.streams.carrier import Opening
+from shoal.transport.streams.engine import Channel, Connection, Steps, WaitFor
+from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
@@ -84,33 +85,33 @@ class Tls:
         self._bound = listener.getsockname()[:2]
         return (listener,)
 
-    def way(self, peer: Peer) -> Address | None:
+    def route(self, peer: Peer) -> Address | None:
         return self._addresses.get(peer)
 
-    def socket(self, way: Address) -> socket.socket:
-        family = socket.AF_INET6 if ":" in way[0] else socket.AF_INET
+    def socket(self, route: Address) -> socket.socket:
+        family = socket.AF_INET6 if ":" in route[0] else socket.AF_INET
         return _tuned(socket.socket(family, socket.SOCK_STREAM))
 
-    def dial(self, link: Link, way: Address) -> Opening:
-        yield from connect(link.sock, way)
-        return (yield from self.greet(link))
+    def dial(self, connection: Connection, route: Address) -> Opening:
+        yield from connect(connection.sock, route)
+        return (yield from self.greet(connection))
 
-    def greet(self, link: Link) -> Opening:
+    def greet(self, connection: Connection) -> Opening:
         """TLS on a connection that this side has made."""
-        channel = Channel(link, self._dialling, server_side=False)
+        channel = Channel(connection, self._dialling, server_side=False)
         yield from channel.handshake()
         return channel, certificate_key_id(channel.certificate())
 
-    def answer(self, link: Link) -> Opening:
-        _tuned(link.sock)
-        channel = Channel(link, self._answering, server_side=True)
+    def answer(self, connection: Connection) -> Opening:
+        _tuned(connection.sock)
+        channel = Channel(connection, self._answering, server_side=True)
         yield from channel.handshake()
         return channel, certificate_key_id(channel.certificate())
 
-    def reached(self, peer: Peer, way: Address) -> None:
+    def reached(self, peer: Peer, route: Address) -> None:
         return
 
-    def failed(self, peer: Peer, way: Address, reason: str) -> bool:
+    def failed(self, peer: Peer, route: Address, reason: str) -> bool:
         return False  # there is no other
 
     def forget(self, peer: Peer) -> None:
@@ -157,7 +158,7 @@ async def resolved(host: str, port: int) -> tuple[int, Address]:
 def connect(sock: socket.socket, address: Address) -> Steps:
     code = sock.connect_ex(address)
     while code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
-        yield Want.WRITE
+        yield WaitFor.WRITE
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not code and not _connected(sock):
             code = errno.EINPROGRESS

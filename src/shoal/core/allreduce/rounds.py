@@ -21,6 +21,7 @@ import msgspec
 
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, Role, early_parts, fenced, objection, split
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -45,7 +46,6 @@ from shoal.core.messages import (
     Waits,
 )
 from shoal.core.replica_state import TEXT, ReplicaState, drop
-from shoal.core.trainer.routing import Latency
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
 TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,

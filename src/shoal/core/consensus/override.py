@@ -38,10 +38,10 @@ def decide(
             "no peer of the run answers: give `shoal run ... --resume`, which goes on from the newest checkpoint"
         )
     newest = max(standings.values(), key=lambda standing: (standing.view.epoch, standing.view.number)).view
-    seats = {member.peer: member for member in newest.members + newest.joining}
-    here = {peer: seat for peer, seat in seats.items() if peer in standings}
+    listed = {member.peer: member for member in newest.members + newest.joining}
+    here = {peer: member for peer, member in listed.items() if peer in standings}
     _refuse_living(standings, gone, newest)
-    _refuse_unsaid(seats, here, gone)
+    _refuse_unsaid(listed, here, gone)
     voters = newest.voters
     left = sum(peer in here for peer in voters)
     if 2 * left > len(voters):
@@ -66,12 +66,12 @@ def decide(
     view = View(
         number=newest.number + AHEAD,
         step=saved,
-        members=tuple(Member(peer=seat.peer, stage=seat.stage, seat=seat.seat) for seat in here.values()),
+        members=tuple(Member(peer=member.peer, stage=member.stage, seat=member.seat) for member in here.values()),
         epoch=newest.epoch + AHEAD,
         account=account,
         saved=saved,
         evicted=newest.evicted,
-        reason=f"the operator has given up {len(seats) - len(here)} of {len(seats)} peers: {len(here)} go on from step "
+        reason=f"the operator has given up {len(listed) - len(here)} of {len(listed)} peers: {len(here)} go on from step "
         f"{newest.step} back at the state of step {saved}",
     )
     return view, max(standing.term for standing in standings.values()) + AHEAD
@@ -91,9 +91,9 @@ def _refuse_living(standings: Mapping[Peer, Standing], gone: frozenset[Peer], ne
             raise Refusal(f"{peer} is said to be gone, but {heard[0]} has just heard it: end its process first")
 
 
-def _refuse_unsaid(seats: Mapping[Peer, Member], here: Mapping[Peer, Member], gone: frozenset[Peer]) -> None:
+def _refuse_unsaid(listed: Mapping[Peer, Member], here: Mapping[Peer, Member], gone: frozenset[Peer]) -> None:
     """Everybody of the newest view must answer or be given up by name."""
-    unsaid = sorted(peer for peer in seats if peer not in here and peer not in gone)
+    unsaid = sorted(peer for peer in listed if peer not in here and peer not in gone)
     if unsaid:
         raise Refusal(
             f"{', '.join(unsaid)} do not answer. Should they be cut off and not gone, both sides would train, and one of them for "

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Backward,
     Boundary,
@@ -30,7 +31,7 @@ from shoal.core.messages import (
     Stage,
 )
 from shoal.core.replica_state import ReplicaState, complain, drop
-from shoal.core.trainer.routing import PATIENCE, Latency
+from shoal.core.trainer.routing import PATIENCE
 
 PULLS = 2  # of each holder: the first or its answer may be lost
 
@@ -109,7 +110,7 @@ class ActivationStore:
         return []
 
     def turn(self, everything: bool, read: Collection[str], goes_on: bool = False) -> list[Command]:
-        """The step is over, or (`everything`) my replica is. Blobs that a task still `read`s go with the task. `goes_on`: only what is
+        """The step is over, or (`everything`) my state is void. Blobs that a task still `read`s go with the task. `goes_on`: only what is
         older than the view's step goes, hops do not notice."""
         view = self._replica.view
         step = -1 if view is None else view.step

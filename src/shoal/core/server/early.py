@@ -39,7 +39,7 @@ class EarlyRequests:
 
     def _is_early(self, message: Forward | Backward) -> bool:
         replica, view = self._replica, self._replica.view
-        if view is None or not replica.installed or message.epoch != view.epoch or message.stage != replica.stage:
+        if view is None or not replica.has_state or message.epoch != view.epoch or message.stage != replica.stage:
             return False
         return message.view > view.number or (
             message.step == view.work and replica.applying is not None and not replica.able

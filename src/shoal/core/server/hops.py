@@ -65,7 +65,7 @@ class Hops:
         self._name, self._settings, self._serial, self._replica = name, settings, serial, replica
         self._queue: dict[tuple[bool, Index], Job] = {}
         self._running: Job | None = None
-        self._void: dict[str, Job] = {}  # running, but of a step or a seat that is over
+        self._void: dict[str, Job] = {}  # running, but of a step or a state that is void
         self._books: dict[
             int, Book
         ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it

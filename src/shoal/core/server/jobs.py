@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import Backward, Cancel, Forward, Index, Peer, Query, Recall, Settings, View
 from shoal.core.replica_state import ReplicaState, owner_of
-from shoal.core.trainer.routing import BACKWARD_SIZE, Latency
+from shoal.core.trainer.routing import BACKWARD_SIZE
 
 DECLINED_PER_MICROBATCH = 8  # attempts remembered; beyond that a request from a view not seen yet gets no answer
 

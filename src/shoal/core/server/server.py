@@ -84,8 +84,8 @@ class Server:
         self._replica.leader = peer
 
     @property
-    def installed(self) -> bool:
-        return self._replica.installed
+    def has_state(self) -> bool:
+        return self._replica.has_state
 
     @property
     def ready(self) -> bool:
@@ -152,23 +152,23 @@ class Server:
 
     # -------------------------------------------------------------------------------------------------------- state
 
-    def install(self, stage: int, step: int, epoch: int, length: int, digest: str, now: float) -> list[Command]:
+    def load_state(self, stage: int, step: int, epoch: int, length: int, digest: str, now: float) -> list[Command]:
         """The stage's state stands, freshly built: its sum is empty."""
         commands, replica = self._forget(), self._replica
         if stage != replica.stage:
             self._hops.pace.measure_anew()
-        replica.installed, replica.stage, replica.step, replica.epoch = True, stage, step, epoch
+        replica.has_state, replica.stage, replica.step, replica.epoch = True, stage, step, epoch
         replica.length, replica.digest, replica.unfit, replica.applying = length, digest, "", None
         self.stale, self._retell_at, self.changed = "", None, True
         return commands + self._check(now) + self._continue(now)
 
-    def discard(self, *, keep: bool = False) -> list[Command]:
+    def drop_state(self, *, keep: bool = False) -> list[Command]:
         """The state held here is void; or, with `keep`, good for nothing but to come back with (`take_back`)."""
         replica = self._replica
         held = Holding(epoch=replica.epoch, stage=replica.stage, step=replica.step)
         self._kept = (held, replica.length, replica.digest) if keep and replica.ready else None
-        commands = self._early.forget() + (self._forget(empty_sum=True) if replica.installed else [])
-        replica.installed, replica.digest, replica.unfit, replica.applying = False, "", "", None
+        commands = self._early.forget() + (self._forget(empty_sum=True) if replica.has_state else [])
+        replica.has_state, replica.digest, replica.unfit, replica.applying = False, "", "", None
         self.stale, self._retell_at, self.changed = "", None, True
         self._shards.kept = None
         return commands
@@ -183,7 +183,7 @@ class Server:
         kept, self._kept = self._kept, None
         if kept is None or kept[0].stage != stage or not view.keeps(kept[0]):
             return None
-        return self.install(stage, view.step, view.epoch, kept[1], kept[2], now)
+        return self.load_state(stage, view.step, view.epoch, kept[1], kept[2], now)
 
     def _need_state(self, reason: str, now: float) -> list[Command]:
         self._replica.unfit, self.changed = reason, True
@@ -231,7 +231,7 @@ class Server:
         replica.view = view
         match change:
             case Change.STATE_VOID:
-                commands = self.discard()
+                commands = self.drop_state()
                 me = member_of(view.members + view.joining, self.name)
                 if view.started and member_of(view.members, self.name) == me:  # the others train: I must come in anew
                     replica.unfit = f"holds nothing that epoch {view.epoch} began with"
@@ -382,7 +382,7 @@ class Server:
         if isinstance(message, PublishRequest):
             return self._shards.publish(peer, message)
         step = (
-            replica.step if replica.installed and not replica.unfit else message.step
+            replica.step if replica.has_state and not replica.unfit else message.step
         )  # of a lost version nothing will come
         return self._shards.save(peer, message) + self._shards.go_on(replica.stage, step)
 

@@ -15,21 +15,18 @@ Left to others: what to send (microbatch.py) and everything about attempts (trai
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Protocol
 
 import msgspec
 
+from shoal.core.latency import Latency, Usual
 from shoal.core.messages import Member, Peer, Settings, Stage
 
 FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recompute and two products, on the scale of a forward: SWARM's figure
-ALPHA = 0.1  # of the latency average: SWARM's figure
 COLD_S = 1.0  # guess where neither the plan nor a measurement says better: SWARM's figure
-LEAST_S = 1e-4  # no hop is free: a zero would let one peer take everything
 PATIENCE = 4.0  # a hop is slow after this many times its usual wall time
 FAR = 4.0  # a peer's own average, fed with its timeouts, lengthens its deadline to at most this many times its stage's
 CAUGHT_UP = (
@@ -38,7 +35,6 @@ CAUGHT_UP = (
 LEAST_WAIT_S = 0.02  # after Busy: even a server that says 0 is not asked again in the same instant
 MOST_WAIT_S = 30.0  # after Busy: no peer can send itself into retirement
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
-SAMPLES = 15  # answers of a stage whose middle one is its usual time
 MISSES = 3  # unanswered requests before a peer counts as silent
 
 
@@ -52,47 +48,6 @@ class Chance(Protocol):
     """The random source that machines are handed."""
 
     def random(self) -> float: ...
-
-
-class Latency:
-    """Bias-corrected moving average of seconds per unit of task size."""
-
-    __slots__ = ("_sum", "_weight")
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._weight = 0.0  # 1 - (1 - ALPHA)^n
-
-    def add(self, seconds: float) -> None:
-        self._sum += ALPHA * (max(seconds, LEAST_S) - self._sum)
-        self._weight += ALPHA * (1.0 - self._weight)
-
-    @property
-    def value(self) -> float | None:
-        return self._sum / self._weight if self._weight else None
-
-
-class Usual:
-    """The middle one of a stage's last answers, in seconds per unit of task size; the guess counts as one until there are enough."""
-
-    __slots__ = ("_came", "_sorted", "value")
-
-    def __init__(self, prior_s: float) -> None:
-        self._came = deque([prior_s])
-        self._sorted = [prior_s]
-        self.value = prior_s
-
-    @property
-    def known(self) -> bool:
-        """The guess has no say any more."""
-        return len(self._came) > 2
-
-    def add(self, seconds: float) -> None:
-        if len(self._came) == SAMPLES:
-            del self._sorted[bisect_left(self._sorted, self._came.popleft())]
-        self._came.append(seconds)
-        insort(self._sorted, seconds)
-        self.value = max(self._sorted[(len(self._sorted) - 1) // 2], LEAST_S)
 
 
 class Replica(msgspec.Struct, eq=False):

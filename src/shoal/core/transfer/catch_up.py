@@ -90,7 +90,7 @@ class CatchUp:
             commands += self._give_up(max(missed) + 1)
         if view.step - self.since > HEARD:
             commands += self._give_up(view.step)
-        if self._replica.installed and self._replica.epoch == key[0] and self._replica.stage == key[1]:
+        if self._replica.has_state and self._replica.epoch == key[0] and self._replica.stage == key[1]:
             commands += self._give_up(min(self._replica.step, view.step))
         return commands
 
@@ -183,15 +183,15 @@ class CatchUp:
         )
 
     def _tellers(self, commit: Committed) -> dict[int, Peer]:
-        """Of every chunk of that round, in order. Without a replica the length is not known: of the first piece only."""
+        """Of every chunk of that round, in order. Without a seat the length is not known: of the first piece only."""
         assert self._key is not None
         shares = commit.groups[self._key[1]]
         group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
-        installed = self._replica.installed and self._replica.stage == self._key[1]
-        most = self._settings.piece_values if installed else 0
+        has_state = self._replica.has_state and self._replica.stage == self._key[1]
+        most = self._settings.piece_values if has_state else 0
         senders: dict[int, Peer] = {}
         for piece in count():
-            layout = split(self._replica.length if installed else LONG, group, most, piece, widths)
+            layout = split(self._replica.length if has_state else LONG, group, most, piece, widths)
             senders.update(layout.receives(self._name))
             if layout.last:
                 break

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shoal.core.latency import Latency
 from shoal.core.messages import (
     Blend,
     BlobRef,
@@ -41,7 +42,6 @@ from shoal.core.messages import (
     View,
     Wire,
 )
-from shoal.core.trainer.routing import Latency
 
 if TYPE_CHECKING:
     from random import Random
@@ -123,8 +123,8 @@ class Sync:
         if me is None:
             return self._abandon()
         before, self.member = self.member, any(member.peer == self.name for member in view.members)
-        if before and not self.member and self.server.installed:  # demoted: whatever I hold is not trusted
-            return self._abandon() + self.server.discard() + self._begin(now)
+        if before and not self.member and self.server.has_state:  # demoted: whatever I hold is not trusted
+            return self._abandon() + self.server.drop_state() + self._begin(now)
         return self.review(now)
 
     def review(self, now: float) -> list[Command]:
@@ -134,7 +134,7 @@ class Sync:
         if view is None or me is None:
             return []
         place = view.epoch, me.stage
-        if server.installed and (server.epoch, server.stage) == place and (self.member or not server.unfit):
+        if server.has_state and (server.epoch, server.stage) == place and (self.member or not server.unfit):
             return []  # a member applies what is committed, a joiner hears it; one that is unfit has told the leader
         if self.seat != place:
             back = self.server.take_back(view, me.stage, now)
@@ -156,8 +156,8 @@ class Sync:
         me = _me(view, self.name)
         assert me is not None
         commands = self._abandon()
-        if self.server.installed:
-            commands += self.server.discard()
+        if self.server.has_state:
+            commands += self.server.drop_state()
         self.seat, self.sources = (view.epoch, me.stage), _sources(view, me.stage)
         return commands + self._ask(now)
 
@@ -208,7 +208,7 @@ class Sync:
         return float(usual_s * 2 ** min(self.misses, DOUBLED))
 
     def _on_offer(self, peer: Peer, offer: Offer, now: float) -> list[Command]:
-        if self.seat is None or self.task or self.server.installed or self.view is None:
+        if self.seat is None or self.task or self.server.has_state or self.view is None:
             return []
         source = self.sources[len(self.whole)]
         if (self.seat[0], source) != (offer.epoch, offer.stage):
@@ -456,7 +456,7 @@ class Sync:
         self.task = ""
         self._abandon()
         commands: list[Command] = [Note("state", f"holds stage {stage} at step {step}")]
-        commands += self.server.install(stage, step, epoch, done.result.length, done.result.digest, now)
+        commands += self.server.load_state(stage, step, epoch, done.result.length, done.result.digest, now)
         return commands + self.review(now)
 
     def _id(self) -> str:

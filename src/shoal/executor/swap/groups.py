@@ -1,8 +1,7 @@
-"""The groups of a swapping stage: chosen for the memory there is, run one way and back, and tried out before anything is loaded.
+"""The groups of layers of a swapping stage: chosen for the available memory, run forward and backward, measured before loading.
 
-For swapping.py, which moves their parameters, and for `check`, which asks of every stage of a run, before training begins and
-without its weights, whether it fits this machine. What one slice takes on the device cannot be counted from shapes alone:
-units are run once on zeros of the right shapes, on the device itself, one group at a time.
+For swapping.py, which moves their parameters, and for `executor.check`, which tests every stage of a run without its weights.
+The device memory of one slice does not follow from shapes alone: each group runs once on the device with zeros.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from shoal.model.cut import Stage
 from shoal.model.units import Row, row
 
 
-class Group(NamedTuple):
-    """Units that are on the device together, and where their parameters and sums lie there."""
+class LayerGroup(NamedTuple):
+    """Units that are on the device together, with their parameters and sums there."""
 
     start: int
     stop: int
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
-    sums: tuple[Tensor | None, ...]  # none: an earlier group uses the parameter too, and adds both gradients
-    ready: Callable[[], None]  # called before something is added to the sums
+    sums: tuple[Tensor | None, ...]  # None: an earlier group shares the parameter and adds both gradients
+    ready: Callable[[], None]  # called before the sums are added to
 
 
-class End(NamedTuple):
-    """What a slice's way back through a group starts from."""
+class GroupInput(NamedTuple):
+    """Inputs of a slice's backward pass through a group."""
 
     x: Tensor  # input of the group
     grad: Tensor | None  # of its output
     tokens: Tensor | None
 
 
-class Back(NamedTuple):
-    """What came of it, on the host."""
+class GroupResult(NamedTuple):
+    """Results of a slice's backward pass through a group, on the host."""
 
     grad: Tensor | None  # of the group's input
     loss: Tensor | None
@@ -53,7 +52,7 @@ Shapes = Mapping[str, torch.Size]  # of a stage's parameters, in order
 
 
 class Runner:
-    """Runs groups of a stage's units with whatever parameters are bound to them. The stage must not be run beside it."""
+    """Runs groups of a stage's units with the parameters bound to them. The stage itself must not run meanwhile."""
 
     def __init__(self, stage: Stage, config: Config) -> None:
         if config.device.kind == "mps":
@@ -64,11 +63,11 @@ class Runner:
         spare = memory.spare_bytes(self.device, config.device.memory_bytes)
         self.fixed_bytes = self.row.buffers_to(self.device) + spare
         counts = {name: shape.numel() for name, shape in self.shapes.items()}
-        self.sizes = memory.Sizes(self.row.units, counts, self.dtype.itemsize, config.train.moments)
-        self._parts = microbatches(config.train) * slices(config)  # whose mean losses make the batch's
+        self.sizes = memory.UnitSizes(self.row.units, counts, self.dtype.itemsize, config.train.moments)
+        self._parts = microbatches(config.train) * slices(config)  # slices per step
         self._config = config
 
-    def plan(self) -> memory.Plan:
+    def plan(self) -> memory.SwapPlan:
         """ValueError: the largest unit does not fit `device.memory_bytes`."""
         limit = self._config.device.memory_bytes
         return memory.plan(self.sizes, Trial(self, self._config).live, limit=limit, fixed_bytes=self.fixed_bytes)
@@ -79,13 +78,13 @@ class Runner:
         memory.refuse(self.sizes, Trial(self, self._config).live, limit=limit, fixed_bytes=self.fixed_bytes)
 
     def names(self, start: int, stop: int) -> tuple[str, ...]:
-        """Parameters of these units, each once, in the stage's order."""
+        """Names of these units' parameters, each once, in the stage's order."""
         used = {name for unit in self.row.units[start:stop] for name in unit}
         return tuple(name for name in self.shapes if name in used)
 
-    def bound(
+    def bind(
         self, span: tuple[int, int], parameters: dict[str, nn.Parameter], slab: Tensor, ready: Callable[[], None]
-    ) -> Group:
+    ) -> LayerGroup:
         """A group that computes with these parameters and adds its gradients to `slab`."""
         own = [name for name in parameters if name in self.sizes.own(*span)]
         starts = accumulate((self.shapes[name].numel() for name in own), initial=0)
@@ -97,43 +96,43 @@ class Runner:
             for name in self.row.units[unit]:
                 self.row.bind(unit, name, parameters[name])
         in_order = tuple(sums.get(name) for name in parameters)
-        return Group(*span, tuple(parameters), tuple(parameters.values()), in_order, ready)
+        return LayerGroup(*span, tuple(parameters), tuple(parameters.values()), in_order, ready)
 
-    def back(self, stage: Stage, group: Group, end: End, shared: dict[str, Tensor]) -> Back:
-        """One slice through one group and back, its gradients added to the slab."""
-        x, grad, tokens = (None if value is None else self.toward(value) for value in end)
+    def back(self, stage: Stage, group: LayerGroup, end: GroupInput, shared: dict[str, Tensor]) -> GroupResult:
+        """Recompute one group on one slice, differentiate, add the gradients to the slab."""
+        x, grad, tokens = (None if value is None else self.to_device(value) for value in end)
         assert x is not None
-        wanted: list[Tensor] = list(group.parameters)
+        variables: list[Tensor] = list(group.parameters)
         if not stage.first:
-            wanted.append(x.requires_grad_())
+            variables.append(x.requires_grad_())
         with torch.enable_grad():
             y, grad_y, loss = outcome(stage, x, grad, tokens)
             y = y if loss is None else y / self._parts
-            found = list(torch.autograd.grad(y, wanted, grad_y, allow_unused=True, materialize_grads=True))
-        finite = torch.stack([torch.isfinite(part).all() for part in found]).all()
-        grad_x = None if stage.first else self.away(found.pop())
+            gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
+        finite = torch.stack([torch.isfinite(part).all() for part in gradients]).all()
+        grad_x = None if stage.first else self.to_host(gradients.pop())
         group.ready()
-        for name, part, into in zip(group.names, found, group.sums, strict=True):
-            whole = part + self.toward(shared.pop(name)) if name in shared else part
+        for name, part, into in zip(group.names, gradients, group.sums, strict=True):
+            whole = part + self.to_device(shared.pop(name)) if name in shared else part
             if into is None:
-                shared[name] = self.away(whole)  # for the group still to come that uses it too
+                shared[name] = self.to_host(whole)  # for the later group that shares it
             else:
                 into.add_(whole)
-        return Back(grad_x, None if loss is None else self.away(loss), self.away(finite))
+        return GroupResult(grad_x, None if loss is None else self.to_host(loss), self.to_host(finite))
 
-    def toward(self, value: Tensor) -> Tensor:
+    def to_device(self, value: Tensor) -> Tensor:
         """A copy on the device."""
         return value.detach().to(self.device, non_blocking=True, copy=True)
 
-    def away(self, value: Tensor) -> Tensor:
-        """A copy on the host. On a CUDA device it is there after `settle`; what runs later on the device may use it at once."""
+    def to_host(self, value: Tensor) -> Tensor:
+        """A copy on the host. With CUDA the host may read it after `settle`; later work on the device may use it at once."""
         with memory.host():
-            there = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device == "cuda")
-            return there.copy_(value.detach(), non_blocking=True)
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device == "cuda")
+            return copy.copy_(value.detach(), non_blocking=True)
 
 
 class Trial:
-    """Groups in memory of their own, all zeros: to see what running them takes."""
+    """Groups of zeros in memory of their own, to measure what running them takes."""
 
     def __init__(self, runner: Runner, config: Config) -> None:
         self._runner = runner
@@ -146,29 +145,31 @@ class Trial:
             if whole.first and whole.vocabulary is not None
             else torch.zeros((count, *rest), dtype=dtype)
         )
-        self._inputs = [first]  # of each unit, as far as they are known
+        self._inputs = [first]  # of each unit, as far as computed
 
     def live(self, start: int, stop: int) -> int:
-        """Most bytes that a slice takes on the device while it runs through these units and back."""
+        """Peak device bytes of a slice in these units, forward and backward."""
         runner = self._runner
         while len(self._inputs) <= stop:
             self._inputs.append(self._output(len(self._inputs) - 1))
         group, stage = self._group(start, stop), runner.row.group(start, stop)
         later = {name for unit in runner.row.units[stop:] for name in unit}
-        halves = {name: torch.zeros(runner.shapes[name], dtype=runner.dtype) for name in group.names if name in later}
-        end = End(self._inputs[start], *((None, self._tokens) if stage.last else (self._inputs[stop], None)))
-        watch = memory.Watch(runner.device)
-        with watch:
-            runner.back(stage, group, end, halves)
-        return watch.peak
+        shared = {name: torch.zeros(runner.shapes[name], dtype=runner.dtype) for name in group.names if name in later}
+        group_input = GroupInput(
+            self._inputs[start], *((None, self._tokens) if stage.last else (self._inputs[stop], None))
+        )
+        meter = memory.MemoryMeter(runner.device)
+        with meter:
+            runner.back(stage, group, group_input, shared)
+        return meter.peak
 
     def _output(self, unit: int) -> Tensor:
         self._group(unit, unit + 1)
         with torch.no_grad():
-            y = self._runner.row.group(unit, unit + 1).forward(self._runner.toward(self._inputs[unit]))
+            y = self._runner.row.group(unit, unit + 1).forward(self._runner.to_device(self._inputs[unit]))
         return y.to("cpu")
 
-    def _group(self, start: int, stop: int) -> Group:
+    def _group(self, start: int, stop: int) -> LayerGroup:
         runner = self._runner
         names = runner.names(start, stop)
         parameters = {
@@ -176,4 +177,4 @@ class Trial:
             for name in names
         }
         own = sum(runner.shapes[name].numel() for name in runner.sizes.own(start, stop))
-        return runner.bound((start, stop), parameters, torch.zeros(own, device=runner.device), lambda: None)
+        return runner.bind((start, stop), parameters, torch.zeros(own, device=runner.device), lambda: None)

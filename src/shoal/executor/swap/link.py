@@ -1,8 +1,7 @@
-"""The way between host and device: two slots of parameters, filled in turn, and slabs in which a group's gradients add up.
+"""Copies between host and device: two slots of parameters, filled in turn, and slabs in which a group's gradients add up.
 
-For the swapping executor, whose order of calls this is made for. On a CUDA device copies run on streams of their own, beside
-the work: one toward the device, one away from it. Elsewhere each copy is done when asked for, in the same order, so that what is in
-device memory at any moment is the same. modelled.py keeps time instead: what the streams of a device would have taken.
+For the swapping executor. On a CUDA device loads and stores run on streams of their own beside compute. Elsewhere each copy is
+synchronous and in the same order, so that device memory holds the same tensors at each point. modelled.py counts time instead.
 """
 
 from __future__ import annotations
@@ -16,78 +15,83 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
-    """Values that lie one after another on both sides."""
+class Segment(NamedTuple):
+    """A contiguous range of values: offsets on host and device, and length."""
 
     host: int
     device: int
     values: int
 
 
-class Cargo(NamedTuple):
-    """What travels for one group."""
+class GroupTransfers(NamedTuple):
+    """The copies of one group."""
 
-    parameters: tuple[Run, ...]  # from the host's parameters to a slot
-    sums: tuple[Run, ...]  # from the host's sum to the slab, and back
+    parameters: tuple[Segment, ...]  # from the host's parameters to a slot
+    sums: tuple[Segment, ...]  # from the host's sum to the slab, and back
 
 
-def runs(pieces: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
-    """(start on the host, count) of each piece -> the same in as few copies as can be, one after another on the device."""
-    found: list[Run] = []
-    there = 0
+def segments(pieces: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    """Merge (host offset, length) ranges into the fewest segments, contiguous on the device."""
+    merged: list[Segment] = []
+    offset = 0
     for start, count in pieces:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and last.host + last.values == start:
-            found[-1] = last._replace(values=last.values + count)
+            merged[-1] = last._replace(values=last.values + count)
         else:
-            found.append(Run(start, there, count))
-        there += count
-    return tuple(found)
+            merged.append(Segment(start, offset, count))
+        offset += count
+    return tuple(merged)
 
 
-class Link:
-    """`source`: the parameters that compute, flat, on the host. `cargo`: per group; group g always lies in slot g % 2, and its
-    sums in slab g % `slabs`: with two of them a group's sums leave while the next one's are added."""
+class HostLink:
+    """`source`: the parameters to compute with, flat, on the host. `cargo`: per group; group g always lies in slot g % 2, and its
+    sums in slab g % `slabs`: with two slabs a group's sums are stored while the next group's are added."""
 
     def __init__(
-        self, source: Tensor, cargo: Sequence[Cargo], device: str, slabs: int = 1, streams: Streams | None = None
+        self,
+        source: Tensor,
+        transfers: Sequence[GroupTransfers],
+        device: str,
+        slabs: int = 1,
+        streams: Streams | None = None,
     ) -> None:
-        self.loads = 0  # of groups' parameters, so far
-        self._source, self._cargo = source, tuple(cargo)
-        parameters = [sum(run.values for run in one.parameters) for one in cargo]
-        sums = [sum(run.values for run in one.sums) for one in cargo]
-        count = min(2, len(cargo))
+        self.loads = 0  # groups whose parameters were copied to the device
+        self._source, self._transfers = source, tuple(transfers)
+        parameters = [sum(segment.values for segment in group.parameters) for group in transfers]
+        sums = [sum(segment.values for segment in group.sums) for group in transfers]
+        count = min(2, len(transfers))
         self.slots = [torch.zeros(max(parameters[n::count]), dtype=source.dtype, device=device) for n in range(count)]
         self.slabs = [torch.zeros(max(sums[n::slabs]), device=device) for n in range(slabs)]
-        self._holds: list[int | None] = [None] * count
-        self._loaded: list[object] = [None] * count  # when the slot's parameters are there
-        self._filled: list[object] = [None] * slabs  # when the slab may be added to
-        self._stored: list[object] = [None] * slabs  # when the slab's sums are on the host
+        self._group_in_slot: list[int | None] = [None] * count
+        self._loaded: list[object] = [None] * count  # mark: the slot's parameters are loaded
+        self._filled: list[object] = [None] * slabs  # mark: the slab may be added to
+        self._stored: list[object] = [None] * slabs  # mark: the slab's sums are on the host
         self._streams: Streams = streams or (CudaStreams() if device == "cuda" else NoStreams())
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
-        return sum(held.nbytes for held in (*self.slots, *self.slabs))
+        """Bytes on the device."""
+        return sum(buffer.nbytes for buffer in (*self.slots, *self.slabs))
 
     def slab(self, group: int) -> Tensor:
         return self.slabs[group % len(self.slabs)]
 
     def enter(self, group: int) -> None:
-        """Have a group's parameters in their slot."""
+        """Load a group's parameters unless they are in their slot; compute waits for them."""
         self._load(group)
         self._streams.wait("compute", self._loaded[group % len(self.slots)])
 
     def prefetch(self, group: int) -> None:
-        """Have them on their way. What was computed with what is in that slot must have been asked for before."""
+        """Start loading a group's parameters. Work with the slot's present group must have been issued before."""
         self._load(group)
 
     def computed(self, group: int, back: bool) -> None:
-        """A slice's way through the group, or back, has been asked for."""
+        """Call after issuing one slice's forward or backward pass through the group."""
         self._streams.computed(group, back)
 
     def open(self, group: int, sums: Tensor | None) -> None:
-        """Start a group's sums from the host's `sums` (length,), or from nothing."""
+        """Start a group's sums from the host's `sums` (length,); None: from zero."""
         place, slab, streams = group % len(self.slabs), self.slab(group), self._streams
         if sums is None:
             streams.wait("compute", self._stored[place])
@@ -96,77 +100,77 @@ class Link:
             return
         streams.wait("loads", self._stored[place])
         with streams.on("loads", group, "sums"):
-            for run in self._cargo[group].sums:
-                slab[run.device : run.device + run.values].copy_(_part(sums, run), non_blocking=True)
+            for segment in self._transfers[group].sums:
+                slab[segment.device : segment.device + segment.values].copy_(_part(sums, segment), non_blocking=True)
         self._filled[place] = streams.mark("loads")
 
     def sums_ready(self, group: int) -> None:
-        """To be called before adding to the slab."""
+        """Call before adding to the slab."""
         self._streams.wait("compute", self._filled[group % len(self.slabs)])
 
     def close(self, group: int, into: Tensor) -> None:
-        """Send a group's sums to the host's `into` (length,). They are there after `settle`."""
+        """Copy a group's sums to the host's `into` (length,), which is valid after `settle`."""
         place, slab, streams = group % len(self.slabs), self.slab(group), self._streams
         streams.wait("stores", streams.mark("compute"))
         with streams.on("stores", group, "sums"):
-            for run in self._cargo[group].sums:
-                _part(into, run).copy_(slab[run.device : run.device + run.values], non_blocking=True)
+            for segment in self._transfers[group].sums:
+                _part(into, segment).copy_(slab[segment.device : segment.device + segment.values], non_blocking=True)
         self._stored[place] = streams.mark("stores")
 
     def settle(self) -> None:
-        """Wait for all that was asked for: the host's memory may be read and changed."""
+        """Wait for all copies: host memory may then be read and written."""
         self._streams.settle()
 
     def forget(self) -> None:
-        """The host's parameters have changed."""
+        """Call after the host's parameters changed: every group is loaded again."""
         self.settle()
-        self._holds = [None] * len(self.slots)
+        self._group_in_slot = [None] * len(self.slots)
 
     def _load(self, group: int) -> None:
         slot = group % len(self.slots)
-        if self._holds[slot] == group:
+        if self._group_in_slot[slot] == group:
             return
         streams = self._streams
         streams.wait("loads", streams.mark("compute"))
         with streams.on("loads", group, "parameters"):
-            for run in self._cargo[group].parameters:
-                there = self.slots[slot][run.device : run.device + run.values]
-                there.copy_(_part(self._source, run), non_blocking=True)
+            for segment in self._transfers[group].parameters:
+                target = self.slots[slot][segment.device : segment.device + segment.values]
+                target.copy_(_part(self._source, segment), non_blocking=True)
         self._loaded[slot] = streams.mark("loads")
-        self._holds[slot] = group
+        self._group_in_slot[slot] = group
         self.loads += 1
 
 
-def _part(flat: Tensor, run: Run) -> Tensor:
-    return flat[run.host : run.host + run.values]
+def _part(flat: Tensor, segment: Segment) -> Tensor:
+    return flat[segment.host : segment.host + segment.values]
 
 
 class Streams(Protocol):
-    """Three lines of work, `compute`, `loads` and `stores`, each in its own order, that may wait for points of one another."""
+    """Three streams, `compute`, `loads` and `stores`: each in order, and each can wait for marks of the others."""
 
     def on(self, stream: str, group: int, what: str) -> AbstractContextManager[object]:
-        """What is asked for inside goes there: a group's `parameters` or `sums` on their way."""
+        """Issue copies on that stream inside; `what`: a group's `parameters` or `sums`."""
         ...
 
     def computed(self, group: int, back: bool) -> None:
-        """Told, once per slice, of what goes to `compute` by itself."""
+        """Call once per slice after work was issued to `compute`."""
         ...
 
     def mark(self, stream: str) -> object:
-        """The point up to which that stream has been asked."""
+        """The point after all work issued to that stream so far."""
         ...
 
     def wait(self, stream: str, mark: object) -> None:
-        """What that stream is asked from now on begins after the mark; None: at once."""
+        """Later work of that stream starts after the mark; None: at once."""
         ...
 
     def settle(self) -> None:
-        """Until all is done."""
+        """Wait until all streams are done."""
         ...
 
 
 class NoStreams:
-    """One thing after another."""
+    """Synchronous copies."""
 
     def on(self, stream: str, group: int, what: str) -> AbstractContextManager[object]:
         return nullcontext()
@@ -182,7 +186,7 @@ class NoStreams:
 
 
 class CudaStreams:
-    """They live as long as the stage: pools of memory grow when streams are made for each step."""
+    """Streams live as long as the stage: the allocator's pools grow with every new stream."""
 
     def __init__(self) -> None:
         self._streams = {
@@ -210,7 +214,7 @@ class CudaStreams:
 
 
 def pinned(flat: Tensor, device: str) -> Tensor:
-    """Let a CUDA device copy from and to this host tensor at full speed, for as long as the tensor lives.
+    """Pin a host tensor for CUDA copies, for as long as the tensor lives.
 
     Registered, not allocated pinned: PyTorch's pinned allocator rounds up to a power of two, up to twice the memory."""
     if device == "cuda":

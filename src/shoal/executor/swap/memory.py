@@ -1,9 +1,8 @@
-"""What a stage that passes through device memory needs there and on the host: counted, planned, and seen while it runs.
+"""Memory of a swapping stage on device and host: counted, planned, and measured while it runs.
 
-For the swapping executor, which asks `plan` for its groups, and for whoever plans machines. Device memory in a pass is two
-slots of parameters (the group that computes and the one on its way), fp32 slabs of gradient sums (likewise), and what one
-microbatch needs while it runs through a group. Only the last cannot be counted from shapes; it comes from `live`, which the
-executor measures by running a group once. A limit is kept by construction: no plan is made that does not fit it.
+For the swapping executor, which takes its groups from `plan`. Device memory in a pass is two slots of parameters (the group
+that computes and the one being loaded), fp32 slabs of gradient sums (likewise), and the activations of one slice in a group.
+Only the activations cannot be counted from shapes; `live` measures them by running a group once. No plan exceeds the limit.
 """
 
 from __future__ import annotations
@@ -21,32 +20,34 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.numerics.eightbit import nbytes
 
-ALIGN = 256  # bytes: what allocators give by themselves; matrix kernels may add in another order on less
+ALIGN = 256  # bytes: the alignment of allocators; with less, matrix kernels may add in another order
 
 CUDA_BLOCK = 512  # bytes: PyTorch's allocator rounds up to it
 CUDA_SPARE = (
     128 << 20
 )  # bytes: workspaces of matrix kernels (32 MiB on an H100), and the ends of the allocator's segments
-CUDA_CAPPED = 2 * CUDA_SPARE  # bytes: a smaller limit is planned for, but the allocator's first segments may pass it
+CUDA_CAPPED = (
+    2 * CUDA_SPARE
+)  # bytes: below this limit the allocator is not capped, since its first segments may exceed it
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-class Sizes(msgspec.Struct, frozen=True):
-    """A stage's units and their parameters. A name in two units is one parameter that both use."""
+class UnitSizes(msgspec.Struct, frozen=True):
+    """A stage's units and their parameters. A name in two units is one shared parameter."""
 
     units: tuple[tuple[str, ...], ...]
     values: Mapping[str, int]  # per name
-    itemsize: int  # of the dtype that computes
+    itemsize: int  # of the compute dtype
     moments: str = "float32"  # train.moments
 
     def slot_bytes(self, start: int, stop: int) -> int:
-        """Parameters of the units `start` up to `stop` as they lie in a slot."""
+        """Bytes that the parameters of units `start` up to `stop` take in a slot."""
         names = {name for unit in self.units[start:stop] for name in unit}
         return sum(padded(self.values[name] * self.itemsize) for name in names)
 
     def own(self, start: int, stop: int) -> tuple[str, ...]:
-        """Names whose gradient is complete once these units have run back: those that no earlier unit uses too."""
+        """Names whose gradient is complete after these units' backward pass: no earlier unit uses them."""
         earlier = {name for unit in self.units[:start] for name in unit}
         return tuple(dict.fromkeys(name for unit in self.units[start:stop] for name in unit if name not in earlier))
 
@@ -59,24 +60,24 @@ class Sizes(msgspec.Struct, frozen=True):
         return tuple(name for name in self.values if sum(name in unit for unit in self.units) > 1)
 
 
-class Group(msgspec.Struct, frozen=True):
+class PlannedGroup(msgspec.Struct, frozen=True):
     """Consecutive units that are on the device together."""
 
     start: int
     stop: int
-    parameter_bytes: int  # on the device, in the dtype that computes
-    gradient_bytes: int  # of the fp32 sums, in the slab while the group runs back
+    parameter_bytes: int  # on the device, in the compute dtype
+    gradient_bytes: int  # of the fp32 sums, in the slab during the backward pass
     optimizer_bytes: int  # on the host: fp32 parameters and AdamW's two moments
-    activation_bytes: int  # most that one microbatch takes on the device, its own gradients included
+    activation_bytes: int  # peak of one slice on the device, its gradients included
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """Groups in order, and what they need together."""
+class SwapPlan(msgspec.Struct, frozen=True):
+    """Groups in order, and the bytes that they need together."""
 
-    groups: tuple[Group, ...]
-    fixed_bytes: int  # on the device for good: tables of positions
-    slabs: int  # of sums: with two, a group's leave while the next one's are added
-    host_bytes: int  # parameters, moments, two sums, and the copies that travel
+    groups: tuple[PlannedGroup, ...]
+    fixed_bytes: int  # always on the device: tables of positions
+    slabs: int  # with two, a group's sums are stored while the next group's are added
+    host_bytes: int  # parameters, moments, two sums, and the copies in the compute dtype
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def device_bytes(self) -> int:
-        """The peak."""
+        """Peak bytes on the device."""
         live = max(group.activation_bytes for group in self.groups)
         return self.fixed_bytes + sum(self.slot_bytes) + sum(self.slab_bytes) + live
 
@@ -98,63 +99,61 @@ class Plan(msgspec.Struct, frozen=True):
         return len(self.groups)
 
 
-Live = Callable[
-    [int, int], int
-]  # units from, up to -> bytes that one microbatch takes while it runs through them and back
+Live = Callable[[int, int], int]  # (start, stop) of units -> peak bytes of one slice in them, forward and backward
 
 
-def plan(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> Plan:
-    """The fewest groups that fit `limit` bytes of device memory (0 = no limit), their parameters as even as can be; with one
-    slab of sums only where two do not fit: then each group's first slice waits until the sums of the one before are away.
+def plan(sizes: UnitSizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> SwapPlan:
+    """The fewest groups that fit `limit` bytes of device memory (0 = no limit), with parameters cut as evenly as possible;
+    with one slab of sums only where two do not fit: a group's first slice then waits for the store of the sums before.
 
     ValueError: the largest unit does not fit."""
-    seen: dict[tuple[int, int], int] = {}
+    measured_bytes: dict[tuple[int, int], int] = {}
 
     def measured(start: int, stop: int) -> int:
-        if (start, stop) not in seen:
-            seen[start, stop] = live(start, stop)
-        return seen[start, stop]
+        if (start, stop) not in measured_bytes:
+            measured_bytes[start, stop] = live(start, stop)
+        return measured_bytes[start, stop]
 
     *coarser, finest = _partitions(sizes)
     for slabs in (2, 1):
         for spans in (*coarser, finest):
             if limit and _plan(sizes, spans, lambda start, stop: 0, fixed_bytes, slabs).device_bytes > limit:
-                continue  # measuring is what takes time
-            made = _plan(sizes, spans, measured, fixed_bytes, slabs)
-            if not limit or made.device_bytes <= limit:
-                return made
-    return _kept(_plan(sizes, finest, measured, fixed_bytes, slabs=1), limit, sizes)
+                continue  # measuring is slow
+            candidate = _plan(sizes, spans, measured, fixed_bytes, slabs)
+            if not limit or candidate.device_bytes <= limit:
+                return candidate
+    return _within_limit(_plan(sizes, finest, measured, fixed_bytes, slabs=1), limit, sizes)
 
 
-def refuse(sizes: Sizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> None:
-    """ValueError: no `plan` fits. Only the largest groups that any of them needs are measured."""
+def refuse(sizes: UnitSizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> None:
+    """ValueError: no `plan` fits. Measures only the finest cut."""
     *_, finest = _partitions(sizes)
-    _kept(_plan(sizes, finest, live, fixed_bytes, slabs=1), limit, sizes)
+    _within_limit(_plan(sizes, finest, live, fixed_bytes, slabs=1), limit, sizes)
 
 
-def _kept(made: Plan, limit: int, sizes: Sizes) -> Plan:
-    if limit and made.device_bytes > limit:
-        largest = max(made.groups, key=lambda group: group.parameter_bytes)
-        weights = sum(made.slot_bytes) + sum(made.slab_bytes)
+def _within_limit(plan: SwapPlan, limit: int, sizes: UnitSizes) -> SwapPlan:
+    if limit and plan.device_bytes > limit:
+        largest = max(plan.groups, key=lambda group: group.parameter_bytes)
+        weights = sum(plan.slot_bytes) + sum(plan.slab_bytes)
         raise ValueError(
             f"device.memory_bytes = {limit:,} is too little for this stage's largest unit, that of"
-            f" {sizes.units[largest.start][0]}: at least {made.device_bytes:,} bytes are needed, {weights:,} of them for parameters"
-            f" and gradients on their way; try device.memory_bytes={made.device_bytes} or more, device.sequences=1, or a smaller"
+            f" {sizes.units[largest.start][0]}: at least {plan.device_bytes:,} bytes are needed, {weights:,} of them for parameters"
+            f" and gradients on their way; try device.memory_bytes={plan.device_bytes} or more, device.sequences=1, or a smaller"
             " train.microbatch"
         )
-    return made
+    return plan
 
 
-def _plan(sizes: Sizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int, slabs: int) -> Plan:
+def _plan(sizes: UnitSizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int, slabs: int) -> SwapPlan:
     copies = 2 * 4 + (0 if sizes.itemsize == 4 else sizes.itemsize)
     host_bytes = sizes.optimizer_bytes(sizes.values) + copies * sum(sizes.values.values())
     groups = tuple(_group(sizes, start, stop, live(start, stop)) for start, stop in spans)
-    return Plan(groups, fixed_bytes, min(slabs, len(groups)), host_bytes=host_bytes)
+    return SwapPlan(groups, fixed_bytes, min(slabs, len(groups)), host_bytes=host_bytes)
 
 
-def _group(sizes: Sizes, start: int, stop: int, live_bytes: int) -> Group:
+def _group(sizes: UnitSizes, start: int, stop: int, live_bytes: int) -> PlannedGroup:
     own = sizes.own(start, stop)
-    return Group(
+    return PlannedGroup(
         start,
         stop,
         parameter_bytes=sizes.slot_bytes(start, stop),
@@ -164,21 +163,21 @@ def _group(sizes: Sizes, start: int, stop: int, live_bytes: int) -> Group:
     )
 
 
-def _partitions(sizes: Sizes) -> Iterator[list[tuple[int, int]]]:
-    """Cuts into ever more groups, each with the smallest largest group that so many groups allow."""
+def _partitions(sizes: UnitSizes) -> Iterator[list[tuple[int, int]]]:
+    """Cuts into more and more groups; each minimises the largest group for its number of groups."""
     units = range(len(sizes.units))
     caps = sorted({sizes.slot_bytes(start, stop + 1) for start in units for stop in units[start:]})
-    found: dict[int, list[tuple[int, int]]] = {}
-    for cap in caps:  # from small to large: the first cut into so many groups is the most even one
-        spans = _filled(sizes, cap)
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for cap in caps:  # ascending: the first cut into n groups is the most even one
+        spans = _greedy_cut(sizes, cap)
         if spans:
-            found.setdefault(len(spans), spans)
-    for count in sorted(found):
-        yield found[count]
+            cuts.setdefault(len(spans), spans)
+    for count in sorted(cuts):
+        yield cuts[count]
 
 
-def _filled(sizes: Sizes, cap: int) -> list[tuple[int, int]]:
-    """Groups filled up to `cap` bytes one after another; none when a unit alone is above it."""
+def _greedy_cut(sizes: UnitSizes, cap: int) -> list[tuple[int, int]]:
+    """Groups filled up to `cap` bytes one after another; [] when a single unit exceeds it."""
     spans: list[tuple[int, int]] = []
     start = 0
     for unit in range(len(sizes.units)):
@@ -194,29 +193,29 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-# ------------------------------------------------------------------------------------------------ kept by the allocator
+# ------------------------------------------------------------------------------------------------ the allocator
 
 
 def spare_bytes(device: str, limit: int) -> int:
-    """Device memory that no plan fills: what PyTorch's allocator takes beside tensors where it is held to the limit itself."""
+    """Device bytes reserved for PyTorch's allocator where it is capped at the limit."""
     return CUDA_SPARE if device == "cuda" and limit >= CUDA_CAPPED else 0
 
 
 def cap_(device: str, limit: int) -> None:
-    """Have the allocator refuse what passes `limit`, in this process: a plan that is wrong ends in an error, not above it."""
+    """Cap this process's allocator at `limit` bytes: a wrong plan ends in an error, not above the limit."""
     if spare_bytes(device, limit):
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
 
 
-# --------------------------------------------------------------------------------------------------- seen while it runs
+# --------------------------------------------------------------------------------------------------- measured
 
 _ON_HOST: ContextVar[bool] = ContextVar("on_host", default=False)
 
 
 @contextmanager
 def host() -> Iterator[None]:
-    """What is allocated inside belongs to the host. Only a device that is the CPU itself needs to be told."""
+    """Allocations inside count as host memory; needed where the device is the CPU."""
     token = _ON_HOST.set(True)
     try:
         yield
@@ -224,11 +223,11 @@ def host() -> Iterator[None]:
         _ON_HOST.reset(token)
 
 
-class Watch(TorchDispatchMode):
-    """Counts the device's memory that comes and goes inside: `now`, and `peak`, in bytes. Every operator is slower for it."""
+class MemoryMeter(TorchDispatchMode):
+    """Counts device memory allocated and freed inside: `now` and `peak` bytes. Slows every operator."""
 
     def __init__(self, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated by torch
         self.now: int = 0
         self.peak: int = 0
         self._device = device
@@ -242,25 +241,25 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        made = func(*args, **kwargs)
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **kwargs)
         if not _ON_HOST.get():
-            for leaf in tree_leaves(made):
+            for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.device.type == self._device:
-                    self._count(leaf.untyped_storage(), given)
-        return made
+                    self._count(leaf.untyped_storage(), inputs)
+        return result
 
-    def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+    def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         if self._device == "cuda":
             nbytes = -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK
-        if key in given or key in self._alive:
+        if key in inputs or key in self._alive:
             return
 
-        def gone(_: object) -> None:
+        def freed(_: object) -> None:
             self._alive.pop(key, None)
             self.now -= nbytes
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, freed)
         self.now += nbytes
         self.peak = max(self.peak, self.now)

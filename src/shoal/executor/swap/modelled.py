@@ -1,8 +1,8 @@
-"""A device that only takes time: the streams of a modelled GPU and its link, kept as three clocks.
+"""The streams of a modelled GPU and its host link, as three clocks.
 
-For tests and benchmarks of the swapping executor where there is no GPU: everything is computed and copied for real, on the CPU and
-in order, while each stream's clock goes on by what a device would need and waits where the executor lets it wait. So the time of a
-pass is that of the executor's own schedule, not of a formula; `pass_s` is the formula (papers: ATOM), to compare with.
+For tests and benchmarks of the swapping executor without a GPU: the CPU computes and copies everything in order, while each
+stream's clock advances by the time that a device would need and waits where the executor waits. So the time of a pass is that
+of the executor's schedule; `pass_s` is ATOM's formula, to compare with.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """What one group takes."""
+    """Seconds that one group takes."""
 
     load: float  # of its parameters
     store: float  # of its sums
     forward: float  # of one slice
-    back: float  # of one slice, forward again included
+    back: float  # of one slice, recomputation included
 
 
 class ModelledStreams:
@@ -58,16 +58,16 @@ class ModelledStreams:
 
 
 def pass_s(groups: Sequence[Seconds], slices: int) -> float:
-    """A pass of so many slices through the groups and back, every copy hidden that can be. The last two groups stay on the
-    device between forward and back, so that going back begins with the load of the third from the end."""
+    """Seconds of a forward and backward pass of `slices` slices with the greatest overlap. The last two groups stay on the
+    device in between, so the backward pass starts with the load of the third from the end."""
     last = len(groups) - 1
     if last == 0:
         return groups[0].load + slices * groups[0].back + groups[0].store
-    found = groups[0].load
-    for this, following in pairwise(groups):
-        found += max(slices * this.forward, following.load)
-    found += slices * groups[last].back
-    for place in range(last - 1, -1, -1):
-        load = groups[place - 1].load if place else 0.0
-        found += max(slices * groups[place].back, load, groups[place + 1].store)
-    return found + groups[0].store
+    total_s = groups[0].load
+    for group, following in pairwise(groups):
+        total_s += max(slices * group.forward, following.load)
+    total_s += slices * groups[last].back
+    for at in range(last - 1, -1, -1):
+        load = groups[at - 1].load if at else 0.0
+        total_s += max(slices * groups[at].back, load, groups[at + 1].store)
+    return total_s + groups[0].store

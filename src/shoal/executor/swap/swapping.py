@@ -1,13 +1,13 @@
-"""Runs a stage larger than its device: layers lie in host memory and pass through device memory, group by group.
+"""Runs a stage larger than its device: layers stay in host memory and are loaded into device memory group by group.
 
-Paper: ATOM (arXiv 2403.10504). Claim: a model that fits the memory of a host trains on a small device, because the copy of
-the next group of layers hides behind the work of several microbatches on this one. Here: the order is layer-major
+Paper: ATOM (arXiv 2403.10504). Claim: a model that fits in host memory trains on a small device, because the prefetch of
+the next group of layers overlaps with the compute of several microbatches on this one. Here: the order is layer-major
 (`run_many`, `backward_many`: group outside, microbatches inside), the last group stays between forward and backward, so a
-pass takes 2M-1 loads of M groups. What we changed: sums of gradients travel with their group and come back once per pass;
-groups are chosen by memory measured on one slice (groups.py, memory.py); any stage of a pipeline can swap, not just a whole model.
+pass takes 2M-1 loads of M groups. What we changed: gradient sums are loaded and stored with their group, once per pass;
+groups are chosen by memory measured on one slice (groups.py, memory.py); any stage of a pipeline can swap, not only a whole model.
 
-Nothing is computed otherwise than by the resident executor: on a CPU both give the same bits. There the "device" is memory of
-its own, with real copies into it, so that order and bound are those of a GPU. The optimizer steps on the host.
+The computation is that of the resident executor: on a CPU both give the same bits. There the "device" is separate memory with
+real copies, so that order and limit are those of a GPU. The optimizer runs on the host.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from shoal.config import Config, slices
 from shoal.executor.base import NotFinite
-from shoal.executor.inputs import check_ends, checked, cut, joined
+from shoal.executor.inputs import check_ends, check_input, cut, joined
 from shoal.executor.master import Master
 from shoal.executor.swap import memory
-from shoal.executor.swap.groups import End, Group, Runner
-from shoal.executor.swap.link import Cargo, Link, Streams, pinned, runs
+from shoal.executor.swap.groups import GroupInput, LayerGroup, Runner
+from shoal.executor.swap.link import GroupTransfers, HostLink, Streams, pinned, segments
 from shoal.model.cut import Stage, inputs
 from shoal.numerics.optimizer import Schedule
 
-Inputs = list[Tensor]  # of each group, for one microbatch, on the host; the stage's own input first
+Activations = list[Tensor]  # of one slice: the input of each group, on the host; the stage's own input first
 
 
 class Swapping:
-    """See base.Executor. Tensors are returned on the host. `sum` is to be read, not written, and is another tensor after
-    each backward: a refused microbatch must leave it as it was, and may be found out when some groups have been added."""
+    """See base.Executor. Results are on the host. `sum` is read-only and another tensor after each backward: a failing microbatch
+    must leave it unchanged, and may fail when some groups have been added."""
 
     def __init__(
         self, stage: Stage, config: Config, streams: Streams | None = None, schedule: Schedule | None = None
@@ -43,20 +43,20 @@ class Swapping:
         self._runner = runner = Runner(stage, config)
         self._row, self._device = runner.row, runner.device
         self._slice = config.device.sequences or config.train.microbatch
-        self._host = Host(named, runner.dtype, self._device, apart=bool(config.train.staleness))
+        self._host = HostParameters(named, runner.dtype, self._device, apart=bool(config.train.staleness))
         for _, parameter in named:
-            parameter.data = torch.empty(0)  # the groups' own will take its place
+            parameter.data = torch.empty(0)  # replaced by the groups' tensors
         self.plan = runner.plan()
         memory.cap_(self._device, config.device.memory_bytes)
         spans = [(group.start, group.stop) for group in self.plan.groups]
-        cargo = [self._host.cargo(runner.names(*span), runner.sizes.own(*span)) for span in spans]
-        self._link = Link(self._host.computing, cargo, self._device, self.plan.slabs, streams)
-        self._groups = [self._placed(index, *span) for index, span in enumerate(spans)]
+        transfers = [self._host.transfers(runner.names(*span), runner.sizes.own(*span)) for span in spans]
+        self._link = HostLink(self._host.computing, transfers, self._device, self.plan.slabs, streams)
+        self._groups = [self._bind(index, *span) for index, span in enumerate(spans)]
         self._master = Master(tuple(self._host.counts), self._host.parameters, config, schedule)
         self.length = self._master.length
         self.sum, self._pending = (pinned(torch.zeros(self.length), self._device) for _ in range(2))
-        self._empty = True  # nothing in `sum`
-        self._kept: deque[Inputs] = deque(maxlen=config.run.queue_limit * slices(config))
+        self._empty = True  # `sum` is zero
+        self._stored: deque[Activations] = deque(maxlen=config.run.queue_limit * slices(config))
 
     # ----------------------------------------------------------------------------------------------------- the contract
 
@@ -71,23 +71,23 @@ class Swapping:
         self.sum.zero_()
         self._empty = True
 
-    def brought(self, start: int = 0, stop: int | None = None) -> Tensor:
+    def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
         self._link.settle()
         return self.sum[start:stop].clone()
 
-    def restore(self, brought: Tensor) -> None:
-        """The sum is again what `brought` gave, (length,) fp32."""
+    def restore(self, contribution: Tensor) -> None:
+        """Set the sum to an earlier `contribution`, (length,) fp32."""
         self._link.settle()
-        self.sum.copy_(brought)
+        self.sum.copy_(contribution)
         self._empty = False
 
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         self._link.settle()
         self.make(reduced, norm, step)
-        self._changed()
+        self._refresh()
 
     def make(self, reduced: Tensor, norm: float, step: int) -> None:
-        """`apply` to the parameters alone; see delayed.py."""
+        """See delayed.Restorable."""
         self._master.apply(reduced, norm, step)
 
     def state(self) -> dict[str, Tensor]:
@@ -96,18 +96,18 @@ class Swapping:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self._link.settle()
         self._master.load_state(state)
-        self._changed()
+        self._refresh()
 
     def digest(self) -> str:
         return self._master.digest()
 
     def refresh(self) -> None:
         self._link.settle()
-        self._changed()
+        self._refresh()
 
     @property
     def computing(self) -> tuple[Tensor, ...]:
-        """The copies on the host that groups are loaded from, in the order of the parameters."""
+        """The host tensors that groups are loaded from, in the order of the parameters."""
         return self._host.copies
 
     def compute_with(self, values: Sequence[Tensor]) -> None:
@@ -119,26 +119,26 @@ class Swapping:
     # -------------------------------------------------------------------------------------------------- several at once
 
     def run_many(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """`forward` of several slices of microbatches, each group loaded once. NotFinite: one of them is, and none is answered."""
+        """`forward` of several slices, loading each group once. NotFinite: one of the outputs is not finite; none is returned."""
         whole = self._row.group(0, len(self._row.units))
-        kept = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
+        batch = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
         self._link.settle()
-        ys = [its.pop() for its in kept]
+        ys = [activations.pop() for activations in batch]
         if not all(torch.isfinite(y).all() for y in ys):
             raise NotFinite("the stage's output is not finite")
-        self._kept.extend(kept)
+        self._stored.extend(batch)
         return ys
 
     def backward_many(
         self, xs: Sequence[Tensor], grads: Sequence[Tensor | None], tokens: Sequence[Tensor | None]
     ) -> list[tuple[Tensor | None, float | None]]:
-        """`backward` of several slices, added in their order. On a ValueError none of them is in the sum."""
+        """`backward` of several slices, added in their order. On a ValueError the sum is unchanged."""
         whole = self._row.group(0, len(self._row.units))
-        ends = [End(self._input(whole, x), *rest) for x, *rest in zip(xs, grads, tokens, strict=True)]
-        for end in ends:
-            check_ends(whole, *end)
-        passed = self._passed([end.x for end in ends])
-        shared: list[dict[str, Tensor]] = [{} for _ in ends]
+        group_inputs = [GroupInput(self._input(whole, x), *rest) for x, *rest in zip(xs, grads, tokens, strict=True)]
+        for group_input in group_inputs:
+            check_ends(whole, *group_input)
+        batch = self._group_inputs([group_input.x for group_input in group_inputs])
+        shared: list[dict[str, Tensor]] = [{} for _ in group_inputs]
         losses: list[Tensor | None] = []
         finite: list[Tensor] = []
         for index in reversed(range(len(self._groups))):
@@ -146,105 +146,109 @@ class Swapping:
             self._link.open(index, None if self._empty else self.sum)
             if index:
                 self._link.prefetch(index - 1)
-            for place, (end, its) in enumerate(zip(ends, passed, strict=True)):
-                back = self._runner.back(stage, group, end._replace(x=its[index]), shared[place])
+            for at, (group_input, activations) in enumerate(zip(group_inputs, batch, strict=True)):
+                result = self._runner.back(stage, group, group_input._replace(x=activations[index]), shared[at])
                 self._link.computed(index, True)
-                ends[place] = End(end.x, back.grad, None)
-                losses.append(back.loss)  # those of the last group come first
-                finite.append(back.finite)
+                group_inputs[at] = GroupInput(group_input.x, result.grad, None)
+                losses.append(result.loss)  # the last group, which has the losses, runs first
+                finite.append(result.finite)
             self._link.close(index, self._pending)
         self._link.settle()
         if not all(finite):
             raise NotFinite("the stage's gradient is not finite")
         self.sum, self._pending, self._empty = self._pending, self.sum, False
-        return [(end.grad, None if loss is None else float(loss)) for end, loss in zip(ends, losses, strict=False)]
+        return [
+            (group_input.grad, None if loss is None else float(loss))
+            for group_input, loss in zip(group_inputs, losses, strict=False)
+        ]
 
-    def batch_back(self, batch: Sequence[Tensor]) -> list[float]:
-        """Microbatches (B, L+1) of tokens through a model of one stage and back, added in their order. Their mean losses."""
-        ends = [end for tokens in batch for end in cut(self._slice, inputs(tokens), None, tokens)]
-        found = self.backward_many(*zip(*ends, strict=True))
-        each = len(found) // len(batch)
-        losses = [joined(found[at : at + each])[1] for at in range(0, len(found), each)]
+    def backward_batch(self, batch: Sequence[Tensor]) -> list[float]:
+        """`backward` of microbatches of tokens (B, L+1) in a model of one stage. Returns their mean losses."""
+        slices = [part for tokens in batch for part in cut(self._slice, inputs(tokens), None, tokens)]
+        results = self.backward_many(*zip(*slices, strict=True))
+        slices_per_microbatch = len(results) // len(batch)
+        losses = [
+            joined(results[at : at + slices_per_microbatch])[1] for at in range(0, len(results), slices_per_microbatch)
+        ]
         return [loss for loss in losses if loss is not None]
 
     @property
     def loads(self) -> int:
-        """Groups whose parameters were copied to the device, so far."""
+        """Groups whose parameters were copied to the device so far."""
         return self._link.loads
 
     @property
-    def held_bytes(self) -> int:
-        """Device memory that is held all the time. What a microbatch needs comes on top while it runs."""
+    def resident_bytes(self) -> int:
+        """Device bytes in use all the time; activations of a slice add to them while it runs."""
         return self.plan.fixed_bytes + self._link.nbytes
 
     # -------------------------------------------------------------------------------------------------- group by group
 
-    def _passed(self, xs: Sequence[Tensor]) -> list[Inputs]:
-        """Inputs of every group for each microbatch: kept from its forward pass, or found by running it again."""
-        kept = [self._take(x) for x in xs]
-        missing = [x for x, its in zip(xs, kept, strict=True) if its is None]
-        again = iter(self._forwards(missing, len(self._groups) - 1) if missing else ())
-        return [next(again) if its is None else its for its in kept]
+    def _group_inputs(self, xs: Sequence[Tensor]) -> list[Activations]:
+        """The inputs of every group for each slice: stored by its forward pass, or recomputed."""
+        stored = [self._take(x) for x in xs]
+        missing = [x for x, activations in zip(xs, stored, strict=True) if activations is None]
+        recomputed = iter(self._forwards(missing, len(self._groups) - 1) if missing else ())
+        return [next(recomputed) if activations is None else activations for activations in stored]
 
-    def _take(self, x: Tensor) -> Inputs | None:
-        for place, its in enumerate(self._kept):
-            if its[0].shape == x.shape and torch.equal(its[0], x):
-                del self._kept[place]
-                return its
+    def _take(self, x: Tensor) -> Activations | None:
+        for at, activations in enumerate(self._stored):
+            if activations[0].shape == x.shape and torch.equal(activations[0], x):
+                del self._stored[at]
+                return activations
         return None
 
-    def _forwards(self, xs: Sequence[Tensor], groups: int) -> list[Inputs]:
-        """Each microbatch's input, and what the first `groups` groups make of it one after another."""
-        found = [[self._runner.away(x)] for x in xs]
+    def _forwards(self, xs: Sequence[Tensor], groups: int) -> list[Activations]:
+        """For each slice its input and the outputs of the first `groups` groups."""
+        batch = [[self._runner.to_host(x)] for x in xs]
         for index in range(groups):
             _, stage = self._enter(index)
             if index + 1 < len(self._groups):
                 self._link.prefetch(index + 1)
-            for its in found:
+            for activations in batch:
                 with torch.no_grad():
-                    its.append(self._runner.away(stage.forward(self._runner.toward(its[-1]))))
+                    activations.append(self._runner.to_host(stage.forward(self._runner.to_device(activations[-1]))))
                 self._link.computed(index, False)
-        return found
+        return batch
 
-    def _enter(self, index: int) -> tuple[Group, Stage]:
+    def _enter(self, index: int) -> tuple[LayerGroup, Stage]:
         self._link.enter(index)
         group = self._groups[index]
         return group, self._row.group(group.start, group.stop)
 
-    # ------------------------------------------------------------------------------------------------- there and back
+    # ------------------------------------------------------------------------------------------------- host parameters
 
     def _input(self, whole: Stage, x: Tensor) -> Tensor:
-        x = checked(whole, x).detach()
+        x = check_input(whole, x).detach()
         return x.to("cpu", self._runner.dtype) if x.is_floating_point() else x.to("cpu")
 
-    def _changed(self) -> None:
+    def _refresh(self) -> None:
         self._host.refresh()
         self._forget()
 
     def _forget(self) -> None:
-        """What computes has changed."""
+        """Drop loaded groups and stored activations: the parameters have changed."""
         self._link.forget()
-        self._kept.clear()
+        self._stored.clear()
 
-    # ------------------------------------------------------------------------------------------------------- when made
+    # ------------------------------------------------------------------------------------------------------- construction
 
-    def _placed(self, index: int, start: int, stop: int) -> Group:
-        """A group with its parameters in its slot and its sums in the slab, for good."""
+    def _bind(self, index: int, start: int, stop: int) -> LayerGroup:
+        """A group with its parameters in its slot and its sums in its slab."""
         slot, names = self._link.slots[index % 2], self._runner.names(start, stop)
         starts = accumulate((self._host.padded(name) for name in names), initial=0)
         parameters = {
             name: nn.Parameter(self._host.shaped(slot, at, name)) for name, at in zip(names, starts, strict=False)
         }
-        return self._runner.bound(
+        return self._runner.bind(
             (start, stop), parameters, self._link.slab(index), lambda: self._link.sums_ready(index)
         )
 
 
-class Host:
-    """A stage's parameters in host memory: flat, in fp32, and beside them the rounded copies that compute, if those differ or are to
-    be `apart`.
+class HostParameters:
+    """A stage's parameters in host memory: flat in fp32, and copies in the compute dtype where that differs or with `apart`.
 
-    Each begins at a multiple of memory.ALIGN, here as in a slot; in the flat gradient they lie without gaps."""
+    Each parameter starts at a multiple of memory.ALIGN, here and in a slot; the flat gradient has no gaps."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: str, apart: bool) -> None:
         self.counts = {name: value.numel() for name, value in named}
@@ -262,20 +266,20 @@ class Host:
         self.copies = tuple(self.shaped(self.computing, self._starts[name], name) for name in self.counts)
 
     def padded(self, name: str) -> int:
-        """Values that a parameter takes with the gap behind it."""
+        """Number of values of a parameter with the gap behind it."""
         return memory.padded(self.counts[name] * self._itemsize) // self._itemsize
 
     def shaped(self, flat: Tensor, start: int, name: str) -> Tensor:
         return flat[start : start + self.counts[name]].view(self.shapes[name])
 
-    def cargo(self, names: Sequence[str], own: Sequence[str]) -> Cargo:
-        """`own`: those of `names` whose gradient is added with them."""
-        return Cargo(
-            parameters=runs([(self._starts[name], self.padded(name)) for name in names]),
-            sums=runs([(self._in_sum[name], self.counts[name]) for name in names if name in own]),
+    def transfers(self, names: Sequence[str], own: Sequence[str]) -> GroupTransfers:
+        """`own`: those of `names` whose gradient is complete in this group."""
+        return GroupTransfers(
+            parameters=segments([(self._starts[name], self.padded(name)) for name in names]),
+            sums=segments([(self._in_sum[name], self.counts[name]) for name in names if name in own]),
         )
 
     def refresh(self) -> None:
-        """Round the parameters, which have changed, to the copies that compute."""
+        """Round the parameters into the copies to compute with."""
         if self.computing is not self._flat:
             self.computing.copy_(self._flat)

@@ -18,8 +18,7 @@ that hops are 8 % too cheap. `PUBLISHED` keeps them, to compare with published n
 that differ are averaged, as in the paper. Its limits stand: transfers one after another, no overlap, no compute;
 step.py predicts what a step of this program takes.
 
-Groups of equal size are an (S, n) array of device numbers. What takes long is compiled: matchings in swaps.py, paths
-in paths.py.
+Groups of equal size are an (S, n) array of device numbers. The slow parts are compiled: matching.py, paths.py.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.intp]
+from shoal.planner.costs.arrays import Floats, Ints
 
 EXACT_PATH_MOST = 12  # stages up to which the path is exact: 2^12 * 12 partial paths
 
@@ -91,9 +88,9 @@ class Model:
 
     def hops(self, groups: Ints) -> Floats:
         """Eq. 3 for every pair of groups, (S, n) -> (S, S)."""
-        from shoal.planner.search import swaps  # numba: half a second that only searches pay
+        from shoal.planner.costs import matching  # numba: half a second that only searches pay
 
-        return np.asarray(swaps.hops(self.hop, groups))
+        return np.asarray(matching.hops(self.hop, groups))
 
     def totals_s(self, groups: Ints) -> Floats:
         """Eq. 5 for a batch of placements, (B, S, n) -> (B,)."""
@@ -167,7 +164,7 @@ def matched(matrix: Floats) -> tuple[float, tuple[int, ...]]:
 
 def path(weights: Floats) -> tuple[float, tuple[int, ...]]:
     """The cheapest path through all nodes, ends free, and its length. Exact up to EXACT_PATH_MOST nodes, improved beyond."""
-    from shoal.planner.search import paths  # numba, as above
+    from shoal.planner.costs import paths  # numba, as above
 
     nodes = len(weights)
     if nodes > EXACT_PATH_MOST:
@@ -185,7 +182,7 @@ def path(weights: Floats) -> tuple[float, tuple[int, ...]]:
 
 def path_length(weights: Floats) -> float:
     """Its length alone."""
-    from shoal.planner.search import paths  # numba, as above
+    from shoal.planner.costs import paths  # numba, as above
 
     if len(weights) > EXACT_PATH_MOST:
         return path(weights)[0]

@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal import units
-from shoal.planner.costs.communication import Floats
+from shoal.planner.costs.arrays import Floats
 
 NETWORKS = Path(__file__).parent / "networks"  # published measurements and emulated networks; sources inside
 

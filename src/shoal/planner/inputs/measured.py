@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal.escaping import escaped
 from shoal.planner.inputs.cluster import Device, device_of
-from shoal.shown import escaped
 
 DEVICE_FILE = (
     "device.toml"  # `shoal probe` writes it; a peer that is started beside it answers `shoal probe --run` with its text

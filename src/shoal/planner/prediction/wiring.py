@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from shoal.planner.costs.communication import Floats
+from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.step import Routing, Seats, handed_bytes, hop_s, request_bytes
+from shoal.planner.prediction.seats import Routing, Seats, handed_bytes, hop_s, request_bytes
 
 SWEEPS = 4  # over the stages; what gets shorter does so in the first two
 EVENLY = 1e-3  # of a microbatch's seconds on links is what being a step early or late for an even turn counts

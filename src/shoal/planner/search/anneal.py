@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shoal.planner.costs.communication import Cost, Ints, Model
+from shoal.planner.costs.arrays import Ints
+from shoal.planner.costs.communication import Cost, Model
 from shoal.planner.search import blocks
 from shoal.planner.search.greedy import starts
 from shoal.planner.search.placements import Best, Found, exhaustive
@@ -99,7 +100,7 @@ def _begun(model: Model, rng: np.random.Generator, best: Best, budget: int) -> l
         if len(chosen) < many and all(each[1] != lengths for _, lengths, _ in chosen):
             chosen.append(each)
     begun = [swaps.chain(model.share, model.hop, groups, np.array(cost.order)) for cost, _, groups in chosen]
-    best.evaluations += math.ceil(sum(chain.told[1] for chain in begun) / _whole(model))
+    best.evaluations += math.ceil(sum(chain.tally[1] for chain in begun) / _whole(model))
     return begun
 
 
@@ -110,12 +111,12 @@ def _advance(model: Model, rng: np.random.Generator, best: Best, chain: Chain, s
     budget, first = stretch.evaluations - 1, best.evaluations  # its end is priced from scratch
     if best.proven or budget * _whole(model) < model.stages:
         return
-    made, proposed, found_s = float(chain.told[1]), 0, float(chain.told[0])
-    chain.told[2] = made + budget * _whole(model)
+    made, proposed, found_s = float(chain.tally[1]), 0, float(chain.tally[0])
+    chain.tally[2] = made + budget * _whole(model)
     low, high = _spent(stretch.since), _spent(stretch.until)
     warm = WARM * max(1.0, math.sqrt(model.size / model.stages))
     while not best.proven:
-        part = (chain.told[1] + model.stages - 1 - made) / (chain.told[2] - made)
+        part = (chain.tally[1] + model.stages - 1 - made) / (chain.tally[2] - made)
         way = proposed / stretch.proposals
         if part > 1 or way > 1:
             break
@@ -123,9 +124,9 @@ def _advance(model: Model, rng: np.random.Generator, best: Best, chain: Chain, s
         heat_s = stretch.scale_s * warm * (COLD / warm) ** at
         swaps.advance(model.share, model.hop, chain, rng.random((AT_ONCE, swaps.DRAWS)), heat_s, _guide(at))
         proposed += AT_ONCE
-        best.evaluations = first + math.ceil((chain.told[1] - made) / _whole(model))
-        best.see(chain.best_groups, float(chain.told[0]), 0)
-    if chain.told[0] < found_s:
+        best.evaluations = first + math.ceil((chain.tally[1] - made) / _whole(model))
+        best.see(chain.best_groups, float(chain.tally[0]), 0)
+    if chain.tally[0] < found_s:
         best.see(chain.best_groups, model.cost(chain.best_groups).total_s)  # along its best path it may cost less
 
 

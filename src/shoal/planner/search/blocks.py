@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shoal.planner.costs.communication import Ints, Model
+from shoal.planner.costs.arrays import Ints
+from shoal.planner.costs.communication import Model
 
 BLOCKS = 3  # at most
 NOISE = 0.5  # at most: by how much what is far may pass for near

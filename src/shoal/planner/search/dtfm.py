@@ -21,7 +21,8 @@ from enum import Enum
 
 import numpy as np
 
-from shoal.planner.costs.communication import Ints, Model
+from shoal.planner.costs.arrays import Ints
+from shoal.planner.costs.communication import Model
 from shoal.planner.search.placements import Best, Found
 
 POPULATION = 100  # the program's

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shoal.planner.costs.communication import Floats, Ints, Model
+from shoal.planner.costs.arrays import Floats, Ints
+from shoal.planner.costs.communication import Model
 from shoal.planner.search.placements import Best, Found
 
 

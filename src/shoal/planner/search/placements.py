@@ -13,7 +13,8 @@ from itertools import combinations
 import msgspec
 import numpy as np
 
-from shoal.planner.costs.communication import Cost, Ints, Model
+from shoal.planner.costs.arrays import Ints
+from shoal.planner.costs.communication import Cost, Model
 
 BATCH = 32  # placements priced at once: enough to feed numpy, few enough to stay in the cache
 

@@ -15,7 +15,7 @@ import msgspec
 
 from shoal import codec
 from shoal.planner.strategy.plan import Choice, Plan
-from shoal.planner.strategy.strategy import Problem
+from shoal.planner.strategy.problem import Problem
 
 GAIN = 1.05  # what a lossy choice must give: less is within what the prediction is off by
 LOCAL_STEPS = (2, 4, 8, 16, 32, 64)

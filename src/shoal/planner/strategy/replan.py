@@ -17,7 +17,9 @@ import numpy as np
 from shoal.planner.inputs.profile import MOMENTS_BYTES
 from shoal.planner.prediction.step import predict
 from shoal.planner.strategy.plan import Plan
-from shoal.planner.strategy.strategy import Problem, decide, placed
+from shoal.planner.strategy.pricing import placed
+from shoal.planner.strategy.problem import Problem
+from shoal.planner.strategy.strategy import decide
 
 THRESHOLD = 0.2  # of the planned fleet: below it the search's own noise is as large as what it finds
 VALUE_BYTES = 4.0  # per parameter, beside its moments, as a checkpoint holds them

@@ -229,7 +229,7 @@ def about(config: Config, data: str, data_note: str) -> About:
     hf = hf_config(config)
     told = hf.to_json_string(use_diff=False)
     blocks = cuts(config, hf.num_hidden_layers)
-    described = {"config.json": boundary.described(told, config.model.boundary, blocks) if blocks else told.encode()}
+    described = {"config.json": boundary.config_json(told, config.model.boundary, blocks) if blocks else told.encode()}
     return About(config, data, data_note, described | open_tokenizer(config.data.tokenizer).files())
 
 

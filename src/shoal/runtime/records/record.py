@@ -17,9 +17,9 @@ import msgspec
 
 from shoal import trace
 from shoal.core.messages import Command, Event, Note, Peer, View
+from shoal.escaping import escaped
 from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Told, encode
 from shoal.runtime.records.tape import Tape
-from shoal.shown import escaped
 from shoal.traffic import Kept, Traffic
 
 BUFFER_BYTES = 256 << 20  # of trace waiting for the disk: minutes of a busy run

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.messages import Peer, View
-from shoal.shown import escaped_json
+from shoal.escaping import escaped_json
 from shoal.traffic import Kept, Traffic
 
 

@@ -99,7 +99,7 @@ class Kinds:
             code = coding.code_of(blob)
             fault = compress.fault(code)
             return fault or (
-                "" if compress.most(code) <= MOST else f"values up to {compress.most(code):.1g}: {TOO_LARGE}"
+                "" if compress.largest(code) <= MOST else f"values up to {compress.largest(code):.1g}: {TOO_LARGE}"
             )
         tensor = tensor_of(blob)
         if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):

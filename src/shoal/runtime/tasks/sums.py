@@ -42,7 +42,7 @@ class Sums:
         bounds = task.bounds
         if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
-        brought = executor.brought(bounds[0], bounds[-1])
+        brought = executor.contribution(bounds[0], bounds[-1])
         return self.averaging.parts(brought, bounds, task.outs, executor.length)
 
     def add_row(self, task: AddRow, parts: list[torch.Tensor]) -> list[Held]:

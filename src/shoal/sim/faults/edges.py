@@ -1,13 +1,13 @@
-"""Every message with every field at its edges: what somebody with a pass may send to break a run.
+"""Every message with every field at its edges: what an attacker with a valid pass may send to break a run.
 
-From the types alone (msgspec.Meta) and from what a member sees: a message is first made plausible, then one field of it, at any
-depth, takes each value at which a receiver may forget to look. Nothing here is random and nothing is sent: for strangers.py and for the
-fuzzers of real processes (tests/fuzz, benchmarks/strangers.py). A field that is added to core/messages.py is covered by its type.
+The attacks follow from the types alone (msgspec.Meta) and from what a member sees: a message is first made plausible, then one field, at
+any depth, takes each of its extreme values. Nothing is random and nothing is sent here: strangers.py and the fuzzers of real processes
+(tests/fuzz, benchmarks/strangers.py) send them. The type of a field added to core/messages.py is enough to cover it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, get_args
 
@@ -23,7 +23,10 @@ CONTROL = "\x00\x1b[2J\r\n\u202e'\"\\"  # what a terminal, a log, or a page woul
 INTS = (0, 1, 4095, 2**20 - 1, 2**20, 2**31, 2**32, 2**53)
 FLOATS = (0.0, -1.0, 1e-300, 3e38, 1e150, 1e308)  # what is not finite no driver lets in
 NOBODY = "nobody.0"
+EMPTY = ("closed", "x_from", "grad_from", "records", "proof")  # tuples that are plausible only when empty
 DEEP = 5  # structs within structs that are looked into: Propose, Entry, View, Committed, Share
+
+Edges = Iterator[tuple[str, Any]]  # label, value
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -93,8 +96,42 @@ def _made(kind: type[msgspec.Struct], facts: Facts) -> Any:
 
 
 def _value(name: str, of: types.Type, facts: Facts) -> Any:
+    """A plausible value of that type for a field of that name."""
+    if isinstance(of, types.UnionType):  # of something and None
+        of = _something(of)
+    if name == "view" and isinstance(of, types.IntType):
+        return facts.view.number
+    by_name = _values_by_name(facts)
+    if name in by_name and not isinstance(of, types.StructType):
+        return by_name[name]
+    match of:
+        case types.BoolType():
+            return name == "granted"
+        case types.IntType():
+            return max(0, of.ge or 0)
+        case types.FloatType():
+            return 0.0
+        case types.StrType():
+            return facts.peer if of.min_length or name in ("leader", "about", "peer") else ""
+        case types.BytesType():
+            return b""
+        case types.VarTupleType():
+            return () if name in EMPTY else (_value(name, of.item_type, facts),)
+        case types.StructType():
+            return _made(of.cls, facts)
+        case types.LiteralType():
+            return of.values[0]
+        case types.EnumType():
+            return next(iter(of.cls))
+        case types.TupleType():
+            return tuple(_value(name, item, facts) for item in of.item_types)
+    raise TypeError(f"{name}: edges.py knows nothing of {of}")
+
+
+def _values_by_name(facts: Facts) -> dict[str, Any]:
+    """Fields whose plausible value follows from their name."""
     view = facts.view
-    told: dict[str, Any] = {
+    return {
         "epoch": view.epoch,
         "step": view.step,
         "work": view.work,
@@ -120,104 +157,74 @@ def _value(name: str, of: types.Type, facts: Facts) -> Any:
         "answer_bytes": 0,
         "to": facts.name,
     }
-    if isinstance(of, types.UnionType):  # of something and None
-        of = next(one for one in of.types if not isinstance(one, types.NoneType))
-    if name == "view" and isinstance(of, types.IntType):
-        return view.number
-    if name in told and not isinstance(of, types.StructType):
-        return told[name]
-    match of:
-        case types.BoolType():
-            return name == "granted"
-        case types.IntType():
-            return max(0, of.ge or 0)
-        case types.FloatType():
-            return 0.0
-        case types.StrType():
-            return facts.peer if of.min_length or name in ("leader", "about", "peer") else ""
-        case types.BytesType():
-            return b""
-        case types.VarTupleType():
-            return (
-                ()
-                if name in ("closed", "x_from", "grad_from", "records", "proof")
-                else (_value(name, of.item_type, facts),)
-            )
-        case types.StructType():
-            return _made(of.cls, facts)
-        case types.LiteralType():
-            return of.values[0]
-        case types.EnumType():
-            return next(iter(of.cls))
-        case types.TupleType():
-            return tuple(_value(name, item, facts) for item in of.item_types)
-    raise TypeError(f"{name}: edges.py knows nothing of {of}")
+
+
+def _something(of: types.UnionType) -> types.Type:
+    """The type in a union with None."""
+    return next(one for one in of.types if not isinstance(one, types.NoneType))
 
 
 # ----------------------------------------------------------------------------------------------------------- edges
 
 
-def _altered(word: str, base: msgspec.Struct, facts: Facts, depth: int) -> Iterator[tuple[str, Any]]:
+def _altered(word: str, base: msgspec.Struct, facts: Facts, depth: int) -> Edges:
     for field in _fields(type(base)):
         for label, value in _edges(field.name, field.type, getattr(base, field.name), facts, depth):
             yield f"{word}.{field.name}{label}", msgspec.structs.replace(base, **{field.name: value})
 
 
-def _edges(name: str, of: types.Type, value: Any, facts: Facts, depth: int) -> Iterator[tuple[str, Any]]:
+def _edges(name: str, of: types.Type, value: Any, facts: Facts, depth: int) -> Edges:
     """Other values of that type than `value`."""
-    match of:
-        case types.UnionType():
-            if value is not None:
-                yield " = None", None
-            inner = next(one for one in of.types if not isinstance(one, types.NoneType))
-            given = _value(name, inner, facts) if value is None else value
-            if value is None:
-                yield " given", given
-            yield from _edges(name, inner, given, facts, depth)
-        case types.BoolType():
-            yield f" = {not value}", not value
-        case types.IntType():
-            for number in _ints(of, value, facts):
-                yield f" = {number}", number
-        case types.FloatType():
-            low = of.ge if of.ge is not None else float("-inf")
-            high = of.le if of.le is not None else float("inf")
-            for real in FLOATS:
-                if low <= real <= high and real != value:
-                    yield f" = {real:g}", real
-        case types.StrType():
-            yield from _texts(of, value, facts)
-        case types.BytesType():
-            most = of.max_length if of.max_length is not None else WIDE
-            for data in (b"", b"\0", b"\xff" * most):
-                if data != value:
-                    yield f" = {len(data)} bytes", data
-        case types.LiteralType():
-            for other in of.values:
-                if other != value:
-                    yield f" = {other!r}", other
-        case types.EnumType():
-            for case in of.cls:
-                if case is not value:
-                    yield f" = {case.name}", case
-        case types.VarTupleType():
-            yield from _tuples(name, of, value, facts, depth)
-        case types.StructType() if depth:
-            for label, other in _altered("", value, facts, depth - 1):
-                yield label, other
-            if of.cls is m.View:
-                yield from _views(value, facts)
+    if isinstance(of, types.UnionType):
+        yield from _optional(name, of, value, facts, depth)
+    elif isinstance(of, types.VarTupleType):
+        yield from _tuples(name, of, value, facts, depth)
+    elif isinstance(of, types.StructType):
+        yield from _structs(of, value, facts, depth)
+    elif type(of) in _SCALARS:
+        yield from _SCALARS[type(of)](of, value, facts)
 
 
-def _ints(of: types.IntType, value: int, facts: Facts) -> list[int]:
+def _optional(name: str, of: types.UnionType, value: Any, facts: Facts, depth: int) -> Edges:
+    inner = _something(of)
+    if value is None:
+        value = _value(name, inner, facts)
+        yield " given", value
+    else:
+        yield " = None", None
+    yield from _edges(name, inner, value, facts, depth)
+
+
+def _structs(of: types.StructType, value: Any, facts: Facts, depth: int) -> Edges:
+    if not depth:
+        return
+    yield from _altered("", value, facts, depth - 1)
+    if of.cls is m.View:
+        yield from _views(value, facts)
+
+
+def _booleans(of: types.BoolType, value: bool, facts: Facts) -> Edges:
+    yield f" = {not value}", not value
+
+
+def _integers(of: types.IntType, value: int, facts: Facts) -> Edges:
     low = of.ge if of.ge is not None else (of.gt + 1 if of.gt is not None else -(2**63))
     high = of.le if of.le is not None else (of.lt - 1 if of.lt is not None else 2**63 - 1)
     near = (value - 1, value + 1, facts.view.number + 1, facts.term + 1)
-    found = (low, high, *near, *INTS)
-    return [number for number in dict.fromkeys(found) if low <= number <= high and number != value]
+    for number in dict.fromkeys((low, high, *near, *INTS)):
+        if low <= number <= high and number != value:
+            yield f" = {number}", number
 
 
-def _texts(of: types.StrType, value: str, facts: Facts) -> Iterator[tuple[str, str]]:
+def _reals(of: types.FloatType, value: float, facts: Facts) -> Edges:
+    low = of.ge if of.ge is not None else float("-inf")
+    high = of.le if of.le is not None else float("inf")
+    for real in FLOATS:
+        if low <= real <= high and real != value:
+            yield f" = {real:g}", real
+
+
+def _texts(of: types.StrType, value: str, facts: Facts) -> Edges:
     most = of.max_length if of.max_length is not None else WIDE
     texts = {
         "empty": "" if not of.min_length else value,
@@ -235,7 +242,37 @@ def _texts(of: types.StrType, value: str, facts: Facts) -> Iterator[tuple[str, s
             yield f" = {label}", text
 
 
-def _tuples(name: str, of: types.VarTupleType, value: Any, facts: Facts, depth: int) -> Iterator[tuple[str, Any]]:
+def _bytes(of: types.BytesType, value: bytes, facts: Facts) -> Edges:
+    most = of.max_length if of.max_length is not None else WIDE
+    for data in (b"", b"\0", b"\xff" * most):
+        if data != value:
+            yield f" = {len(data)} bytes", data
+
+
+def _literals(of: types.LiteralType, value: Any, facts: Facts) -> Edges:
+    for other in of.values:
+        if other != value:
+            yield f" = {other!r}", other
+
+
+def _enums(of: types.EnumType, value: Any, facts: Facts) -> Edges:
+    for case in of.cls:
+        if case is not value:
+            yield f" = {case.name}", case
+
+
+_SCALARS: dict[type[types.Type], Callable[[Any, Any, Facts], Edges]] = {
+    types.BoolType: _booleans,
+    types.IntType: _integers,
+    types.FloatType: _reals,
+    types.StrType: _texts,
+    types.BytesType: _bytes,
+    types.LiteralType: _literals,
+    types.EnumType: _enums,
+}
+
+
+def _tuples(name: str, of: types.VarTupleType, value: Any, facts: Facts, depth: int) -> Edges:
     most = of.max_length if of.max_length is not None else LONG
     item = value[0] if value else _value(name, of.item_type, facts)
     if value:

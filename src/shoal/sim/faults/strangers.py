@@ -14,25 +14,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.certificates import digest, seal
+from shoal.sim.context import Context
+from shoal.sim.delivery import Delivery
 from shoal.sim.faults import edges
+from shoal.sim.faults.hostile import Hostile
+from shoal.sim.node import Node
+from shoal.sim.processes import Processes
+from shoal.sim.signatures import sign
 from shoal.sim.task_runner import BAD, HUGE, Blob, norm_sq
 
-if TYPE_CHECKING:
-    from shoal.sim.swarm import Node, Swarm
-
-Place = Literal["outsider", "joiner", "member", "hole"]
 Sent = tuple[m.Message, tuple[Blob, ...]]
 
 FUZZ_S, BURST = 0.5, 8  # every so often so many attacks with messages of one type
 NAG_S = 0.25  # between two messages of those who do one thing again and again
-AGAIN_S = 5.0  # until a hostile process that has ended is started again
+ABSENT_S = 5.0  # until somebody whose process does not live tries again
 FALSE = "0" * 16  # a digest of nothing
 CHARGES: tuple[Literal["faulty", "unreachable", "stale"], ...] = ("faulty", "unreachable", "faulty", "stale")  # in turn
 ANSWERS = (
@@ -47,57 +48,14 @@ BY_DRIVER = (
 )  # never reach a machine, or only with the operator's signature
 FUZZED = tuple(kind for kind in edges.KINDS if kind not in BY_DRIVER)
 
-NAGS = ("fuzz", "coup", "complain", "culprit", "saved")  # what needs no machine
-MASKS = ("mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing")
-PLACES: tuple[Place, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
-ACTS: dict[Place, tuple[str, ...]] = {
-    "outsider": NAGS,
-    "joiner": (*NAGS, "hollow", "frozen", "books", "digest", "withhold", "busy"),
-    "member": (*NAGS, *MASKS),
-    "hole": ("in", "out"),
-}
-
-
-class Hostile(msgspec.Struct, frozen=True):
-    """One of them: process number `key` does `acts` from `at_s` after training began. `stops`: not after healing."""
-
-    key: int
-    place: Place
-    acts: tuple[str, ...]
-    at_s: float
-    stops: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.place} p{self.key}: {'+'.join(self.acts)}"
-
-
-def draw(count: tuple[int, int], only: tuple[str, ...], peers: int, rng: Random) -> tuple[Hostile, ...]:
-    """With more honest members than that, whoever is let in. `only`: what they may do, as place/act; nothing: anything."""
-    if not count[1]:
-        return ()
-    drawn: list[Hostile] = []
-    some = {place: [act for act in acts if not only or f"{place}/{act}" in only] for place, acts in ACTS.items()}
-    places = [place for place in PLACES if some[place]]
-    stops = rng.random() < 0.4
-    inside = list(range(1, peers))
-    for number in range(rng.randint(*count)):
-        place = rng.choice(places)
-        if place != "outsider" and 2 * sum(1 for one in drawn if one.place != "outsider") + 4 > peers:
-            break
-        key = inside.pop(rng.randrange(len(inside))) if place in ("member", "hole") else peers + number
-        few = place == "hole" or len(some[place]) == 1 or rng.random() < 0.6
-        acts = tuple(rng.sample(some[place], 1 if few else 2))
-        drawn.append(Hostile(key, place, acts, rng.uniform(0.0, 10.0), stops))
-    return tuple(drawn)
-
 
 class Strangers:
     """All hostile peers of one simulation."""
 
-    def __init__(self, swarm: Swarm) -> None:
-        self.swarm = swarm
-        self.rng = swarm.case.rng("strangers")
-        self.by_key = {one.key: one for one in swarm.case.hostile}
+    def __init__(self, context: Context, processes: Processes, delivery: Delivery) -> None:
+        self.context, self.processes, self.delivery = context, processes, delivery
+        self.rng = context.case.rng("strangers")
+        self.by_key = {one.key: one for one in context.case.hostile}
         self.acting: dict[int, bool] = {}
         self.began_s: dict[int, float] = {}
         self.inside_s: dict[int, float] = {}  # since when that one has its way as one of the view
@@ -114,7 +72,7 @@ class Strangers:
     def begin(self) -> None:
         """Training has begun."""
         for one in self.by_key.values():
-            self.swarm.kernel.after(one.at_s, self._start, one)
+            self.context.kernel.after(one.at_s, self._start, one)
 
     def heal(self) -> None:
         for one in self.by_key.values():
@@ -124,71 +82,69 @@ class Strangers:
     def of(self, key: int) -> Hostile | None:
         """Who hides behind the process of that key; a black hole is honest."""
         one = self.by_key.get(key)
-        return one if one is not None and one.place != "hole" else None
+        return one if one is not None and one.role != "hole" else None
 
-    def mask_of(self, key: int, node: Node) -> Mask | None:
-        one = self.of(key)
-        return Mask(self, one, node) if one is not None else None
+    def put_on(self, node: Node) -> None:
+        """A node that has just started gets its mask if it is hostile; no fault may rely on it then."""
+        one = self.of(node.process.key)
+        node.mask = HostileMask(self, one, node) if one is not None else None
+        node.condition.away = node.process.key in self.by_key
 
     def name_of(self, one: Hostile) -> m.Peer:
         """Of its process that lives, if it has one."""
-        alive = (name for name, node in self.swarm.nodes.items() if node.key == one.key)
+        alive = (name for name, node in self.processes.nodes.items() if node.process.key == one.key)
         return next(alive, f"p{one.key}.0")
 
     def _start(self, one: Hostile) -> None:
-        swarm = self.swarm
-        if swarm.over or (one.stops and swarm.healed_s is not None):
+        context = self.context
+        if context.over or (one.stops and context.timeline.healed_s is not None):
             return
-        if swarm.notes is not None:
-            swarm.notes.append(f"{swarm.kernel.now:9.3f} ====== {one}")
+        context.note(f"====== {one}")
         self.acting[one.key] = True
-        self.began_s[one.key] = swarm.kernel.now
-        if one.place == "joiner":
-            swarm.boot((one.key, 0))
-        elif one.place == "hole":
-            for node in swarm.nodes.values():
-                node.away |= node.key == one.key
-        newest = swarm.watch.newest
+        self.began_s[one.key] = context.kernel.now
+        if one.role == "joiner":
+            self.processes.boot((one.key, 0))
+        elif one.role == "hole":
+            for node in self.processes.nodes.values():
+                node.condition.away |= node.process.key == one.key
+        newest = context.watch.newest
         if newest is not None and any(self._key(member.peer) == one.key for member in newest.members):
-            self.inside_s[one.key] = swarm.kernel.now
+            self.inside_s[one.key] = context.kernel.now
         for act in one.acts:
             if act in self._loops:
-                swarm.kernel.after(0.0, self._nag, (one, act))
+                context.kernel.after(0.0, self._nag, (one, act))
 
     def _nag(self, given: tuple[Hostile, str]) -> None:
         one, act = given
-        swarm = self.swarm
-        if swarm.over or not self.acting[one.key]:
+        context = self.context
+        if context.over or not self.acting[one.key]:
             return
         name = self.name_of(one)
-        node = swarm.nodes.get(name)
-        if node is None and one.place != "outsider":
-            swarm.kernel.after(AGAIN_S, self._nag, given)
+        node = self.processes.nodes.get(name)
+        if node is None and one.role != "outsider":
+            context.kernel.after(ABSENT_S, self._nag, given)
             return
         if node is None or not node.machine.leading:
             for to, message in self._loops[act](one, name):
-                self.did(act)
+                self.context.count(act)
                 inside = any(member.peer == name for member in self._view().members)
-                sealed = seal(name, to, message, partial(swarm.sign, name))  # it signs its own, never another's
-                swarm.carry(name, to, sealed, _blobs(message, swarm.settings, inside), honest=False)
-        swarm.kernel.after(FUZZ_S if act == "fuzz" else NAG_S, self._nag, given)
-
-    def did(self, act: str) -> None:
-        self.swarm.struck[act] = self.swarm.struck.get(act, 0) + 1
+                sealed = seal(name, to, message, partial(sign, name))  # it signs its own, never another's
+                self.delivery.carry(name, to, sealed, _blobs(message, context.settings, inside), honest=False)
+        context.kernel.after(FUZZ_S if act == "fuzz" else NAG_S, self._nag, given)
 
     # --------------------------------------------------------------------------------------------------- what is said
 
     def _view(self) -> m.View:
-        newest = self.swarm.watch.newest
+        newest = self.context.watch.newest
         assert newest is not None
         return newest
 
     def honest(self) -> list[Node]:
-        return [node for node in self.swarm.nodes.values() if node.mask is None]
+        return [node for node in self.processes.nodes.values() if node.mask is None]
 
     def facts(self, name: m.Peer, peer: m.Peer) -> edges.Facts:
         term = max((node.machine.register.term for node in self.honest()), default=1)
-        return edges.Facts(name, peer, self._view(), min(term, 2**52), self.swarm.watch.newest_round)
+        return edges.Facts(name, peer, self._view(), min(term, 2**52), self.context.watch.newest_round)
 
     def _someone(self) -> m.Peer:
         nodes = self.honest()
@@ -202,16 +158,15 @@ class Strangers:
         to = self._leader() if self.rng.random() < 0.4 else self._someone()
         found = list(edges.attacks(self.rng.choice(FUZZED), self.facts(name, to)))
         for label, message in self.rng.sample(found, min(BURST, len(found))):
-            if self.swarm.notes is not None:
-                self.swarm.notes.append(f"{self.swarm.kernel.now:9.3f} {name:6} attacks {to} with {label}")
+            self.context.note(f"{name:6} attacks {to} with {label}")
             yield to, message
 
     def _coup(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         """What ended or took over a run with one message."""
         to = self._someone()
         attack = self.rng.choice(list(coups(self.facts(name, to))))
-        if self.swarm.notes is not None:
-            self.swarm.notes.append(f"{self.swarm.kernel.now:9.3f} {name:6} attacks {to} with {attack!r:.150}")
+        if self.context.notes is not None:
+            self.context.note(f"{name:6} attacks {to} with {attack!r:.150}")
         yield to, attack
 
     def _complain(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
@@ -221,13 +176,13 @@ class Strangers:
     def _culprit(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
         told = m.RoundFailed(
-            view.epoch, view.step, self.swarm.watch.newest_round, "its part is not finite", self._someone()
+            view.epoch, view.step, self.context.watch.newest_round, "its part is not finite", self._someone()
         )
         yield self._leader(), told
 
     def _saved(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
-        stage = self.rng.choice((0, self.swarm.settings.stages, 4095))
+        stage = self.rng.choice((0, self.context.settings.stages, 4095))
         for step in (view.saved, view.step):
             yield self._leader(), m.Saved(view.epoch, step, stage, record='{"step": -1}')
         yield self._leader(), m.Published(view.epoch, 2**53, "checkpoints/step-9007199254740992")
@@ -246,21 +201,21 @@ class Strangers:
             self.propose(view)
         if view not in self.proposed.get(view.number, ()):
             told = f"view {view.number} was proposed by nobody who leads: {view!r:.400}"
-            self.swarm.watch.report(node.name, "forged", told)
+            self.context.watch.report(node.name, "forged", told)
         if view.number in self._views:
             return
         self._views[view.number] = view
-        if view.last is not None and all(digest in self.swarm.world.reduced for digest in view.last.digests):
+        if view.last is not None and all(digest in self.context.world.reduced for digest in view.last.digests):
             wanted = sum(map(norm_sq, view.last.digests))
             if not math.isclose(view.last.norm**2, wanted, rel_tol=1e-9):
                 told = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted**0.5:g}"
-                self.swarm.watch.report(node.name, "norm", told)
+                self.context.watch.report(node.name, "norm", told)
         before = self._views.get(view.number - 1)
         if before is not None:
             self._count(before, view)
 
     def _count(self, before: m.View, view: m.View) -> None:
-        now = self.swarm.kernel.now
+        now = self.context.kernel.now
         there = {one.peer for one in view.members + view.joining}
         was = {one.peer for one in before.members + before.joining}
         for peer in sorted(there - was):
@@ -268,16 +223,18 @@ class Strangers:
                 self.inside_s[self._key(peer)] = now
         again = {one.peer for one in view.joining} & {one.peer for one in before.members}
         for peer in sorted(again):
-            node = self.swarm.nodes.get(peer)
-            if node is not None and not node.away and f"{peer} downloads its state again" in view.reason:
+            node = self.processes.nodes.get(peer)
+            if node is not None and not node.condition.away and f"{peer} downloads its state again" in view.reason:
                 self.wronged.append(f"{now:.1f} s: {peer}, since {view.reason}")
         for peer in sorted(was - there):
-            one, node = self.by_key.get(self._key(peer)), self.swarm.nodes.get(peer)
+            one, node = self.by_key.get(self._key(peer)), self.processes.nodes.get(peer)
             if one is not None:
                 if self.acting.get(one.key):
                     since = self.inside_s.pop(one.key, self.began_s[one.key])
                     self.evicted.setdefault(str(one), []).append(round(now - since, 1))
-            elif node is not None and not (node.away or node.stopped or node.leaving or view.finished):
+            elif node is not None and not (
+                node.condition.away or node.stopped or node.condition.leaving or view.finished
+            ):
                 self.wronged.append(f"{now:.1f} s: {peer}, since {view.reason}")
 
     def _key(self, peer: m.Peer) -> int:
@@ -288,7 +245,7 @@ class Strangers:
         """A stage that only hostile peers serve, though no honest one was put out: no run can do without what they alone hold."""
         if self.wronged:
             return ""
-        for stage in range(self.swarm.settings.stages):
+        for stage in range(self.context.settings.stages):
             of = [one.peer for one in self._view().members if one.stage == stage]
             if of and all(self._key(peer) in self.by_key for peer in of):
                 return f"stage {stage} is served by {', '.join(of)} alone, all of them hostile"
@@ -299,26 +256,26 @@ class Strangers:
         view = self._view()
         stage = next((one.stage for one in view.members + view.joining if one.peer == node.name), None)
         of = [one.peer for one in view.members if one.stage == stage and self._key(one.peer) not in self.by_key]
-        return stage is None or any(peer in self.swarm.nodes for peer in of)
+        return stage is None or any(peer in self.processes.nodes for peer in of)
 
     def excused(self, node: Node) -> bool:
         """A black hole, or an honest peer that accusations keep out: counted in `wronged`."""
-        return node.key in self.by_key or any(self.acting.values())
+        return node.process.key in self.by_key or any(self.acting.values())
 
     def swallows(self, source: m.Peer, target: m.Peer, values: tuple[Blob, ...]) -> bool:
         """Does a black hole take that message?"""
         if not values or source == target:
             return False
         for peer, way in ((source, "out"), (target, "in")):
-            one, node = self.by_key.get(self._key(peer)), self.swarm.nodes.get(peer)
-            if one is not None and one.place == "hole" and way in one.acts and self.acting.get(one.key):
+            one, node = self.by_key.get(self._key(peer)), self.processes.nodes.get(peer)
+            if one is not None and one.role == "hole" and way in one.acts and self.acting.get(one.key):
                 if node is not None and self.beside(node):
-                    self.did(way)
+                    self.context.count(way)
                     return True
         return False
 
 
-class Mask:
+class HostileMask:
     """Before a machine of ours: what it sends is changed, withheld, or sent besides."""
 
     def __init__(self, strangers: Strangers, one: Hostile, node: Node) -> None:
@@ -342,7 +299,7 @@ class Mask:
                 before = sent
                 sent = self._changes[act](*before)
                 if sent != before:
-                    strangers.did(act)
+                    strangers.context.count(act)
         return sent
 
     def _mute(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
@@ -369,7 +326,7 @@ class Mask:
     def _book(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         if not isinstance(message, m.Pulse):
             return message, values
-        most = self.strangers.swarm.settings.microbatches
+        most = self.strangers.context.settings.microbatches
         books = {
             "impossible": (*message.books, m.Booking(most, 1.0), m.Booking(2**20 - 1, 1e308)),
             "twice": message.books * 2,

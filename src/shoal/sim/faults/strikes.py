@@ -8,21 +8,16 @@ Regions (network.py) die or are cut off whole. A wipe kills everybody; the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from shoal.core import messages as m
 from shoal.core.allreduce.layout import of_row
 from shoal.sim.faults import faults
-from shoal.sim.faults.churn import Planned
+from shoal.sim.faults.injector import Fault, Injector, PlannedFault, Trap
 from shoal.sim.network import region
-
-if TYPE_CHECKING:
-    from shoal.sim.scenario import Case
-    from shoal.sim.swarm import Node, Swarm
+from shoal.sim.node import Node
+from shoal.sim.scenarios.scenario import Case
 
 BACK = 0.7  # how often another process takes the place of one that was struck
 AGAIN_S = 2.0  # after which something that nobody could be spared for is tried again
@@ -43,42 +38,35 @@ MOMENTS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
 }
 
 
-class Trap(msgspec.Struct):
-    """`skip`: moments of its kind that it lets pass."""
-
-    kind: str
-    skip: int
-
-
-def plan(case: Case) -> list[Planned]:
+def plan(case: Case) -> list[PlannedFault]:
     rng = case.rng("strikes")
     planned = []
     for kind in case.strikes.__struct_fields__:
         for _ in range(getattr(case.strikes, kind)):
             length_s = rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.0)
-            planned.append(Planned(rng.uniform(0.0, case.scenario.faults_s), kind, length_s))
+            planned.append(PlannedFault(rng.uniform(0.0, case.scenario.faults_s), kind, length_s))
     return planned
 
 
-def sprung(swarm: Swarm, node: Node, commands: Sequence[m.Command]) -> int | None:
+def sprung(injector: Injector, node: Node, commands: Sequence[m.Command]) -> int | None:
     """How many of these commands the peer still carries out before it dies; None: no trap has caught it."""
-    for trap in swarm.traps:
+    for trap in injector.traps:
         for at, command in enumerate(commands):
-            if not _meant(swarm, node, trap.kind, command):
+            if not _meant(injector, node, trap.kind, command):
                 continue
             if trap.skip:
                 trap.skip -= 1
                 continue
-            if node.away or node.stopped or not swarm.spares({node.name}):
+            if not node.available or not injector.spares({node.name}):
                 break
-            swarm.traps.remove(trap)
-            _count(swarm, trap.kind)
-            _replace(swarm, node, swarm.chance)
-            return at + swarm.chance.randint(0, 1)
+            injector.traps.remove(trap)
+            injector.context.count(trap.kind)
+            _replace(injector, node, injector.context.chance)
+            return at + injector.context.chance.randint(0, 1)
     return None
 
 
-def _meant(swarm: Swarm, node: Node, kind: str, command: m.Command) -> bool:
+def _meant(injector: Injector, node: Node, kind: str, command: m.Command) -> bool:
     tasks, messages = MOMENTS[kind]
     if type(command) is m.Do:
         return isinstance(command.task, tasks)
@@ -86,99 +74,95 @@ def _meant(swarm: Swarm, node: Node, kind: str, command: m.Command) -> bool:
         return False
     message = command.message
     if isinstance(message, m.ReduceChunk) and kind != "averaging":
-        group = swarm.watch.group_of(node.name, message)
+        group = injector.context.watch.group_of(node.name, message)
         return of_row(message.chunk, len(group)) is (kind == "rows")
     return True
 
 
-def trap(swarm: Swarm, planned: Planned, rng: Random) -> None:
-    swarm.traps.append(Trap(planned.kind, rng.randrange(SKIPS)))
+def trap(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    injector.traps.append(Trap(planned.kind, rng.randrange(SKIPS)))
 
 
-def pair(swarm: Swarm, planned: Planned, rng: Random) -> None:
+def pair(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """Two replicas of one stage at once."""
-    newest = swarm.watch.newest
+    newest = injector.context.watch.newest
     groups: dict[int, list[str]] = {}
     for one in newest.members if newest is not None else ():
-        if one.peer in swarm.nodes:
+        if one.peer in injector.processes.nodes:
             groups.setdefault(one.stage, []).append(one.peer)
     for stage in rng.sample(sorted(groups), len(groups)):
         names = rng.sample(groups[stage], min(2, len(groups[stage])))
-        if len(names) == 2 and swarm.spares(set(names)):
-            _kill(swarm, planned, names, rng)
+        if len(names) == 2 and injector.spares(set(names)):
+            _kill(injector, planned, names, rng)
             return
-    swarm.kernel.after(AGAIN_S, swarm.happen, planned)
+    injector.retry(planned, AGAIN_S)
 
 
-def a_region(swarm: Swarm, planned: Planned, rng: Random) -> None:
+def a_region(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """Everybody in one region, and with them perhaps the last replica of a stage."""
-    names = _region(swarm, rng)
+    names = _region(injector, rng)
     if names:
-        _kill(swarm, planned, names, rng)
+        _kill(injector, planned, names, rng)
     else:
-        swarm.kernel.after(AGAIN_S, swarm.happen, planned)
+        injector.retry(planned, AGAIN_S)
 
 
-def region_cut(swarm: Swarm, planned: Planned, rng: Random) -> None:
+def region_cut(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """One region hears nobody else and is not heard."""
-    names = _region(swarm, rng)
+    names = _region(injector, rng)
     if names:
-        _isolate(swarm, planned, names, both=True)
+        _isolate(injector, planned, names, both=True)
     else:
-        swarm.kernel.after(AGAIN_S, swarm.happen, planned)
+        injector.retry(planned, AGAIN_S)
 
 
-def cut(swarm: Swarm, planned: Planned, rng: Random) -> None:
-    node = swarm.victim(rng)
+def cut(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    node = injector.victim(rng)
     if node is not None:
-        _isolate(swarm, planned, [node.name], both=True)
+        _isolate(injector, planned, [node.name], both=True)
 
 
-def way(swarm: Swarm, planned: Planned, rng: Random) -> None:
+def way(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """One peer is not heard by the others, or hears nothing of them."""
-    node = swarm.victim(rng)
+    node = injector.victim(rng)
     if node is not None:
-        _isolate(swarm, planned, [node.name], both=False, out=rng.random() < 0.5)
+        _isolate(injector, planned, [node.name], both=False, out=rng.random() < 0.5)
 
 
-def wipe(swarm: Swarm, planned: Planned, rng: Random) -> None:
-    if swarm.wipe():
-        _count(swarm, planned.kind)
+def wipe(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    if injector.restart_run():
+        injector.context.count(planned.kind)
 
 
-def _region(swarm: Swarm, rng: Random) -> list[str]:
+def _region(injector: Injector, rng: Random) -> list[str]:
     """Who lives in a region, drawn, that the run can lose; nobody if there is none."""
-    for number in rng.sample(range(swarm.case.regions), swarm.case.regions):
-        names = [name for name in swarm.nodes if region(name, swarm.case.regions) == number]
-        if names and swarm.spares(set(names), whole=False):
+    for number in rng.sample(range(injector.context.case.regions), injector.context.case.regions):
+        names = [name for name in injector.processes.nodes if region(name, injector.context.case.regions) == number]
+        if names and injector.spares(set(names), whole=False):
             return names
     return []
 
 
-def _kill(swarm: Swarm, planned: Planned, names: Sequence[str], rng: Random) -> None:
-    _count(swarm, planned.kind)
+def _kill(injector: Injector, planned: PlannedFault, names: Sequence[str], rng: Random) -> None:
+    injector.context.count(planned.kind)
     for name in names:
-        node = swarm.nodes[name]
-        swarm.kill(node)
-        _replace(swarm, node, rng)
+        node = injector.processes.nodes[name]
+        injector.processes.kill(node)
+        _replace(injector, node, rng)
 
 
-def _replace(swarm: Swarm, node: Node, rng: Random) -> None:
+def _replace(injector: Injector, node: Node, rng: Random) -> None:
     if rng.random() < BACK:
-        swarm.kernel.after(rng.uniform(0.5, 8.0), swarm.boot, (node.key, node.incarnation + 1))
+        injector.reboot(node, rng.uniform(0.5, 8.0))
 
 
-def _isolate(swarm: Swarm, planned: Planned, names: Sequence[str], *, both: bool, out: bool = True) -> None:
-    _count(swarm, planned.kind)
-    rest = tuple(name for name in swarm.nodes if name not in names)
-    faults.cut(swarm, planned, tuple(names), rest, way="both" if both else "out" if out else "in")
+def _isolate(injector: Injector, planned: PlannedFault, names: Sequence[str], *, both: bool, out: bool = True) -> None:
+    injector.context.count(planned.kind)
+    rest = tuple(name for name in injector.processes.nodes if name not in names)
+    faults.cut(injector, planned, tuple(names), rest, way="both" if both else "out" if out else "in")
 
 
-def _count(swarm: Swarm, kind: str) -> None:
-    swarm.struck[kind] = swarm.struck.get(kind, 0) + 1
-
-
-APPLY: dict[str, Callable[[Swarm, Planned, Random], None]] = {
+APPLY: dict[str, Fault] = {
     **dict.fromkeys(MOMENTS, trap),
     "pairs": pair,
     "regions": a_region,

@@ -6,7 +6,7 @@ the twenty peers nearest to that key. Whoever stores or hands on a record cannot
 to keep and what it is told (signature, pass, name, expiry, size), and what fails is neither kept nor believed.
 
 hivemind throws away all records of an answer when one of them is refused; here only those are left out, since nobody verifies
-more than a budget allows (records.py). hivemind's part runs in a thread of its own (aside.py), as any libp2p peer can call it, and
+more than a budget allows (records.py). hivemind's part runs in a background loop (background_loop.py), as any libp2p peer can call it, and
 how often and with how much is bounded before a byte of it is parsed. So the record of a peer that was revoked is passed on by those who
 have not heard of it, which is no fault; whoever has heard neither keeps nor believes it. And a peer whose own pass is over announces
 nothing until a renewal has come.
@@ -27,8 +27,8 @@ import msgspec
 from shoal.core.messages import Peer
 from shoal.transport.budget import Allowance, Budgets
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address, public_key, written
-from shoal.transport.directory.aside import Aside
-from shoal.transport.directory.records import MAX_RECORDS, MAX_SEALED_BYTES, TTL_S, Record, Records, seal
+from shoal.transport.directory.background_loop import BackgroundLoop
+from shoal.transport.directory.records import MAX_RECORDS, MAX_SEALED_BYTES, TTL_S, PeerRecord, Records, seal
 from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Membership
 
@@ -41,7 +41,7 @@ JOIN_S = 10.0  # for bootstrap peers to answer
 JOIN_AGAIN_S = 6.0  # libp2p calls nobody again within 5 s of a failure
 
 
-class Share(msgspec.Struct, frozen=True):
+class CallBudgets(msgspec.Struct, frozen=True):
     """What callers have of this peer: calls, their bytes, and verifications of signatures, for each and for all."""
 
     calls: tuple[Allowance, Allowance]
@@ -51,13 +51,13 @@ class Share(msgspec.Struct, frozen=True):
 
 # Whose record is held here, and who was asked. 400 peers that look for somebody ask twice a second; at first all records are new,
 # three signatures each.
-MEMBERS = Share(
+MEMBERS = CallBudgets(
     (Allowance(50.0, 400.0), Allowance(400.0, 4000.0)),
     (Allowance(256 << 10, 4 << 20), Allowance(2 << 20, 16 << 20)),
     (Allowance(200.0, 3.0 * MAX_RECORDS), Allowance(500.0, 6.0 * MAX_RECORDS)),
 )
 # All others. A libp2p peer id costs no more than a handshake. A newcomer calls a few times and brings its own record; 400 come at once.
-STRANGERS = Share(
+STRANGERS = CallBudgets(
     (Allowance(5.0, 60.0), Allowance(100.0, 2500.0)),
     (Allowance(16 << 10, 128 << 10), Allowance(512 << 10, 4 << 20)),
     (Allowance(1.0, 12.0), Allowance(150.0, 1500.0)),
@@ -65,9 +65,9 @@ STRANGERS = Share(
 
 
 class Spent:
-    """Of a Share."""
+    """Of a CallBudgets."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: CallBudgets) -> None:
         self.calls, self.nbytes, self.verified = (
             Budgets(*pair) for pair in (share.calls, share.nbytes, share.verified)
         )
@@ -84,16 +84,16 @@ class Dht:
         self,
         identity: Identity,
         membership: Membership,
-        own: Record,
+        own: PeerRecord,
         bootstrap: tuple[str, ...],
-        learn: Callable[[Record], None],
+        learn: Callable[[PeerRecord], None],
         daemon: Daemon,
     ) -> None:
         self.identity, self.membership, self.own = identity, membership, own
         self.bootstrap, self._daemon = bootstrap, daemon
         self._key = f"shoal/{membership.run}"
-        self._aside = Aside("shoal directory")
-        self._records = Records(membership, lambda record: self._aside.tell(lambda: learn(record)), self._remove)
+        self._background = BackgroundLoop("shoal directory")
+        self._records = Records(membership, lambda record: self._background.tell(lambda: learn(record)), self._remove)
         self._members, self._strangers = Spent(MEMBERS), Spent(STRANGERS)
         self._p2p: Any = None
         self._node: Any = None
@@ -106,8 +106,8 @@ class Dht:
         self._started = True
         if self.bootstrap:
             await self._call_bootstrap()
-        self._aside.start()
-        await self._aside.run(self._begin(self._bootstrap_ids()))
+        self._background.start()
+        await self._background.run(self._begin(self._bootstrap_ids()))
 
     async def _begin(self, initial: list[str]) -> None:
         try:
@@ -136,8 +136,8 @@ class Dht:
             return
         self._started = False
         if self._p2p is not None:
-            await self._aside.run(self._shut())
-        self._aside.close()
+            await self._background.run(self._shut())
+        self._background.close()
         await self._daemon.close()
 
     async def _again(self) -> None:
@@ -146,9 +146,9 @@ class Dht:
         if not self._started or self._p2p is None:
             return
         contacts = tuple(dict.fromkeys((*self._contacts, *self.bootstrap)))
-        await self._aside.run(self._give_up())
+        await self._background.run(self._give_up())
         await asyncio.gather(*(self._daemon.connect(each, ANSWER_S) for each in contacts), return_exceptions=True)
-        await self._aside.run(self._begin(sorted({f"/p2p/{each.rpartition('/p2p/')[2]}" for each in contacts})))
+        await self._background.run(self._begin(sorted({f"/p2p/{each.rpartition('/p2p/')[2]}" for each in contacts})))
         await self.announce()
 
     async def _shut(self) -> None:
@@ -190,25 +190,25 @@ class Dht:
             await self._refresh()
             own = msgspec.structs.replace(own, addresses=self._daemon.addresses)
         self.own = own
-        await self._aside.run(self._store(own, seal(self.identity, self.membership, own)))
+        await self._background.run(self._store(own, seal(self.identity, self.membership, own)))
 
-    async def peers(self) -> list[Record]:
+    async def peers(self) -> list[PeerRecord]:
         """What the look-up brings passes `_accept`."""
-        if self.bootstrap and not await self._aside.run(self._is_acquainted()):
+        if self.bootstrap and not await self._background.run(self._is_acquainted()):
             await asyncio.gather(
                 *(self._daemon.connect(address, ANSWER_S) for address in self.bootstrap), return_exceptions=True
             )
-            await self._aside.run(self._ask(self._meet_bootstrap))
-        return await self._aside.run(self._look_up())
+            await self._background.run(self._ask(self._meet_bootstrap))
+        return await self._background.run(self._look_up())
 
     # ---------------------------------------------------------------------------------------------- in the thread aside
 
-    async def _store(self, own: Record, sealed: bytes) -> None:
+    async def _store(self, own: PeerRecord, sealed: bytes) -> None:
         self._records.own(own, sealed)
         await self._ask(lambda: self._node.store(self._key, sealed, own.expires_s, subkey=own.peer))
         await self._ask(self._note_contacts)
 
-    async def _look_up(self) -> list[Record]:
+    async def _look_up(self) -> list[PeerRecord]:
         await self._ask(lambda: self._node.get(self._key, latest=True))
         return self._records.fresh(time.time())
 

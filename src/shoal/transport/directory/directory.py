@@ -3,7 +3,7 @@
 A directory passes signed records on (records.py) but cannot make them. The plain directory (`Gossip`) needs nothing but the address
 of one peer of the run: a caller brings its own record and a few others, and is told all that are held. Only who brings a good record
 is told anything. It serves local runs and small groups; a distributed hash table (dht.py) serves the others behind the same
-contract. All of it runs in a thread of its own (aside.py), as anybody can call.
+contract. All of it runs in a thread of its own (background_loop.py), as anybody can call.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Protocol
 
 import msgspec
 
-from shoal.transport.budget import Allowance, Budgets, place_of
-from shoal.transport.directory.aside import Aside
+from shoal.transport.budget import Allowance, Budgets, address_group
+from shoal.transport.directory.background_loop import BackgroundLoop
 from shoal.transport.directory.records import (
-    FROM_ALL,
-    FROM_ONE,
+    ALL_ADDRESSES,
     MAX_RECORDS,
     MAX_RECORDS_BYTES,
     MAX_SEALED_BYTES,
+    PER_ADDRESS,
     TTL_S,
-    Record,
+    PeerRecord,
     Records,
     Sealed,
     seal,
@@ -38,7 +38,7 @@ from shoal.transport.identity.invite import Membership
 from shoal.transport.identity.passes import NotWelcome
 from shoal.transport.tls import resolved
 
-__all__ = ["MAX_RECORDS", "MAX_SEALED_BYTES", "TTL_S", "Directory", "Gossip", "Record", "Sealed", "seal", "unseal"]
+__all__ = ["MAX_RECORDS", "MAX_SEALED_BYTES", "TTL_S", "Directory", "Gossip", "PeerRecord", "Sealed", "seal", "unseal"]
 
 TOLD = 4  # records that a caller brings: its own, and some of others
 MAX_TOLD_BYTES = TOLD * (MAX_SEALED_BYTES + 8) + 8
@@ -52,7 +52,7 @@ REFUSED_S = 0.002  # pause after a caller that may not come
 # Calls. 400 peers behind one address that have just been started ask twice a second whoever founded the run.
 CALLS_FROM_ONE = Allowance(per_s=200.0, at_once=2000.0)
 CALLS_FROM_ALL = Allowance(per_s=400.0, at_once=4000.0)
-RECORDS_FROM_ONE, RECORDS_FROM_ALL = FROM_ONE, FROM_ALL  # verifications of what callers bring
+RECORDS_FROM_ONE, RECORDS_FROM_ALL = PER_ADDRESS, ALL_ADDRESSES  # verifications of what callers bring
 # Verifications of what was asked for, by the address asked: at first all records are new, three signatures each.
 ASKED_ONE = Allowance(per_s=200.0, at_once=3.0 * MAX_RECORDS)
 ASKED_ALL = Allowance(per_s=500.0, at_once=6.0 * MAX_RECORDS)
@@ -74,7 +74,7 @@ class Directory(Protocol):
     async def announce(self) -> None:
         """Tell of this peer; called again well within TTL_S."""
 
-    async def peers(self) -> list[Record]:
+    async def peers(self) -> list[PeerRecord]:
         """Records of the run that have not expired."""
 
 
@@ -86,22 +86,22 @@ class Gossip:
         self,
         identity: Identity,
         membership: Membership,
-        own: Record,
+        own: PeerRecord,
         bootstrap: tuple[str, ...],
-        learn: Callable[[Record], None],
+        learn: Callable[[PeerRecord], None],
     ) -> None:
         self.identity, self.membership = identity, membership
         self.own, self.bootstrap = own, bootstrap
-        self._aside = Aside("shoal directory")
+        self._background = BackgroundLoop("shoal directory")
         self._records = Records(
             membership,
-            lambda record: self._aside.tell(lambda: learn(record)),
+            lambda record: self._background.tell(lambda: learn(record)),
             from_one=RECORDS_FROM_ONE,
             from_all=RECORDS_FROM_ALL,
         )
         self._asked = Budgets(ASKED_ONE, ASKED_ALL)
         self._calls = Budgets(CALLS_FROM_ONE, CALLS_FROM_ALL)
-        self._callers: dict[
+        self._unverified_callers: dict[
             asyncio.Task[None], str
         ] = {}  # that have told nothing yet, the oldest first, with their address
         self._answered = 0
@@ -124,8 +124,8 @@ class Gossip:
             raise ValueError(f"cannot listen on {self.own.host}: {error}; check network.host") from None
         self._listener.setblocking(False)
         self.own = msgspec.structs.replace(self.own, directory_port=self._listener.getsockname()[1])
-        self._aside.start()
-        await self._aside.run(self._begin(self._listener))
+        self._background.start()
+        await self._background.run(self._begin(self._listener))
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -133,13 +133,13 @@ class Gossip:
         return (f"{self.own.host}:{self.own.directory_port}",)
 
     async def announce(self) -> None:
-        await self._aside.run(self._announce())
+        await self._background.run(self._announce())
 
-    async def peers(self) -> list[Record]:
-        return await self._aside.run(self._peers())
+    async def peers(self) -> list[PeerRecord]:
+        return await self._background.run(self._peers())
 
     async def close(self) -> None:
-        self._aside.close()
+        self._background.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -165,7 +165,7 @@ class Gossip:
         self._told.clear()
         await self._exchange()
 
-    async def _peers(self) -> list[Record]:
+    async def _peers(self) -> list[PeerRecord]:
         if self.own.expires_s < time.time() + TTL_S / 2:  # nobody would be told anything for one that has ended
             self._renew()
         await self._exchange()
@@ -220,22 +220,22 @@ class Gossip:
             except OSError:  # the caller is gone again, or no file descriptor is left
                 await asyncio.sleep(EXCHANGE_S / 30)
                 continue
-            place = place_of(address[0])
+            place = address_group(address[0])
             if not self._calls.take(place, time.monotonic()):
                 sock.close()
                 await asyncio.sleep(REFUSED_S)
                 continue
-            if len(self._callers) >= CALLERS:
+            if len(self._unverified_callers) >= CALLERS:
                 self._turn_away()
             task = self._start(self._serve(sock, place))
-            self._callers[task] = place
+            self._unverified_callers[task] = place
             await asyncio.sleep(0)  # accepting does not wait, and would keep others from their turn
 
     def _turn_away(self) -> None:
-        counts = Counter(self._callers.values())
+        counts = Counter(self._unverified_callers.values())
         crowded = max(counts, key=lambda place: (counts[place], place))
-        oldest = next(task for task, place in self._callers.items() if place == crowded)
-        self._callers.pop(oldest)
+        oldest = next(task for task, place in self._unverified_callers.items() if place == crowded)
+        self._unverified_callers.pop(oldest)
         oldest.cancel()
 
     async def _serve(self, sock: socket.socket, place: str) -> None:
@@ -262,7 +262,7 @@ class Gossip:
     def _forget_caller(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._callers.pop(task, None)
+        self._unverified_callers.pop(task, None)
 
     def _all(self) -> bytes:
         """What every caller is told; made once a second at most, as anybody can ask."""

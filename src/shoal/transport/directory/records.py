@@ -35,13 +35,13 @@ FORGED = 4.0  # verifications more that a forged record counts for
 
 # In verifications of a signature, 67 us each and in part beside other threads; a record of a new peer takes three. From one address
 # as many at once as 400 new peers behind one router need, and in all 3 % of a core.
-FROM_ONE = Allowance(per_s=200.0, at_once=2000.0)
-FROM_ALL = Allowance(per_s=500.0, at_once=4000.0)
+PER_ADDRESS = Allowance(per_s=200.0, at_once=2000.0)
+ALL_ADDRESSES = Allowance(per_s=500.0, at_once=4000.0)
 
 T = TypeVar("T")
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
     """One peer of one run. `addresses` are further ways to it, in words of the transport that reads them."""
 
     run: Annotated[str, msgspec.Meta(max_length=128)]
@@ -62,23 +62,23 @@ class Sealed(msgspec.Struct, frozen=True, array_like=True):
     proof: bytes
 
 
-class Busy(ValueError):
+class BudgetSpent(ValueError):
     """More is brought than is verified: this record may be good, and come again."""
 
 
-def seal(identity: Identity, membership: Membership, record: Record) -> bytes:
+def seal(identity: Identity, membership: Membership, record: PeerRecord) -> bytes:
     body = msgspec.msgpack.encode(record)
     signature = identity.sign("record", body)
     return msgspec.msgpack.encode(Sealed(body, identity.public, signature, membership.proof))
 
 
-def opened(data: bytes, run: str, now: float) -> tuple[Record, Sealed]:
+def opened(data: bytes, run: str, now: float) -> tuple[PeerRecord, Sealed]:
     """The record, and all of it checked but its signatures. ValueError says what is wrong."""
     if len(data) > MAX_SEALED_BYTES:
         raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
     try:
         sealed = msgspec.msgpack.decode(data, type=Sealed)
-        record = msgspec.msgpack.decode(sealed.body, type=Record)
+        record = msgspec.msgpack.decode(sealed.body, type=PeerRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"not a record: {error}") from None
     if record.run != run:
@@ -90,7 +90,7 @@ def opened(data: bytes, run: str, now: float) -> tuple[Record, Sealed]:
     return record, sealed
 
 
-def unseal(data: bytes, membership: Membership, now: float) -> Record:
+def unseal(data: bytes, membership: Membership, now: float) -> PeerRecord:
     """The record, checked: its size, signature, run, expiry, and that its peer belongs to the run. ValueError says what is wrong."""
     record, sealed = opened(data, membership.run, now)
     _check_welcome(record.peer, membership)
@@ -101,7 +101,7 @@ def unseal(data: bytes, membership: Membership, now: float) -> Record:
 
 
 class Held(msgspec.Struct, frozen=True):
-    record: Record
+    record: PeerRecord
     data: bytes
     key: str
     invite: str  # by which its peer came; '': it is this peer's own
@@ -113,10 +113,10 @@ class Records:
     def __init__(
         self,
         membership: Membership,
-        learn: Callable[[Record], None],
+        learn: Callable[[PeerRecord], None],
         gone: Callable[[Peer], None] = lambda _: None,
-        from_one: Allowance = FROM_ONE,
-        from_all: Allowance = FROM_ALL,
+        from_one: Allowance = PER_ADDRESS,
+        from_all: Allowance = ALL_ADDRESSES,
     ) -> None:
         self._membership, self._learn, self._gone = membership, learn, gone
         self.held: dict[Peer, Held] = {}
@@ -124,14 +124,14 @@ class Records:
         self._own: Peer = ""
         self._nbytes = 0
         self._sources = Budgets(from_one, from_all)
-        self._believed: Recent[Record] = Recent(CACHED)  # by hash
+        self._believed: Recent[PeerRecord] = Recent(CACHED)  # by hash
         self._refused: Recent[str] = Recent(CACHED)
         self._passes: Recent[float] = Recent(CACHED)  # by hash of pass, key and invite: until when it counts unchecked
         self._version = 0  # of the authority's list, as of which those were refused
         self._news: Recent[Budget] = Recent(CACHED)  # by key
         self.verified = 0  # signatures, for tests and benchmarks
 
-    def own(self, record: Record, data: bytes) -> None:
+    def own(self, record: PeerRecord, data: bytes) -> None:
         """This peer's: it is believed without a word."""
         self._own = record.peer
         self._believed.put(hashlib.sha256(data).digest(), record)
@@ -144,11 +144,11 @@ class Records:
         now: float,
         label: tuple[Peer, float] | None = None,
         budgets: Budgets | None = None,
-    ) -> Record:
+    ) -> PeerRecord:
         """A record that `source` brings, believed. Its signatures count against the source's budget, among `budgets` if given.
 
         `label`: whose it is said to be, and until when; then it is checked as of the moment when it was made, not as of now.
-        ValueError says what is wrong, NotWelcome that its peer is revoked and else nothing is, Busy that it was not looked at."""
+        ValueError says what is wrong, NotWelcome that its peer is revoked and else nothing is, BudgetSpent that it was not looked at."""
         if len(data) > MAX_SEALED_BYTES:
             raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
         digest = hashlib.sha256(data).digest()
@@ -174,7 +174,7 @@ class Records:
     def holds(self, key: str) -> bool:
         return key in self._keys
 
-    def fresh(self, now: float) -> list[Record]:
+    def fresh(self, now: float) -> list[PeerRecord]:
         """Those that have not expired, of peers that are not revoked; the others are forgotten."""
         for peer in [peer for peer, held in self.held.items() if held.record.expires_s <= now]:
             self._drop(peer)
@@ -186,7 +186,7 @@ class Records:
 
     def _verified(
         self, data: bytes, now: float, label: tuple[Peer, float] | None, pay: Callable[[float], bool]
-    ) -> Record:
+    ) -> PeerRecord:
         made_s = now if label is None else label[1] - TTL_S
         record, sealed = opened(data, self._membership.run, made_s)
         if label not in (None, (record.peer, record.expires_s)):
@@ -199,13 +199,13 @@ class Records:
         key = key_id_of(record.peer)
         news = self._news.get(key)
         if news is not None and not news.has(now):
-            raise Busy(f"{record.peer}: too many records of its key")
+            raise BudgetSpent(f"{record.peer}: too many records of its key")
         admitted = hashlib.sha256(sealed.proof + f"|{_without_incarnation(record.peer)}".encode()).digest()
         checked = self._passes.get(admitted)
         known = checked is not None and made_s <= checked
         cost = 1.0 if known else 3.0
         if not pay(cost):
-            raise Busy("more records are brought than are verified")
+            raise BudgetSpent("more records are brought than are verified")
         self.verified += int(cost)
         try:
             if not known:
@@ -225,8 +225,8 @@ class Records:
             self._version = self._membership.standing.version
             self._refused = Recent(CACHED)
 
-    def _keep(self, record: Record, data: bytes, now: float) -> None:
-        """As far as there is room for it. Busy: there is none."""
+    def _keep(self, record: PeerRecord, data: bytes, now: float) -> None:
+        """As far as there is room for it. BudgetSpent: there is none."""
         if record.expires_s <= now or record.peer == self._own:
             return
         key = key_id_of(record.peer)
@@ -235,7 +235,7 @@ class Records:
             news = Budget(KEY_NEWS)
             self._news.put(key, news)
         if not news.take(now):
-            raise Busy(f"{record.peer}: too many records of its key")
+            raise BudgetSpent(f"{record.peer}: too many records of its key")
         held = Held(record, data, key, invite_of(record.peer))
         if record.peer not in self.held:
             mine = sorted(
@@ -261,7 +261,9 @@ class Records:
             sizes.pop("", None)
             largest = max(sizes, key=lambda invite: (sizes[invite], invite))
             if largest == held.invite:
-                raise Busy(f"{held.record.peer}: {len(self.held)} records are held, most of them by the same invite")
+                raise BudgetSpent(
+                    f"{held.record.peer}: {len(self.held)} records are held, most of them by the same invite"
+                )
             ends = min((one.record.expires_s, peer) for peer, one in self.held.items() if one.invite == largest)
             self._drop(ends[1], tell=True)
 
@@ -289,7 +291,7 @@ class Recent(Generic[T]):
     """A table of so many entries, without those that were used longest ago."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._max_admitted = most
         self._entries: OrderedDict[bytes | str, T] = OrderedDict()
 
     def get(self, key: bytes | str) -> T | None:
@@ -301,7 +303,7 @@ class Recent(Generic[T]):
     def put(self, key: bytes | str, value: T) -> None:
         self._entries[key] = value
         self._entries.move_to_end(key)
-        if len(self._entries) > self._most:
+        if len(self._entries) > self._max_admitted:
             self._entries.popitem(last=False)
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 A run that allows it (network.faults) puts this before each peer's network; a run that does not never makes one. The file holds a
 list of `Fault`s, each until a moment of the machine's monotonic clock, so that links heal by themselves should whoever wrote it be
 killed. What is cut vanishes without a word, as packets do behind a firewall that drops them: connections stay, and nobody is told.
-A cut is obeyed at both ends, so it holds even where one end reads the file late; a slow link is a `Line` (shaped.py) per peer,
+A cut is obeyed at both ends, so it holds even where one end reads the file late; a slow link is a `LineQueue` (shaped.py) per peer,
 at the sending end. What peers tell of one another's addresses (directory.py) has connections of its own and is not touched.
 """
 
@@ -18,13 +18,13 @@ import msgspec
 
 from shoal.core.messages import Message, Peer
 from shoal.transport.base import Blob, Incoming, Limits, Lost
-from shoal.transport.emulated.shaped import Line, Link, Reachable, tell_mistake
+from shoal.transport.emulated.shaped import AccessLink, LineQueue, Reachable, tell_mistake
 from shoal.transport.wire import encode
 
 FAULTS = "faults.json"  # in the directory of the run
 LOOK_S = 0.1  # between looks at the file
 
-Way = Literal["both", "out", "in"]
+Direction = Literal["both", "out", "in"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +34,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     side: tuple[Peer, ...]
     others: tuple[Peer, ...] = ()
-    way: Way = "both"
-    link: Link | None = None
+    direction: Direction = "both"
+    link: AccessLink | None = None
     large: bool = False
     until_s: float  # of this machine's monotonic clock
 
@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         """Is what `sender` sends to `receiver` meant?"""
         leaving = sender in self.side and self._far(receiver)
         coming = receiver in self.side and self._far(sender)
-        return (leaving and self.way != "in") or (coming and self.way != "out")
+        return (leaving and self.direction != "in") or (coming and self.direction != "out")
 
     def _far(self, peer: Peer) -> bool:
         return peer in self.others if self.others else peer not in self.side
@@ -66,7 +66,7 @@ class Faulty:
         self._inner, self._path, self._limits = inner, path, limits
         self._faults: tuple[Fault, ...] = ()
         self._seen: object = None  # of the file: what tells that it is another
-        self._lines: dict[Peer, tuple[Link, Line[tuple[Message, tuple[Blob, ...]]]]] = {}
+        self._lines: dict[Peer, tuple[AccessLink, LineQueue[tuple[Message, tuple[Blob, ...]]]]] = {}
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -85,7 +85,7 @@ class Faulty:
         if link is None:
             return self._inner.send(peer, message, blobs)
         frame = encode(message, blobs, self._limits)  # refuses at once what the inner network would refuse later
-        line = self._lines.setdefault(peer, (link, Line(link.up_Bps, link.delay_s)))[1]
+        line = self._lines.setdefault(peer, (link, LineQueue(link.up_Bps, link.delay_s)))[1]
         waiting_bytes = line.waiting_bytes(peer) if frame.bulk else 0
         if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
             return 0
@@ -133,13 +133,13 @@ class Faulty:
         now = _now()
         return any(f.cuts(blobs) and now < f.until_s and f.meets(sender, receiver) for f in self._faults)
 
-    def _line_to(self, peer: Peer) -> Link | None:
+    def _line_to(self, peer: Peer) -> AccessLink | None:
         """The first slow link that is meant for what is sent to that peer now."""
         now = _now()
         meant = (fault for fault in self._faults if now < fault.until_s and fault.meets(self.name, peer))
         return next((fault.link for fault in meant if fault.link), None)
 
-    def _settle(self, peer: Peer, link: Link | None) -> None:
+    def _settle(self, peer: Peer, link: AccessLink | None) -> None:
         """The link to that peer is another than it was: what is on its way arrives now, before anything sent later."""
         held = self._lines.get(peer)
         if held is not None and held[0] != link:

@@ -10,7 +10,7 @@ import logging
 
 from shoal.core.messages import Message, Peer
 from shoal.transport.base import Blob, Incoming, Limits, Lost
-from shoal.transport.streams.inbox import Inbox
+from shoal.transport.streams.receive_queue import ReceiveQueue
 from shoal.transport.wire import Malformed, decode, encode
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class MemoryTransport:
         self.name = name
         self._hub = hub
         self._limits = limits
-        self._inbox = Inbox()
+        self._receive_queue = ReceiveQueue()
         self._talked: set[Peer] = set()
         self._open = False
 
@@ -64,15 +64,15 @@ class MemoryTransport:
             self._talked.add(peer)
             return frame.nbytes
         self._talked.discard(peer)
-        self._inbox.put(Lost(peer, "there is no such peer"))
+        self._receive_queue.put(Lost(peer, "there is no such peer"))
         return 0
 
     async def receive(self) -> Incoming | Lost:
-        return await self._inbox.take()
+        return await self._receive_queue.take()
 
     def forget(self, peer: Peer) -> None:
         self._talked.discard(peer)
-        self._inbox.drop(lambda item: item.peer == peer)
+        self._receive_queue.drop(lambda item: item.peer == peer)
         self._hub.part(self.name, peer)
 
     async def close(self) -> None:
@@ -95,16 +95,16 @@ class MemoryTransport:
         except Malformed as error:
             log.warning("%s is dropped: it sent %s", sender, error)
             self._talked.discard(sender)
-            self._inbox.put(Lost(sender, str(error)))
+            self._receive_queue.put(Lost(sender, str(error)))
             return
         bulk = bool(blobs)
-        if self._inbox.full(bulk):  # nothing can push back here
+        if self._receive_queue.full(bulk):  # nothing can push back here
             log.warning("too much waits at %s: %s from %s is dropped", self.name, type(message).__name__, sender)
             return
         self._talked.add(sender)
-        self._inbox.put(Incoming(sender, message, blobs, len(data)), len(data))
+        self._receive_queue.put(Incoming(sender, message, blobs, len(data)), len(data))
 
     def left(self, peer: Peer) -> None:
         if peer in self._talked:
             self._talked.discard(peer)
-            self._inbox.put(Lost(peer, "closed by the other side"))
+            self._receive_queue.put(Lost(peer, "closed by the other side"))

@@ -1,6 +1,6 @@
 """Any network with the line of a modelled peer before it: delay, uplink and downlink bandwidth.
 
-For runs that pretend to be spread over the world, and for benchmarks. `Line` decides when what has passed (a function of
+For runs that pretend to be spread over the world, and for benchmarks. `LineQueue` decides when what has passed (a function of
 calls and times, no clock); `Shaped` waits for those times. Everything is reckoned in the line's own time: when this process
 wakes late, what it handed over is late, but the line was busy meanwhile and the next message does not start any later.
 
@@ -26,7 +26,7 @@ import msgspec
 from shoal.core.messages import RANKS, Message, Peer, rank
 from shoal.slots import Inflow
 from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
-from shoal.transport.streams.inbox import Inbox
+from shoal.transport.streams.receive_queue import ReceiveQueue
 from shoal.transport.wire import encode, size
 
 log = logging.getLogger(__name__)
@@ -34,20 +34,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Pair(msgspec.Struct, frozen=True):
+class PairLink(msgspec.Struct, frozen=True):
     """The way to one other peer, beyond this one's uplink. 0: as it is."""
 
     delay_s: float = 0.0
     bandwidth_Bps: float = 0.0
 
 
-class Link(msgspec.Struct, frozen=True):
+class AccessLink(msgspec.Struct, frozen=True):
     """A peer's way to the others. 0: as it is. The delay is added to what this peer sends, except to the hosts of `pairs`."""
 
     delay_s: float = 0.0
     up_Bps: float = 0.0
     down_Bps: float = 0.0
-    pairs: Mapping[str, Pair] = {}  # by the host at which the other listens
+    pairs: Mapping[str, PairLink] = {}  # by the host at which the other listens
 
 
 class Reachable(Transport, Protocol):
@@ -60,20 +60,20 @@ class Reachable(Transport, Protocol):
 
 
 class _Passing(Generic[T]):
-    """A message on the line. `lane`: 0 for control, 1 and up for bulk by rank. `leaves`: when its last byte is through."""
+    """A message on the line. `lane`: 0 for control, 1 and up for bulk by rank. `leaves_at`: when its last byte is through."""
 
-    __slots__ = ("item", "lane", "leaves", "nbytes", "peer", "seconds")
+    __slots__ = ("item", "lane", "leaves_at", "nbytes", "peer", "seconds")
 
-    def __init__(self, item: T, peer: Peer, nbytes: int, lane: int, seconds: float, leaves: float) -> None:
+    def __init__(self, item: T, peer: Peer, nbytes: int, lane: int, seconds: float, leaves_at: float) -> None:
         self.item = item
         self.peer = peer
         self.nbytes = nbytes
         self.lane = lane
         self.seconds = seconds
-        self.leaves = leaves
+        self.leaves_at = leaves_at
 
 
-class Line(Generic[T]):
+class LineQueue(Generic[T]):
     """What a peer sends, or one pair's way."""
 
     def __init__(self, bandwidth_Bps: float, delay_s: float = 0.0) -> None:
@@ -89,9 +89,9 @@ class Line(Generic[T]):
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
         came = since if since is not None else now
         lane = 1 + rank if bulk else 0
-        leaves = max(max(*self._free[: lane + 1], came) + seconds, now)
-        self._free[lane] = leaves
-        self._lanes[lane].append(_Passing(item, peer, nbytes, lane, seconds, leaves))
+        leaves_at = max(max(*self._free[: lane + 1], came) + seconds, now)
+        self._free[lane] = leaves_at
+        self._lanes[lane].append(_Passing(item, peer, nbytes, lane, seconds, leaves_at))
         self._delay(lane + 1, seconds, now)
 
     def take(self, now: float) -> list[T]:
@@ -103,12 +103,12 @@ class Line(Generic[T]):
         return [
             lane.popleft()
             for lane in self._lanes
-            for _ in range(sum(passing.leaves + self._delay_s <= now for passing in lane))
+            for _ in range(sum(passing.leaves_at + self._delay_s <= now for passing in lane))
         ]
 
     @property
     def deadline(self) -> float | None:
-        return min((lane[0].leaves + self._delay_s for lane in self._lanes if lane), default=None)
+        return min((lane[0].leaves_at + self._delay_s for lane in self._lanes if lane), default=None)
 
     def waiting_bytes(self, peer: Peer) -> int:
         """Of bulk."""
@@ -117,34 +117,36 @@ class Line(Generic[T]):
     def drop(self, peer: Peer, now: float) -> None:
         """Forget that peer's messages; those behind them move up, but not those that are through already."""
         self._lanes[0] = deque(passing for passing in self._lanes[0] if passing.peer != peer)
-        waiting = [(passing.leaves, lane, passing) for lane in range(1, 1 + RANKS) for passing in self._lanes[lane]]
+        waiting = [(passing.leaves_at, lane, passing) for lane in range(1, 1 + RANKS) for passing in self._lanes[lane]]
         waiting.sort(key=lambda each: each[:2])
         self._lanes[1:] = [deque() for _ in range(RANKS)]
         gained = 0.0
-        for leaves, lane, passing in waiting:
+        for leaves_at, lane, passing in waiting:
             if passing.peer == peer:
                 # What is left of it, where others that go first may have had the line for a while since it began.
-                ahead = ((until, other) for until, higher, other in waiting if higher < lane and now < until <= leaves)
+                ahead = (
+                    (until, other) for until, higher, other in waiting if higher < lane and now < until <= leaves_at
+                )
                 first = sum(min(other.seconds, until - now) for until, other in ahead)
-                gained += max(0.0, min(passing.seconds, leaves - now - first))
+                gained += max(0.0, min(passing.seconds, leaves_at - now - first))
             else:
-                passing.leaves -= gained
+                passing.leaves_at -= gained
                 self._lanes[lane].append(passing)
         for lane in range(1, 1 + RANKS):
             if self._free[lane] > now:
-                self._free[lane] = max([now, *(passing.leaves for passing in self._lanes[lane])])
+                self._free[lane] = max([now, *(passing.leaves_at for passing in self._lanes[lane])])
 
     def _delay(self, lane: int, seconds: float, now: float) -> None:
         """Push back by so much what is still passing in this and the lower lanes."""
         for lower in range(lane, 1 + RANKS):
             for passing in self._lanes[lower]:
-                if passing.leaves > now:
-                    passing.leaves += seconds
+                if passing.leaves_at > now:
+                    passing.leaves_at += seconds
             if self._free[lower] > now:
                 self._free[lower] += seconds
 
 
-class Downlink(Generic[T]):
+class DownlinkQueue(Generic[T]):
     """What a peer receives. A message's bytes came in while it travelled, up to `now`; in what order, their senders have settled."""
 
     def __init__(self, bandwidth_Bps: float) -> None:
@@ -184,17 +186,17 @@ class Downlink(Generic[T]):
         self._last = {key: at for key, at in self._last.items() if key[0] != peer}
 
 
-class Uplink(Generic[T]):
+class UplinkQueue(Generic[T]):
     """What a peer sends: its uplink, and behind it the links of pairs that have one of their own."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: AccessLink) -> None:
         self.pairs = link.pairs
         self.hosts: dict[Peer, str] = {}  # as far as known; a peer that has called before it was heard of has none yet
-        self._first: Line[T] = Line(link.up_Bps, 0.0 if link.pairs else link.delay_s)
-        self._behind: dict[str, Line[T]] = {
-            host: Line(pair.bandwidth_Bps, pair.delay_s) for host, pair in link.pairs.items()
+        self._first: LineQueue[T] = LineQueue(link.up_Bps, 0.0 if link.pairs else link.delay_s)
+        self._behind: dict[str, LineQueue[T]] = {
+            host: LineQueue(pair.bandwidth_Bps, pair.delay_s) for host, pair in link.pairs.items()
         }
-        self._others: Line[T] = Line(0.0, link.delay_s)
+        self._others: LineQueue[T] = LineQueue(0.0, link.delay_s)
 
     def push(self, item: T, peer: Peer, nbytes: int, bulk: bool, now: float, rank: int = 0) -> None:
         self._first.push(item, peer, nbytes, bulk, now, rank=rank)
@@ -203,10 +205,10 @@ class Uplink(Generic[T]):
         """What has arrived by `now`."""
         if not self.pairs:
             return self._first.take(now)
-        for done in sorted(self._first.passed(now), key=lambda passing: passing.leaves):
+        for done in sorted(self._first.passed(now), key=lambda passing: passing.leaves_at):
             line = self._behind.get(self.hosts.get(done.peer, ""), self._others)
-            since, bulk = done.leaves - done.seconds, done.lane > 0
-            line.push(done.item, done.peer, done.nbytes, bulk, done.leaves, since, max(0, done.lane - 1))
+            since, bulk = done.leaves_at - done.seconds, done.lane > 0
+            line.push(done.item, done.peer, done.nbytes, bulk, done.leaves_at, since, max(0, done.lane - 1))
         return [item for line in self._lines[1:] for item in line.take(now)]
 
     @property
@@ -221,18 +223,18 @@ class Uplink(Generic[T]):
             line.drop(peer, now)
 
     @property
-    def _lines(self) -> list[Line[T]]:
+    def _lines(self) -> list[LineQueue[T]]:
         return [self._first, *self._behind.values(), self._others]
 
 
 class Shaped:
-    def __init__(self, inner: Reachable, link: Link, limits: Limits = Limits()) -> None:
+    def __init__(self, inner: Reachable, link: AccessLink, limits: Limits = Limits()) -> None:
         self.name = inner.name
         self._inner = inner
         self._limits = limits
-        self._up: Uplink[tuple[Peer, Message, tuple[Blob, ...]]] = Uplink(link)
-        self._down: Downlink[tuple[Incoming, int]] = Downlink(link.down_Bps)
-        self._inbox = Inbox(on_room=lambda: self._room.set())
+        self._up: UplinkQueue[tuple[Peer, Message, tuple[Blob, ...]]] = UplinkQueue(link)
+        self._down: DownlinkQueue[tuple[Incoming, int]] = DownlinkQueue(link.down_Bps)
+        self._receive_queue = ReceiveQueue(on_space=lambda: self._room.set())
         self._room = asyncio.Event()
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -256,12 +258,12 @@ class Shaped:
         return frame.nbytes
 
     async def receive(self) -> Incoming | Lost:
-        return await self._inbox.take()
+        return await self._receive_queue.take()
 
     def forget(self, peer: Peer) -> None:
         self._up.drop(peer, _now())
         self._down.drop(peer)
-        self._inbox.drop(lambda item: item.peer == peer)
+        self._receive_queue.drop(lambda item: item.peer == peer)
         self._inner.forget(peer)
         self._news.set()
 
@@ -291,14 +293,14 @@ class Shaped:
         while True:
             item = await self._inner.receive()
             if isinstance(item, Lost):
-                self._inbox.put(item)
+                self._receive_queue.put(item)
                 continue
             nbytes = size(item.message, item.blobs)
             if item.blobs and self._down.waiting_bytes(item.peer) > self._limits.queued_bytes:
                 continue  # more than the modelled line can take: vanishes, as at the sender
             self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now(), rank=rank(item.message))
             self._news.set()
-            while self._inbox.full(bulk=True) or self._inbox.full(bulk=False):
+            while self._receive_queue.full(bulk=True) or self._receive_queue.full(bulk=False):
                 self._room.clear()
                 await self._room.wait()
 
@@ -310,7 +312,7 @@ class Shaped:
             for peer, message, blobs in self._up.take(now):
                 self._inner.send(peer, message, blobs)
             for incoming, nbytes in self._down.take(now):
-                self._inbox.put(incoming, nbytes)
+                self._receive_queue.put(incoming, nbytes)
             deadlines = [line.deadline for line in (self._up, self._down) if line.deadline is not None]
             alarm = asyncio.get_running_loop().call_at(min(deadlines), self._news.set) if deadlines else None
             try:

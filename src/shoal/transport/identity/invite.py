@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from shoal.core.messages import Override, View
 from shoal.transport.identity.identity import Identity, key_id, load_key, public_bytes, sign, verify
-from shoal.transport.identity.passes import Grant, Key, Pass, PassList, Plain, Revoked, Signature
+from shoal.transport.identity.passes import ArrayStruct, Grant, Key, Pass, PassList, Revoked, Signature
 from shoal.transport.identity.passes import Membership as Membership
 
 PREFIX = "shoal-"
@@ -34,7 +34,7 @@ _Config = Annotated[bytes, msgspec.Meta(max_length=MAX_CONFIG_BYTES)]
 _Address = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class Invite(Plain, frozen=True):
+class Invite(ArrayStruct, frozen=True):
     """As read from its text. `addresses` are bootstrap addresses, in the directory's own form; `config` is what a newcomer
     needs to know of the run, in the composition root's own form."""
 

@@ -37,11 +37,11 @@ Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # since 1970
 
 
-class Plain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ArrayStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A value that is signed: one encoding, nothing unknown in it."""
 
 
-class Grant(Plain, frozen=True):
+class Grant(ArrayStruct, frozen=True):
     """The authority lets whoever holds `holder`'s private key name members, `peers` of them at a time, until `expires`."""
 
     authority: Key
@@ -81,13 +81,13 @@ class Grant(Plain, frozen=True):
             raise ValueError(f"expired at {date(self.expires)}; ask for a new invite")
 
 
-class Pass(Plain, frozen=True):
+class Pass(ArrayStruct, frozen=True):
     grant: Grant
     member: Key
     signature: Signature  # of the member's key, by the grant's holder
 
 
-class Revoked(Plain, frozen=True):
+class Revoked(ArrayStruct, frozen=True):
     """The authority's word that an invite (its id) or a key (its id) is no longer welcome. Signed by itself, so that a peer that is
     refused can be shown why, and need not believe whoever refuses it."""
 
@@ -107,7 +107,7 @@ class Revoked(Plain, frozen=True):
         return f"{kind} {self.what} was revoked by the run's authority on {date(self.since)}"
 
 
-class PassList(Plain, frozen=True):
+class PassList(ArrayStruct, frozen=True):
     """`version` only grows. `grants`: renewed ones, at most one for each holder."""
 
     authority: Key
@@ -125,7 +125,7 @@ class NotWelcome(ValueError):
         self.notice = msgspec.msgpack.encode(revoked)
 
 
-class Standing(msgspec.Struct, frozen=True):
+class PassStatus(msgspec.Struct, frozen=True):
     """What is known of everybody's passes: the newest list, as tables."""
 
     version: int = 0
@@ -149,7 +149,7 @@ class Membership:
         proof: bytes,
         name: Peer = "",
         clock: Callable[[], float] = time.time,
-        standing: Standing = Standing(),
+        standing: PassStatus = PassStatus(),
     ) -> None:
         self.run, self.name, self.clock = run, name, clock
         self.on_change: Callable[[], None] = lambda: None
@@ -174,7 +174,7 @@ class Membership:
         return self._pass.grant if self._pass is not None else None
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> PassStatus:
         return self._standing
 
     def check(self, proof: bytes, peer: Peer, now: float) -> None:
@@ -219,7 +219,7 @@ class Membership:
         with self._lock:
             if told.version <= self._standing.version:
                 return False
-            self._standing = Standing(told.version, data, grants, revoked)
+            self._standing = PassStatus(told.version, data, grants, revoked)
             if self.grant is not None and (mine := grants.get(self.grant.id)) is not None:
                 self._adopt(mine)
         self.on_change()

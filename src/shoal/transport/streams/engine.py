@@ -20,6 +20,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 
+from shoal.transport.base import StreamKind
+
 log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 256 << 10  # one read from a socket
@@ -30,7 +32,7 @@ LONGEST_S = 3600.0  # asleep; the system takes no more than some weeks
 FAULT_S = 0.01  # pause after a fault of the loop itself
 
 
-class Want(enum.Enum):
+class WaitFor(enum.Enum):
     """What a step waits for. A step may also be resumed for no reason, and looks again."""
 
     READ = selectors.EVENT_READ
@@ -39,15 +41,15 @@ class Want(enum.Enum):
     WOKEN = 8  # Engine.wake
 
 
-Steps = Generator["Want | Engine", None, None]  # yielding an engine: go on there
+Steps = Generator["WaitFor | Engine", None, None]  # yielding an engine: go on there
 
 
 def _no_steps() -> Steps:
     yield from ()
 
 
-class Link:
-    """One connection (or listening socket) and its steps. `failed` is called once, unless the link is closed before."""
+class Connection:
+    """One connection (or listening socket) and its steps. `failed` is called once, unless the connection is closed before."""
 
     def __init__(self, sock: socket.socket, failed: Callable[[Exception], None]) -> None:
         self.sock = sock
@@ -69,11 +71,11 @@ class Engine:
         self._selector: selectors.BaseSelector
         self._bell: socket.socket | None = None
         self._button: socket.socket
-        self._links: set[Link] = set()
-        self._ready: deque[Link] = deque()
-        self._queued: set[Link] = set()
+        self._connections: set[Connection] = set()
+        self._ready: deque[Connection] = deque()
+        self._queued: set[Connection] = set()
         self._calls: deque[Callable[[], None]] = deque()
-        self._handed: deque[Link] = deque()  # from another engine, not yet adopted
+        self._handed: deque[Connection] = deque()  # from another engine, not yet adopted
         self._stopping = self._over = False
         self._rung = True  # `start` rings for all calls that were posted before it
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -98,18 +100,18 @@ class Engine:
             except OSError:  # full: it rings already; closed: nobody is left to hear
                 pass
 
-    def hand(self, link: Link) -> None:
-        """Another engine's link is this one's from now on; closed if this one has ended."""
-        self._handed.append(link)
+    def hand(self, connection: Connection) -> None:
+        """Another engine's connection is this one's from now on; closed if this one has ended."""
+        self._handed.append(connection)
         self.post(self._take_over)
         if self._over:  # set before the thread takes its last look
             self._take_over()
 
-    def wake(self, link: Link) -> None:
-        self.post(lambda: self._enqueue(link))
+    def wake(self, connection: Connection) -> None:
+        self.post(lambda: self._enqueue(connection))
 
     def stop(self) -> None:
-        """Close every link and end the thread."""
+        """Close every connection and end the thread."""
         if not self._thread.is_alive():
             self._close()
             return
@@ -119,25 +121,25 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------- in this thread
 
-    def adopt(self, link: Link) -> None:
-        if link.closed:
+    def adopt(self, connection: Connection) -> None:
+        if connection.closed:
             return
         if self._over:
-            return self.drop(link)
-        link.engine = self
-        self._links.add(link)
-        self._enqueue(link)
+            return self.drop(connection)
+        connection.engine = self
+        self._connections.add(connection)
+        self._enqueue(connection)
 
-    def drop(self, link: Link) -> None:
-        """Close the link; it will not fail any more."""
-        if link.closed:
+    def drop(self, connection: Connection) -> None:
+        """Close the connection; it will not fail any more."""
+        if connection.closed:
             return
-        link.closed = True
+        connection.closed = True
         try:
-            self._release(link)
+            self._release(connection)
         finally:
-            link.sock.close()
-            link.steps.close()
+            connection.sock.close()
+            connection.steps.close()
 
     def _run(self) -> None:
         if self._yields:
@@ -160,10 +162,10 @@ class Engine:
             self._call(self._calls.popleft())
         self._expire()
         for _ in range(len(self._ready)):
-            link = self._ready.popleft()
-            self._queued.discard(link)
-            if not link.closed and link.engine is self:
-                self._step(link)
+            connection = self._ready.popleft()
+            self._queued.discard(connection)
+            if not connection.closed and connection.engine is self:
+                self._step(connection)
 
     def _call(self, call: Callable[[], object]) -> None:
         try:
@@ -178,8 +180,8 @@ class Engine:
     def _close(self) -> None:
         self._over = True
         self._take_over()
-        for link in list(self._links):
-            self.drop(link)
+        for connection in list(self._connections):
+            self.drop(connection)
         if self._bell is not None:
             self._selector.close()
             self._bell.close()
@@ -194,77 +196,104 @@ class Engine:
         self._rung = False
 
     def _patience(self) -> float | None:
-        moments = (at for link in self._links for at in (link.deadline, link.resume_at) if at is not None)
+        moments = (
+            at
+            for connection in self._connections
+            for at in (connection.deadline, connection.resume_at)
+            if at is not None
+        )
         soonest = min(moments, default=None)
         return None if soonest is None else min(LONGEST_S, max(0.0, soonest - time.monotonic()))
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for link in [link for link in self._links if link.resume_at is not None and link.resume_at <= now]:
-            link.resume_at = None
-            self._enqueue(link)
-        for link in [link for link in self._links if link.deadline is not None and link.deadline <= now]:
-            self._fail(link, TimeoutError("no answer in time"))
+        for connection in list(self._connections):
+            if connection.resume_at is not None and connection.resume_at <= now:
+                connection.resume_at = None
+                self._enqueue(connection)
+        for connection in list(self._connections):
+            if connection.deadline is not None and connection.deadline <= now:
+                self._fail(connection, TimeoutError("no answer in time"))
 
-    def _enqueue(self, link: Link) -> None:
-        if link not in self._queued and not link.closed:
-            self._queued.add(link)
-            self._ready.append(link)
+    def _enqueue(self, connection: Connection) -> None:
+        if connection not in self._queued and not connection.closed:
+            self._queued.add(connection)
+            self._ready.append(connection)
 
-    def _step(self, link: Link) -> None:
+    def _step(self, connection: Connection) -> None:
         try:
-            want = next(link.steps)
+            want = next(connection.steps)
         except StopIteration:
-            self.drop(link)
+            self.drop(connection)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            self._fail(link, error)
+            self._fail(connection, error)
         except Exception as error:  # a mistake of ours in one connection must not silence all the others
             log.exception("a connection failed in an unforeseen way")
-            self._fail(link, error)
+            self._fail(connection, error)
         else:
             try:
-                self._follow(link, want)
+                self._follow(connection, want)
             except (
                 OSError,
                 ValueError,
                 KeyError,
             ) as error:  # its socket is closed, or the system watches no further one
-                self._fail(link, error)
+                self._fail(connection, error)
 
-    def _follow(self, link: Link, want: Want | Engine) -> None:
+    def _follow(self, connection: Connection, want: WaitFor | Engine) -> None:
         if isinstance(want, Engine):
-            self._release(link)
-            want.hand(link)
-        elif want is Want.AGAIN:
-            self._enqueue(link)
+            self._release(connection)
+            want.hand(connection)
+        elif want is WaitFor.AGAIN:
+            self._enqueue(connection)
         else:
-            self._register(link, 0 if want is Want.WOKEN else int(want.value))
+            self._register(connection, 0 if want is WaitFor.WOKEN else int(want.value))
 
-    def _fail(self, link: Link, error: Exception) -> None:
-        if link.closed:
+    def _fail(self, connection: Connection, error: Exception) -> None:
+        if connection.closed:
             return
-        self.drop(link)
+        self.drop(connection)
         try:
-            link.failed(error)
+            connection.failed(error)
         except Exception:  # the mistake of one connection's owner
             log.exception("%s: telling of a failed connection failed", self._thread.name)
 
-    def _register(self, link: Link, mask: int) -> None:
-        if mask == link.mask:
+    def _register(self, connection: Connection, mask: int) -> None:
+        if mask == connection.mask:
             return
         if not mask:
-            link.mask = 0
+            connection.mask = 0
             with contextlib.suppress(KeyError, ValueError, OSError):  # closed beneath us: it is watched no more
-                self._selector.unregister(link.sock)
-        elif link.mask:
-            self._selector.modify(link.sock, mask, link)
+                self._selector.unregister(connection.sock)
+        elif connection.mask:
+            self._selector.modify(connection.sock, mask, connection)
         else:
-            self._selector.register(link.sock, mask, link)
-        link.mask = mask
+            self._selector.register(connection.sock, mask, connection)
+        connection.mask = mask
 
-    def _release(self, link: Link) -> None:
-        self._register(link, 0)
-        self._links.discard(link)
+    def _release(self, connection: Connection) -> None:
+        self._register(connection, 0)
+        self._connections.discard(connection)
+
+
+class Engines:
+    """The four engines of a transport."""
+
+    def __init__(self) -> None:
+        self.control = Engine("shoal control")
+        self.bulk_out = Engine("shoal bulk out", yields=True)
+        self.bulk_in = Engine("shoal bulk in", yields=True)
+        self.handshakes = Engine("shoal handshakes", yields=True)
+
+    @property
+    def all(self) -> tuple[Engine, ...]:
+        return self.handshakes, self.control, self.bulk_out, self.bulk_in
+
+    def sender(self, kind: StreamKind) -> Engine:
+        return self.control if kind == "control" else self.bulk_out
+
+    def reader(self, kind: StreamKind) -> Engine:
+        return self.control if kind == "control" else self.bulk_in
 
 
 def step_back() -> None:
@@ -281,9 +310,9 @@ def step_back() -> None:
 class Channel:
     """TLS over one non-blocking socket, in steps."""
 
-    def __init__(self, link: Link, context: ssl.SSLContext, server_side: bool) -> None:
-        self._link = link
-        self._sock = link.sock
+    def __init__(self, connection: Connection, context: ssl.SSLContext, server_side: bool) -> None:
+        self._connection = connection
+        self._sock = connection.sock
         self._in = ssl.MemoryBIO()
         self._out = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server_side)
@@ -324,7 +353,7 @@ class Channel:
             turn += got
             if turn >= QUANTUM_BYTES:
                 turn = 0
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
 
     def write(self, view: memoryview) -> Steps:
         turn = 0
@@ -335,12 +364,12 @@ class Channel:
             turn += part.nbytes
             if turn >= QUANTUM_BYTES:
                 turn = 0
-                yield Want.AGAIN
+                yield WaitFor.AGAIN
 
-    def listen(self) -> None:
+    def check_open(self) -> None:
         """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
-        assert self._link.engine is not None
-        scratch = self._link.engine.scratch
+        assert self._connection.engine is not None
+        scratch = self._connection.engine.scratch
         try:
             got = self._sock.recv_into(scratch)
         except BlockingIOError:
@@ -362,12 +391,12 @@ class Channel:
 
     def _fill(self) -> Steps:
         while True:
-            assert self._link.engine is not None
-            scratch = self._link.engine.scratch  # of the thread this runs in now
+            assert self._connection.engine is not None
+            scratch = self._connection.engine.scratch  # of the thread this runs in now
             try:
                 got = self._sock.recv_into(scratch)
             except BlockingIOError:
-                yield Want.READ
+                yield WaitFor.READ
                 continue
             if not got:
                 raise ConnectionError("closed by the other side")
@@ -380,4 +409,4 @@ class Channel:
             try:
                 waiting = waiting[self._sock.send(waiting) :]
             except BlockingIOError:
-                yield Want.WRITE
+                yield WaitFor.WRITE

@@ -13,7 +13,7 @@ from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import empty_stages
 from shoal.core.messages import Member, Peer, Settings, View
 from shoal.core.names import invite_of, key_of, limit_of
-from shoal.core.planned import holder, seated
+from shoal.core.planned import planned_seat, planned_stage
 
 ADMIT_BEATS = 0.9  # between two views that admit newcomers
 ENTER_BEATS = 20  # that a step must still last for a joiner to serve from the middle of it: each is a new view for all
@@ -36,9 +36,9 @@ def admit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         if not _welcome(peer, there, facts, now):
             continue
         taken = {member.seat for member in there}
-        planned = seated(settings, asked.seat, taken)
+        planned = planned_stage(settings, asked.seat, taken)
         stage, why = planned or place(there, settings.stages, seconds, speeds)
-        joining.append(Member(peer=peer, stage=stage, seat=holder(settings, asked.seat, stage, taken)))
+        joining.append(Member(peer=peer, stage=stage, seat=planned_seat(settings, asked.seat, stage, taken)))
         reasons.append(f"{peer} joins stage {stage}: {why}")
     return Proposal(successor(view, reasons, joining=tuple(joining))) if reasons else None
 

@@ -14,7 +14,7 @@ from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import counting, owners_of
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Continued, Holding, Member, Phase, Rebuilt, Settings, View
-from shoal.core.planned import holder
+from shoal.core.planned import planned_seat
 
 
 def empty_stages(view: View, stages: int) -> list[int]:
@@ -43,7 +43,7 @@ def take_back(view: View, facts: Facts, settings: Settings, now: float) -> Propo
     back: tuple[Member, ...] = ()
     for peer, asked in facts.requests.joins.items():
         if asked.holds in wanted:
-            seat = holder(settings, asked.seat, wanted[asked.holds], taken)
+            seat = planned_seat(settings, asked.seat, wanted[asked.holds], taken)
             back, taken = (*back, Member(peer, wanted[asked.holds], seat=seat)), taken | {seat}
     if not back:
         return None

@@ -1,0 +1,121 @@
+"""The replicated value as one peer holds it: the newest agreed View with its proof, and the newest proposal that it accepted.
+
+Terms and leaders are election.py's business, and whether to accept a proposal is register.py's. Here: what is stored, whose majorities
+decide about it, and which proofs bring another peer up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.core.consensus.certificates import digest, majority, signers
+from shoal.core.messages import Entry, Peer, Proof, Propose, Signed, View
+
+TURNS = 16  # changes of the voters that a peer may have missed and still be brought up to date without a new admission
+
+
+class AgreedViews:
+    """`fresh` collects agreed views until `take` returns them."""
+
+    def __init__(self, name: Peer) -> None:
+        self.accepted: Entry | None = None  # newest proposal accepted, agreed or not
+        self.entry: Entry | None = None  # newest agreed
+        self.proof: Proof | None = None  # of `entry`; none: the operator's override
+        self.fresh: list[View] = []
+        self._name = name
+        self._turns: list[Propose] = []  # newest agreed views that changed the voters
+        self._digests: dict[int, tuple[View, str]] = {}  # of the newest views, by number
+
+    # ------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def view(self) -> View | None:
+        """The newest agreed view."""
+        return self.entry.view if self.entry is not None else None
+
+    @property
+    def proposing(self) -> bool:
+        """A proposal was accepted here that is not agreed yet."""
+        if self.accepted is None:
+            return False
+        return self.entry is None or self.accepted.view.number > self.entry.view.number
+
+    def votes_here(self) -> bool:
+        """This peer is a voter of the newest view that it holds."""
+        entry = self.accepted
+        return entry is not None and (self._name in entry.before or self._name in entry.view.voters)
+
+    def entitled(self, peer: Peer) -> bool:
+        """`peer` is a voter of the newest view held here, agreed or accepted: its messages count."""
+        views = [self.entry.view] if self.entry is not None else []
+        if self.accepted is not None:
+            views.append(self.accepted.view)
+            if peer in self.accepted.before:
+                return True
+        return any(peer in view.voters for view in views)
+
+    def voters(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
+        """The two sets of voters whose majorities decide: before and after a proposal in flight. Without one the first set is empty."""
+        assert self.accepted is not None
+        after = self.accepted.view.voters
+        return (self.accepted.before if self.proposing else ()), after
+
+    def others(self) -> tuple[Peer, ...]:
+        """All voters but this peer."""
+        before, after = self.voters()
+        return tuple(dict.fromkeys(peer for peer in before + after if peer != self._name))
+
+    def decided_by(self, yes: Iterable[Peer]) -> bool:
+        """Majorities of both sets of voters are in `yes`."""
+        before, after = self.voters()
+        return majority(before, yes) and majority(after, yes)
+
+    def certified(self, number: int) -> list[Propose]:
+        """What brings a peer with view `number` up to date: the newest agreed view with the signatures that prove it, after the views
+        that changed the voters, so that each is signed by voters whom that peer knows. Nothing if none is newer, or if the newest is
+        the operator's override."""
+        entry = self.entry
+        if entry is None or self.proof is None or entry.view.number <= number:
+            return []
+        between = [one for one in self._turns if number < one.entry.view.number < entry.view.number]
+        return [*between, Propose(entry=entry, term=entry.term, proof=self.proof)]
+
+    def digest(self, view: View) -> str:
+        """Computed once for each of the newest views."""
+        known = self._digests.get(view.number)
+        if known is None or known[0] is not view:
+            self._digests = {number: one for number, one in self._digests.items() if number >= view.number - 1}
+            known = self._digests[view.number] = view, digest(view)
+        return known[1]
+
+    # --------------------------------------------------------------------------------------------------- changes
+
+    def agree(self, entry: Entry, proof: Proof | None) -> None:
+        """Store an agreed entry. `proof` is None only for the operator's override."""
+        if self.accepted is None or rank(self.accepted) < rank(entry):
+            self.accepted = entry
+        if self.entry is not None and entry.view.number < self.entry.view.number:
+            return
+        if self.entry is None or entry.view.number > self.entry.view.number:
+            self.fresh.append(entry.view)
+            if proof is None:
+                self._turns = []
+            elif set(entry.before) != set(entry.view.voters):
+                self._turns = [*self._turns, Propose(entry=entry, term=entry.term, proof=proof)][-TURNS:]
+        self.entry, self.proof = entry, proof
+
+    def add_signature(self, by: Signed) -> None:
+        """A late acceptance of the newest agreed entry completes its proof."""
+        proof = self.proof
+        if proof is not None and self.entry is self.accepted and by.peer not in signers(proof.signed):
+            self.proof = Proof(proof.leader, (*proof.signed, by))
+
+    def take(self) -> list[View]:
+        """The views agreed since the last call, oldest first."""
+        fresh, self.fresh = self.fresh, []
+        return fresh
+
+
+def rank(entry: Entry) -> tuple[int, int]:
+    """Orders proposals from older to newer: by term, then by number (Raft section 5.4.1)."""
+    return entry.term, entry.view.number

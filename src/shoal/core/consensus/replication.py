@@ -1,0 +1,152 @@
+"""The leader's side of consensus: it sends heartbeats and proposals, and collects acceptances until a proposal is agreed.
+
+At most one proposal is in flight. It is agreed with the acceptances of majorities of the voters before and after it. A new leader
+proposes an accepted but unagreed entry again in its own term, since it may have been agreed. A leader that no longer hears a majority
+stops leading. For register.py; elections are election.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from shoal.core.consensus.agreed import AgreedViews
+from shoal.core.consensus.election import Election
+from shoal.core.messages import Accept, Command, Entry, Lead, Member, Peer, Proof, Propose, Send, Settings, Signed, View
+
+
+def peers_of(members: Iterable[Member]) -> tuple[Peer, ...]:
+    return tuple(member.peer for member in members)
+
+
+class Replication:
+    """Has no effect unless this peer leads. register.py calls `start` in each term that this peer leads."""
+
+    def __init__(self, name: Peer, settings: Settings, views: AgreedViews, election: Election) -> None:
+        self.term = 0  # that `start` was called in
+        self.heard: dict[Peer, float] = {}  # when each voter last sent anything
+        self.beat_at: float | None = None
+        self.stalled = ""  # why nothing has been committed for long, for every heartbeat
+        self._name, self._settings, self._views, self._election = name, settings, views, election
+        self._elected_by: tuple[Signed, ...] = ()
+        self._followers: set[Peer] = set()  # who has shown that it follows this leader in this term
+        self._acceptances: dict[Peer, Signed] = {}  # of the proposal in flight
+
+    def start(self, now: float) -> list[Command]:
+        """Begin to lead the term in which this peer was elected."""
+        election, views = self._election, self._views
+        assert election.leading and views.accepted is not None
+        self.term, self._elected_by, self._followers = election.term, tuple(election.votes.values()), {self._name}
+        self.heard = dict.fromkeys(views.others(), now)
+        commands = self.beat(now)
+        if views.proposing and election.leading:  # only an inherited proposal can follow: it may have been agreed
+            views.accepted = Entry(term=self.term, view=views.accepted.view, before=views.accepted.before)
+            commands += self._push(now)
+        return commands
+
+    def propose(self, view: View, now: float) -> list[Command]:
+        """Propose `view` as the successor of the agreed one."""
+        views = self._views
+        assert self._election.leading and not views.proposing and views.view is not None
+        assert view.number == views.view.number + 1
+        views.accepted = Entry(term=self._election.term, view=view, before=views.view.voters)
+        return self._push(now)
+
+    def show_life(self, peer: Peer, now: float) -> None:
+        """A message of that peer arrived."""
+        if peer in self.heard:
+            self.heard[peer] = now
+
+    def repair(self, peer: Peer, term: int, number: int) -> list[Command]:
+        """`peer` follows `term` and holds view `number`: send the views that it lacks."""
+        if self._views.view is None:
+            return []
+        if term == self._election.term:
+            self._followers.add(peer)
+        return [Send(peer, one) for one in self._views.certified(number)]
+
+    def forgive(self, gap_s: float, now: float) -> None:
+        """This process was stopped for `gap_s`: nobody's silence in that time counts."""
+        self.heard = {peer: min(now, at + gap_s) for peer, at in self.heard.items()}
+
+    def on_accept(self, peer: Peer, message: Accept, now: float) -> list[Command]:
+        views = self._views
+        if message.by is None:
+            if message.term > self._election.term:
+                self._election.claimed(peer, message.term, now)
+            return []
+        if message.term != self._election.term or message.by.peer != peer:
+            return []
+        assert views.accepted is not None
+        if message.number != views.accepted.view.number or message.digest != views.digest(views.accepted.view):
+            return []
+        self._followers.add(peer)
+        if views.proposing:
+            self._acceptances[peer] = message.by
+            return self._count(now)
+        views.add_signature(message.by)
+        return []
+
+    def beat(self, now: float, agreed: bool = False) -> list[Command]:
+        """Send heartbeats, with the proof of the newest view if it was just `agreed`; stop leading if a majority is silent."""
+        views, election = self._views, self._election
+        self.beat_at = now + self._settings.beat_s
+        alive = {peer for peer, at in self.heard.items() if now - at < self._settings.silence_s} | {self._name}
+        new = {peer for peer in views.others() if peer not in self.heard}
+        self.heard.update(dict.fromkeys(new, now))
+        if not views.decided_by(alive | new):
+            election.step_down(election.term, now)
+            return []
+        commands = self._leads(agreed) + (self._again() if views.proposing else [])
+        if self._name not in views.voters()[1] and not views.proposing:
+            election.step_down(election.term, now)  # the agreed view removes this peer
+        return commands
+
+    # --------------------------------------------------------------------------------------------------- private
+
+    def _push(self, now: float) -> list[Command]:
+        assert self._views.accepted is not None
+        self._acceptances = {self._name: Signed(self._name)}
+        self.beat_at = now + self._settings.beat_s
+        message = Propose(entry=self._views.accepted, term=self._election.term)
+        return [Send(peer, message) for peer in self._views.others()] + self._count(now)
+
+    def _count(self, now: float) -> list[Command]:
+        """The proposal is agreed once majorities have accepted it."""
+        if not self._views.decided_by(self._acceptances):
+            return []
+        assert self._views.accepted is not None
+        self._views.agree(self._views.accepted, Proof(self._name, tuple(self._acceptances.values())))
+        return self.beat(now, agreed=True)
+
+    def _again(self) -> list[Command]:
+        """Repeat the proposal in flight, and the view before it: both may have been lost."""
+        views, term = self._views, self._election.term
+        assert views.accepted is not None
+        newest, message = views.certified(0)[-1:], Propose(entry=views.accepted, term=term)
+        commands: list[Command] = []
+        for peer in views.others():
+            if peer not in self._acceptances and views.accepted.term == term:
+                if peer not in self._followers:
+                    commands += [Send(peer, one) for one in newest]
+                commands.append(Send(peer, message))
+        return commands
+
+    def _leads(self, agreed: bool) -> list[Command]:
+        """Heartbeats to all voters and joiners; to those that have not shown that they follow, with the votes that elected this peer."""
+        views = self._views
+        assert views.entry is not None
+        view = views.entry.view
+        lead = Lead(
+            term=self._election.term,
+            number=view.number,
+            decided_term=views.entry.term,
+            digest=views.digest(view),
+            stalled=self.stalled,
+            proof=views.proof if agreed else None,
+        )
+        elected = msgspec.structs.replace(lead, votes=self._elected_by)
+        joining = peers_of(view.joining)
+        receivers = dict.fromkeys(views.others() + tuple(peer for peer in joining if peer != self._name))
+        return [Send(peer, lead if peer in self._followers else elected) for peer in receivers]

@@ -1,0 +1,157 @@
+"""Predicts the averaging of a step: who sends which chunk to whom is core's (layout.py), the lines are lines.py's.
+
+`averaging` plays it message by message where groups are small enough; `rough_averaging_s` is a formula, for searches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from functools import cache
+from heapq import heappop, heappush
+from itertools import count, pairwise
+
+import numpy as np
+
+from shoal.core.allreduce.layout import SLICES, Role, owned, row_lengths, split
+from shoal.planner.costs.arrays import Floats
+from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.prediction.lines import Lines
+from shoal.planner.prediction.seats import Seats, line_rates, of_group
+
+PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
+VALUES = 1 << 20  # of a round that is played, for each replica: a power of two, so that even shares have no rounding
+
+
+def averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
+    """The slowest stage's, and what every device sends."""
+    lines, end_s = Lines(cluster), 0.0
+    if sum(len(seats.replicas(stage)) ** 2 for stage in range(seats.stages)) > PAIRS_MOST:
+        sent = np.zeros(len(cluster.devices))
+        for stage, nbytes in enumerate(seats.gradient_bytes):
+            group = seats.replicas(stage)
+            sent[group] = [2 * nbytes * (1 - 1 / len(group))] * len(group)
+            if shares := owned(of_group(seats.widths, group)):
+                sent[group] = [nbytes * (1 + (len(group) - 2) * share / sum(shares)) for share in shares]
+        return rough_averaging_s(seats, cluster), sent
+    for stage in range(seats.stages):
+        group = seats.replicas(stage)
+        end_s = max(end_s, _Round(lines, group, seats.gradient_bytes[stage], of_group(seats.widths, group)).play())
+    return end_s, lines.sent
+
+
+class _Round:
+    """One stage's round: each replica's chunks go to their owners, through rows where the group is large, and sums go back.
+
+    `lines` carries the chunks; what other stages have sent on them counts."""
+
+    def __init__(self, lines: Lines, group: list[int], gradient_bytes: float, widths: tuple[int, ...]) -> None:
+        self._lines = lines
+        self._group = group
+        self._places = _places(len(group), widths)
+        self._value_bytes = gradient_bytes / (len(group) * VALUES)
+        self._missing = [{number: len(peers) for number, peers in place.adds.items()} for place, _ in self._places]
+        # By replica, the first queue before the second; (to, chunk, is a sum).
+        self._waiting = [(deque[tuple[int, int, bool]](), deque[tuple[int, int, bool]]()) for _ in group]
+        self._sums_first = bool(owned(widths))
+        # When, serial, from (-1: all of it has arrived), to (-1: the line is free), chunk, is a sum.
+        self._events: list[tuple[float, int, int, int, int, bool]] = []
+        self._serial = count()
+
+    def play(self) -> float:
+        """Seconds until every replica has every sum."""
+        end_s = 0.0
+        for at, (place, _) in enumerate(self._places):
+            self._send_chunks(place.sends, at, 0.0)
+        while self._events:
+            now, _, source, target, number, is_sum = heappop(self._events)
+            if target < 0:
+                self._send_next(source, now)
+            elif source < 0:
+                end_s = now
+                (self._on_sum if is_sum else self._on_chunk)(target, number, now)
+            else:
+                nbytes = self._value_bytes * self._places[source][1][number]
+                done_s = self._lines.arrive(self._group[source], self._group[target], nbytes, now)
+                heappush(self._events, (done_s, next(self._serial), -1, target, number, is_sum))
+        return end_s
+
+    def _send_chunks(self, owners: dict[int, str], at: int, now: float) -> None:
+        """To their owners, the own ones last."""
+        for number, peer in owners.items():
+            if int(peer) != at:
+                self._send(at, int(peer), number, now, False)
+        for number, peer in owners.items():
+            if int(peer) == at:
+                self._on_chunk(at, number, now)
+
+    def _on_chunk(self, at: int, number: int, now: float) -> None:
+        """A replica adds a chunk; once it has all of them it sends the sum on."""
+        self._missing[at][number] -= 1
+        if not self._missing[at][number]:
+            place = self._places[at][0]
+            if number in place.receives:
+                self._on_sum(at, number, now)
+            else:
+                self._send_chunks(place.forwards, at, now)
+
+    def _on_sum(self, at: int, number: int, now: float) -> None:
+        for peer in self._places[at][0].broadcasts.get(number, ()):
+            self._send(at, int(peer), number, now, True)
+
+    def _send(self, source: int, target: int, number: int, now: float, is_sum: bool) -> None:
+        self._waiting[source][not (is_sum and self._sums_first)].append((target, number, is_sum))
+        if self._lines.free(self._group[source]) <= now:
+            self._send_next(source, now)
+
+    def _send_next(self, source: int, now: float) -> None:
+        first, second = self._waiting[source]
+        if not first and not second:
+            return
+        target, number, is_sum = (first or second).popleft()
+        nbytes = self._value_bytes * self._places[source][1][number]
+        at = self._lines.leave(self._group[source], self._group[target], nbytes, now)
+        heappush(self._events, (at, next(self._serial), source, target, number, is_sum))
+        free_s = self._lines.free(self._group[source])
+        heappush(self._events, (free_s, next(self._serial), source, -1, 0, False))
+
+
+@cache
+def _places(replicas: int, widths: tuple[int, ...] = ()) -> tuple[tuple[Role, dict[int, int]], ...]:
+    """Of every replica, by number; and the values of each chunk that it sends, of VALUES for each replica."""
+    names = tuple(map(str, range(replicas)))
+    layout = split(replicas * VALUES, names, widths=widths)
+    whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
+    found = []
+    for place in map(layout.role, names):
+        cut = [high - low for low, high in pairwise(place.cuts)]
+        found.append((place, whole | dict(zip(sorted(place.sends), cut, strict=True))))
+    return tuple(found)
+
+
+def rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
+    """The same for lines that are full from the first byte to the last, and pairs side by side."""
+    worst = 0.0
+    for stage, nbytes in enumerate(seats.gradient_bytes):
+        group = seats.replicas(stage)
+        if len(group) < 2:
+            continue
+        machines = [cluster.devices[device] for device in group]
+        line_Bps = min(min(machine.up_Bps or math.inf, machine.down_Bps or math.inf) for machine in machines)
+        at = np.ix_(group, group)
+        off = ~np.eye(len(group), dtype=bool)
+        pair_Bps, delay_s = float(cluster.bandwidth_Bps[at][off].min()), float(cluster.delay_s[at][off].max())
+        rows = row_lengths(len(group))
+        held, exchanges = nbytes, (rows[0], len(rows)) if len(rows) > 1 else rows  # among so many, there and back
+        there_s = 0.0
+        for among in exchanges:
+            there_s += max(held / among / pair_Bps, held * (1 - 1 / among) / line_Bps) + delay_s
+            held /= among
+        widths = of_group(line_rates(cluster), group)
+        if shares := owned(widths):
+            most = zip(shares, widths, strict=True)
+            busy_s = max(nbytes * (1 + (len(group) - 2) * own / sum(shares)) / (1000 * width) for own, width in most)
+            pair_s = nbytes * max(shares) / sum(shares) / pair_Bps
+            there_s = min(there_s, max(busy_s * (1 + 1 / SLICES) / 2, pair_s) + delay_s)
+        worst = max(worst, 2 * there_s)
+    return worst

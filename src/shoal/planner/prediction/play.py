@@ -1,0 +1,255 @@
+"""Plays the microbatches of a step: which hop runs where and when, with the decisions of core itself.
+
+Each owner drives `inflight` microbatches. What comes next for one, what its request carries and which replica gets it is asked of core
+(microbatch.py, choice.py, routing.py), by the plan's routes where there are any, so the wiring that is predicted is the one that runs.
+A hop runs when its request and its tensor have both arrived; a replica computes one hop at a time, backward hops first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+import msgspec
+import numpy as np
+
+from shoal.core.messages import Member, Settings, View
+from shoal.core.planned import Planned
+from shoal.core.trainer.choice import Choice
+from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
+from shoal.core.trainer.reports import Reports
+from shoal.core.trainer.routing import Routes
+from shoal.planner.costs.arrays import Floats
+from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.prediction.lines import Lines
+from shoal.planner.prediction.seats import Routing, Seats
+
+LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
+ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
+TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
+_VIEW = View(number=0, step=0, members=())
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """One hop's compute at a device, in seconds since the play began."""
+
+    device: int
+    stage: int
+    microbatch: int
+    forward: bool
+    start_s: float
+    end_s: float
+
+
+class Used(msgspec.Struct, frozen=True):
+    """What a step's microbatches take of each device: seconds of compute, uplink and downlink, and bytes sent."""
+
+    compute_s: Floats
+    up_s: Floats
+    down_s: Floats
+    sent_bytes: Floats
+
+
+class _Owner(msgspec.Struct):
+    """One device's decisions as an owner of microbatches, made by core."""
+
+    routes: Routes
+    choice: Choice
+    owned: Owned
+
+
+class _Server(msgspec.Struct):
+    """One device as a replica: what it computes, and what waits for it, by (forward, microbatch, owner)."""
+
+    queue: list[tuple[bool, int, int, Microbatch]]
+    computes: bool = False
+
+
+class Play:
+    """One run of the microbatches of several steps."""
+
+    def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator) -> None:
+        self._seats = seats
+        self._rng = rng
+        self._members = seats.seated
+        self._settings = Settings(
+            stages=seats.stages,
+            microbatches=seats.microbatches,
+            steps=1,
+            seats=tuple(seats.stage_of[device] for device in self._members),
+            routes=self._seat_routes(),
+            home=seats.stages == 1 and not seats.routes,
+        )
+        self.lines = Lines(cluster)
+        self.computed = np.zeros(len(cluster.devices))
+        self.bars: list[Bar] = []
+        self._nbytes = {
+            TOKENS: seats.tokens_bytes,
+            OUTPUT: seats.boundary_bytes,
+            GRADIENT: seats.back_bytes,
+            EMPTY: 0.0,
+        }
+        self._owners: dict[int, _Owner] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._serial = count()
+        self._lacks: list[int] = []  # by microbatch: how much of request and tensor its next hop waits for
+        self._servers = {device: _Server([]) for device in self._members}
+        self._left = 0
+
+    def run(self, microbatches: int, start: float) -> float:
+        """All microbatches once; when the last is booked."""
+        if not self._owners:
+            self._owners = self._new_owners(start)
+        for owner in self._owners.values():
+            owner.owned = Owned()
+        self._left, self._lacks = microbatches, [1] * microbatches
+        for index in range(microbatches):
+            m = new_microbatch(index, [""] * self._seats.stages, _VIEW)
+            m.x[0] = (TOKENS,)
+            self._owners[self._members[index % len(self._members)]].owned.wait(m)
+        for device in self._members:
+            self._begin(device, start)
+        now = start
+        while self._left:
+            now, _, act = heappop(self._events)
+            act(now)
+        return now
+
+    def _new_owners(self, now: float) -> dict[int, _Owner]:
+        members = tuple(
+            Member(str(device), self._seats.stage_of[device], seat=seat) for seat, device in enumerate(self._members)
+        )
+        owners = {}
+        for device in self._members:
+            routes, planned = Routes(self._settings, self._rng), Planned(str(device), self._settings)
+            routes.on_view(members, now)
+            planned.on_view(members)
+            choice = Choice(str(device), self._settings, routes, planned, Reports(routes, []))
+            owners[device] = _Owner(routes, choice, Owned())
+        return owners
+
+    def _seat_routes(self) -> Routing:
+        """By seats instead of devices."""
+        seat_of = {device: seat for seat, device in enumerate(self._members)}
+        if not self._seats.routes:
+            return ()
+        return tuple(
+            tuple(tuple(seat_of[device] for device in turns) for turns in self._seats.routes[owner])
+            for owner in self._members
+        )
+
+    def _at(self, when: float, act: Callable[[float], None]) -> None:
+        heappush(self._events, (when, next(self._serial), act))
+
+    def _send(
+        self, source: int, target: int, tensors: tuple[str, ...], now: float, act: Callable[[float], None]
+    ) -> None:
+        """Call `act` when all of it has arrived. Without tensors it is a control message."""
+        if source == target or not tensors:
+            self._at(self.lines.control(source, target, now), act)
+            return
+        nbytes = sum(self._nbytes[tensor] for tensor in tensors)
+        left = self.lines.leave(source, target, nbytes, now)
+        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then), act))
+
+    def _begin(self, owner: int, now: float) -> None:
+        while (m := self._owners[owner].owned.start(self._seats.inflight)) is not None:
+            self._advance(owner, m, now)
+
+    def _advance(self, owner: int, m: Microbatch, now: float) -> None:
+        """Send the request of its next hop, as trainer.py does."""
+        want = plan(m)
+        if want.kind is Kind.FINISHED:
+            self._left -= 1
+            self._owners[owner].owned.finish(m)
+            self._begin(owner, now)
+            return
+        choice, active = self._owners[owner].choice, self._owners[owner].owned.active.values()
+        peer = choice.peer(m, want, active, now)
+        assert peer, "nobody is ever busy or banned here"
+        m.next = ""
+        m.hop = Hop(want.kind, want.stage, peer, now)
+        m.hop.to = choice.after(m, want, active, now)
+        self._send(owner, int(peer), m.inputs(), now, lambda then: self._arrived(owner, m, then))
+
+    def _arrived(self, owner: int, m: Microbatch, now: float) -> None:
+        """The request of its next hop, or the tensor that the request names, is at its replica."""
+        self._lacks[m.index] -= 1
+        if self._lacks[m.index] == 0:
+            assert m.hop is not None
+            peer = int(m.hop.peer)
+            heappush(self._servers[peer].queue, (m.hop.kind is Kind.FORWARD, m.index, owner, m))
+            self._compute(peer, now)
+
+    def _compute(self, peer: int, now: float) -> None:
+        server = self._servers[peer]
+        if server.computes or not server.queue:
+            return
+        forward, index, owner, m = heappop(server.queue)
+        hop = m.hop
+        assert hop is not None
+        server.computes = True
+        seconds = self._seats.forward_s[peer] if forward else self._seats.backward_s[peer]
+        self.computed[peer] += seconds
+        self.bars.append(Bar(peer, hop.stage, index, forward, now, now + seconds))
+        self._at(now + seconds, lambda then: self._computed(owner, m, hop, then))
+
+    def _computed(self, owner: int, m: Microbatch, hop: Hop, now: float) -> None:
+        """The output goes straight to the next hop's replica, a receipt to the owner."""
+        peer = int(hop.peer)
+        self._servers[peer].computes = False
+        self._lacks[m.index] = 2 if hop.to else 1
+        output = OUTPUT if hop.kind is Kind.FORWARD else GRADIENT if hop.stage > 0 else EMPTY
+        if hop.to:
+            self._send(peer, int(hop.to), (output,), now, lambda then: self._arrived(owner, m, then))
+        self._send(peer, owner, (), now, lambda then: self._answered(owner, m, hop, output, then))
+        self._compute(peer, now)
+
+    def _answered(self, owner: int, m: Microbatch, hop: Hop, output: str, now: float) -> None:
+        self._owners[owner].routes.answered(hop.peer, now - hop.sent, hop.kind.size, now)
+        if hop.kind is Kind.BACKWARD:
+            m.booked[hop.stage] = hop.peer
+        if output:
+            m.made(hop, hop.kind is Kind.BACKWARD)
+        m.progressed()
+        m.next = hop.to
+        self._advance(owner, m, now)
+
+
+def played(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[float, Used]:
+    """Seconds of a step's microbatches, and what they take of each device."""
+    if seats.microbatches <= LONGEST:
+        return _timed(seats, cluster, rng, seats.microbatches)
+    whole_s, used = _timed(seats, cluster, rng, LONGEST)
+    half_s, _ = _timed(seats, cluster, rng, LONGEST // 2)
+    more = (seats.microbatches - LONGEST) / (LONGEST - LONGEST // 2)
+    scale = seats.microbatches / LONGEST
+    extended = Used(used.compute_s * scale, used.up_s * scale, used.down_s * scale, used.sent_bytes * scale)
+    return whole_s + more * (whole_s - half_s), extended
+
+
+def _timed(seats: Seats, cluster: Cluster, rng: np.random.Generator, microbatches: int) -> tuple[float, Used]:
+    """A step of so many microbatches, after as many steps that warm the wiring up."""
+    play, start = Play(seats, cluster, rng), 0.0
+    rounds = max(1, min(ROUNDS_MOST, LONGEST // microbatches))
+    for _ in range(rounds):
+        start = play.run(microbatches, start)
+    before = [play.computed.copy(), play.lines.up_used.copy(), play.lines.down_used.copy(), play.lines.sent.copy()]
+    end = start
+    for _ in range(rounds):
+        end = play.run(microbatches, end)
+    after = (play.computed, play.lines.up_used, play.lines.down_used, play.lines.sent)
+    compute, up, down, sent = ((late - early) / rounds for late, early in zip(after, before, strict=True))
+    return (end - start) / rounds, Used(compute, up, down, sent)
+
+
+def timeline(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[Bar, ...]:
+    """Who computes what when, in the microbatches of one step after another has warmed the wiring up; at most LONGEST of them."""
+    play, microbatches = Play(seats, cluster, rng), min(seats.microbatches, LONGEST)
+    start = play.run(microbatches, 0.0)
+    play.bars.clear()
+    play.run(microbatches, start)
+    return tuple(
+        msgspec.structs.replace(bar, start_s=bar.start_s - start, end_s=bar.end_s - start) for bar in play.bars
+    )

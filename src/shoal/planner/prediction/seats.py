@@ -1,0 +1,80 @@
+"""Who serves which stage in a predicted step, what that takes, and the bytes of its messages."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from shoal.planner.inputs.cluster import Cluster
+
+Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
+WIDEST_Bps = 1e12  # what a line without a stated rate is taken for
+
+
+class Seats(msgspec.Struct, frozen=True):
+    """Who serves what, and what that takes. Tuples by device unless they say stage."""
+
+    stage_of: tuple[int, ...]
+    forward_s: tuple[float, ...]  # one forward of the device's own stage
+    backward_s: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]  # by stage
+    boundary_bytes: float
+    tokens_bytes: float
+    microbatches: int
+    inflight: int
+    routes: Routing = ()  # empty: stochastic wiring
+    returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
+    averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
+    staleness: int = 0  # 1: averaged while the next step's microbatches are computed
+    widths: tuple[int, ...] = ()  # of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
+
+    @property
+    def stages(self) -> int:
+        return len(self.gradient_bytes)
+
+    @property
+    def back_bytes(self) -> float:
+        return self.boundary_bytes if self.returned_bytes is None else self.returned_bytes
+
+    @property
+    def members(self) -> list[int]:
+        return [device for device, stage in enumerate(self.stage_of) if stage >= 0]
+
+    @property
+    def seated(self) -> list[int]:
+        """Members in the order of a plan's seats: by stage."""
+        return sorted(self.members, key=lambda device: (self.stage_of[device], device))
+
+    def replicas(self, stage: int) -> list[int]:
+        return [device for device, own in enumerate(self.stage_of) if own == stage]
+
+
+def line_rates(cluster: Cluster) -> tuple[int, ...]:
+    """The slower direction of every device's line, kB/s."""
+    lines_Bps = [min(device.up_Bps or math.inf, device.down_Bps or math.inf) for device in cluster.devices]
+    return tuple(max(1, round(min(line_Bps, WIDEST_Bps) / 1000)) for line_Bps in lines_Bps)
+
+
+def of_group(widths: tuple[int, ...], group: list[int]) -> tuple[int, ...]:
+    """The line rates of these devices; empty if none are given."""
+    return tuple(widths[device] for device in group) if widths else ()
+
+
+def request_bytes(seats: Seats) -> list[float]:
+    """Tokens that an owner sends for one microbatch, by stage, over forward and backward. What it receives are receipts."""
+    last = seats.stages - 1
+    return [seats.tokens_bytes * ((stage == 0 < last) + (stage in (0, last))) for stage in range(seats.stages)]
+
+
+def handed_bytes(seats: Seats) -> tuple[list[float], list[float]]:
+    """What a replica sends to other replicas and receives from them for one microbatch that passes it, by stage."""
+    last, body, back = seats.stages - 1, seats.boundary_bytes, seats.back_bytes
+    sent = [body * (stage < last) + back * (stage > 0) for stage in range(last + 1)]
+    return sent, [body * (stage > 0) + back * (stage < last) for stage in range(last + 1)]
+
+
+def hop_s(seats: Seats, device: int) -> float:
+    """Compute of one microbatch at a device; the last stage runs no forward of its own."""
+    last = seats.stage_of[device] == seats.stages - 1
+    return max(seats.backward_s[device] + (0.0 if last else seats.forward_s[device]), 1e-12)

@@ -1,0 +1,136 @@
+"""Prices a placement: what the blocks of a stage take on the devices that serve it, and whether they fit."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal import codec
+from shoal.core.allreduce.layout import owned
+from shoal.planner.inputs import memory
+from shoal.planner.inputs.cluster import Device
+from shoal.planner.inputs.profile import BACKWARD, FORWARD
+from shoal.planner.prediction.seats import Seats
+from shoal.planner.prediction.step import Step, rough_s
+from shoal.planner.strategy.plan import Plan
+from shoal.planner.strategy.problem import GRADIENT_BYTES, Problem
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One number of stages, seated and priced."""
+
+    cut: tuple[range, ...]
+    seats: Seats
+    swaps: tuple[bool, ...]  # by stage
+    rough_s: float
+    step: Step | None = None
+
+    @property
+    def stages(self) -> int:
+        return len(self.cut)
+
+
+def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
+    """Those blocks on those devices, roughly priced; -1 is left out."""
+    made, devices = problem.profile, problem.cluster.devices
+    work = [made.stage(span) for span in cut]
+    swaps = tuple(
+        any(_lacks_resident(problem, span, devices[d]) > 0 for d, own in enumerate(stage_of) if own == s)
+        for s, span in enumerate(cut)
+    )
+
+    def seconds(device: int, direction: float) -> float:
+        stage = stage_of[device]
+        codec_s = problem.codec_s(stage, len(cut), direction == BACKWARD) if stage >= 0 else 0.0
+        if problem.emulated_s:
+            return problem.emulated_s * (1.0 if direction == FORWARD else 2.0) + codec_s  # executor/emulated.py
+        if stage < 0:
+            return 0.0
+        compute_s = direction * work[stage].flops / devices[device].flops + codec_s
+        if not swaps[stage]:
+            return compute_s
+        # One microbatch at a time: every part is loaded for it, and its gradient stored after a backward.
+        moved = work[stage].parameters * (problem.work.value_bytes + (4 if direction == BACKWARD else 0))
+        return max(compute_s, moved / devices[device].host_Bps)
+
+    every = range(len(devices))
+    average_ratio = codec.bytes_per_value(problem.travel.averaging, 4) / 4
+    gradient_bytes = tuple(
+        (problem.emulated_gradient_bytes if problem.emulated_s else stage.parameters * GRADIENT_BYTES) * average_ratio
+        for stage in work
+    )
+    seats = Seats(
+        stage_of,
+        tuple(seconds(d, FORWARD) for d in every),
+        tuple(seconds(d, BACKWARD) for d in every),
+        gradient_bytes,
+        made.boundary_bytes,
+        made.tokens_bytes,
+        problem.work.microbatches,
+        problem.work.inflight,
+        returned_bytes=problem.returned_bytes,
+        averaging_codec_s=max(
+            problem.averaging_codec_s(nbytes, stage_of.count(stage)) for stage, nbytes in enumerate(gradient_bytes)
+        ),
+        staleness=problem.staleness,
+    )
+    return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
+
+
+def as_planned(problem: Problem, plan: Plan) -> Seats:
+    """Who serves what and what that takes, by a plan made or written for the problem."""
+    place = {device.name: number for number, device in enumerate(problem.cluster.devices)}
+    stage_of = [-1] * len(place)
+    for number, stage in enumerate(plan.stages):
+        for peer in stage.peers:
+            stage_of[place[peer]] = number
+    cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
+    seats = placed(problem, cut, tuple(stage_of)).seats
+    order = seats.seated  # a plan's widths and routes speak of seats, Seats of devices
+    if plan.widths:
+        width = dict(zip(order, plan.widths, strict=True))
+        widths = tuple(width.get(device, 0) for device in range(len(place)))
+        seats = owning(problem, msgspec.structs.replace(seats, widths=widths))
+    if not plan.routes:
+        return seats
+    ways = {
+        order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
+        for owner, by_stage in enumerate(plan.routes)
+    }
+    return msgspec.structs.replace(seats, routes=tuple(ways.get(device, ()) for device in range(len(place))))
+
+
+def owning(problem: Problem, seats: Seats) -> Seats:
+    """With the seconds that who owns most encodes and decodes."""
+    if not seats.widths:
+        return seats
+    codec_s = 0.0
+    for stage, nbytes in enumerate(seats.gradient_bytes):
+        group = seats.replicas(stage)
+        shares = owned([seats.widths[device] for device in group])
+        most = max(shares) / sum(shares) if shares else 0.0
+        codec_s = max(codec_s, problem.averaging_codec_s(nbytes, len(group), most))
+    return msgspec.structs.replace(seats, averaging_codec_s=codec_s)
+
+
+def lacks_bytes(problem: Problem, span: range, device: Device) -> float:
+    resident = _lacks_resident(problem, span, device)
+    if resident <= 0 or not problem.swapping:
+        return resident
+    made = problem.profile
+    need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    return min(resident, memory.lacking(_keeping(problem, span, need), device))
+
+
+def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
+    if problem.emulated_s:
+        return 0.0
+    made = problem.profile
+    need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    return memory.lacking(_keeping(problem, span, need), device)
+
+
+def _keeping(problem: Problem, span: range, need: memory.Need) -> memory.Need:
+    """With what it keeps of an even share of the microbatches: who else serves that stage is not known yet."""
+    stages = problem.shape.layers / len(span)
+    share = min(problem.work.microbatches * stages / len(problem.cluster.devices), problem.work.microbatches)
+    return msgspec.structs.replace(need, kept_bytes=problem.kept_bytes(span, share))

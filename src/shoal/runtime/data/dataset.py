@@ -1,0 +1,90 @@
+"""The run's samples and microbatches: where the text comes from, and which sample has which number.
+
+One global cursor: microbatch `index` of `step` holds the samples (step * microbatches + index) * microbatch + b. Sample i depends on
+the corpus, the sequence length and the run's seed alone (sampling.py), so every peer reads the same sample, whatever the number of
+peers, and a resumed run goes on at the next one. core decides who trains on which microbatch. A corpus of files (corpus.py) is tokenised
+once and indexed freely; a streamed Hugging Face dataset is read block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shoal.config import Config, Data, Train, microbatches
+from shoal.runtime.data.corpus import open_corpus, read_tokens, text_field
+from shoal.runtime.data.sampling import PackedSamples, Samples, StreamedSamples
+from shoal.runtime.data.tokenizer import Tokenizer, Tokens, open_tokenizer
+
+
+class Dataset:
+    """Samples by number, and microbatches by step and index."""
+
+    def __init__(self, samples: Samples, train: Train) -> None:
+        self._samples = samples
+        self._train = train
+        self.digest = samples.digest
+        self.describe = samples.describe
+
+    def sample(self, i: int) -> Tokens:
+        """Sample `i`: sequence + 1 tokens, int64."""
+        return self._samples.sample(i)
+
+    def microbatch(self, step: int, index: int) -> torch.Tensor:
+        """Tokens (B, L + 1), int64: inputs and, shifted by one, targets."""
+        size = self._train.microbatch
+        first = (step * microbatches(self._train) + index) * size
+        return torch.from_numpy(np.stack([self.sample(first + b) for b in range(size)]))
+
+
+def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
+    """The run's data. With `cache`, tokens are kept in files there, mapped and shared by the peers of a machine.
+
+    ValueError: unknown source, path or field missing, vocabulary too small, corpus shorter than one sequence."""
+    tokenizer = open_tokenizer(config.data.tokenizer)
+    limit = vocabulary(config)
+    if tokenizer.vocabulary > limit:
+        raise ValueError(
+            f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocabulary} ids, "
+            f"the model's vocabulary {limit}; set model.vocab_size to at least {tokenizer.vocabulary}"
+        )
+    if config.data.source == "huggingface":
+        return Dataset(_streamed(config.data, tokenizer, config.run.seed), config.train)
+    corpus = open_corpus(config.data)
+    tokens, digest = read_tokens(corpus, tokenizer, cache)
+    note = f"{corpus.name}: {corpus.count} documents, {len(tokens)} tokens, sha256 {digest[:16]}"
+    return Dataset(PackedSamples(tokens, config.data.sequence, config.run.seed, digest, note), config.train)
+
+
+def vocabulary(config: Config) -> int:
+    """Token ids of the run's model: below this."""
+    if not config.model.path:
+        return config.model.vocab_size
+    from shoal.model.families import hf_config
+
+    return int(hf_config(config).vocab_size)
+
+
+def _streamed(data: Data, tokenizer: Tokenizer, seed: int) -> StreamedSamples:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("data.source = 'huggingface' needs the extra: pip install 'shoal[data]'") from error
+    if not data.path:
+        raise ValueError("data.source = 'huggingface' needs data.path = the dataset's name, or 'name:subset'")
+    name, _, subset = data.path.partition(":")
+    label = f"data.path = {data.path!r}, data.split = {data.split!r}"
+    try:
+        rows = datasets.load_dataset(name, subset or None, split=data.split, streaming=True)
+    except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
+        raise ValueError(f"{label}: cannot open this dataset: {error}") from error
+
+    def documents(first: int) -> Iterator[bytes]:
+        for row in rows.skip(first):
+            yield text_field(row, data.field, f"{label}: row")
+
+    next(documents(0), b"")  # a missing column or an unreachable host shows before training starts
+    return StreamedSamples(documents, tokenizer, data.sequence, seed, f"{name}:{subset}:{data.split}:{data.field}")

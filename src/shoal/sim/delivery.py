@@ -1,0 +1,117 @@
+"""Messages between simulated processes: from a node through the network to another node, or to nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from shoal.core import messages as m
+from shoal.sim.context import Context, Values
+from shoal.sim.lines import Wire
+from shoal.sim.processes import Processes
+from shoal.sim.task_runner import CHUNKS
+
+SAMPLE = 61  # every so many messages one is encoded, decoded and compared
+SAMPLE_HOSTILE = 7  # the same where somebody tries to make them other messages
+STRANGER = "stranger.0"
+REFUSED = 0.7  # how often the sender learns that its target does not live
+Parcel = tuple[m.Peer, m.Peer, m.Message, Values]  # from, to
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(m.Message)
+
+
+class Delivery:
+    """`swallows`: whether a hostile peer keeps a message from arriving."""
+
+    def __init__(self, context: Context, processes: Processes) -> None:
+        self.swallows: Callable[[m.Peer, m.Peer, Values], bool] = lambda source, target, values: False
+        self._context = context
+        self._processes = processes
+        self._proposed: m.View | None = None  # the newest view that an honest peer proposes
+        self._sample = SAMPLE_HOSTILE if context.case.hostile else SAMPLE
+        self._messages = 0
+
+    def carry(self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True) -> None:
+        """Hand a message to the network. `honest`: its sender is."""
+        context = self._context
+        kernel, case = context.kernel, context.case
+        self._messages += 1
+        if honest and self._messages % self._sample == 0:
+            self._check_encoding(source, message)
+        if self.swallows(source, target, values):
+            return
+        if honest and type(message) is m.Propose:
+            self._propose(message.entry.view)
+        parcel = (source, target, message, values)
+        if target == source:
+            kernel.at(kernel.now, self._arrive, parcel)
+            return
+        if values and case.wire is not None:
+            self._over_lines(parcel, case.wire)
+            return
+        nbytes = 0
+        if values:
+            chunk = isinstance(message, m.ReduceChunk | m.GatherChunk)
+            nbytes = case.scenario.values if chunk else case.scenario.boundary_bytes * len(values)
+        for at in context.network.arrivals(source, target, nbytes, kernel.now, m.rank(message)):
+            kernel.at(at, self._arrive, parcel)
+        stranger = context.network.faults.stranger
+        if stranger and context.chance.random() < stranger and type(message) is not m.Join:
+            parcel = (STRANGER, target, message, values)
+            kernel.after(context.chance.uniform(0.0, 10.0), self._arrive, parcel)
+
+    def current_views(self) -> list[m.View]:
+        """The views that a survivor may hold: the newest agreed one and what is proposed after it."""
+        newest = self._context.watch.newest
+        views = [newest] if newest is not None else []
+        if newest is not None and self._proposed is not None and self._proposed.number > newest.number:
+            views.append(self._proposed)
+        return views
+
+    def forget_proposals(self) -> None:
+        """The run begins again."""
+        self._proposed = None
+
+    def _propose(self, view: m.View) -> None:
+        if self._proposed is None or view.number > self._proposed.number:
+            self._proposed = view
+
+    def _over_lines(self, parcel: Parcel, wire: Wire) -> None:
+        """Over the sender's uplink and the receiver's downlink. What has not left when its sender dies is lost."""
+        source, target, message, values = parcel
+        network, kernel, died_s = self._context.network, self._context.kernel, self._processes.died_s
+        nbytes, rank = sum(wire.nbytes(value, CHUNKS) for value in values), m.rank(message)
+        for at in network.arrivals(source, target, nbytes, kernel.now, rank):
+            left_s = network.left(source, rank)
+
+            def reach(_: object, left_s: float = left_s) -> None:
+                if died_s.get(source, left_s) >= left_s:
+                    through_s = network.through(source, target, nbytes, rank, kernel.now)
+                    kernel.at(through_s, self._arrive, parcel)
+
+            kernel.at(at, reach)
+
+    def _arrive(self, parcel: Parcel) -> None:
+        source, target, message, values = parcel
+        node = self._processes.nodes.get(target)
+        if node is not None:
+            node.deliver(source, message, values)
+        elif self._context.chance.random() < REFUSED and source in self._processes.nodes:
+            self._context.kernel.after(0.05, self._refused, (source, target))
+
+    def _refused(self, pair: tuple[m.Peer, m.Peer]) -> None:
+        node = self._processes.nodes.get(pair[0])
+        if node is not None:
+            node.receive(m.Unreachable(pair[1]))
+
+    def _check_encoding(self, peer: m.Peer, message: m.Message) -> None:
+        """A message must be the same after encoding and decoding."""
+        watch = self._context.watch
+        try:
+            same = _DECODER.decode(_ENCODER.encode(message)) == message
+        except (msgspec.ValidationError, OverflowError) as error:  # beyond 64 bits: its driver would end
+            watch.report(peer, "wire", f"{message}: {error}")
+            return
+        if not same and "nan" not in repr(message):
+            watch.report(peer, "wire", f"{message} is another message after decoding")

@@ -1,0 +1,99 @@
+"""The demand of progress: a healed run must commit, finish, and have everybody back within the scenario's bounds."""
+
+from __future__ import annotations
+
+from shoal.sim.checkers import progress
+from shoal.sim.context import Context
+from shoal.sim.delivery import Delivery
+from shoal.sim.faults.strangers import Strangers
+from shoal.sim.node import Node
+from shoal.sim.processes import Processes
+
+CHECK_S = 5.0  # between looks at the progress
+HOME_BEATS = 90  # after that long without disturbance a peer must belong to the run: retries, a download, a held step
+MOST_BLOBS = 12  # blobs that a machine may hold after the last step: those that arrive later are dropped then
+
+
+class Liveness:
+    """`stuck` says why progress cannot be demanded. `veterans`: the processes that lived when the run was over."""
+
+    def __init__(self, context: Context, processes: Processes, delivery: Delivery, strangers: Strangers | None) -> None:
+        self.stuck = ""
+        self.veterans: list[Node] = []
+        self._context = context
+        self._processes = processes
+        self._delivery = delivery
+        self._strangers = strangers
+
+    def begin(self) -> None:
+        self._context.kernel.after(CHECK_S, self._look)
+
+    def end(self) -> None:
+        """The run has ended: what its checkers still demand."""
+        context = self._context
+        honest = [node.name for node in self._processes.nodes.values() if node.mask is None]
+        context.watch.end(self._processes.finished, honest)
+        newest, timeline = context.watch.newest, context.timeline
+        assert newest is not None and timeline.over_s is not None and timeline.healed_s is not None
+        known = {one.peer for one in newest.members + newest.joining}
+        for node in self.veterans:
+            if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
+                continue
+            undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
+            if undisturbed_s < HOME_BEATS * context.settings.beat_s or node.condition.leaving:
+                continue
+            if node.name not in known:
+                text = f"lives since {node.process.born_s:.0f} s and is no member of {progress(newest)}"
+                context.watch.report(node.name, "home", text)
+            blobs = sorted(node.runner.blobs)
+            if len(blobs) > MOST_BLOBS:
+                context.watch.report(node.name, "leak", f"holds {len(blobs)} blobs after the last step: {blobs[:8]}")
+
+    def describe(self) -> str:
+        """How far the run is, in words."""
+        newest = self._context.watch.newest
+        nodes = self._processes.nodes.values()
+        views = ", ".join(f"{node.name}:{node.view.number if node.view else '-'}" for node in nodes)
+        return f"{progress(newest) if newest else 'no view'}; views held: {views}"
+
+    def _look(self, _: object) -> None:
+        """Is the run where it should be by now? If not, the simulation ends."""
+        kernel, watch = self._context.kernel, self._context.watch
+        text = self._late()
+        if text:
+            self.stuck = self._hopeless()
+            if not self.stuck:
+                watch.report("", "progress", f"{text}: {self.describe()}")
+            kernel.stop()
+        if watch.violations:
+            kernel.stop()
+        kernel.after(CHECK_S, self._look)
+
+    def _late(self) -> str:
+        """Which bound the run has missed; empty: none."""
+        context = self._context
+        case, scenario, now = context.case, context.case.scenario, context.kernel.now
+        timeline = context.timeline
+        if timeline.began_s is None:
+            if now > scenario.start_s / 2:
+                context.network.heal()
+            return "the run has not begun" if now > scenario.start_s else ""
+        if timeline.over_s is not None or timeline.healed_s is None:
+            return ""
+        since_s = now - max([timeline.healed_s, *context.watch.commit_times[-1:]])
+        if since_s > scenario.progress_s * case.patience:
+            return f"no commit for {since_s:.0f} s after healing"
+        if now - timeline.healed_s > scenario.finish_s * case.patience:
+            return f"not finished {now - timeline.healed_s:.0f} s after healing"
+        return ""
+
+    def _hopeless(self) -> str:
+        """Why no run could go on: fewer peers than stages, or no majority left."""
+        nodes, stages = self._processes.nodes, self._context.case.settings.stages
+        for view in self._delivery.current_views():
+            alive = [peer for peer in view.voters if peer in nodes]
+            if 2 * len(alive) <= len(view.voters):
+                return f"{len(alive)} of {len(view.voters)} voters live"
+            if len(nodes) < stages:
+                return f"{len(nodes)} peers live for {stages} stages"
+        return self._strangers.alone() if self._strangers is not None else ""

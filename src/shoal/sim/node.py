@@ -1,0 +1,353 @@
+"""One simulated process: its machine, its task runner, its clock; on virtual time, what runtime/node.py does on a real peer."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core import messages as m
+from shoal.core.consensus import certificates
+from shoal.core.peer import PeerMachine
+from shoal.sim import signatures
+from shoal.sim.context import Context, Values
+from shoal.sim.faults.garbled import garble
+from shoal.sim.task_runner import BAD, Blob, TaskRunner, overflown
+
+SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
+REBOOT_S = 5.0  # until a hostile process that has ended is started again
+Who = tuple[int, int]  # a process: key, incarnation
+
+
+class Mask(Protocol):
+    """Changes what a hostile process sends; None: the message is withheld."""
+
+    def sends(self, message: m.Message, values: Values) -> tuple[m.Message, Values] | None: ...
+
+
+class Host(Protocol):
+    """What a node needs of the simulation around it."""
+
+    def carry(
+        self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True
+    ) -> None: ...
+
+    def names(self) -> list[m.Peer]: ...
+
+    def boot(self, who: Who) -> None: ...
+
+    def kill(self, node: Node) -> None: ...
+
+    def agreed(self, node: Node, view: m.View) -> None: ...
+
+    def proposed(self, view: m.View) -> None: ...
+
+    def ended(self, node: Node) -> None: ...
+
+    def trapped(self, node: Node, commands: Sequence[m.Command]) -> int | None: ...
+
+
+class Process(msgspec.Struct, frozen=True):
+    """Which process it is. `serial` counts the processes of the simulation; a restarted one keeps `key`."""
+
+    key: int
+    incarnation: int
+    serial: int
+    born_s: float
+    founder: bool = False  # it founds the run
+
+    @property
+    def name(self) -> m.Peer:
+        return f"p{self.key}.{self.incarnation}"
+
+    @property
+    def successor(self) -> Who:
+        """The process that takes its place."""
+        return self.key, self.incarnation + 1
+
+
+class Condition(msgspec.Struct):
+    """What faults do to a process."""
+
+    away: bool = False  # its membership is at risk: no other fault may rely on it
+    slow: bool = False
+    leaving: bool = False
+    lies: float = 0.0  # probability that a message it sends is faulty
+
+
+class Pause:
+    """A stopped process: what ends and what arrives meanwhile waits here."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.ended: list[tuple[Callable[[Any], None], Any]] = []  # ends of tasks
+        self.events: list[m.Event] = []
+
+
+class Clock:
+    """A machine's clock, and the kernel time at which the machine next wants to be called."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0  # ahead of the kernel's time
+        self.armed_s: float | None = None
+        self._spins = 0
+        self._spun_at_s = -1.0
+
+    def spins(self, now: float) -> bool:
+        """Counts one more Tick now; true when there have been too many at this moment."""
+        self._spins = self._spins + 1 if self._spun_at_s == now else 0
+        self._spun_at_s = now
+        return self._spins > SPINS
+
+
+class Node:
+    """One process. A node with a `mask` is hostile; no checker believes it."""
+
+    def __init__(self, context: Context, host: Host, process: Process) -> None:
+        case = context.case
+        self.context, self.host, self.process = context, host, process
+        self.name = process.name
+        settings = context.settings_of(process.key)
+        self.machine = PeerMachine(self.name, settings, case.rng(self.name), process.founder)
+        self.runner = TaskRunner(context.world, self._later, self._now)
+        self.runner.forward_s, self.runner.backward = case.forward_s, case.scenario.backward
+        self.runner.rounds, self.runner.states = case.rounds, case.states
+        self.runner.slowness = case.speeds[process.key % len(case.speeds)]
+        self.runner.fails = context.task_fails
+        self.lives = True
+        self.mask: Mask | None = None
+        self.condition = Condition()
+        self.finish: m.Finish | None = None
+        self.view: m.View | None = None
+        self._pause = Pause()
+        self._clock = Clock()
+        self._blob_numbers = count(1)
+
+    @property
+    def stopped(self) -> bool:
+        return self._pause.stopped
+
+    @property
+    def available(self) -> bool:
+        """Neither stopped nor at risk by another fault."""
+        return not self.condition.away and not self._pause.stopped
+
+    # ---------------------------------------------------------------------------------------------- from outside
+
+    def receive(self, event: m.Event) -> None:
+        """Hand an event to the machine; a stopped process handles it later."""
+        if not self.lives:
+            return
+        if self._pause.stopped:
+            self._pause.events.append(event)
+            return
+        self._handle(event)
+
+    def deliver(self, source: m.Peer, message: m.Message, values: Values) -> None:
+        """Hand a message to the machine if its signatures hold, as the driver of a real peer does."""
+        checked = certificates.checked(self.name, source, message, signatures.verify)
+        if checked is None:
+            return
+        if values:
+            bad = any(value is BAD or overflown(value) for value in values)
+            refs = () if bad else tuple(m.BlobRef(self._keep(value), 100) for value in values)
+            self.receive(m.Received(source, checked, refs, "blob 0: values are not finite" if bad else ""))
+        else:
+            self.receive(m.Received(source, checked))
+
+    def stop(self) -> None:
+        self._pause.stopped = True
+
+    def resume(self, _: object = None) -> None:
+        if not self._pause.stopped or not self.lives:
+            return
+        pause, self._pause = self._pause, Pause()
+        self.condition.away = False
+        for action, argument in pause.ended:  # tasks end in the order in which they were given
+            action(argument)
+        events = pause.events
+        if self.context.chance.random() < 0.5:
+            events.insert(0, m.Tick())
+        for event in events:
+            self.receive(event)
+        self._ring()
+
+    def jump(self, seconds: float) -> None:
+        """Move the clock ahead."""
+        self._clock.offset_s += seconds
+        self._clock.armed_s = None
+        self._arm()
+
+    # ----------------------------------------------------------------------------------------------- the machine
+
+    def _handle(self, event: m.Event) -> None:
+        context, host, machine = self.context, self.host, self.machine
+        now = context.kernel.now
+        try:
+            commands = machine.handle(event, now + self._clock.offset_s)
+        except Exception:  # noqa: BLE001  whatever a machine raises is a finding, not an end of the simulation
+            self._crash(event)
+            return
+        context.history.add(now, self.process.serial, len(commands))
+        if context.record is not None:
+            context.record(now + self._clock.offset_s, self.name, event, commands)
+        if machine.view is not self.view:
+            self.view = machine.view
+            if self.view is not None and self.mask is None:
+                host.agreed(self, self.view)
+        cut = host.trapped(self, commands)
+        for command in commands if cut is None else commands[:cut]:
+            _CARRY_OUT[type(command)](self, command)
+        if cut is not None:
+            host.kill(self)
+        elif self.finish is not None:
+            host.ended(self)
+        elif self.lives:
+            self._arm()
+
+    def _crash(self, event: m.Event) -> None:
+        self._report("crash", f"on {event!r:.1500}:\n{traceback.format_exc(limit=-6)}")
+        self.host.kill(self)
+        if self.mask is not None:
+            self.context.kernel.after(REBOOT_S, self.host.boot, self.process.successor)
+
+    def _arm(self) -> None:
+        """Ask the kernel for a call at the machine's deadline."""
+        deadline = self.machine.deadline
+        if deadline is None:
+            return
+        clock, kernel = self._clock, self.context.kernel
+        at = max(deadline - clock.offset_s + 1e-9, kernel.now)  # rounding must not make it a moment early
+        if clock.armed_s is None or at < clock.armed_s - 1e-9:
+            clock.armed_s = at
+            kernel.at(at, self._ring, at)
+
+    def _ring(self, at: float | None = None) -> None:
+        clock = self._clock
+        if at is not None and at != clock.armed_s:
+            return  # an earlier call has replaced it
+        clock.armed_s = None
+        if self._pause.stopped or not self.lives:
+            return
+        now = self.context.kernel.now
+        deadline = self.machine.deadline
+        if deadline is None or deadline > now + clock.offset_s:
+            self._arm()
+        elif clock.spins(now):
+            self._report("spin", f"deadline stays {deadline - now - clock.offset_s:+.3f} s from now")
+            self.host.kill(self)
+        else:
+            self._handle(m.Tick())
+
+    def _report(self, checker: str, text: str) -> None:
+        if self.mask is None:
+            self.context.watch.report(self.name, checker, text)
+
+    # -------------------------------------------------------------------------------------------------- commands
+
+    def _send(self, command: m.Send) -> None:
+        """Every message of this peer's machine leaves here."""
+        context, message = self.context, command.message
+        values = tuple([self._value(name, message) for name in command.blobs])
+        if type(message) is m.Propose:
+            self.host.proposed(message.entry.view)
+        if self.mask is not None:
+            if type(message) is m.Round:  # a hostile leader's round says whose chunks go to whom
+                context.watch.sent(self.name, command.peer, message)
+            changed = self.mask.sends(message, values)
+            if changed is not None:  # it signs like anybody else, with its own key
+                sealed = self._sealed(command.peer, changed[0])
+                self.host.carry(self.name, command.peer, sealed, changed[1], honest=False)
+            return
+        context.watch.sent(self.name, command.peer, message)
+        if self.condition.lies and context.chance.random() < self.condition.lies:
+            message = garble(message, context.chance) if context.chance.random() < 0.2 else message
+            values = tuple(BAD for _ in values)
+        self.host.carry(self.name, command.peer, self._sealed(command.peer, message), values)
+
+    def _sealed(self, target: m.Peer, message: m.Message) -> m.Message:
+        return certificates.seal(self.name, target, message, partial(signatures.sign, self.name))
+
+    def _value(self, name: str, message: m.Message) -> Blob:
+        value = self.runner.blobs.get(name)
+        if value is None:
+            self._report("blobs", f"sends blob {name!r}, which is not held, with {message}")
+            return BAD
+        return value
+
+    def _keep(self, value: Blob) -> str:
+        name = f"r/{next(self._blob_numbers)}"
+        self.runner.blobs[name] = value
+        return name
+
+    def _do(self, command: m.Do) -> None:
+        task = command.task
+        if isinstance(task, m.Apply) and self.mask is None:
+            self.context.watch.applying(self.name, self.view, task)
+        self.runner.submit(task, self._done)
+        self._report_tasks()
+
+    def _done(self, result: m.Done | m.Failed) -> None:
+        self._report_tasks()
+        if isinstance(result, m.Done) and result.result.record.startswith("checkpoints/") and self.mask is None:
+            step = int(result.result.record.rpartition("-")[2])
+            self.context.watch.published(self.name, step, self.context.world.storage.published[step])
+        self.receive(result)
+        if isinstance(result, m.Done) and result.result.digest and self.mask is None:
+            self._report_state()
+
+    def _report_tasks(self) -> None:
+        for text in self.context.world.faults:
+            self._report("tasks", text)
+        self.context.world.faults.clear()
+
+    def _report_state(self) -> None:
+        """The task may have given the stage new parameters. What the machine does not take for its state is void."""
+        runner, server = self.runner, self.machine.server
+        if server.ready and (server.stage, server.step) == (runner.stage, runner.version):
+            self.context.watch.holds(self.name, server.epoch, runner.stage, runner.version, runner.digest)
+
+    def _drop(self, command: m.Drop) -> None:
+        for name in command.blobs:
+            if self.runner.blobs.pop(name, None) is None:
+                self._report("blobs", f"drops blob {name!r}, which is not held")
+
+    def _find(self, command: m.Find) -> None:
+        self.context.kernel.after(self.context.chance.uniform(0.05, 0.5), self._found)
+
+    def _found(self, _: object) -> None:
+        names = [name for name in self.host.names() if name != self.name]
+        self.receive(m.Found(peers=tuple(self.context.chance.sample(names, min(len(names), 8)))))
+
+    def _finish(self, command: m.Finish) -> None:
+        self.finish = command
+
+    def _note(self, command: m.Note) -> None:
+        if self.context.notes is not None:
+            self.context.note(f"{self.name:6} {command.kind}: {command.text}")
+
+    # ----------------------------------------------------------------------------------------- the task runner's time
+
+    def _now(self) -> float:
+        return self.context.kernel.now
+
+    def _later(self, seconds: float, action: Callable[[Any], None], argument: Any) -> None:
+        """Act after so many seconds: a stopped process when it goes on, a dead one never."""
+
+        def act(_: object) -> None:
+            if self._pause.stopped:
+                self._pause.ended.append((action, argument))
+            elif self.lives:
+                action(argument)
+
+        self.context.kernel.after(seconds, act)
+
+
+_CARRY_OUT: dict[type, Callable[[Node, Any], None]] = {
+    m.Send: Node._send, m.Do: Node._do, m.Drop: Node._drop, m.Find: Node._find, m.Finish: Node._finish,
+    m.Note: Node._note,
+}  # fmt: skip

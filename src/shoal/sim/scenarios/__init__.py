@@ -1,0 +1,1 @@
+"""Scenarios: what is simulated, the built-in ones, and the case that a seed draws."""

@@ -1,0 +1,61 @@
+"""The network beneath the streams: what streams.py asks of TLS over TCP and of libp2p.
+
+A Carrier listens, dials, and says whose key the other end of a connection holds. tls.py, libp2p.py and auto.py implement it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Generator
+from typing import Protocol, TypeVar
+
+from shoal.core.messages import Peer
+from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
+
+
+class ByteStream(Protocol):
+    """Bytes in both directions, in steps (engine.py)."""
+
+    def read(self, view: memoryview) -> Steps:
+        """Fill `view`. ConnectionError when the other side has closed."""
+
+    def write(self, view: memoryview) -> Steps: ...
+
+    def check_open(self) -> None:
+        """Between writes: ConnectionError when the other side has closed; it sends nothing else."""
+
+    def paced(self) -> ByteStream:
+        """For bulk, after the handshake: the same stream, which leaves room for control on a line that both share."""
+
+
+Authenticated = tuple[ByteStream, str]  # a stream, and the key id that its other end has proven
+Opening = Generator["WaitFor | Engine", None, Authenticated]
+Route = TypeVar("Route")
+
+
+class Carrier(Protocol[Route]):
+    """The network beneath. The type of a route to a peer is the carrier's own: what it derived from `learn`'s address."""
+
+    async def start(self) -> tuple[socket.socket, ...]:
+        """Listening sockets. ValueError when the carrier cannot listen."""
+
+    def route(self, peer: Peer) -> Route | None:
+        """The route to try next."""
+
+    def socket(self, route: Route) -> socket.socket:
+        """A socket for `dial`, which connects it."""
+
+    def dial(self, connection: Connection, route: Route) -> Opening: ...
+
+    def answer(self, connection: Connection) -> Opening:
+        """Authenticate a connection that was just accepted."""
+
+    def reached(self, peer: Peer, route: Route) -> None:
+        """The route works. Called in an engine's thread, like `failed`."""
+
+    def failed(self, peer: Peer, route: Route, reason: str) -> bool:
+        """The route does not work. True: `route` now returns another one, to be tried at once."""
+
+    def forget(self, peer: Peer) -> None: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,88 @@
+"""Frames that wait to be sent to one peer on one kind of stream: bounded, and shared by two threads. For sender.py."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from shoal.core.messages import RANKS, Peer
+from shoal.transport.base import StreamKind
+from shoal.transport.streams.engine import Connection
+from shoal.transport.wire import Frame
+
+SHARE_BYTES = 256 << 10  # that may wait for one peer even when all queues together are full
+
+
+class QueuedBytes:
+    """Of all send queues of a kind together."""
+
+    def __init__(self, limit_bytes: float) -> None:
+        self.limit_bytes = limit_bytes
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
+class SendQueue:
+    """The frames for one peer, and the connection that sends them. The node's thread puts; the engine's sends."""
+
+    def __init__(self, peer: Peer, kind: StreamKind, limit_bytes: int, total: QueuedBytes) -> None:
+        self.peer = peer
+        self.kind: StreamKind = kind
+        self.connection: Connection | None = None  # engine's thread only
+        self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(RANKS))
+        self._written = [0] * RANKS  # bytes of each rank's first frame that have been written
+        self._bytes = 0
+        self._limit_bytes = limit_bytes
+        self._total = total
+        self._lock = threading.Lock()
+
+    def put(self, frame: Frame) -> bool:
+        """False: the queue is full and the frame is dropped. An empty queue takes one frame of any size, unless all together are full."""
+        with self._lock:
+            if self._bytes and self._bytes + frame.nbytes > self._limit_bytes:
+                return False
+            crowded = self._total.nbytes + frame.nbytes > self._total.limit_bytes and self._total.nbytes
+            if crowded and self._bytes + frame.nbytes > SHARE_BYTES:
+                return False
+            self._frames[frame.rank].append(frame)
+            self._count(frame.nbytes)
+            return True
+
+    @property
+    def idle(self) -> bool:
+        """Empty and without a connection."""
+        return self._bytes == 0 and self.connection is None
+
+    def first(self) -> tuple[Frame, int] | None:
+        """The first frame of the highest rank, and how many of its bytes are written. `advance` removes it after the last one."""
+        with self._lock:
+            for frames, written in zip(self._frames, self._written, strict=True):
+                if frames:
+                    return frames[0], written
+            return None
+
+    def advance(self, frame: Frame, nbytes: int) -> None:
+        with self._lock:
+            frames = self._frames[frame.rank]
+            if not frames or frames[0] is not frame:  # the queue was cleared meanwhile
+                return
+            self._written[frame.rank] += nbytes
+            if self._written[frame.rank] == frame.nbytes:
+                frames.popleft()
+                self._written[frame.rank] = 0
+                self._count(-frame.nbytes)
+
+    def clear(self) -> None:
+        with self._lock:
+            for frames in self._frames:
+                frames.clear()
+            self._written = [0] * RANKS
+            self._count(-self._bytes)
+
+    def _count(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        self._total.add(nbytes)

@@ -1,0 +1,142 @@
+"""Outgoing streams: one per peer and kind, dialled when there is something to send. For streams.py.
+
+A stream that breaks loses what waits in its queue and is reported as Lost; the next message dials again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Generic
+
+from shoal.core.messages import Peer
+from shoal.transport.base import MAX_CONTROL_BYTES, STREAM_KINDS, Limits, StreamKind
+from shoal.transport.budget import Warnings
+from shoal.transport.identity.identity import key_id_of
+from shoal.transport.identity.invite import Membership
+from shoal.transport.streams import handshake
+from shoal.transport.streams.carrier import ByteStream, Carrier, Route
+from shoal.transport.streams.engine import Connection, Engines, Steps, WaitFor
+from shoal.transport.streams.handshake import HandshakeRefused, check_hello, encode_hello
+from shoal.transport.streams.presence import Presence
+from shoal.transport.streams.send_queue import QueuedBytes, SendQueue
+from shoal.transport.wire import FRAGMENT_BYTES, Frame, fragment_head
+
+QUEUED_CONTROL_BYTES = 4 * MAX_CONTROL_BYTES  # waiting for one peer
+ALL_CONTROL_BYTES = 16 * QUEUED_CONTROL_BYTES  # waiting for all peers
+SEND_QUEUES = 4096  # peers and kinds; beyond it the queues that are empty and have no connection are forgotten
+
+
+class Sender(Generic[Route]):
+    """`put`, `forget` and `pending` are called in the node's thread; everything else in the engine's of the kind."""
+
+    def __init__(
+        self,
+        name: Peer,
+        membership: Membership,
+        carrier: Carrier[Route],
+        limits: Limits,
+        engines: Engines,
+        presence: Presence,
+        warnings: Warnings,
+    ) -> None:
+        self._name, self._membership, self._carrier = name, membership, carrier
+        self._limits = limits
+        self._engines, self._presence, self._warnings = engines, presence, warnings
+        self._queues: dict[tuple[Peer, StreamKind], SendQueue] = {}
+        self._queued_bytes = {"control": QueuedBytes(ALL_CONTROL_BYTES), "bulk": QueuedBytes(math.inf)}
+
+    def put(self, peer: Peer, frame: Frame) -> bool:
+        """False: too much waits already, and the frame is dropped."""
+        kind: StreamKind = "bulk" if frame.bulk else "control"
+        queue = self._queues.get((peer, kind))
+        if queue is None:
+            queue = self._new_queue(peer, kind)
+        if not queue.put(frame):
+            return False
+        self._engines.sender(kind).post(lambda: self._serve(queue))
+        return True
+
+    def forget(self, peer: Peer) -> None:
+        for kind in STREAM_KINDS:
+            queue = self._queues.pop((peer, kind), None)
+            if queue is not None:
+                queue.clear()
+                self._engines.sender(kind).post(partial(self._disconnect, queue))
+
+    @property
+    def pending(self) -> bool:
+        """Frames wait to be sent."""
+        return any(queue.first() for queue in self._queues.values())
+
+    def _new_queue(self, peer: Peer, kind: StreamKind) -> SendQueue:
+        if len(self._queues) >= SEND_QUEUES:  # names are free, and a peer answers every request
+            self._queues = {key: queue for key, queue in self._queues.items() if not queue.idle}
+        limit_bytes = self._limits.queued_bytes if kind == "bulk" else QUEUED_CONTROL_BYTES
+        queue = self._queues[peer, kind] = SendQueue(peer, kind, limit_bytes, self._queued_bytes[kind])
+        return queue
+
+    def _serve(self, queue: SendQueue) -> None:
+        """Wake the queue's connection, or dial one."""
+        if queue.connection is not None:
+            self._engines.sender(queue.kind).wake(queue.connection)
+            return
+        route = self._carrier.route(queue.peer)
+        if route is None or queue.first() is None:
+            return
+        try:
+            sock = self._carrier.socket(route)
+        except OSError as error:  # no file descriptor is left: the same as a peer that does not answer
+            queue.clear()
+            self._warnings.warn("no file descriptors", f"{self._name} cannot call {queue.peer}: {error}")
+            return self._presence.disconnected(queue.peer, error, always=True)
+        connection = Connection(sock, lambda error: self._failed(queue, connection, route, error))
+        connection.steps = self._dial(connection, queue, route)
+        connection.deadline = time.monotonic() + handshake.CONNECT_S
+        queue.connection = connection
+        self._engines.sender(queue.kind).adopt(connection)
+
+    def _dial(self, connection: Connection, queue: SendQueue, route: Route) -> Steps:
+        stream, key = yield from self._carrier.dial(connection, route)
+        if key != key_id_of(queue.peer):
+            raise HandshakeRefused(f"another peer answers at its address (key {key})")
+        yield from handshake.write(stream, encode_hello(self._name, queue.peer, queue.kind, self._membership))
+        hello = check_hello((yield from handshake.read(stream)), key, self._name, self._membership)
+        if hello.name != queue.peer:
+            raise HandshakeRefused(f"{hello.name} answers at its address: it was restarted")
+        connection.deadline = None
+        self._carrier.reached(queue.peer, route)
+        self._presence.connected(queue.peer)
+        yield from self._send_frames(stream.paced() if queue.kind == "bulk" else stream, queue)
+
+    def _send_frames(self, stream: ByteStream, queue: SendQueue) -> Steps:
+        while True:
+            first = queue.first()
+            if first is None:
+                stream.check_open()
+                yield WaitFor.READ
+                continue
+            frame, written = first
+            nbytes = frame.nbytes
+            if queue.kind == "bulk":  # one fragment, then the frame that has the highest rank by then
+                nbytes = min(FRAGMENT_BYTES, frame.nbytes - written)
+                yield from stream.write(fragment_head(frame.rank, nbytes))
+            for piece in frame.pieces(written, nbytes):
+                yield from stream.write(piece)
+            queue.advance(frame, nbytes)
+            yield WaitFor.AGAIN
+
+    def _failed(self, queue: SendQueue, connection: Connection, route: Route, error: Exception) -> None:
+        established = connection.deadline is None
+        if queue.connection is connection:
+            queue.connection = None
+            if not established and self._carrier.failed(queue.peer, route, str(error) or type(error).__name__):
+                return self._serve(queue)
+            queue.clear()
+        self._presence.disconnected(queue.peer, error, always=not established)
+
+    def _disconnect(self, queue: SendQueue) -> None:
+        if queue.connection is not None:
+            self._engines.sender(queue.kind).drop(queue.connection)
+            queue.connection = None
