@@ -40,13 +40,13 @@ APPLYING = {"applying": Apply("s/1", 0, 1, 1.0, False)}
 def test_a_request_is_judged_by_its_view_its_owner_and_what_is_here(
     changes: dict[str, Any], peer: str, facts: Facts, replica: dict[str, Any], verdict: object
 ) -> None:
-    state = ReplicaState(view=a_view(), installed=True, stage=1, **replica)
+    state = ReplicaState(view=a_view(), has_state=True, stage=1, **replica)
     request = Request(peer, msgspec.structs.replace(RIGHT, **changes), ("tokens",))
     assert judge(request, ME, state, SETTINGS, facts) == verdict
 
 
 def test_wrong_blobs_are_refused_and_their_sender_reported() -> None:
-    state = ReplicaState(view=a_view(), installed=True, stage=1)
+    state = ReplicaState(view=a_view(), has_state=True, stage=1)
     for request in (Request(OWNER, RIGHT, ()), Request(OWNER, RIGHT, ("tokens",), "values are not finite")):
         verdict = judge(request, ME, state, SETTINGS, NOTHING)
         assert isinstance(verdict, Refuse) and verdict.faulty and verdict.reason
