@@ -189,18 +189,22 @@ class Facts:
 
     def misfit(self, member: Member, view: View) -> bool:
         """A joiner that holds another state of its stage than the stage's members."""
-        if member.peer in self.serving or not self.holds(member, view):
+        return self.holds(member, view) and self._differs(member, view)
+
+    def _differs(self, member: Member, view: View) -> bool:
+        serving = self.known.serving
+        if member.peer in serving:
             return False
         others = {
             other.digest
             for peer, other in self.pulses.items()
-            if self.serving.get(peer) == member.stage and (other.step, other.epoch) == (view.step, view.epoch)
+            if other.step == view.step and other.epoch == view.epoch and serving.get(peer) == member.stage
         } - {""}
         return bool(others) and self.pulses[member.peer].digest not in others
 
     def ready(self, member: Member, view: View) -> bool:
         """It holds the state of its stage at the step that is trained."""
-        return self.holds(member, view) and not self.misfit(member, view)
+        return self.holds(member, view) and not self._differs(member, view)
 
     def near(self, member: Member, view: View) -> bool:
         """That joiner holds its stage and applies what was committed meanwhile: worth waiting for, unlike a download."""

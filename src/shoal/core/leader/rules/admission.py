@@ -55,6 +55,8 @@ def _welcome(peer: Peer, there: tuple[Member, ...], facts: Facts, now: float) ->
 
 def misfits(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Misfit]:
     """Joiners with another state than their stage's members, before a rule would take them for ready."""
+    if not view.joining:
+        return ()
     if view.started:
         candidates = () if facts.rounds.open is not None else _not_fenced(view)
     else:
