@@ -24,6 +24,7 @@ CELL = 200  # characters that a cell of a table may have
 _PATH = re.compile(r"`([A-Za-z0-9_./-]+/[A-Za-z0-9_./-]*|[a-z_]+\.(?:py|md|toml))`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _MADE = (
+    "build/",
     ".venv/",
     "runs/",
     "step-N/",
