@@ -25,6 +25,7 @@ _PATH = re.compile(r"`([A-Za-z0-9_./-]+/[A-Za-z0-9_./-]*|[a-z_]+\.(?:py|md|toml)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _MADE = (
     ".venv/",
+    "build/",
     "runs/",
     "step-N/",
     "texts/",
@@ -32,7 +33,7 @@ _MADE = (
     "logs/",
     "optimizer/",
     "traces/",
-)  # by a run, not by the project
+)  # by a run or a tool, not by the project
 
 
 @pytest.mark.parametrize(("name", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 200)])
