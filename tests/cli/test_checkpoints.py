@@ -140,7 +140,7 @@ def test_resume_begins_at_step_0_only_where_nothing_was_ever_saved(capsys: pytes
     assert "--resume: there is no checkpoint in CK yet: training begins at step 0" in capsys.readouterr().out
     Path("CK").rename("moved")
     said = refusal(capsys, CK, "run.steps=6", "--resume")
-    assert "a checkpoint of step 2 was saved, and none is at CK" in said
+    assert "a checkpoint of step 4 was saved, and none is at CK" in said
     Path("moved").rename("CK")
     assert trained(CK, "run.steps=6", "--resume") == 0
 
