@@ -259,7 +259,7 @@ class Run:
         await self.crew.stop(0.0 if self.interrupted else None)
 
     def _conclude(self) -> int:
-        finished = self.watch.finished
+        finished = self.watch.finished and not self.watch.failed
         if self.authority is None:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
@@ -351,7 +351,9 @@ class Run:
         step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
-        if self.watch.finished:
+        if self.watch.failed:
+            self._give_up(self.watch.failed)
+        elif self.watch.finished:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:

@@ -110,6 +110,11 @@ class RunMonitor:
             return self.resumed.first_step >= self.config.run.steps
         return self.books.view.finished
 
+    @property
+    def failed(self) -> str:
+        """Why the members ended the run before its last step; '' while they did not."""
+        return self._named(self.books.view.failed) if self.books.view is not None else ""
+
     def members(self) -> set[str]:
         """Labels of those in the newest view, whom the leader tells when the run is finished."""
         view = self.books.view
@@ -254,13 +259,13 @@ class RunMonitor:
         view = self.books.view
         if view is None:
             return "starting"
+        if view.finished:
+            return "ended" if view.failed else "finished"
         if not view.started:
             ready = sum(standing.ready for standing in self.standing.values())
             if view.epoch:  # with whoever is left
                 return f"back at step {view.step}, a stage was lost: {ready} of {len(self.standing)} peers ready"
             return f"{ready} of {self.config.run.peers} peers ready"
-        if view.finished:
-            return "finished"
         return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
 
 

@@ -30,7 +30,8 @@ class Saving:
         self.name, self.settings = name, settings
         self.step: int | None = None
         self.published = 0  # newest version known to be visible
-        self.epoch = 0
+        self.epoch = 0  # of the checkpoint that is being written
+        self.seen = 0  # of the newest view
         self.records: dict[int, str] = {}
         self.unable: dict[int, dict[Peer, str]] = {}  # per stage: who could not, and why
         self.unpublished: dict[Peer, str] = {}
@@ -46,7 +47,13 @@ class Saving:
         self.records, self.unable, self.unpublished, self.asked = {}, {}, {}, {}
 
     def on_view(self, view: View) -> None:
-        """Forget requests to peers that are no members any more: they will not answer."""
+        """Forget requests to peers that are no members any more: they will not answer. When the run goes back, the newest checkpoint is the
+        one that it goes back to, and a later one that is being written is void."""
+        if view.epoch != self.seen and not view.kept:
+            self.published = view.saved
+            if self.epoch != view.epoch:
+                self.step = None
+        self.seen = view.epoch
         present = {member.peer for member in view.members}
         self.asked = {stage: asked for stage, asked in self.asked.items() if asked[0] in present}
 

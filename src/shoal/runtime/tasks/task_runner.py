@@ -201,7 +201,8 @@ class TaskRunner:
             self._lanes[later.lane].put(lambda: self._carry_out(again, task, done, spent_s))
             return
         except (ValueError, OSError) as error:
-            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__)
+            older = error.older if isinstance(error, checkpoint.Unloadable) else None
+            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__, older=older)
         except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
             log.exception("%s failed", task)
             reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]

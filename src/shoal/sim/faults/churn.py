@@ -89,10 +89,24 @@ def leave(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 def lose(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """Every copy of one stage's state at once: the run must go back to its newest checkpoint by itself."""
     back = rng.random() < 0.7
-    for node in injector.replicas(rng):
+    storage, whole = injector.context.world.storage, _whole_checkpoints(injector)
+    damages = injector.context.case.scenario.damages
+    nodes = injector.replicas(rng)
+    if damages and (not nodes or len(whole) < 2):
+        injector.retry(planned, LATER_S / 4)
+        return
+    if damages:
+        storage.damaged.add(whole[-1])
+    for node in nodes:
         injector.processes.kill(node)
         if back:
             injector.reboot(node, planned.length_s * (1 + rng.random()))
+
+
+def _whole_checkpoints(injector: Injector) -> list[int]:
+    """Steps of the checkpoints that this session of the run can go on from."""
+    storage, first = injector.context.world.storage, max(1, injector.context.settings.first_step)
+    return sorted(step for step in storage.published if step >= first and step not in storage.damaged)
 
 
 def join(injector: Injector, planned: PlannedFault, rng: Random) -> None:
