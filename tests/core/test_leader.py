@@ -513,6 +513,36 @@ def test_nothing_that_was_being_saved_before_a_run_went_back_is_taken_for_its_ne
     assert leader.view.started and leader.view.saved == 0
 
 
+def test_a_checkpoint_that_is_asked_for_is_of_the_step_that_is_trained_and_of_its_end_where_that_comes_first() -> None:
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=9))
+    leader.start()
+    leader.machine.request_save()
+    leader.wait(1.0, alive=("b", "c"))
+    assert not leader.sent(SaveRequest), "nothing is trained yet"
+    leader.fill_books()
+    leader.reduce()
+    leader.wait(0.5, alive=("b", "c"))
+    assert {message.step for _, message in leader.sent(SaveRequest)} == {1}  # type: ignore[attr-defined]
+    assert leader.view.last is not None and leader.view.last.save
+    for stage, peer in enumerate(("a", "b")):
+        leader.hear(peer, Saved(0, 1, stage, record="shard"))
+    leader.hear("a", Published(0, 1, path="there"))
+    leader.fill_books()
+    leader.reduce()
+    assert leader.view.last is not None and not leader.view.last.save, "once"
+    leader.machine.request_save()
+    leader.wait(0.5, alive=("b", "c"))
+    assert leader.sent(SaveRequest)[-1][1] == SaveRequest(0, 2), "in the middle of a step: its beginning"
+    for peer in ("a", "c", "b"):
+        leader.hear(peer, Saved(0, 2, leader.stage_of(peer), failed="no copy of step 2 was kept here"))
+        leader.wait(2.5, alive=("b", "c"))
+    assert "step 2 was over before it could be saved" in leader.notes() and "NOT saved" not in leader.notes()
+    leader.fill_books()
+    leader.reduce()
+    leader.wait(0.5, alive=("b", "c"))
+    assert leader.sent(SaveRequest)[-1][1] == SaveRequest(0, 3)
+
+
 def without_stage_1(**changes: object) -> LeaderRig:
     """a and c serve stage 0; b, the only one of stage 1, has booked half of step 1 and is gone."""
     leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=9, lost_wait_s=10.0, **changes))

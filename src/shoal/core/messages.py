@@ -925,6 +925,10 @@ class Asked(Event, frozen=True):
     reason: Text = ""
 
 
+class SaveAsked(Event, frozen=True):
+    """The launcher, which is about to end the run, asks for a checkpoint: whoever leads sees to it."""
+
+
 class Barred(Event, frozen=True):
     """The run's authority has revoked these peers of my view: whoever leads removes them. Told again with every view that has some."""
 
@@ -1172,9 +1176,9 @@ class Blend(TaskBase, frozen=True):
 
 
 class RunSave(TaskBase, frozen=True):
-    """Write this stage's shard of the checkpoint of version `step` from the copy kept by Apply. Result: record."""
+    """Write this stage's shard of the checkpoint of version `step`, from the copy that Apply kept or from one made in turn with the
+    hops, while the parameters are still those. The file is written beside them. Result: record."""
 
-    lane = "write"
     stage: int
     step: int
 

@@ -66,6 +66,7 @@ from shoal.core.messages import (
     Resend,
     Round,
     RoundFailed,
+    SaveAsked,
     Saved,
     SaveRequest,
     Send,
@@ -226,6 +227,8 @@ class PeerMachine:
                 return self.admission.on_found(event.peers) + self.relay.on_found(event.peers)
             case Barred():
                 self.leader_role.barred = event.peers
+            case SaveAsked():
+                self.leadership.request_save()
             case Asked():
                 self.departure.leaving = event.reason or "asked to"
         return []

@@ -132,7 +132,7 @@ class TaskRunner:
         if self.world.wire is not None:
             seconds += self.world.wire.codec_s(task, self.world.stages, inputs) * self.slowness
         now = self._now()
-        if task.lane in ("read", "write"):  # beside the line of computing tasks
+        if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
             wait = seconds
         else:
             self._free_s = max(self._free_s, now) + seconds
@@ -355,6 +355,8 @@ class TaskRunner:
         if self.world.storage.full:
             raise ValueError("no space left on the storage")
         digest = self._saves.get((task.stage, task.step))
+        if digest is None and (self.stage, self.version) == (task.stage, task.step):
+            digest = self.digest
         if digest is None:
             raise ValueError(f"no copy of stage {task.stage} version {task.step}")
         self.world.storage.shards[(task.step, task.stage)] = digest

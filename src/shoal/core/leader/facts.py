@@ -49,11 +49,12 @@ Finding = Dispute | Misfit | Takeovers  # of a check (rules/order.py)
 
 
 class Requests:
-    """Peers that ask to join or to leave, in the order in which they asked."""
+    """Peers that ask to join or to leave, in the order in which they asked; and a launcher that asks for a checkpoint."""
 
     def __init__(self, settings: Settings) -> None:
         self.joins: dict[Peer, Join] = {}
         self.leaves: dict[Peer, str] = {}
+        self.save = False  # until a commit says that its checkpoint is saved
         self.pauses = Pauses(settings)
         self.joined_in: dict[Peer, int] = {}  # joiners: the view that made them so; what they reported before is void
 
@@ -252,6 +253,7 @@ class Facts:
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
             self.saving.begin(view)
+            self.requests.save = False
         for peer, pulse in list(self.pulses.items()):
             self._take_books(peer, pulse)
 

@@ -53,6 +53,7 @@ SCENARIOS = {
             faults_s=60.0,
             sure=True,
             damages=True,
+            saves=4,
             messages=Messages(drop=0.03, delay=0.02, fail=0.02),
             happenings=Happenings(losses=4, restarts=1, joiners=4, pauses=1),
         ),

@@ -92,6 +92,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
     damages: bool = False  # when a stage loses every replica, the newest checkpoint is damaged too
+    saves: int = 0  # times that a launcher asks for a checkpoint now
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
     strangers: tuple[int, int] = (0, 0)  # hostile peers (strangers.py)
