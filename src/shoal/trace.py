@@ -37,6 +37,7 @@ from shoal.core.messages import (
     Note,
     Peer,
     Received,
+    SaveAsked,
     Send,
     Settings,
     Tick,
@@ -47,7 +48,7 @@ from shoal.traffic import StoredBytes, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
 
-AnyEvent = Received | Unreachable | Done | Failed | Tick | Found | Asked | Barred
+AnyEvent = Received | Unreachable | Done | Failed | Tick | Found | Asked | SaveAsked | Barred
 AnyCommand = Send | Drop | Note | Finish | Find | Do
 
 

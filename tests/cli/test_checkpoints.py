@@ -45,7 +45,8 @@ def test_another_runs_directory_is_refused_at_the_start_and_nothing_there_change
     said = refusal(capsys, CK, "run.name=two", "--resume")
     assert "steps 2 and 4 of run 'one'" in said and "this is run 'two'" in said and "--adopt" in said
     said = refusal(capsys, CK)  # the same name, without --resume: another run
-    assert "That is this run: add --resume to go on from them" in said
+    assert "holds an earlier session's checkpoints (steps 2 and 4 of run 'one'" in said
+    assert "Add --resume to go on from them" in said
     assert Path("runs/one/summary.json").exists(), "it was not set aside"
     assert trained(CK, "run.steps=6", "--resume") == 0
     assert (summary()["steps"], summary()["balanced"]) == (6, True)
@@ -140,7 +141,7 @@ def test_resume_begins_at_step_0_only_where_nothing_was_ever_saved(capsys: pytes
     assert "--resume: there is no checkpoint in CK yet: training begins at step 0" in capsys.readouterr().out
     Path("CK").rename("moved")
     said = refusal(capsys, CK, "run.steps=6", "--resume")
-    assert "a checkpoint of step 2 was saved, and none is at CK" in said
+    assert "a checkpoint of step 4 was saved, and none is at CK" in said
     Path("moved").rename("CK")
     assert trained(CK, "run.steps=6", "--resume") == 0
 

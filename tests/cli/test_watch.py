@@ -98,6 +98,13 @@ def test_a_run_that_went_back_says_so_until_it_trains_again() -> None:
     assert a_watch(*HISTORY).snapshot(9.0).state == ""
 
 
+def test_a_run_that_its_members_gave_up_is_ended_and_says_why() -> None:
+    failed = msgspec.structs.replace(HISTORY[3], number=5, phase=Phase.FAILED, reason="no 1 is whole")
+    watch = a_watch(*HISTORY[:4], failed)
+    assert watch.finished and watch.snapshot(9.0).state == "ended"
+    assert watch.failed == "no 1 is whole" and a_watch(*HISTORY).failed == ""
+
+
 @pytest.mark.parametrize(("living", "hopeless"), [("0123", False), ("012", False), ("01", True), ("", True)])
 def test_without_a_majority_of_living_members_there_is_no_hope(living: str, hopeless: bool) -> None:
     assert a_watch(*HISTORY).hopeless({f"p{n}" for n in living} | {"p9"}) is hopeless

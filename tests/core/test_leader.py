@@ -20,6 +20,7 @@ from shoal.core.messages import (
     Holding,
     Join,
     Leave,
+    LoadFailed,
     Member,
     Note,
     Propose,
@@ -425,6 +426,121 @@ def test_a_view_that_goes_back_names_the_checkpoint_it_goes_back_to() -> None:
     back = next(one.entry.view for _, one in leader.sent(Propose) if one.entry.view.epoch == 1)
     assert "back from step 1 to the state of step 1" in back.reason
     assert (back.step, back.saved) == (1, 1)
+
+
+def back_at(step: int, settings: Settings) -> LeaderRig:
+    """b, the only replica of stage 1, has died; c takes its stage, and all are to load the checkpoint of `step`."""
+    leader = LeaderRig(msgspec.structs.replace(settings, save_every=1, steps=9))
+    leader.start()
+    for done in range(1, step + 1):
+        leader.fill_books()
+        leader.reduce()
+        for stage, peer in enumerate(("a", "b")):
+            leader.hear(peer, Saved(0, done, stage, record=f"shard {stage}"))
+        leader.hear("a", Published(0, done, path="somewhere"))
+    leader.fill_books()
+    leader.reduce()
+    for _ in range(30):
+        leader.now += 0.5
+        for peer in ("a", "c"):
+            leader.pulse(peer, ready=not leader.view.epoch)
+    assert (leader.view.epoch, leader.view.step, leader.view.started) == (1, step, False)
+    return leader
+
+
+def cannot_load(leader: LeaderRig, peer: str, older: int) -> None:
+    view = leader.view
+    leader.hear(peer, LoadFailed(view.epoch, view.step, leader.stage_of(peer), older, "step-2: damaged: model-00001"))
+
+
+def test_a_checkpoint_that_a_stage_cannot_load_sends_everyone_further_back() -> None:
+    leader = back_at(2, SETTINGS)
+    lost = leader.view.account.committed
+    cannot_load(leader, "c", 1)
+    assert (leader.view.epoch, leader.view.step, leader.view.saved) == (2, 1, 1)
+    assert leader.view.account.committed == lost - 4 and leader.view.account.undone == 8
+    assert "stage 1 cannot be loaded from the checkpoint of step 2 (c: step-2: damaged" in leader.view.reason
+    assert "back to the state of step 1, 1 steps more are trained again" in leader.view.reason
+    for peer in ("a", "c"):
+        leader.pulse(peer)
+    assert leader.view.started and leader.view.saved == 1, "what was published before is not taken for whole again"
+
+
+def test_one_replica_that_can_load_is_enough() -> None:
+    leader = back_at(2, SETTINGS)
+    leader.join("d")
+    stage = leader.stage_of("d")
+    (other,) = [peer for peer in ("a", "c") if leader.stage_of(peer) == stage]
+    cannot_load(leader, other, 1)
+    assert leader.view.epoch == 1
+    cannot_load(leader, "d", 1)
+    assert leader.view.epoch == 2
+
+
+def test_what_a_peer_says_of_another_epoch_or_step_sends_nobody_back() -> None:
+    leader = back_at(2, SETTINGS)
+    for epoch, step in ((0, 2), (2, 2), (1, 1), (1, 3)):
+        leader.hear("c", LoadFailed(epoch, step, 1, 1))
+    leader.hear("c", LoadFailed(1, 2, 0, 1))  # not the stage it serves
+    assert leader.view.epoch == 1
+
+
+@pytest.mark.parametrize(("older", "words"), [(0, "no older one is whole"), (1, "step 1, from an earlier session")])
+def test_where_no_older_checkpoint_is_whole_the_run_ends_and_says_why(older: int, words: str) -> None:
+    leader = back_at(2, SETTINGS)
+    if older:
+        leader.settings = leader.machine.settings = msgspec.structs.replace(leader.settings, first_step=2)
+    cannot_load(leader, "c", older)
+    assert leader.view.finished and leader.view.step == 2 and leader.view.epoch == 1
+    assert words in leader.view.failed and "damaged: model-00001" in leader.view.failed
+    for peer in ("a", "c"):
+        leader.pulse(peer)
+    assert leader.sent(Dismissed), "everybody is told"
+
+
+def test_nothing_that_was_being_saved_before_a_run_went_back_is_taken_for_its_newest_checkpoint() -> None:
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, save_every=1, steps=9))
+    leader.start()
+    leader.fill_books()
+    leader.reduce()
+    for stage, peer in enumerate(("a", "b")):
+        leader.hear(peer, Saved(0, 1, stage, record=f"shard {stage}"))
+    leader.wait(6.0, alive=("c",))  # b, the only replica of stage 1, is gone before it is published
+    assert (leader.view.epoch, leader.view.step) == (1, 0)
+    leader.hear("a", Published(0, 1, path="somewhere"))
+    for peer in ("a", "c"):
+        leader.pulse(peer)
+    assert leader.view.started and leader.view.saved == 0
+
+
+def test_a_checkpoint_that_is_asked_for_is_of_the_step_that_is_trained_and_of_its_end_where_that_comes_first() -> None:
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=9))
+    leader.start()
+    leader.machine.request_save()
+    leader.wait(1.0, alive=("b", "c"))
+    assert not leader.sent(SaveRequest), "nothing is trained yet"
+    leader.fill_books()
+    leader.reduce()
+    leader.wait(0.5, alive=("b", "c"))
+    assert {message.step for _, message in leader.sent(SaveRequest)} == {1}  # type: ignore[attr-defined]
+    assert leader.view.last is not None and leader.view.last.save
+    for stage, peer in enumerate(("a", "b")):
+        leader.hear(peer, Saved(0, 1, stage, record="shard"))
+    leader.hear("a", Published(0, 1, path="there"))
+    leader.fill_books()
+    leader.reduce()
+    assert leader.view.last is not None and not leader.view.last.save, "once"
+    leader.machine.request_save()
+    leader.wait(0.5, alive=("b", "c"))
+    assert leader.sent(SaveRequest)[-1][1] == SaveRequest(0, 2), "in the middle of a step: its beginning"
+    for peer in ("a", "c", "b"):
+        leader.hear(peer, Saved(0, 2, leader.stage_of(peer), failed="no copy of step 2 was kept here"))
+        leader.wait(2.5, alive=("b", "c"))
+    assert "step 2 was over before it could be saved" in leader.notes() and "NOT saved" not in leader.notes()
+    leader.fill_books()
+    leader.reduce()
+    leader.wait(0.5, alive=("b", "c"))
+    assert leader.sent(SaveRequest)[-1][1] == SaveRequest(0, 3)
 
 
 def without_stage_1(**changes: object) -> LeaderRig:

@@ -72,8 +72,8 @@ def test_no_transition_stands_twice() -> None:
 
 
 def test_a_finished_run_stays_finished() -> None:
-    for phase, new_epoch in product(Phase, (False, True)):
-        view = a_view(Phase.FINISHED, STEPS)
+    for over, phase, new_epoch in product((Phase.FINISHED, Phase.FAILED), Phase, (False, True)):
+        view = a_view(over, STEPS)
         assert transition(view, follows(view, phase, STEPS, new_epoch)) is None
 
 
@@ -82,7 +82,8 @@ def test_a_phase_is_refused_at_a_step_that_it_cannot_have(phase: Phase) -> None:
     assert bool(misplaced(a_view(phase, STEPS), SETTINGS)) is (phase in TRAINS)
     assert bool(misplaced(a_view(phase), SETTINGS)) is (phase in (Phase.SAVING, Phase.FINISHED))
     plain = msgspec.structs.replace(SETTINGS, staleness=0)
-    assert bool(misplaced(a_view(phase), plain)) is (phase not in (Phase.GATHERING, Phase.TRAINING))
+    allowed = (Phase.GATHERING, Phase.TRAINING, Phase.FAILED)
+    assert bool(misplaced(a_view(phase), plain)) is (phase not in allowed)
 
 
 def test_a_rule_cannot_propose_what_is_not_in_the_table() -> None:

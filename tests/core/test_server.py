@@ -1243,7 +1243,25 @@ def test_a_shard_that_fails_is_tried_again_when_asked_again() -> None:
 
 
 def test_without_a_copy_the_leader_is_told_to_ask_another() -> None:
+    play = reduced()
+    play.view(a_commit(save=False))
+    play.done(play.task(Apply))
+    play.hear(OWNER, SaveRequest(0, 0))
+
+    assert "no copy" in play.sends(Saved)[0][1].failed
+
+
+def test_the_version_that_is_being_trained_is_saved_without_a_copy_kept_before() -> None:
     play = Play()
+    play.hear(OWNER, SaveRequest(0, 0))
+
+    assert play.task(RunSave).step == 0
+
+
+def test_a_version_that_is_being_replaced_is_not_copied() -> None:
+    play = reduced()
+    play.view(a_commit(save=False))
+    play.task(Apply)
     play.hear(OWNER, SaveRequest(0, 0))
 
     assert "no copy" in play.sends(Saved)[0][1].failed

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.e2e.test_run import NO_MODEL, Start, end, start, summary, wait_for
+from tests.e2e.test_run import NO_MODEL, Start, end, start, steps_done, summary, wait_for
+
+from shoal.launcher.rundir import locals_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture
@@ -81,3 +86,78 @@ def test_machines_without_a_directory_in_common_are_told_on_both_that_nothing_is
     assert "which must be one place for all peers" in said
     assert "Every sample counted once." in said and "NOTHING SAVED YET: a checkpoint was due at step 8: " in said
     assert "NOTHING SAVED YET" in end(guest, code=1)
+
+
+def damage(folder: Path) -> None:
+    """One bit of its weights."""
+    path = next(folder.glob("model-*.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
+
+
+def saved(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "runs/tiny/checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+
+
+@pytest.mark.parametrize("whole", [1, 0])
+def test_a_stage_lost_while_checkpoints_are_damaged_goes_further_back_or_ends_the_run(
+    start: Start, tmp_path: Path, whole: int
+) -> None:
+    words = ("run.stages=2", "run.peers=5", "run.steps=16", "checkpoint.every=4", "checkpoint.keep=9")
+    launcher = start("run", "tiny.toml", *words, *NO_MODEL, "device.emulated_s=0.15")
+    wait_for(lambda: launcher.poll() is not None or len(saved(tmp_path)) == 2)
+    for folder in saved(tmp_path)[whole:]:
+        damage(folder)
+    run = locals_of(tmp_path / "runs/tiny")
+    stages = Counter(seat.stage for seat in run.members)
+    few = min(stages, key=lambda stage: stages[stage])
+    lost = {seat.label for seat in run.members if seat.stage == few}
+    for peer in run.peers:
+        if peer.label in lost:
+            os.kill(peer.process.pid, signal.SIGKILL)
+    said = end(launcher, code=0 if whole else 1)
+    assert "cannot be loaded from the checkpoint of step 8" in said and "damaged: model-0000" in said
+    if whole:
+        assert "back to the state of step 4, 4 steps more are trained again" in said
+        assert (summary(tmp_path)["steps"], summary(tmp_path)["balanced"]) == (16, True)
+        assert [path.name for path in saved(tmp_path)] == ["step-4", "step-8", "step-12", "step-16"]
+        said = end(start("run", "tiny.toml", *words, *NO_MODEL, "run.steps=18", "--resume"))
+        assert "passed over" not in said
+    else:
+        assert "It ended early: stage" in said and "no older one is whole: the run ends" in said
+        said = end(start("run", "tiny.toml", *words, *NO_MODEL, "--resume"), code=2)
+        assert "holds 2 checkpoints, and none can be gone on from: " in said
+        assert "step-8: damaged: model" in said and "step-4: damaged: model" in said
+
+
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(start: Start, tmp_path: Path) -> None:
+    words = ("tiny.toml", *PAIR, "run.steps=100000", "device.emulated_s=0.05")
+    launcher = start("run", *words)
+    wait_for(lambda: launcher.poll() is not None or steps_done(tmp_path) >= 3)
+    launcher.send_signal(signal.SIGINT)
+    said = end(launcher, code=130)
+    found = summary(tmp_path)
+    assert found["saved"] >= 3 and found["unsaved"] == "" and saved(tmp_path)[-1].name == f"step-{found['saved']}"
+    assert re.search(r"interrupted: step \d+ is saved before the run ends; Ctrl-C \(again\) ends it at once", said)
+    assert f"Step {found['saved']:,} is saved" in said
+    assert "The same command with --resume goes on from there." in said
+    said = end(start("run", *words, f"run.steps={found['saved'] + 2}", "--resume"))
+    assert summary(tmp_path)["first_step"] == found["saved"] and summary(tmp_path)["balanced"]
+
+
+def test_ctrl_c_in_the_middle_of_a_long_step_saves_what_it_began_with(start: Start, tmp_path: Path) -> None:
+    """A step takes half a minute: nothing is committed before the checkpoint is there."""
+    launcher = start("run", "tiny.toml", *PAIR, "run.steps=100000", "device.emulated_s=2")
+    wait_for(lambda: launcher.poll() is not None or steps_done(tmp_path) >= 1)
+    launcher.send_signal(signal.SIGINT)
+    said = end(launcher, code=130)
+    assert "step 1 is saved before the run ends" in said and "Step 1 is saved. The same command" in said
+    assert (summary(tmp_path)["steps"], summary(tmp_path)["saved"]) == (1, 1)
+
+
+def test_a_run_whose_time_is_over_is_saved_and_goes_on(start: Start, tmp_path: Path) -> None:
+    words = ("tiny.toml", *PAIR, "run.steps=100000", "device.emulated_s=0.05")
+    said = end(start("run", *words, "--time", "25 s"), code=75)
+    found = summary(tmp_path)
+    assert found["saved"] > 0 and f"Step {found['saved']:,} is saved" in said and "its time is over" in said
+    assert end(start("run", *words, "--time", "0 s"), code=2).startswith("shoal: --time 0 s: must be above 0")

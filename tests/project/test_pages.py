@@ -26,6 +26,7 @@ _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _MADE = (
     "build/",
     ".venv/",
+    "build/",
     "runs/",
     "step-N/",
     "texts/",
@@ -33,7 +34,7 @@ _MADE = (
     "logs/",
     "optimizer/",
     "traces/",
-)  # by a run, not by the project
+)  # by a run or a tool, not by the project
 
 
 @pytest.mark.parametrize(("name", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 200)])

@@ -462,3 +462,29 @@ def test_a_checkpoint_from_before_there_were_seals_is_read(tmp_path: Path) -> No
     del told["seal"]
     file.write_text(json.dumps(told))
     assert store.catalog.soundest()[0].step == 5  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_loaded_names_the_newest_older_one_that_is_whole(url: str) -> None:
+    store = checkpoint.Store(url, "mine")
+    for step in (3, 5, 7, 9):
+        a_checkpoint(store, step)
+    a_checkpoint(checkpoint.Store(url, "other"), 6)
+    damage(url, "model-00002-of-00003.safetensors", flip)
+    with pytest.raises(checkpoint.Unloadable, match=r"step-7: damaged: model-00002") as raised:
+        store.load(7, STATES[1])
+    assert raised.value.older == 5, "not the newer one, nor another run's"
+    for step in (3, 5):
+        store.catalog.set_aside(step)
+    with pytest.raises(checkpoint.Unloadable) as raised:
+        store.load(7, STATES[1])
+    assert raised.value.older == 0
+    with pytest.raises(checkpoint.Unloadable, match=r"step-8: torn"):
+        store.load(8, STATES[1])
+
+
+def test_a_damaged_checkpoint_that_is_trained_again_is_written_again_though_its_hashes_are_the_same(url: str) -> None:
+    store = checkpoint.Store(url)
+    a_checkpoint(store, 7)
+    damage(url, "model-00002-of-00003.safetensors", flip)
+    a_checkpoint(store, 7)
+    assert store.catalog.soundest()[0].step == 7  # type: ignore[union-attr]

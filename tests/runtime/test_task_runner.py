@@ -690,6 +690,21 @@ def test_a_checkpoint_is_written_by_each_stage_and_trained_on_from_there(
     assert "torn" in failed(again[0], m.Init("y/i", 0, 9))
 
 
+@pytest.mark.parametrize("config", [TINY, LATE], ids=["in time", "late"])
+def test_a_checkpoint_is_written_in_the_middle_of_a_step_of_the_parameters_it_began_with(
+    config: Config, a_runner: Maker, tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path / "checkpoints"))
+    servers = [a_runner(config, k, store=store) for k in range(3)]
+    digests = [a_step(held, 0).digest for held in servers]
+    done(servers[0], m.Fetch("t/f", 1, 0, "x"))
+    done(servers[0], m.RunForward("s/f", 1, 0, 0, "x", "y"))
+    records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
+    done(servers[0], m.RunPublish("s/p", 1, records))
+    again = [a_runner(config, None, store=store) for _ in range(3)]
+    assert [done(held, m.Init("y/i", k, 1)).digest for k, held in enumerate(again)] == digests
+
+
 def test_an_emulated_run_writes_checkpoints_too(a_runner: Maker, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "checkpoints"))
     servers = [a_runner(EMULATED, k, store=store) for k in range(3)]

@@ -24,6 +24,7 @@ FIXED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "chaos": ((0, 1, 3, 4, 5), (2, 6, 7)),
     "wild": ((0, 3, 4), (1, 2)),
     "lost": ((2,), (0, 1)),
+    "damaged": ((13,), (14, 15)),  # in which a stage meets a damaged checkpoint
     "planned": ((1, 2), (0,)),
     "large_group": ((1,), ()),  # 23 replicas of one stage
 }

@@ -2,7 +2,7 @@
 
 It starts peers, kills some when asked to (--kill-every), reads their reports, shows them and writes runs/NAME/ (rundir.py). It takes
 no part in the training. Exit code 0 only when all steps are committed, the account balances and the newest checkpoint that was due
-is saved.
+is saved; 75 when its --time was over and it is saved, for a script that repeats the command.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import IO
 import msgspec
 
 from shoal import config as configuration
+from shoal import units
 from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.account import Summary
@@ -52,8 +53,11 @@ RECOVER_S = 900.0  # the same, when members on other machines could go on: an op
 NO_MAJORITY = "a majority of the members has ended, so the others can agree on nothing more"
 SPARES = 3  # peers that end by themselves are replaced this many times
 
+SAVE_S = 600.0  # for the checkpoint of a run that is ended by Ctrl-C: a large one on a slow disk
+
 INTERRUPTED = 130
 FAILED = 1
+OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: the time that was given is over, all is saved, the same command goes on
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +73,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster | None = None  # whose lines the peers get
     kill_every_s: float | None = None
     invite: str = ""  # to somebody else's run; '' to found one
+    time_s: float | None = None  # after which the run is saved and ended
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +92,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from the newest complete checkpoint of runs/NAME, or begin when there is none: the same command every time",
     )
+    parser.add_argument(
+        "--time", metavar="T", help="end the run after that time, such as '8 h', with a checkpoint and exit code 75"
+    )
     parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
@@ -98,6 +106,9 @@ def main(args: argparse.Namespace) -> int:
     kill_every_s, peers = args.kill_every, config.run.peers
     if kill_every_s is not None and not kill_every_s > 0:
         raise ValueError(f"--kill-every {kill_every_s}: seconds between kills must be above 0; try 20")
+    time_s = units.parse(args.time, "_s") if args.time else None
+    if time_s is not None and not time_s > 0:
+        raise ValueError(f"--time {args.time}: must be above 0; try '8 h'")
     here = peers if args.here is None else args.here
     if not 1 <= here <= peers:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
@@ -120,6 +131,7 @@ def main(args: argparse.Namespace) -> int:
             plan=plan,
             cluster=cluster,
             kill_every_s=kill_every_s,
+            time_s=time_s,
         )
         return asyncio.run(Launcher(job).run())
 
@@ -170,6 +182,8 @@ class Launcher:
         self.early = ""  # why the run ended before its last step
         self.user_error = ""
         self.interrupted = False
+        self.timed_out = False
+        self.ending: asyncio.Task[None] | None = None  # a last checkpoint is being written
         self.spares = SPARES
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
         (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
@@ -206,7 +220,7 @@ class Launcher:
         with Terminal() as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
-                    works = (self._show(terminal), self._start_all(), self._kill(), self._keep())
+                    works = (self._show(terminal), self._start_all(), self._kill(), self._keep(), self._limit())
                     tasks = [group.create_task(work) for work in works]
                     await self.over.wait()
                     for task in tasks:
@@ -259,7 +273,7 @@ class Launcher:
         await self.crew.stop(0.0 if self.interrupted else None)
 
     def _conclude(self) -> int:
-        finished = self.watch.finished
+        finished = self.watch.finished and not self.watch.failed
         if self.authority is None:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
@@ -271,8 +285,12 @@ class Launcher:
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
         print(f"all of it is in {self.directory}")
+        if not finished and summary.steps and not self.watch.failed:  # its reason says what --resume does
+            print(escaped_lines(self._goes_on(summary)))
         if self.interrupted:
             return INTERRUPTED
+        if self.timed_out and not finished and summary.saved and not summary.unsaved:
+            return OUT_OF_TIME
         done = summary.balanced and summary.steps == self.config.run.steps
         return 0 if done and not summary.unsaved else FAILED
 
@@ -281,6 +299,13 @@ class Launcher:
         if unsaved := self.watch.unsaved(ended=True):
             print(f"{unsaved}. What was trained since is lost.")
         return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
+
+    def _goes_on(self, summary: Summary) -> str:
+        """What is saved of a run that ends before its last step."""
+        if not summary.saved:
+            return "No checkpoint was saved: all of it is lost."
+        lost = f"; the {summary.steps - summary.saved:,} after it are lost" if summary.steps > summary.saved else ""
+        return f"Step {summary.saved:,} is saved{lost}. The same command with --resume goes on from there."
 
     # ----------------------------------------------------------------------------------------------------- peers
 
@@ -351,7 +376,9 @@ class Launcher:
         step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
-        if self.watch.finished:
+        if self.watch.failed:
+            self._give_up(self.watch.failed)
+        elif self.watch.finished:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
@@ -401,8 +428,45 @@ class Launcher:
         self.over.set()
 
     def _interrupt(self) -> None:
+        """The first time what was trained since the last checkpoint is saved; the second time the run ends at once."""
         self.interrupted = True
-        self._give_up("interrupted")
+        if self.ending is None and self._unsaved_step():
+            self.ending = asyncio.get_running_loop().create_task(self._save_and_end("interrupted"))
+        else:
+            self._give_up("interrupted")
+
+    async def _limit(self) -> None:
+        if self.job.time_s is None:
+            return
+        await asyncio.sleep(self.job.time_s - (time.monotonic() - self.job.started_s))
+        self.timed_out = True
+        self.ending = self.ending or asyncio.get_running_loop().create_task(self._save_and_end("its time is over"))
+
+    def _unsaved_step(self) -> int:
+        """The step whose parameters are nowhere but here; 0 where there is none, or where others go on and save it."""
+        view = self.watch.books.view
+        if (
+            view is None
+            or self.authority is None
+            or not self.watch.started
+            or self.watch.finished
+            or self.watch.elsewhere()
+        ):
+            return 0
+        return view.step if view.step > self.watch.saved else 0
+
+    async def _save_and_end(self, why: str) -> None:
+        step = self._unsaved_step()
+        if step:
+            words = f"{why}: step {step} is saved before the run ends; Ctrl-C (again) ends it at once, back at step {self.watch.saved}"
+            self.watch.tell("checkpoint", words, time.monotonic())
+            for child in self.crew.living:
+                if child.introduced:
+                    child.write(News(save=True))
+            until_s, failed = time.monotonic() + SAVE_S, self.watch.unable
+            while self.watch.saved < step and self.watch.unable == failed and time.monotonic() < until_s:
+                await asyncio.sleep(SHOW_S)
+        self._give_up(why)
 
     # -------------------------------------------------------------------------------------------------- showing
 

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 17  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 18  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -132,6 +132,7 @@ class Phase(Enum):
     REOPENED = "reopened"  # with delayed updates: a death took books of `step`, which is computed again before the next one goes on
     SAVING = "saving"  # all steps are committed, the last checkpoint is being written
     FINISHED = "finished"  # the run is over
+    FAILED = "failed"  # the run is over before its last step: a stage is lost, and no checkpoint of it can be loaded
 
 
 class View(Value, frozen=True):
@@ -161,11 +162,17 @@ class View(Value, frozen=True):
     @property
     def started(self) -> bool:
         """This epoch's first step has begun."""
-        return self.phase is not Phase.GATHERING
+        return self.phase not in (Phase.GATHERING, Phase.FAILED)
 
     @property
     def finished(self) -> bool:
-        return self.phase is Phase.FINISHED
+        """The run is over, with or without its last step."""
+        return self.phase in (Phase.FINISHED, Phase.FAILED)
+
+    @property
+    def failed(self) -> str:
+        """Why the run is over before its last step; '' if it is not."""
+        return self.reason if self.phase is Phase.FAILED else ""
 
     @property
     def ahead(self) -> bool:
@@ -722,6 +729,17 @@ class Chunk(Wire, frozen=True):
     gone: bool = False
 
 
+class LoadFailed(Wire, frozen=True):
+    """Member to leader, before an epoch's first step: the checkpoint of `step` is damaged or gone, so I cannot load my stage from it.
+    `older`: the step of the newest older checkpoint of which I find every byte whole; 0: none is."""
+
+    epoch: Count
+    step: Count
+    stage: Stage
+    older: Count
+    reason: Text = ""
+
+
 class Saved(Wire, frozen=True):
     """Replica to leader: my stage's shard of the checkpoint is written. `failed` says why it could not be."""
 
@@ -797,7 +815,7 @@ Message = (
     | Query | Pending
     | Boundary | Pull | Coming | Gone | Missing
     | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
-    | StateRequest | Offer | ChunkRequest | Chunk | Saved | SaveRequest | PublishRequest | Published
+    | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | Saved | SaveRequest | PublishRequest | Published
     | StandingRequest | Standing | Override
     | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
@@ -888,6 +906,7 @@ class Failed(Event, frozen=True):
     id: str
     reason: Text
     lost: bool = False
+    older: int | None = None  # of Init, for a damaged checkpoint: the step of the newest older whole one; 0: none is
 
 
 class Tick(Event, frozen=True):
@@ -904,6 +923,10 @@ class Asked(Event, frozen=True):
     """A person or the launcher asks this peer to leave at the next step boundary."""
 
     reason: Text = ""
+
+
+class SaveAsked(Event, frozen=True):
+    """The launcher, which is about to end the run, asks for a checkpoint: whoever leads sees to it."""
 
 
 class Barred(Event, frozen=True):
@@ -1153,9 +1176,9 @@ class Blend(TaskBase, frozen=True):
 
 
 class RunSave(TaskBase, frozen=True):
-    """Write this stage's shard of the checkpoint of version `step` from the copy kept by Apply. Result: record."""
+    """Write this stage's shard of the checkpoint of version `step`, from the copy that Apply kept or from one made in turn with the
+    hops, while the parameters are still those. The file is written beside them. Result: record."""
 
-    lane = "write"
     stage: int
     step: int
 

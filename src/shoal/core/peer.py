@@ -47,6 +47,7 @@ from shoal.core.messages import (
     Join,
     Lead,
     Leave,
+    LoadFailed,
     Note,
     Offer,
     Override,
@@ -65,6 +66,7 @@ from shoal.core.messages import (
     Resend,
     Round,
     RoundFailed,
+    SaveAsked,
     Saved,
     SaveRequest,
     Send,
@@ -90,7 +92,7 @@ if TYPE_CHECKING:
 
 CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
 TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
-TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, Saved, Published)
+TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, LoadFailed, Saved, Published)
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
 FROM_LEADER = (Round, SaveRequest, PublishRequest)
 SERVER = (
@@ -225,6 +227,8 @@ class PeerMachine:
                 return self.admission.on_found(event.peers) + self.relay.on_found(event.peers)
             case Barred():
                 self.leader_role.barred = event.peers
+            case SaveAsked():
+                self.leadership.request_save()
             case Asked():
                 self.departure.leaving = event.reason or "asked to"
         return []
@@ -288,7 +292,7 @@ class PeerMachine:
     def _about_run(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         match message:
             case Dismissed() if self.view is not None and self.view.finished and self.roster.belongs(peer):
-                return self._finish(True, "the run is finished")
+                return self._finish(True, self._run_over)
             case StandingRequest():
                 within_s = ALIVE_SILENCES * self.settings.silence_s
                 standing = self.roster.standing(self.register.term, within_s, now)
@@ -321,7 +325,7 @@ class PeerMachine:
             if _due(machine.deadline, now):
                 commands += machine.tick(now)
         commands += self.admission.tick(now) + self.relay.tick(now)
-        return commands + (self._finish(True, "the run is finished") if self.departure.due(now) else [])
+        return commands + (self._finish(True, self._run_over) if self.departure.due(now) else [])
 
     def _settle(self, commands: list[Command], now: float) -> list[Command]:
         """Let agreed views take effect, decide if this peer leads, and report to the leader."""
@@ -341,6 +345,9 @@ class PeerMachine:
             commands += self.leader_role.tell(complaint, now)
             if self.register.leader is not None:
                 self.server.stale = ""
+        if self.transfer.load_failed is not None:
+            commands += self.leader_role.tell(self.transfer.load_failed, now)
+            self.transfer.load_failed = None  # sent again after the next try
         if self.server.changed or _due(self.heartbeat.beat_at, now):
             commands += self._beat(now)
         return commands
@@ -396,6 +403,10 @@ class PeerMachine:
 
     def _beat(self, now: float) -> list[Command]:
         return self.heartbeat.beat(self.departure, self.admission.known, now)
+
+    @property
+    def _run_over(self) -> str:
+        return (self.view.failed if self.view is not None else "") or "the run is finished"
 
     def _finish(self, ok: bool, reason: str) -> list[Command]:
         self.heartbeat.beat_at = self.admission.find_at = self.relay.look_at = None

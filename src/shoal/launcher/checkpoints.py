@@ -38,9 +38,10 @@ def begin(config: Config, directory: Path, *, adopt: bool) -> None:
     if not adopt:
         mine = authority(directory) if (directory / KEY).exists() else None
         earlier = all(entry.training is not None and entry.training.authority == mine for entry in found)
+        whose_are = "an earlier session's" if earlier else "another run's"
         raise ValueError(
-            f"checkpoint.url = {catalog.url} holds {listed(found)}. Nothing there was changed. "
-            + ("That is this run: add --resume to go on from them" if earlier else "Give another checkpoint.url")
+            f"checkpoint.url = {catalog.url} holds {listed(found, whose_are)}. Nothing there was changed. "
+            + ("Add --resume to go on from them" if earlier else "Give another checkpoint.url")
             + "; or --adopt to begin anew, with what is there kept under other names"
         )
     if not catalog.storage.local:
@@ -105,13 +106,13 @@ def saved_by(config: Config, run: str) -> int:
     return training.step if training is not None else 0
 
 
-def listed(entries: Sequence[Entry]) -> str:
-    """Checkpoints by whose they are: `checkpoints of another run: steps 40, 50 and 60 of run 'a' (key ...)`."""
+def listed(entries: Sequence[Entry], whose_are: str = "another run's") -> str:
+    """Checkpoints by whose they are: `another run's checkpoints (steps 40, 50 and 60 of run 'a' (key ...))`."""
     by_run: dict[str, list[int]] = {}
     for entry in entries:
         by_run.setdefault(whose(entry.training), []).append(entry.step)
     words = [f"step{'s' if len(steps) > 1 else ''} {_joined(sorted(steps))} of {run}" for run, steps in by_run.items()]
-    return f"another run's checkpoints ({'; '.join(words)})"
+    return f"{whose_are} checkpoints ({'; '.join(words)})"
 
 
 def wrongs(entries: Sequence[Entry]) -> str:

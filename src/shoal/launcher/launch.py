@@ -48,9 +48,10 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """Any further line: a newer list of passes."""
+    """Any further line: a newer list of passes; or the run is about to be ended, and is to be saved."""
 
-    passes: bytes
+    passes: bytes = b""
+    save: bool = False
 
 
 class PeerProcess:

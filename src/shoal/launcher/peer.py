@@ -120,11 +120,12 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
 
 
 class _News:
-    """Hands the newest pass list from the launcher's thread to the node's loop."""
+    """Hands what the launcher sends to the node's loop: the newest pass list, and that the run is to be saved."""
 
     def __init__(self, passes: bytes) -> None:
         self._passes = passes
         self._tell: Callable[[], object] = lambda: None
+        self._save: Callable[[], object] = lambda: None
 
     def reach(self, node: Node) -> None:
         """In the node's loop: from now on it receives each list at once."""
@@ -136,18 +137,22 @@ class _News:
                 gate.hear(self._passes)
 
         self._tell = lambda: loop.call_soon_threadsafe(hear)
+        self._save = lambda: loop.call_soon_threadsafe(node.save)
         hear()
 
-    def take(self, passes: bytes) -> None:
-        self._passes = passes
+    def take(self, news: News) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: this peer's part is over
-            self._tell()
+            if news.save:
+                self._save()
+            if news.passes:
+                self._passes = news.passes
+                self._tell()
 
 
 def _watch_launcher(lines: Iterator[bytes], news: _News) -> None:
     """The end of input means that the launcher has ended."""
     for line in lines:
-        news.take(msgspec.json.decode(line, type=News).passes)
+        news.take(msgspec.json.decode(line, type=News))
     os._exit(ORPHANED)
 
 

@@ -21,6 +21,7 @@ from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
 RECENT_STEPS = 20  # that the live tokens per second are measured over
+_SAVED = re.compile(r"step (\d{1,15}) saved at (.*)", re.DOTALL)
 _NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+(?:\.[a-z2-7]{12}\.[0-9]+)?\b")
 
 
@@ -66,18 +67,19 @@ class RunMonitor:
                 self.standing[label] = line
                 self.carried[line.peer] = line
             case Notice():
-                if line.kind == "checkpoint" and " saved at " in line.text:
-                    self.checkpoint = escaped(line.text.partition(" saved at ")[2])
+                if line.kind == "checkpoint" and (found := _SAVED.fullmatch(line.text)):
+                    self.saved, self.checkpoint = max(self.saved, int(found[1])), escaped(found[2])
                     self._unable = ""
                 elif line.kind == "unsaved":
                     self._unable = line.text
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
+                epoch = self.books.view.epoch if self.books.view is not None else 0
                 step = self.books.agree(line.view, now)
                 if self.books.view is line.view:
-                    if line.view.saved > self.saved:
-                        self._unable = ""
-                    self.saved = line.view.saved
+                    self._unable = "" if line.view.saved > self.saved else self._unable
+                    back = line.view.epoch != epoch
+                    self.saved = line.view.saved if back else max(self.saved, line.view.saved)
                 if step is not None and self.first_step_s is None:
                     self.first_step_s = now - self.started_s
                 return step
@@ -109,6 +111,11 @@ class RunMonitor:
         if self.books.view is None:  # there may be nothing left to do
             return self.resumed.first_step >= self.config.run.steps
         return self.books.view.finished
+
+    @property
+    def failed(self) -> str:
+        """Why the members ended the run before its last step; '' while they did not."""
+        return self._named(self.books.view.failed) if self.books.view is not None else ""
 
     def members(self) -> set[str]:
         """Labels of those in the newest view, whom the leader tells when the run is finished."""
@@ -171,6 +178,11 @@ class RunMonitor:
         seconds = steps[-1].heard_s - steps[0].heard_s
         tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
         return tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def unable(self) -> str:
+        """Why the last checkpoint could not be saved; '' when it was."""
+        return self._unable
 
     def unsaved(self, ended: bool = False) -> str:
         """What should have been saved in this session and was not, since when and why; '' when all was, or still may be. `ended`: nothing
@@ -254,13 +266,13 @@ class RunMonitor:
         view = self.books.view
         if view is None:
             return "starting"
+        if view.finished:
+            return "ended" if view.failed else "finished"
         if not view.started:
             ready = sum(standing.ready for standing in self.standing.values())
             if view.epoch:  # with whoever is left
                 return f"back at step {view.step}, a stage was lost: {ready} of {len(self.standing)} peers ready"
             return f"{ready} of {self.config.run.peers} peers ready"
-        if view.finished:
-            return "finished"
         return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
 
 

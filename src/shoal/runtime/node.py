@@ -37,6 +37,7 @@ from shoal.core.messages import (
     Pulse,
     Received,
     Redirect,
+    SaveAsked,
     Send,
     StandingRequest,
     Tick,
@@ -130,6 +131,10 @@ class Node:
     def leave(self, reason: str) -> None:
         """Ask the machine to leave at the next step boundary."""
         self.handle(Asked(reason=reason))
+
+    def save(self) -> None:
+        """Ask for a checkpoint, since the run is about to be ended."""
+        self.handle(SaveAsked())
 
     def handle(self, event: Event) -> None:
         if self.finish is not None:

@@ -114,7 +114,8 @@ class Swarm:
         """Every process is killed and the same command started again: it resumes from the newest checkpoint.
 
         False if the run is over, or nothing would be left to do."""
-        published = self.world.storage.published
+        storage = self.world.storage
+        published = {step: found for step, found in storage.published.items() if step not in storage.damaged}
         first_step = max(published, default=self.settings.first_step)
         if self.context.over or first_step >= self.settings.steps:
             return False

@@ -57,8 +57,17 @@ class Storage:
 
     def __init__(self) -> None:
         self.full = False
+        self.damaged: set[int] = set()  # steps of published checkpoints that nobody can load
         self.shards: dict[tuple[int, int], str] = {}
         self.published: dict[int, tuple[str, ...]] = {}
+
+
+class Unloadable(ValueError):
+    """A checkpoint is no good; `older`: the step of the newest older one that is whole, 0 for none."""
+
+    def __init__(self, reason: str, older: int) -> None:
+        super().__init__(reason)
+        self.older = older
 
 
 class World:
@@ -123,7 +132,7 @@ class TaskRunner:
         if self.world.wire is not None:
             seconds += self.world.wire.codec_s(task, self.world.stages, inputs) * self.slowness
         now = self._now()
-        if task.lane in ("read", "write"):  # beside the line of computing tasks
+        if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
             wait = seconds
         else:
             self._free_s = max(self._free_s, now) + seconds
@@ -144,7 +153,7 @@ class TaskRunner:
                 raise ValueError("fault drawn by the simulation")
             result = _WORK[type(task)](self, task, inputs)
         except ValueError as error:
-            ends(m.Failed(task.id, str(error)))
+            ends(m.Failed(task.id, str(error), older=error.older if isinstance(error, Unloadable) else None))
             return
         ends(m.Done(task.id, result, seconds))
 
@@ -283,9 +292,13 @@ class TaskRunner:
         if task.step == 0:
             digest = short("init", task.stage)
             return self._build(task.stage, 0, digest, digest)
-        saved = self.world.storage.published.get(task.step)
-        if saved is None:
-            raise ValueError(f"there is no checkpoint of step {task.step}")
+        storage = self.world.storage
+        saved = storage.published.get(task.step)
+        if saved is None or task.step in storage.damaged:
+            older = max(
+                (step for step in storage.published if step < task.step and step not in storage.damaged), default=0
+            )
+            raise Unloadable(f"there is no whole checkpoint of step {task.step}", older)
         return self._build(task.stage, task.step, saved[task.stage], saved[task.stage])
 
     def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
@@ -342,6 +355,8 @@ class TaskRunner:
         if self.world.storage.full:
             raise ValueError("no space left on the storage")
         digest = self._saves.get((task.stage, task.step))
+        if digest is None and (self.stage, self.version) == (task.stage, task.step):
+            digest = self.digest
         if digest is None:
             raise ValueError(f"no copy of stage {task.stage} version {task.step}")
         self.world.storage.shards[(task.step, task.stage)] = digest
@@ -356,6 +371,7 @@ class TaskRunner:
         if found != [(task.step, stage) for stage in range(self.world.stages)]:
             self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
             raise ValueError("records are not one of each stage")
+        storage.damaged.discard(task.step)
         storage.published[task.step] = tuple(record["digest"] for record in records)
         return m.Result(record=f"checkpoints/step-{task.step}")
 

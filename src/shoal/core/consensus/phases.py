@@ -50,6 +50,7 @@ TRANSITIONS = (
     Transition(Phase.GATHERING, Phase.TRAINING, Step.SAME, "every stage has a peer that holds its state"),
     Transition(Phase.GATHERING, Phase.SAVING, Step.SAME, "every stage is held, but no step is left"),
     Transition(Phase.GATHERING, Phase.FINISHED, Step.SAME, "no step is left, and no checkpoint to write"),
+    Transition(Phase.GATHERING, Phase.FAILED, Step.SAME, "a stage can be loaded from no checkpoint of this session"),
     Transition(Phase.TRAINING, Phase.TRAINING, Step.SAME, _MEMBERS + ", or a microbatch gets another owner"),
     Transition(Phase.TRAINING, Phase.TRAINING, Step.NEXT, "the step is committed"),
     Transition(Phase.TRAINING, Phase.OVERLAPPING, Step.SAME, "the step's books are complete: the next step begins"),
@@ -65,7 +66,7 @@ TRANSITIONS = (
     *(
         Transition(before, Phase.GATHERING, Step.SAME_OR_EARLIER, "a stage lost its last replica", new_epoch=True)
         for before in Phase
-        if before is not Phase.FINISHED
+        if before not in (Phase.FINISHED, Phase.FAILED)
     ),
     *(
         Transition(before, after, Step.SAME, "a replica comes back with a lost stage's state", new_epoch=True)

@@ -25,6 +25,7 @@ from shoal.core.messages import (
     Index,
     Join,
     Leave,
+    LoadFailed,
     Member,
     Note,
     Peer,
@@ -48,11 +49,12 @@ Finding = Dispute | Misfit | Takeovers  # of a check (rules/order.py)
 
 
 class Requests:
-    """Peers that ask to join or to leave, in the order in which they asked."""
+    """Peers that ask to join or to leave, in the order in which they asked; and a launcher that asks for a checkpoint."""
 
     def __init__(self, settings: Settings) -> None:
         self.joins: dict[Peer, Join] = {}
         self.leaves: dict[Peer, str] = {}
+        self.save = False  # until a commit says that its checkpoint is saved
         self.pauses = Pauses(settings)
         self.joined_in: dict[Peer, int] = {}  # joiners: the view that made them so; what they reported before is void
 
@@ -129,6 +131,7 @@ class Facts:
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.pulses: dict[Peer, Pulse] = {}
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
+        self.load_failed: dict[Peer, LoadFailed] = {}  # who cannot load the checkpoint that all went back to
         self.requests = Requests(settings)
         self.evidence = Evidence(name, settings)
         self.rounds = StepRounds()
@@ -249,10 +252,12 @@ class Facts:
         self.rounds.on_step()
         self.evidence.conduct.step()
         self.history.on_step(before, now)
+        self.load_failed.clear()
         same = before is not None and before.epoch == view.epoch
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
             self.saving.begin(view)
+            self.requests.save = False
         for peer, pulse in list(self.pulses.items()):
             self._take_books(peer, pulse)
 
@@ -266,6 +271,7 @@ class Facts:
             self.pulses,
             self.received_at,
             self.doubted,
+            self.load_failed,
             requests.leaves,
             evidence.guilty,
             evidence.unfit,
@@ -333,6 +339,8 @@ class Facts:
                 self.requests.leaves.setdefault(peer, message.reason)
             case Complaint():
                 self._on_complaint(peer, message)
+            case LoadFailed():
+                self._on_load_failed(peer, message)
             case Reduced() | RoundFailed() | Waits():
                 return self._on_round(peer, message, now)
             case Booker():
@@ -376,6 +384,13 @@ class Facts:
         if complaint.kind == "unreachable" and sum(other == stage for other in self.serving.values()) < 2:
             return
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
+
+    def _on_load_failed(self, peer: Peer, message: LoadFailed) -> None:
+        """Only a report about the step that all go back to now."""
+        view = self.view
+        assert view is not None
+        if (message.epoch, message.step) == (view.epoch, view.step):
+            self.load_failed[peer] = message
 
     def _on_round(self, peer: Peer, message: Reduced | RoundFailed | Waits, now: float) -> list[Command]:
         current = self.rounds.reporting(peer, message)

@@ -25,11 +25,14 @@ class Leader:
 
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.name, self.settings = name, settings
+        self.facts = Facts(name, settings)
         self._begin(0)
 
     def _begin(self, term: int) -> None:
         self.term = term
+        save = self.facts.requests.save
         self.facts = Facts(self.name, self.settings)
+        self.facts.requests.save = save
         self.stall = ""  # why nothing has been committed for long
         self._unserved = ""  # which stage nobody serves, in words
         self._check_at = float("-inf")  # when silence and replicas are looked at again
@@ -57,6 +60,10 @@ class Leader:
     def bar(self, peers: tuple[Peer, ...]) -> None:
         """The run's authority has revoked these."""
         self.facts.bar(peers)
+
+    def request_save(self) -> None:
+        """The run is about to be ended: a checkpoint is to be saved. Every peer is asked, so that a later leader knows it, too."""
+        self.facts.requests.save = True
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: no peer's silence in that time counts."""
@@ -95,6 +102,8 @@ class Leader:
             proposal = self._ask(entry, view, now)
             if proposal is not None:
                 return commands + self._propose(proposal, view, register, now)
+        if facts.requests.save and view.started:
+            facts.saving.begin_now(view)
         return commands + self._average(view, now) + facts.saving.tick(view, now)
 
     def _ask(self, entry: order.Rule | order.Check, view: View, now: float) -> Proposal | None:

@@ -30,7 +30,10 @@ class Saving:
         self.name, self.settings = name, settings
         self.step: int | None = None
         self.published = 0  # newest version known to be visible
-        self.epoch = 0
+        self.epoch = 0  # of the checkpoint that is being written
+        self.hasty = False  # the step may end before every stage has copied its parameters
+        self.requested = -1  # the newest step that `begin_now` was called for
+        self.seen = 0  # of the newest view
         self.records: dict[int, str] = {}
         self.unable: dict[int, dict[Peer, str]] = {}  # per stage: who could not, and why
         self.unpublished: dict[Peer, str] = {}
@@ -42,11 +45,26 @@ class Saving:
 
     def begin(self, view: View) -> None:
         """The view's last step asked for a checkpoint: of version `view.step`."""
-        self.step, self.epoch = view.step, view.epoch
+        self.step, self.epoch, self.hasty = view.step, view.epoch, False
         self.records, self.unable, self.unpublished, self.asked = {}, {}, {}, {}
 
+    def begin_now(self, view: View) -> None:
+        """A checkpoint is requested in the middle of a step, which may take long: of the parameters that the step began with, once a step.
+        If the step is committed before every stage has copied them, the commit asks for a checkpoint (rules/commit.py)."""
+        if self.idle and self.requested < view.step:
+            self.requested = view.step
+            if view.step > max(view.saved, self.published):
+                self.begin(view)
+                self.hasty = True
+
     def on_view(self, view: View) -> None:
-        """Forget requests to peers that are no members any more: they will not answer."""
+        """Forget requests to peers that are no members any more: they will not answer. When the run goes back, the newest checkpoint is the
+        one that it goes back to, and a later one that is being written is void."""
+        if view.epoch != self.seen and not view.kept:
+            self.published = view.saved
+            if self.epoch != view.epoch:
+                self.step = None
+        self.seen = view.epoch
         present = {member.peer for member in view.members}
         self.asked = {stage: asked for stage, asked in self.asked.items() if asked[0] in present}
 
@@ -102,6 +120,8 @@ class Saving:
     def _give_up(self, reasons: dict[Peer, str], what: str) -> list[Command]:
         step, self.step = self.step, None
         why = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items()) or "no replica left"
+        if self.hasty:
+            return [Note("checkpoint", f"step {step} was over before it could be saved: {what}: {why}")]
         return [Note("unsaved", f"NOT saved at step {step}: {what}: {why}; older checkpoints are kept")]
 
     def _expected(self, peer: Peer, stage: int, message: Saved | Published) -> bool:

@@ -338,7 +338,7 @@ class Server:
         replica.applying, replica.step, replica.digest, self.changed = None, task.step + 1, done.result.digest, True
         if task.save:
             self._shards.kept = replica.stage, replica.step
-        return self._shards.go_on(replica.stage, replica.step)
+        return self._shards.go_on(replica.stage, replica.step, held=True)
 
     def tick(self, now: float) -> list[Command]:
         if self._retell_at is not None and now >= self._retell_at:
@@ -381,10 +381,10 @@ class Server:
             return []
         if isinstance(message, PublishRequest):
             return self._shards.publish(peer, message)
-        step = (
-            replica.step if replica.has_state and not replica.unfit else message.step
-        )  # of a lost version nothing will come
-        return self._shards.save(peer, message) + self._shards.go_on(replica.stage, step)
+        sound = replica.has_state and not replica.unfit
+        step = replica.step if sound else message.step  # of a lost version nothing will come
+        held = sound and replica.applying is None
+        return self._shards.save(peer, message) + self._shards.go_on(replica.stage, step, held)
 
     def _id(self) -> str:
         return f"s/{next(self._serial)}"

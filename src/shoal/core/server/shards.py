@@ -46,13 +46,14 @@ class Shards:
         self._asked = peer, message
         return []
 
-    def go_on(self, stage: int, step: int) -> list[Command]:
-        """Begin what was asked for, once version `step` is the one it asks for or is past it."""
+    def go_on(self, stage: int, step: int, held: bool) -> list[Command]:
+        """Begin what was asked for, once version `step` is the one it asks for or is past it. `held`: the parameters are still those of
+        that version, so that a copy can be made now where none was kept."""
         if self._asked is None or self._saving is not None or self._asked[1].step > step:
             return []
         (peer, message), self._asked = self._asked, None
         answer = Saved(message.epoch, message.step, stage)
-        if self.kept != (stage, message.step):
+        if self.kept != (stage, message.step) and not (held and step == message.step):
             failed = f"no copy of stage {stage} at step {message.step} is kept here"
             return [Send(peer, Saved(message.epoch, message.step, stage, failed=failed))]
         task = f"s/{next(self._serial)}"

@@ -22,6 +22,7 @@ from shoal.core.messages import (
     Failed,
     Import,
     Init,
+    LoadFailed,
     Member,
     Note,
     Offer,
@@ -31,7 +32,7 @@ from shoal.core.messages import (
     View,
     Wire,
 )
-from shoal.core.replica_state import member_of
+from shoal.core.replica_state import TEXT, member_of
 from shoal.core.transfer.donor import Donor
 from shoal.core.transfer.download import Download, Downloader, Target
 
@@ -83,6 +84,7 @@ class StateTransfer:
         self._build = Build()
         self.downloader = Downloader(name, settings, rng, self._serial)
         self._donor = Donor(server, self._serial)
+        self.load_failed: LoadFailed | None = None  # for the leader: the checkpoint that all go back to is no good
 
     @property
     def deadline(self) -> float | None:
@@ -201,6 +203,10 @@ class StateTransfer:
         if failed.id == self._build.id:
             self._build.id = ""
             self.downloader.start_over(now)
+            target = self.downloader.target
+            if failed.older is not None and target is not None:
+                reason = failed.reason[:TEXT]
+                self.load_failed = LoadFailed(target.epoch, self._build.step, target.stage, failed.older, reason)
             return [Note("state", f"the stage's state could not be built: {failed.reason}")]
         if self.downloader.is_checking(failed.id):
             return self.downloader.on_wrong(failed.id, failed.reason, now)

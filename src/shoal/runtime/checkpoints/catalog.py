@@ -5,6 +5,7 @@ checkpoint.py writes them and reads their tensors.
 
 from __future__ import annotations
 
+import math
 import os
 import posixpath
 import re
@@ -56,11 +57,13 @@ class Catalog:
             refused.append(f"{entry.path}: {entry.wrong}")
         return None, tuple(refused)
 
-    def soundest(self) -> tuple[Training | None, tuple[Entry, ...]]:
-        """The newest checkpoint of which every byte is what was written, and the newer ones, with what is wrong with each. Reads all of
-        them: as long as it takes to load one."""
+    def soundest(self, before: float = math.inf) -> tuple[Training | None, tuple[Entry, ...]]:
+        """The newest checkpoint of a step below `before` of which every byte is what was written, and the newer ones, with what is wrong
+        with each. Reads all of them: as long as it takes to load one."""
         refused: list[Entry] = []
         for entry in self.entries():
+            if entry.step >= before:
+                continue
             wrong = entry.wrong or self.damage(entry)
             if not wrong:
                 return entry.training, tuple(refused)

@@ -54,6 +54,14 @@ class About(msgspec.Struct, frozen=True):
     files: dict[str, bytes]
 
 
+class Unloadable(ValueError):
+    """A checkpoint is damaged, gone or foreign. `older`: the step of the newest older one of which every byte is whole, 0 for none."""
+
+    def __init__(self, reason: str, older: int) -> None:
+        super().__init__(reason)
+        self.older = older
+
+
 class Store:
     """Checkpoints at a local path or any fsspec URL, of the run with that key's id: another run's are never read, overwritten or deleted.
     None: nobody's in particular, and all are alike. ValueError when that kind of storage is not at hand."""
@@ -102,7 +110,8 @@ class Store:
         self._refuse_taken(step)
         ours = self.catalog.inspect(step)
         if ours.training is not None and not ours.wrong and files.items() <= ours.training.files.items():
-            return self.path(step)
+            if not self.catalog.damage(ours):  # trained again after it was damaged, it has the same hashes
+                return self.path(step)
         draft = self._unfinished(step)
         for name, file in files.items():
             if self._storage.size(f"{draft}/{name}") != file.bytes:
@@ -128,7 +137,14 @@ class Store:
     def load(self, step: int, like: State) -> dict[str, torch.Tensor]:
         """The tensors that `like` has, in its order, from whichever shards hold them: any cut reads any other's.
 
-        ValueError: files were damaged, or it is a checkpoint of another model."""
+        Unloadable: files were damaged, or it is a checkpoint of another model."""
+        try:
+            return self._load(step, like)
+        except ValueError as error:
+            older, _ = self.catalog.soundest(before=step)
+            raise Unloadable(str(error), older.step if older is not None else 0) from error
+
+    def _load(self, step: int, like: State) -> dict[str, torch.Tensor]:
         training = self.catalog.open(step)
         found: dict[str, torch.Tensor] = {}
         for name, file in sorted(training.files.items()):

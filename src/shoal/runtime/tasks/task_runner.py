@@ -201,7 +201,8 @@ class TaskRunner:
             self._lanes[later.lane].put(lambda: self._carry_out(again, task, done, spent_s))
             return
         except (ValueError, OSError) as error:
-            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__)
+            older = error.older if isinstance(error, checkpoint.Unloadable) else None
+            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__, older=older)
         except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
             log.exception("%s failed", task)
             reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
@@ -244,8 +245,11 @@ class TaskRunner:
                 return self._read_chunk(task)
             case CheckChunk():
                 return self._check_chunk(task, take(task.blob))
-            case RunSave() | RunPublish():
-                return self._write(task)
+            case RunSave():
+                copy = self._kept_copy(task.step)
+                raise Later("write", lambda: self._write(task, lambda: self._save(task, copy)))
+            case RunPublish():
+                return self._write(task, lambda: self._publish(task))
 
     def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
         def take(name: str, device: str = "cpu") -> torch.Tensor:
@@ -411,16 +415,23 @@ class TaskRunner:
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
-    def _write(self, task: RunSave | RunPublish) -> Result:
+    def _write(self, task: RunSave | RunPublish, work: Callable[[], Result]) -> Result:
         try:
-            return self._save(task) if isinstance(task, RunSave) else self._publish(task)
+            return work()
         except OSError as error:
             raise OSError(f"writing the checkpoint of step {task.step} to {self._place().url}: {error}") from error
 
-    def _save(self, task: RunSave) -> Result:
-        copy = self._saved
-        if copy is None or copy.step != task.step:
-            raise ValueError(f"no copy of step {task.step} was kept here")
+    def _kept_copy(self, step: int) -> Copy:
+        """What Apply kept of that version, or a copy made now, while the parameters are still those."""
+        if self._saved is None or self._saved.step != step:
+            seat = self._seated()
+            if seat.step != step:
+                raise ValueError(f"no copy of step {step} was kept here")
+            self._stepped.wait()
+            self._saved = self._copy(seat)
+        return self._saved
+
+    def _save(self, task: RunSave, copy: Copy) -> Result:
         state = {name: value for name, value in copy.state.items() if not name.startswith(PREVIOUS)}
         record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
         if self._saved is copy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from shoal.core.messages import Asked
+from shoal.core.messages import Asked, SaveAsked
 from shoal.sim.faults.injector import Fault, Injector, PlannedFault
 from shoal.sim.faults.preemption import found, read
 from shoal.sim.scenarios.scenario import Case
@@ -28,11 +28,13 @@ def plan(case: Case) -> list[PlannedFault]:
         "join": drawn.joiners,
         "lose": drawn.losses,
     }
-    return [
+    planned = [
         PlannedFault(rng.uniform(0.0, end_s), kind, rng.uniform(0.1, 5.0))
         for kind, count in kinds.items()
         for _ in range(count)
     ]
+    asked = case.rng("saves")  # apart, so that what is drawn besides stays as it was
+    return planned + [PlannedFault(asked.uniform(0.0, end_s), "save", 0.0) for _ in range(case.scenario.saves)]
 
 
 def lives(case: Case) -> list[PlannedFault]:
@@ -89,10 +91,30 @@ def leave(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 def lose(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """Every copy of one stage's state at once: the run must go back to its newest checkpoint by itself."""
     back = rng.random() < 0.7
-    for node in injector.replicas(rng):
+    storage, whole = injector.context.world.storage, _whole_checkpoints(injector)
+    damages = injector.context.case.scenario.damages
+    nodes = injector.replicas(rng)
+    if damages and (not nodes or len(whole) < 2):
+        injector.retry(planned, LATER_S / 4)
+        return
+    if damages:
+        storage.damaged.add(whole[-1])
+    for node in nodes:
         injector.processes.kill(node)
         if back:
             injector.reboot(node, planned.length_s * (1 + rng.random()))
+
+
+def _whole_checkpoints(injector: Injector) -> list[int]:
+    """Steps of the checkpoints that this session of the run can go on from."""
+    storage, first = injector.context.world.storage, max(1, injector.context.settings.first_step)
+    return sorted(step for step in storage.published if step >= first and step not in storage.damaged)
+
+
+def save(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """A launcher asks its peers for a checkpoint."""
+    for node in list(injector.processes.nodes.values()):
+        node.receive(SaveAsked())
 
 
 def join(injector: Injector, planned: PlannedFault, rng: Random) -> None:
@@ -106,4 +128,5 @@ APPLY: dict[str, Fault] = {
     "join": join,
     "take": take,
     "lose": lose,
+    "save": save,
 }

@@ -91,6 +91,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     staleness: Literal[0, 1, -1] = -1  # of gradients; -1: drawn
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
+    damages: bool = False  # when a stage loses every replica, the newest checkpoint is damaged too
+    saves: int = 0  # times that a launcher asks for a checkpoint now
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
     strangers: tuple[int, int] = (0, 0)  # hostile peers (faults/strangers.py)

@@ -67,7 +67,7 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         loss=facts.ledger(view.step).loss(),
         digests=tuple(current.reduced[group[0].peer].digest for group in groups),
         groups=groups,
-        save=_saves(view.step + 1, settings),
+        save=facts.requests.save or _saves(view.step + 1, settings),
         listeners=tuple(peer for group in current.message.listeners for peer in group),
     )
     proposal = _next(view, last, facts, settings, now)

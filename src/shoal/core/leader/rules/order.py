@@ -16,7 +16,7 @@ from shoal.core.leader.rules.moves import restage
 from shoal.core.leader.rules.overlap import overlap
 from shoal.core.leader.rules.proposal import Proposal
 from shoal.core.leader.rules.reassignment import reassign, takeovers
-from shoal.core.leader.rules.recovery import recover, stage_lost, take_back
+from shoal.core.leader.rules.recovery import cannot_load, further_back, recover, stage_lost, take_back
 from shoal.core.leader.rules.removal import removal_due, remove
 from shoal.core.leader.rules.start import every_stage_ready, start
 from shoal.core.messages import Settings, View
@@ -43,6 +43,7 @@ RULES: tuple[Rule | Check, ...] = (
     Rule(promote),
     Rule(take_back),
     Rule(recover, when=stage_lost),
+    Rule(further_back, when=cannot_load),
     Rule(restage),
     Rule(start, when=every_stage_ready),
     Check(disputes),

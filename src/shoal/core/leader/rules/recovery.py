@@ -1,7 +1,7 @@
 """What the run does when a stage has no member left: with whose state it goes on, and from which step.
 
 Three ways, each under a new epoch, so that everything of the one before is void: with a replica that was only cut off and comes back with
-the state; from the newest checkpoint; or with a state made of its two neighbours'.
+the state; from the newest checkpoint that can be loaded; or with a state made of its two neighbours'.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from shoal.core.leader.membership import counting, owners_of
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Continued, Holding, Member, Phase, Rebuilt, Settings, View
 from shoal.core.planned import planned_seat
+
+CAUSE = 500  # characters of a peer's reason that are quoted
 
 
 def empty_stages(view: View, stages: int) -> list[int]:
@@ -83,18 +85,43 @@ def recover(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
         rebuilt, why_not = from_neighbours(lost, settings.stages, facts.history.norms)
         if rebuilt and view.started:
             return Proposal(_rebuilt(view, rebuilt, facts, settings))
-    return Proposal(_gone_back(view, lost[0], why_not, facts, settings))
-
-
-def _gone_back(view: View, stage: int, why_not: str, facts: Facts, settings: Settings) -> View:
-    """All go back to the newest checkpoint. `why_not`: what else was wanted, and what was in its way."""
     saved = max(view.saved, facts.saving.published)
-    undone = (view.step - saved) * settings.microbatches
-    account = view.account
     reason = (
-        f"stage {stage} lost its last replica: back from step {view.step} to the state of step {saved}, "
+        f"stage {lost[0]} lost its last replica: back from step {view.step} to the state of step {saved}, "
         f"{view.step - saved} steps are trained again{why_not}"
     )
+    return Proposal(_gone_back(view, saved, reason, settings))
+
+
+def cannot_load(view: View, facts: Facts, settings: Settings, now: float) -> bool:
+    """Before an epoch's first step, a peer reports that it cannot load its stage."""
+    return not view.started and bool(facts.load_failed)
+
+
+def further_back(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """No peer of a stage can load the checkpoint that all went back to: all go back to the newest older one that any of them finds whole.
+    If there is none of this session, the run ends."""
+    for stage in range(settings.stages):
+        peers = [member.peer for member in view.members + view.joining if member.stage == stage]
+        failed = [facts.load_failed[peer] for peer in peers if peer in facts.load_failed]
+        reports = [report for report in failed if report.stage == stage]
+        if not peers or len(reports) < len(peers):
+            continue
+        older = max(report.older for report in reports)
+        why = f"stage {stage} cannot be loaded from the checkpoint of step {view.step} ({peers[0]}: {reports[0].reason[:CAUSE]})"
+        if max(1, settings.first_step) <= older < view.step:
+            undone = f"back to the state of step {older}, {view.step - older} steps more are trained again"
+            return Proposal(_gone_back(view, older, f"{why}: {undone}", settings))
+        rest = f"the newest whole one is of step {older}, from an earlier session" if older else "no older one is whole"
+        words = f"{why}; {rest}: the run ends, and --resume goes on from what is whole then"
+        return Proposal(successor(view, [words], phase=Phase.FAILED))
+    return None
+
+
+def _gone_back(view: View, saved: int, reason: str, settings: Settings) -> View:
+    """All go back to the checkpoint of step `saved`."""
+    undone = (view.step - saved) * settings.microbatches
+    account = view.account
     return successor(
         view,
         [reason],
