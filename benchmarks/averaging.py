@@ -84,7 +84,7 @@ def play_unlike(megabytes: float = 100.0, delay_s: float = 0.05) -> None:
         even = Seats((0,) * peers, none, none, (megabytes * 1e6,), 0.0, 0.0, 1, 1)
         by_lines = step.weighted(even, known)
         played_s = [step.predict(seats, known, np.random.default_rng(0)).averaging_s for seats in (even, by_lines)]
-        shares = owned(by_lines.widths)
+        shares = owned(by_lines.line_rates)
         carried = [megabytes * 1e6 * (1 + (peers - 2) * share / sum(shares)) for share in shares]
         least_s = max(nbytes / Bps for nbytes, Bps in zip(carried, own, strict=True))
         print(f"{lines}: even {played_s[0]:.2f} s, by lines {played_s[1]:.2f} s, bound {least_s:.2f} s")
@@ -136,7 +136,7 @@ def ways(text: str) -> tuple[bool, ...]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "cluster.toml").write_text(text)
         known = cluster.read(Path(folder) / "cluster.toml")
-    return (False, True) if step.weighted(seated(known), known).widths else (False,)
+    return (False, True) if step.weighted(seated(known), known).line_rates else (False,)
 
 
 def measured(there: Path, text: str, steps: int, by_lines: bool = False) -> tuple[float, tuple[float, float, float]]:
@@ -147,7 +147,9 @@ def measured(there: Path, text: str, steps: int, by_lines: bool = False) -> tupl
     names, gradient_bytes = tuple(device.name for device in known.devices), seats.gradient_bytes[0]
     stage = plan.StagePlan(0, SHAPE.layers, names, microbatch_s=seats.backward_s[0], gradient_bytes=gradient_bytes)
     peers = tuple(plan.PeerPlan(name, seats.forward_s[n], seats.backward_s[n]) for n, name in enumerate(names))
-    made = plan.Plan(SHAPE.layers, (stage,), peers=peers, boundary_bytes=seats.boundary_bytes, widths=seats.widths)
+    made = plan.Plan(
+        SHAPE.layers, (stage,), peers=peers, boundary_bytes=seats.boundary_bytes, line_rates=seats.line_rates
+    )
     play(there, made)
     spans = averagings(trace.find(there / "runs" / "predict"))
     return sorted(spans)[len(spans) // 2], formulas(known, gradient_bytes, seats)

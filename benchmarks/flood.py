@@ -9,7 +9,7 @@ founded and leads it. Then one flood after the other, of strangers without a pas
     table      the same to the distributed directory (dht), 3 MB/s; this run finds its peers by it
     names      a visitor announces 9,000 names of one key; `look_up_s` is how long another visitor then takes to find the peers
     pings      a visitor who does not read asks for 40 answers of 64 MiB
-    pulses     a visitor sends Pulses of 2 MB, or the largest there may be, under twenty names of its key, 12 MB/s
+    heartbeats     a visitor sends Pulses of 2 MB, or the largest there may be, under twenty names of its key, 12 MB/s
     garbage    bytes that are no TLS to the port of the transport, 400 connections a second; `log_Bps` is what the victim writes
     silence    140 connections that never say a word, kept up; `join_s` is how long a visitor's handshake then takes
 
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
 MIB = 1 << 20
 SMALL = ("run.peers=3", "run.steps=1000000", "train.batch=16", "checkpoint.every=0")
-FLOODS = ("records", "table", "names", "pings", "pulses", "garbage", "silence")
+FLOODS = ("records", "table", "names", "pings", "heartbeats", "garbage", "silence")
 ENOUGH_MIB = 6000.0  # of memory: the machine is not brought down to show that it could be
 
 
@@ -390,14 +390,14 @@ class Flood:
             1, lambda send, turn: [send(Ping(turn * 40 + number, 64 * MIB)) for number in range(40)], every_s=5.0
         )
 
-    def pulses(self) -> Callable[[], None]:
-        from shoal.core.messages import Booking, Pulse
+    def heartbeats(self) -> Callable[[], None]:
+        from shoal.core.messages import Booking, Heartbeat
         from shoal.transport import wire
 
-        most = getattr(wire, "LARGE", {}).get("Pulse", 2 << 20)  # older versions allow 4 MiB
+        most = getattr(wire, "LARGE", {}).get("Heartbeat", 2 << 20)  # older versions allow 4 MiB
         books = tuple(Booking(100_000 + index, 0.5) for index in range(most // 15 - 100))
-        pulse = Pulse(1, 1, 1, True, books)
-        return self._by_transport(20, lambda send, turn: send(pulse), every_s=most / 12e6)
+        heartbeat = Heartbeat(1, 1, 1, True, books)
+        return self._by_transport(20, lambda send, turn: send(heartbeat), every_s=most / 12e6)
 
     def _by_transport(self, names: int, act: Callable[..., Any], every_s: float) -> Callable[[], None]:
         """Send to the victim as a visitor, under so many names of one key, each with a place of its own; and read nothing."""

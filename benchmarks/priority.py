@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from report import at_most, parse, report
-from shoal.core.messages import Boundary, Cancelled, Chunk
+from shoal.core.messages import BoundaryTensor, Cancelled, Chunk
 from shoal.transport import wire
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.emulated import shaped
@@ -112,7 +112,7 @@ async def measure(seconds: float, modelled: bool) -> dict[str, float]:
     index = 0
     while time.monotonic() < until:
         for kind, message, blobs in (
-            ("urgent", Boundary(0, 0, index, 0, True), small),
+            ("urgent", BoundaryTensor(0, 0, index, 0, True), small),
             ("control", Cancelled(0, 0, index, 0, 0), ()),
         ):
             sent[kind, index] = time.monotonic()

@@ -178,9 +178,9 @@ class Attacker:
                     self.transport.send(peer, m.Join())
                 if there:
                     term = max(standing.term for standing in self.standings.values())
-                    pulse = m.Pulse(term, view.number, view.step, False, epoch=view.epoch)
+                    heartbeat = m.Heartbeat(term, view.number, view.step, False, epoch=view.epoch)
                     for peer in [self.leader] if self.leader else self.standings:
-                        self.transport.send(peer, pulse)
+                        self.transport.send(peer, heartbeat)
             await asyncio.sleep(0.5)
 
     @property
@@ -381,7 +381,11 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=400.0, help="messages per second, at most")
     parser.add_argument("--growth", type=float, default=64.0, metavar="MIB", help="by which a peer may grow")
     parser.add_argument(
-        "--kinds", type=kinds_of, default=(), metavar="A,B", help="only messages of these types, such as Pulse,Saved"
+        "--kinds",
+        type=kinds_of,
+        default=(),
+        metavar="A,B",
+        help="only messages of these types, such as Heartbeat,Saved",
     )
     parser.add_argument("--steps", type=int, default=400, help="of a run of its own")
     given = parse(parser)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from report import Target, parse, report
-from shoal.core.messages import Boundary, Leave, Recall, Refused
+from shoal.core.messages import BoundaryTensor, Leave, Recall, Refused
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.daemon import Daemon
 from shoal.transport.emulated.shaped import AccessLink, Shaped
@@ -199,7 +199,7 @@ class Sender:
             self.waiting.pop(index).set_result(item.message)
 
     async def bulk(self, data: bytes) -> None:
-        message = Boundary(0, 0, self.serial, 1, False)
+        message = BoundaryTensor(0, 0, self.serial, 1, False)
         await self.ask(message, (Blob("uint8", (len(data),), data),))
 
     async def ask(self, message: Any, blobs: tuple[Blob, ...] = ()) -> Any:

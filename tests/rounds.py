@@ -32,11 +32,11 @@ from shoal.core.messages import (
     Result,
     Round,
     RoundFailed,
+    RoundWaits,
     Send,
     Settings,
     Share,
     View,
-    Waits,
 )
 from shoal.core.replica_state import ReplicaState
 
@@ -117,30 +117,30 @@ class Group:
         names: tuple[Peer, ...],
         length: int,
         piece_values: int = 0,
-        listeners: tuple[Peer, ...] = (),
+        joiners: tuple[Peer, ...] = (),
         runner: Callable[[Peer, int], TaskRunner] = Symbols,
         seed: int = 0,
-        widths: tuple[int, ...] = (),
+        line_rates: tuple[int, ...] = (),
     ) -> None:
         self.names, self.rng = names, Random(seed)
-        self.settings = Settings(1, len(names), steps=9, piece_values=piece_values, widths=widths)
+        self.settings = Settings(1, len(names), steps=9, piece_values=piece_values, line_rates=line_rates)
         members = tuple(Member(name, 0) for name in names)
-        joining = tuple(Member(name, 0) for name in listeners)
+        joining = tuple(Member(name, 0) for name in joiners)
         self.view = View(number=5, step=3, members=members, joining=joining, owners=tuple(range(len(names))))
-        known = widths or (0,) * len(names)
+        known = line_rates or (0,) * len(names)
         self.shares = {name: Share(name, (index,), known[index]) for index, name in enumerate(names)}
         self.runner = {name: runner(name, length) for name in names}
         self.rounds: dict[Peer, Rounds] = {}
         for name in names:
             replica = ReplicaState(self.view, "leader", has_state=True, stage=0, step=3, length=length)
             self.rounds[name] = Rounds(name, self.settings, count(), replica)
-        self.listeners = listeners
+        self.joiners = joiners
         self.lost: Callable[[Peer, Peer, Any], bool] = lambda *_: False
         self.now = 0.0
         self.sent: list[tuple[Peer, Peer, ReduceChunk | GatherChunk | Resend]] = []
         self.reduced: dict[Peer, Reduced] = {}
         self.failures: dict[Peer, RoundFailed] = {}
-        self.waits: list[tuple[Peer, Waits]] = []
+        self.waits: list[tuple[Peer, RoundWaits]] = []
         self.heard: list[tuple[Peer, Peer, GatherChunk]] = []  # from, to
         self.tasks: Counter[type] = Counter()
         self._lines: dict[tuple[Peer, Peer], deque[tuple[Any, tuple[Any, ...]]]] = {}
@@ -149,7 +149,7 @@ class Group:
 
     def a_round(self, number: int = 7) -> Round:
         groups = (tuple(self.shares[name] for name in self.names),)
-        return Round(epoch=0, step=3, round=number, view=5, groups=groups, listeners=(self.listeners,))
+        return Round(epoch=0, step=3, round=number, view=5, groups=groups, joiners=(self.joiners,))
 
     def begin(self, *names: Peer, number: int = 7) -> None:
         for name in names or self.names:
@@ -196,9 +196,9 @@ class Group:
             self.reduced[name] = message
         elif isinstance(message, RoundFailed):
             self.failures[name] = message
-        elif isinstance(message, GatherChunk) and message.to_listener:
+        elif isinstance(message, GatherChunk) and message.to_joiner:
             self.heard.append((name, command.peer, message))
-        elif isinstance(message, Waits):
+        elif isinstance(message, RoundWaits):
             self.waits.append((name, message))
         else:
             assert isinstance(message, ReduceChunk | GatherChunk | Resend)

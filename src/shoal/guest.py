@@ -22,7 +22,7 @@ from shoal.units import size
 RUN = frozenset(
     """
     run.name run.seed run.peers run.stages run.layers run.steps run.inflight run.queue_limit run.beat_s run.silence_s
-    run.hop_floor_s run.hold_s run.lost run.round_bytes run.lost_wait_s run.stage_seconds run.seats run.widths run.routes
+    run.hop_floor_s run.hold_s run.lost run.round_bytes run.lost_wait_s run.stage_seconds run.seats run.line_rates run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
     data.source data.field data.split data.sequence data.digest

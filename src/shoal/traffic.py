@@ -10,7 +10,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.core.messages import Backward, Boundary, Chunk, Forward, GatherChunk, Gradient, Message, Output, ReduceChunk
+from shoal.core.messages import (
+    Backward,
+    BoundaryTensor,
+    Chunk,
+    Forward,
+    GatherChunk,
+    Gradient,
+    Message,
+    Output,
+    ReduceChunk,
+)
 
 Size = tuple[str, int]  # of a blob: its dtype and its bytes on the wire
 TOKENS = "int64"
@@ -91,7 +101,7 @@ def _kind(message: Message, position: int, dtype: str) -> str:
             return "control"
         case Gradient():
             return "gradients"
-        case Boundary():
+        case BoundaryTensor():
             return "gradients" if message.gradient else "activations"
         case Backward():
             return "gradients" if position else "activations"  # the stage's input comes first

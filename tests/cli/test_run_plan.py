@@ -74,12 +74,12 @@ def test_a_plan_of_a_model_with_as_many_blocks_but_of_another_size_is_refused_be
 def test_uneven_blocks_seats_routes_and_sizes_reach_the_run() -> None:
     routes = (((0,), (2,)), ((1,), (2,)), ((0, 1), (2,)))
     stages = (StagePlan(0, 4, ("a", "b")), StagePlan(4, 6, ("c",)))
-    uneven = msgspec.structs.replace(EVEN, stages=stages, routes=routes, widths=(4, 5, 6), microbatch=8, inflight=2)
+    uneven = msgspec.structs.replace(EVEN, stages=stages, routes=routes, line_rates=(4, 5, 6), microbatch=8, inflight=2)
     config = configuration.load(None, plan_settings.decided(uneven, "plan.json"))
     assert config.run.layers == (4, 2)
     assert (config.run.seats, config.run.routes) == ({"a": 0, "b": 0, "c": 1}, routes)
     assert (config.train.microbatch, config.run.inflight) == (8, 2)
-    assert configuration.settings(config).widths == (4, 5, 6)
+    assert configuration.settings(config).line_rates == (4, 5, 6)
 
 
 def test_a_stage_that_must_swap_gets_an_executor_that_does() -> None:

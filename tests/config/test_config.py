@@ -238,8 +238,8 @@ def test_a_plans_seats_and_routes_reach_the_machines() -> None:
         ("run.routes=[[[0], [1]]]", "there is one entry for each seat"),
         ("run.routes=[[[0], []], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], []]"),
         ("run.routes=[[[0], [7]], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], [7]]"),
-        ("run.widths=[100, 100]", "run.widths = [100, 100] must be one number for each of 3 run.seats"),
-        ("run.widths=[100, 100, -1]", "run.widths[2] = -1 is out of range; try 0 to"),
+        ("run.line_rates=[100, 100]", "run.line_rates = [100, 100] must be one number for each of 3 run.seats"),
+        ("run.line_rates=[100, 100, -1]", "run.line_rates[2] = -1 is out of range; try 0 to"),
     ],
 )
 def test_a_plan_that_does_not_fit_its_run_is_refused(override: str, words: str) -> None:
@@ -248,7 +248,7 @@ def test_a_plan_that_does_not_fit_its_run_is_refused(override: str, words: str) 
 
 def test_routes_without_seats_and_links_by_host_over_libp2p_are_refused() -> None:
     assert "run.routes without run.seats" in refusal("run.routes=[[[0]]]")
-    assert "run.widths without run.seats" in refusal("run.widths=[100]")
+    assert "run.line_rates without run.seats" in refusal("run.line_rates=[100]")
     links = 'network.links={"127.0.0.2" = [0.1, 1e6]}'
     assert "try network.transport=tls" in refusal(links, "network.transport=libp2p")
     assert config.load(None, [links]).network.links == {"127.0.0.2": (0.1, 1e6)}

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from tests.contract.transports import NETS, introduce, lost, run, started, take
 
-from shoal.core.messages import Boundary, Cancelled, Chunk, Forward, Lead, ReduceChunk
+from shoal.core.messages import BoundaryTensor, Cancelled, Chunk, Forward, Lead, ReduceChunk
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
@@ -49,8 +49,8 @@ def control(index: int) -> Cancelled:
     return Cancelled(0, 1, index, 0, 0)
 
 
-def bulk(index: int, data: bytes) -> tuple[Boundary, tuple[Blob, ...]]:
-    return Boundary(0, 1, index, 1, False), (Blob("uint8", (len(data),), data),)
+def bulk(index: int, data: bytes) -> tuple[BoundaryTensor, tuple[Blob, ...]]:
+    return BoundaryTensor(0, 1, index, 1, False), (Blob("uint8", (len(data),), data),)
 
 
 def heard(item: Incoming) -> tuple[str, object]:
@@ -62,7 +62,9 @@ def raw(head: bytes) -> bytes:
 
 
 def head_of(nbytes: int, shape: tuple[int, ...], dtype: str = "uint8", codec: str = "raw") -> bytes:
-    return raw(msgspec.msgpack.encode(Head(Boundary(0, 1, 2, 1, False), (BlobHead(dtype, shape, codec, nbytes),))))
+    return raw(
+        msgspec.msgpack.encode(Head(BoundaryTensor(0, 1, 2, 1, False), (BlobHead(dtype, shape, codec, nbytes),)))
+    )
 
 
 def test_messages_arrive_once_and_in_order(net: Any) -> None:
@@ -94,7 +96,7 @@ def test_large_blobs_arrive_as_they_were_sent(net: Any) -> None:
                 Blob("int64", (0, 3), b""),
                 Blob("float32", (), b"abcd"),
             )
-            a.send(b.name, Boundary(0, 1, 2, 1, False), blobs)
+            a.send(b.name, BoundaryTensor(0, 1, 2, 1, False), blobs)
             got = (await take(b, a)).blobs
             assert [(blob.dtype, blob.shape, blob.codec) for blob in got] == [(s.dtype, s.shape, "raw") for s in blobs]
             assert [hashlib.sha256(blob.data).digest() for blob in got] == [
@@ -113,7 +115,7 @@ def test_control_overtakes_bulk(net: Any, monkeypatch: pytest.MonkeyPatch) -> No
         async with started(net.make(Identity.new()), net.make(Identity.new())) as (a, b):
             a.send(b.name, control(0))
             a.send(b.name, *bulk(0, b"first"))  # both connections stand
-            assert {type((await take(b, a)).message) for _ in range(2)} == {Cancelled, Boundary}
+            assert {type((await take(b, a)).message) for _ in range(2)} == {Cancelled, BoundaryTensor}
             data = bytes(2 * MIB)
             for index in range(32):
                 a.send(b.name, *bulk(index, data))
@@ -144,16 +146,16 @@ def test_bulk_of_a_higher_rank_overtakes_and_ranks_keep_their_order(net: Any, mo
                 a.send(b.name, ReduceChunk(0, 1, 0, index), (Blob("float32", (1,), b"abcd"),))
             for index in range(4):
                 a.send(b.name, Forward(0, 1, index, 0, 1, 1), (Blob("float32", (1,), b"abcd"),))
-                a.send(b.name, Boundary(0, 1, index, 0, True), (Blob("float32", (1,), b"abcd"),))
+                a.send(b.name, BoundaryTensor(0, 1, index, 0, True), (Blob("float32", (1,), b"abcd"),))
             messages = [item.message for item in [await take(b) for _ in range(28)] if isinstance(item, Incoming)]
             kinds = [type(message).__name__ for message in messages]
-            for kind in (Chunk, ReduceChunk, Forward, Boundary):
+            for kind in (Chunk, ReduceChunk, Forward, BoundaryTensor):
                 mine = [message for message in messages if isinstance(message, kind)]
                 numbers = [getattr(m, "chunk", getattr(m, "index", 0)) for m in mine]
                 assert numbers == sorted(numbers), kind
             last = len(kinds) - 1 - kinds[::-1].index("ReduceChunk")
             assert kinds[last:].count("Chunk") >= 4, "what is small and of a higher rank came after the bulk"
-            assert max(kinds.index("Forward"), kinds.index("Boundary")) < last
+            assert max(kinds.index("Forward"), kinds.index("BoundaryTensor")) < last
 
     run(story)
 
@@ -290,7 +292,7 @@ def test_oversized_data_is_refused_before_memory_is_taken_and_its_sender_named(
         head_of(4, (4,), "complex64") + bytes(4),
         head_of(4, (4,), codec="zip") + bytes(4),
         head_of(1, (1,) * 9) + bytes(1),
-        raw(msgspec.msgpack.encode([["Boundary", 0, 1, 2, 1, False], [["uint8", [1], "raw", 1]] * 5])) + bytes(5),
+        raw(msgspec.msgpack.encode([["BoundaryTensor", 0, 1, 2, 1, False], [["uint8", [1], "raw", 1]] * 5])) + bytes(5),
     ],
 )
 def test_malformed_data_is_refused_its_sender_named_and_others_go_on(net: Any, what: bytes) -> None:
@@ -311,8 +313,8 @@ def test_what_others_would_refuse_is_not_sent(net: Any) -> None:
             blob = Blob("uint8", (4,), b"abcd")
             for message, blobs in (
                 (Lead(1, 2, 3), (blob,)),
-                (Boundary(0, 1, 2, 1, False), (Blob("uint8", (5,), b"abcd"),)),
-                (Boundary(0, 1, 2, 1, False), (blob,) * 5),
+                (BoundaryTensor(0, 1, 2, 1, False), (Blob("uint8", (5,), b"abcd"),)),
+                (BoundaryTensor(0, 1, 2, 1, False), (blob,) * 5),
                 bulk(0, bytes(MIB + 1)),
             ):
                 with pytest.raises(ValueError):

@@ -46,8 +46,8 @@ def a_leader() -> LeaderRig:
 
 
 def closed(leader: LeaderRig, peer: str, books: tuple[int, ...], before: tuple[int, ...]) -> None:
-    """That peer's pulse from the middle of the next step."""
-    leader.pulse(peer, books, closed=tuple(Booking(i, 2.0) for i in before))
+    """That peer's heartbeat from the middle of the next step."""
+    leader.heartbeat(peer, books, closed=tuple(Booking(i, 2.0) for i in before))
 
 
 def go_on(leader: LeaderRig) -> None:
@@ -118,7 +118,7 @@ def test_what_the_dead_brought_into_both_steps_is_redone_and_the_others_keep_the
     assert (view.work, view.ahead, view.begun, [m.peer for m in view.fenced]) == (0, False, True, ["c"])
     assert view.account.redone == 3 and view.account.issued == 8
     asked = len(leader.rounds())
-    leader.pulse("a", (0, 2, 1, 3))
+    leader.heartbeat("a", (0, 2, 1, 3))
     view = leader.view
     assert (view.work, view.ahead, view.since) == (1, True, view.number) and view.account.issued == 8
     assert len(leader.rounds()) == asked + 1
@@ -136,8 +136,8 @@ def test_what_the_dead_brought_into_both_steps_is_redone_and_the_others_keep_the
 def test_whoever_brings_nothing_into_the_average_may_die_without_opening_the_step_again() -> None:
     leader = LeaderRig(LATE)
     leader.start()
-    leader.pulse("a", (0, 1, 2, 3))
-    leader.pulse("b", (0, 1, 2, 3))
+    leader.heartbeat("a", (0, 1, 2, 3))
+    leader.heartbeat("b", (0, 1, 2, 3))
     assert leader.view.ahead
     for _ in range(10):
         leader.now += 0.5
@@ -171,7 +171,7 @@ def test_after_the_last_step_there_is_none_to_open() -> None:
     assert not leader.view.ahead and leader.rounds()
 
 
-def test_a_new_leader_learns_both_steps_books_from_the_pulses() -> None:
+def test_a_new_leader_learns_both_steps_books_from_the_heartbeats() -> None:
     leader = a_leader()
     leader.machine.lead(leader.view, 2, leader.now)
     asked = len(leader.rounds())

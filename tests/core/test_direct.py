@@ -12,18 +12,15 @@ from tests.core.test_server import ME, OTHER, OWNER, REPLICA, SETTINGS, Play
 from shoal.core.messages import (
     Backward,
     Books,
-    Boundary,
+    BoundaryTensor,
     Busy,
-    Coming,
     Complaint,
     Forward,
-    Gone,
     Gradient,
     Member,
     Missing,
     Output,
     Pending,
-    Pull,
     Query,
     Recall,
     Refused,
@@ -31,6 +28,9 @@ from shoal.core.messages import (
     RunForward,
     Send,
     Settings,
+    TensorGone,
+    TensorPending,
+    TensorRequest,
     View,
 )
 from shoal.core.trainer.trainer import Trainer
@@ -46,15 +46,15 @@ def a_server(**settings: object) -> Play:
 
 
 def an_input(play: Play, number: int, peer: str = OTHER, gradient: bool = False, **changes: object) -> str:
-    return play.hear(peer, msgspec.structs.replace(Boundary(0, 0, number, 1, gradient), **changes), 1)[0]
+    return play.hear(peer, msgspec.structs.replace(BoundaryTensor(0, 0, number, 1, gradient), **changes), 1)[0]
 
 
 def a_forward(index: int = 0, attempt: int = 7, *holders: str) -> Forward:
-    return Forward(0, 0, index, 1, attempt, 1, x_from=holders or (ME, OTHER), to=NEXT)
+    return Forward(0, 0, index, 1, attempt, 1, input_from=holders or (ME, OTHER), to=NEXT)
 
 
 def a_backward(index: int = 0, attempt: int = 8) -> Backward:
-    return Backward(0, 0, index, 1, attempt, 1, x_from=(ME, OTHER), grad_from=(ME, NEXT), to=OTHER)
+    return Backward(0, 0, index, 1, attempt, 1, input_from=(ME, OTHER), grad_from=(ME, NEXT), to=OTHER)
 
 
 def forwarded(play: Play, index: int) -> RunForward:
@@ -80,7 +80,7 @@ def test_an_output_goes_straight_to_the_next_peer_and_its_owner_gets_a_receipt()
     play = a_server()
     task = forwarded(play, 0)
 
-    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False), (task.out,))]
+    assert play.sends(BoundaryTensor) == [(NEXT, BoundaryTensor(0, 0, 0, 2, False), (task.out,))]
     assert play.sends(Output) == [(OWNER, Output(0, 0, 0, 1, 7, 4), ())]
     assert play.dropped() == []
     assert play.server.kept_bytes == 8  # its input too
@@ -91,7 +91,7 @@ def test_a_gradient_goes_back_the_way_the_input_came_and_both_ends_keep_it() -> 
     forwarded(play, 0)
     task = booked(play, 0)
 
-    assert play.sends(Boundary) == [(OTHER, Boundary(0, 0, 0, 0, True), (task.out,))]
+    assert play.sends(BoundaryTensor) == [(OTHER, BoundaryTensor(0, 0, 0, 0, True), (task.out,))]
     assert play.sends(Gradient) == [(OWNER, Gradient(0, 0, 0, 1, 8, None, 4), ())]
     assert play.booked() == [0] and play.dropped() == [] and play.server.kept_bytes == 16
 
@@ -118,7 +118,7 @@ def test_what_is_not_sent_is_pulled_from_each_holder_in_turn_then_given_back_for
         deadline = play.server.deadline
         assert deadline is not None
         play.tick(deadline)
-        asked += [(peer, message.gradient) for peer, message, _ in play.sends(Pull)]
+        asked += [(peer, message.gradient) for peer, message, _ in play.sends(TensorRequest)]
 
     assert asked == [(OTHER, False), (NEXT, True), (OTHER, False), (NEXT, True)]
     assert [message for _, message, _ in play.sends(Missing)] == [Missing(0, 0, 0, 1, 8, True, False)]
@@ -135,21 +135,21 @@ def test_what_is_on_its_way_is_waited_for_once_more() -> None:
     play = a_server()
     play.hear(OWNER, a_forward(0))
     play.tick(play.server.deadline or 0.0)
-    assert [peer for peer, _, _ in play.sends(Pull)] == [OTHER]
+    assert [peer for peer, _, _ in play.sends(TensorRequest)] == [OTHER]
     for _ in range(3):
-        play.hear(OTHER, Coming(0, 0, 0, 1, False))
+        play.hear(OTHER, TensorPending(0, 0, 0, 1, False))
     pulled_at = play.now
     play.tick(play.server.deadline or 0.0)
     assert play.now - pulled_at == SETTINGS.hop_floor_s, "once, however often it is said"
-    assert [(peer, message.call) for peer, message, _ in play.sends(Pull)] == [(OTHER, 2)]
+    assert [(peer, message.call) for peer, message, _ in play.sends(TensorRequest)] == [(OTHER, 2)]
 
 
 def test_what_was_sent_over_a_connection_that_broke_is_sent_again_at_once() -> None:
     play = a_server()
     task = forwarded(play, 0)
     play.server.on_unreachable(NEXT)
-    play.hear(NEXT, Pull(0, 0, 0, 2, False, 1))
-    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False, 1), (task.out,))]
+    play.hear(NEXT, TensorRequest(0, 0, 0, 2, False, 1))
+    assert play.sends(BoundaryTensor) == [(NEXT, BoundaryTensor(0, 0, 0, 2, False, 1), (task.out,))]
 
 
 def test_an_owner_that_asks_is_told_what_waits_what_was_made_and_what_is_booked() -> None:
@@ -172,10 +172,10 @@ def test_an_owner_that_asks_is_told_what_waits_what_was_made_and_what_is_booked(
 def test_a_holder_that_has_it_no_longer_is_not_waited_for() -> None:
     play = a_server()
     play.hear(OWNER, a_forward(0, 7, REPLICA, OTHER))
-    assert [peer for peer, _, _ in play.sends(Pull)] == [REPLICA]
-    play.hear(REPLICA, Gone(0, 0, 0, 1, False))
-    assert [peer for peer, _, _ in play.sends(Pull)] == [OTHER]
-    play.hear(OTHER, Gone(0, 0, 0, 1, False))
+    assert [peer for peer, _, _ in play.sends(TensorRequest)] == [REPLICA]
+    play.hear(REPLICA, TensorGone(0, 0, 0, 1, False))
+    assert [peer for peer, _, _ in play.sends(TensorRequest)] == [OTHER]
+    play.hear(OTHER, TensorGone(0, 0, 0, 1, False))
     assert [message for _, message, _ in play.sends(Missing)] == [Missing(0, 0, 0, 1, 7, False, False)]
 
 
@@ -191,12 +191,14 @@ def test_what_was_handed_on_is_kept_and_given_again_until_the_step_is_committed(
     play = a_server()
     task = forwarded(play, 0)
     booked(play, 0)
-    play.hear(NEXT, Pull(0, 0, 0, 2, False, 1))
-    assert play.sends(Coming) == [(NEXT, Coming(0, 0, 0, 2, False), ())] and not play.sends(Boundary)
-    play.hear(NEXT, Pull(0, 0, 0, 2, False, 2))
-    assert play.sends(Boundary) == [(NEXT, Boundary(0, 0, 0, 2, False, 2), (task.out,))]
-    play.hear(NEXT, Pull(0, 0, 1, 2, False))
-    assert play.sends(Gone) == [(NEXT, Gone(0, 0, 1, 2, False), ())]
+    play.hear(NEXT, TensorRequest(0, 0, 0, 2, False, 1))
+    assert play.sends(TensorPending) == [(NEXT, TensorPending(0, 0, 0, 2, False), ())] and not play.sends(
+        BoundaryTensor
+    )
+    play.hear(NEXT, TensorRequest(0, 0, 0, 2, False, 2))
+    assert play.sends(BoundaryTensor) == [(NEXT, BoundaryTensor(0, 0, 0, 2, False, 2), (task.out,))]
+    play.hear(NEXT, TensorRequest(0, 0, 1, 2, False))
+    assert play.sends(TensorGone) == [(NEXT, TensorGone(0, 0, 1, 2, False), ())]
     play.view(msgspec.structs.replace(VIEW, number=2, step=1))
     assert len(play.dropped()) == 4 and play.server.kept_bytes == 0
 
@@ -220,7 +222,7 @@ def test_a_second_copy_is_dropped_and_a_faulty_one_reported() -> None:
     an_input(play, 0)
     again = an_input(play, 0)
     assert play.dropped() == [again]
-    play.hear(OTHER, Boundary(0, 0, 2, 1, False), 1, fault="values are not finite")
+    play.hear(OTHER, BoundaryTensor(0, 0, 2, 1, False), 1, fault="values are not finite")
     assert [(peer, message.about) for peer, message, _ in play.sends(Complaint)] == [(OWNER, OTHER)]
 
 
@@ -235,10 +237,10 @@ def test_over_the_limit_what_is_booked_goes_first_and_what_cannot_be_made_again_
     forwarded(play, 0)
     task = booked(play, 0)
     forwarded(play, 2)  # its input comes to 16 bytes beside the gradient made: x, output and gradient of 0, and this
-    play.hear(OTHER, Pull(0, 0, 0, 0, True, 2))
-    assert [blobs for _, _, blobs in play.sends(Boundary)] == [(task.out,)]
-    play.hear(OTHER, Pull(0, 0, 0, 1, False))
-    assert len(play.sends(Gone)) == 1
+    play.hear(OTHER, TensorRequest(0, 0, 0, 0, True, 2))
+    assert [blobs for _, _, blobs in play.sends(BoundaryTensor)] == [(task.out,)]
+    play.hear(OTHER, TensorRequest(0, 0, 0, 1, False))
+    assert len(play.sends(TensorGone)) == 1
 
 
 def test_when_all_memory_is_needed_a_forward_is_put_off_and_not_for_ever() -> None:
@@ -251,7 +253,7 @@ def test_when_all_memory_is_needed_a_forward_is_put_off_and_not_for_ever() -> No
     assert [message.backward for _, message, _ in play.sends(Busy)] == [False]
     play.now += 60.0
     play.hear(OTHER, a_forward(1, 8, OTHER))
-    assert play.sends(Busy) == [] and len(play.sends(Pull)) == 1
+    assert play.sends(Busy) == [] and len(play.sends(TensorRequest)) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- the owner
@@ -286,7 +288,7 @@ def test_an_owner_sends_tokens_alone_and_the_gradient_retraces_the_way() -> None
     assert (first.message.to, second.message.to) == (second.peer, last.peer)  # type: ignore[union-attr]
     assert (last.message.to, back.message.to, end.message.to) == (back.peer, end.peer, "")  # type: ignore[union-attr]
     assert back.peer == second.peer  # it has the input; the first stage's are the tokens, and anybody will do
-    assert last.message.x_from == (last.peer, second.peer)  # type: ignore[union-attr]
+    assert last.message.input_from == (last.peer, second.peer)  # type: ignore[union-attr]
     assert back.message.grad_from == (back.peer, last.peer)  # type: ignore[union-attr]
     assert rig.trainer.summary().finished == 1
 
@@ -305,7 +307,7 @@ def test_a_lost_booking_is_redone_alone_from_what_its_neighbours_keep() -> None:
     (send,) = left(rig, 3, second.peer)
 
     assert isinstance(send.message, Backward) and send.message.stage == 1
-    assert (send.message.x_from, send.message.grad_from) == ((first.peer,), (last.peer,))
+    assert (send.message.input_from, send.message.grad_from) == ((first.peer,), (last.peer,))
     assert send.message.to == ""  # below it is booked
     rig.answer(send, Gradient)
     assert rig.trainer.summary().finished == 1
@@ -317,7 +319,7 @@ def test_what_no_survivor_keeps_is_made_again_from_the_nearest_that_does() -> No
     (send,) = left(rig, 3, second.peer, third.peer)
 
     assert isinstance(send.message, Forward) and send.message.stage == 1  # from what the first stage's peer keeps
-    assert send.message.x_from == (first.peer,)
+    assert send.message.input_from == (first.peer,)
     rig.answer(send, Output)
     redone = rig.sent(Backward)
     assert redone.message.stage == 2 and redone.message.grad_from == (last.peer,)  # type: ignore[union-attr]

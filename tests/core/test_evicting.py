@@ -17,6 +17,7 @@ from shoal.core.leader.rules.rounds import OWNER_BEATS
 from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
     Booker,
+    BookerRequest,
     Complaint,
     Evicted,
     Holding,
@@ -25,11 +26,10 @@ from shoal.core.messages import (
     Published,
     Reduced,
     RoundFailed,
+    RoundWaits,
     Saved,
     SaveRequest,
     Settings,
-    Waits,
-    WhoBooked,
 )
 
 LONG = Settings(stages=2, microbatches=4, steps=99, peers=3, ban_s=10.0)
@@ -43,7 +43,7 @@ def a_run(others: str = "bc", **changes: object) -> LeaderRig:
     for peer in others:
         leader.join(peer)
     for peer in "a" + others:
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert leader.view.started and leader.view.step == 0
     return leader
 
@@ -69,7 +69,7 @@ def whole_books(leader: LeaderRig, without: str = "") -> None:
             first.setdefault(member.stage, member.peer)
     for member in leader.view.members:
         if member.peer in first.values():
-            leader.pulse(member.peer, (0, 1, 2, 3))
+            leader.heartbeat(member.peer, (0, 1, 2, 3))
 
 
 def reduce(leader: LeaderRig, norms: dict[str, float] | None = None, digests: dict[str, str] | None = None) -> None:
@@ -110,7 +110,7 @@ def late_leader(leader: LeaderRig) -> None:
 def test_the_complaints_of_joiners_do_not_count() -> None:
     leader = a_run("bcd")
     leader.join("j")
-    leader.pulse("j", ready=False, digest="")
+    leader.heartbeat("j", ready=False, digest="")
     complain(leader, "j", "c", times=9)
     complain(leader, "b", "c")
     assert members(leader) == "abcd"
@@ -119,7 +119,7 @@ def test_the_complaints_of_joiners_do_not_count() -> None:
 def test_complaints_about_joiners_do_not_count_either() -> None:
     leader = a_run("bcd")
     leader.join("j")
-    leader.pulse("j", ready=False, digest="")
+    leader.heartbeat("j", ready=False, digest="")
     for peer in "abc":
         complain(leader, peer, "j", times=3)
     assert joiners(leader) == "j"
@@ -188,19 +188,19 @@ IMPOSSIBLE = {"twice": (0, 1, 0), "of none": (0, 4), "far": (2**20 - 1,)}
 @pytest.mark.parametrize("books", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_books_that_cannot_be_evict_whoever_sends_them(books: tuple[int, ...]) -> None:
     leader = a_run("bcd")
-    leader.pulse("c", books)
+    leader.heartbeat("c", books)
     leader.decide()
     assert members(leader) == "abd" and leader.view.evicted == (Evicted("c", 1),)
 
 
 def test_books_that_change_evict_and_older_ones_do_not() -> None:
     leader = a_run("bcd")
-    leader.pulse("c", (2, 3))
-    leader.pulse("c", (2,))
-    leader.pulse("c", ())
+    leader.heartbeat("c", (2, 3))
+    leader.heartbeat("c", (2,))
+    leader.heartbeat("c", ())
     leader.decide()
     assert members(leader) == "abcd"
-    leader.pulse("c", (3, 2, 1))
+    leader.heartbeat("c", (3, 2, 1))
     leader.decide()
     assert members(leader) == "abd" and "c has changed what it booked" in leader.reasons
 
@@ -209,11 +209,11 @@ def doubled() -> LeaderRig:
     """c and e, of stage 0, have booked microbatch 1, which b owns; nothing else is wrong."""
     leader = a_run("bcde")
     assert leader.view.members[leader.view.owners[1]].peer == "b"
-    leader.pulse("a", (0,))
-    leader.pulse("c", (1, 2))
-    leader.pulse("e", (1,))
-    leader.pulse("b", (0, 1))
-    leader.pulse("d", (2, 3))
+    leader.heartbeat("a", (0,))
+    leader.heartbeat("c", (1, 2))
+    leader.heartbeat("e", (1,))
+    leader.heartbeat("b", (0, 1))
+    leader.heartbeat("d", (2, 3))
     leader.wait(1.0, alive=tuple("bcde"))
     return leader
 
@@ -221,7 +221,7 @@ def doubled() -> LeaderRig:
 @pytest.mark.parametrize(("right", "liar"), [("c", "e"), ("e", "c")])
 def test_of_two_that_have_booked_one_microbatch_its_owner_says_which_is_wrong(right: str, liar: str) -> None:
     leader = doubled()
-    assert members(leader) == "abcde" and {peer for peer, _ in leader.sent(WhoBooked)} == {"b"}
+    assert members(leader) == "abcde" and {peer for peer, _ in leader.sent(BookerRequest)} == {"b"}
     leader.hear("b", Booker(0, 0, 1, 0, peer=right))
     assert members(leader) == "abcde".replace(liar, "") and leader.view.evicted == (Evicted(liar, 1),)
 
@@ -265,10 +265,10 @@ def test_a_leader_that_was_stopped_waits_for_the_owners_answer() -> None:
 
 def test_whoever_has_booked_what_several_had_booked_goes_without_the_owner() -> None:
     leader = a_run("bcdef")
-    leader.pulse("a", (0, 1))
-    leader.pulse("c", (2,))
-    leader.pulse("e", (1, 2))
-    leader.pulse("b", (0, 1, 2))
+    leader.heartbeat("a", (0, 1))
+    leader.heartbeat("c", (2,))
+    leader.heartbeat("e", (1, 2))
+    leader.heartbeat("b", (0, 1, 2))
     leader.wait(1.0, alive=tuple("bcdef"))
     assert "e" not in members(leader) and "e booked what a and c had booked" in leader.reasons
     assert members(leader) == "abcdf"
@@ -338,11 +338,11 @@ def test_a_replica_that_differs_for_the_third_time_is_evicted() -> None:
     leader = a_run("bcde")
     for time in range(3):
         assert members(leader) == "abcde", leader.reasons
-        leader.pulse("c", digest="something else")
+        leader.heartbeat("c", digest="something else")
         leader.wait(1.0, alive=tuple("bde"))
         if time < 2:
             assert joiners(leader) == "c" and leader.view.evicted == ()
-            leader.pulse("c")
+            leader.heartbeat("c")
             commit(leader)
     assert "c" not in members(leader) + joiners(leader) and leader.view.evicted == (Evicted("c", 1),)
     assert "3 times by now" in leader.reasons
@@ -352,7 +352,7 @@ def test_a_joiner_with_another_state_begins_anew_and_is_evicted_at_the_third_tim
     leader = a_run("bcd")
     for time in range(3):
         leader.join("e")
-        leader.pulse("e", digest="made up")
+        leader.heartbeat("e", digest="made up")
         leader.wait(1.0, alive=tuple("bcd"))
         assert "e" not in members(leader) + joiners(leader)
         assert leader.view.evicted == ((Evicted("e", 1),) if time == 2 else ())
@@ -364,9 +364,9 @@ def test_a_joiner_whose_state_is_of_another_step_is_not_unfit() -> None:
     leader = a_run("bcd")
     commit(leader)
     leader.join("e")
-    leader.pulse("e", step=0, digest="of step 0")
+    leader.heartbeat("e", step=0, digest="of step 0")
     leader.wait(2.0, alive=tuple("bcd"))
-    leader.pulse("e", step=0, digest="of step 0")
+    leader.heartbeat("e", step=0, digest="of step 0")
     assert joiners(leader) == "e"
 
 
@@ -379,7 +379,7 @@ def fail(leader: LeaderRig, peer: str, culprit: str = "", **changes: object) -> 
 def test_a_round_goes_on_whatever_says_who_is_not_in_it_or_means_another() -> None:
     leader = a_run("bcd")
     leader.join("j")
-    leader.pulse("j", ready=False, digest="")
+    leader.heartbeat("j", ready=False, digest="")
     whole_books(leader)
     fail(leader, "j", "c")
     fail(leader, "x", "c")
@@ -393,13 +393,13 @@ def test_a_round_goes_on_whatever_says_who_is_not_in_it_or_means_another() -> No
 def test_what_somebody_waits_for_in_another_round_or_from_outside_does_not_count() -> None:
     leader = a_run("bcd")
     leader.join("j")
-    leader.pulse("j", ready=False, digest="")
+    leader.heartbeat("j", ready=False, digest="")
     whole_books(leader)
     of = leader.rounds()[-1]
-    leader.hear("j", Waits(0, 0, of.round, parts=("a", "c")))
-    leader.hear("x", Waits(0, 0, of.round, parts=("a", "c")))
-    leader.hear("b", Waits(0, 0, of.round + 1, parts=("d",)))
-    leader.hear("b", Waits(0, 1, of.round, parts=("d",)))
+    leader.hear("j", RoundWaits(0, 0, of.round, parts=("a", "c")))
+    leader.hear("x", RoundWaits(0, 0, of.round, parts=("a", "c")))
+    leader.hear("b", RoundWaits(0, 0, of.round + 1, parts=("d",)))
+    leader.hear("b", RoundWaits(0, 1, of.round, parts=("d",)))
     leader.wait(3.0, alive=tuple("bcdj"))
     assert members(leader) == "abcd"
 
@@ -409,7 +409,7 @@ def test_whoever_keeps_others_waiting_for_its_parts_is_evicted() -> None:
     whole_books(leader)
     of = leader.rounds()[-1]
     for peer in "bf":
-        leader.hear(peer, Waits(0, 0, of.round, parts=("d",)))
+        leader.hear(peer, RoundWaits(0, 0, of.round, parts=("d",)))
     assert members(leader) == "abcdef", "the others are heard first"
     leader.wait(2.0, alive=tuple("bcdef"))
     assert members(leader) == "abcef" and leader.view.evicted == (Evicted("d", 1),)
@@ -418,7 +418,7 @@ def test_whoever_keeps_others_waiting_for_its_parts_is_evicted() -> None:
 def test_a_leader_that_lacks_parts_itself_resigns() -> None:
     leader = a_run("bcd")
     whole_books(leader)
-    leader.hear("a", Waits(0, 0, leader.rounds()[-1].round, parts=("c",)))
+    leader.hear("a", RoundWaits(0, 0, leader.rounds()[-1].round, parts=("c",)))
     leader.wait(2.0, alive=tuple("bcd"))
     assert members(leader) == "abcd" and "does not judge in its own case" in leader.machine.facts.evidence.resigns
 
@@ -499,7 +499,7 @@ def test_a_member_that_beats_and_does_not_get_ready_is_evicted() -> None:
     leader = a_run("bcd", hold_s=2.0)
     whole_books(leader)
     for _ in range(2 * round(LEAST_BEATS)):
-        leader.pulse("c", ready=False)
+        leader.heartbeat("c", ready=False)
         leader.wait(0.5, alive=("b", "d"))
     assert members(leader) == "abd" and "c has not been ready for step 0" in leader.reasons
     assert leader.view.evicted == (Evicted("c", 1),)
@@ -511,15 +511,15 @@ def test_a_joiner_that_is_still_downloading_stays_and_one_that_stands_still_goes
     for peer in "jk":
         leader.join(peer)
     for chunk in range(round(LEAST_BEATS) + 10):
-        leader.pulse("j", ready=False, digest="", loaded=chunk)
-        leader.pulse("k", ready=False, digest="", loaded=1)
+        leader.heartbeat("j", ready=False, digest="", loaded=chunk)
+        leader.heartbeat("k", ready=False, digest="", loaded=1)
         leader.wait(0.5, alive=("b", "c", "d"))
     assert joiners(leader) == "j" and "k has not got on with the state" in leader.reasons
 
 
 def test_a_leader_that_was_stopped_evicts_nobody_for_that_time() -> None:
     leader = a_run("bcd", hold_s=2.0)
-    leader.pulse("c", ready=False)
+    leader.heartbeat("c", ready=False)
     leader.now += 200.0
     leader.machine.forgive(200.0, leader.now)
     leader.wait(1.0, alive=("b", "d"))
@@ -593,7 +593,7 @@ def test_a_key_that_was_evicted_stays_out_longer_each_time() -> None:
     for process in range(3):
         peer = f"k.{process}"
         waited.append(back_after(leader, peer, tuple("bcd")))
-        leader.pulse(peer)
+        leader.heartbeat(peer)
         commit(leader)
         assert peer in [one.peer for one in leader.view.members]
         for accuser in "bcb":
@@ -631,8 +631,8 @@ def hanging(others: str = "bcd") -> LeaderRig:
     """Microbatch 1, of b, lacks at stage 1; everything else is booked."""
     leader = a_run(others)
     assert leader.view.members[leader.view.owners[1]].peer == "b"
-    leader.pulse("a", (0, 1, 2, 3))
-    leader.pulse("b", (0, 2, 3))
+    leader.heartbeat("a", (0, 1, 2, 3))
+    leader.heartbeat("b", (0, 2, 3))
     return leader
 
 
@@ -643,13 +643,13 @@ def owner(leader: LeaderRig, index: int = 1) -> str:
 def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it_is_silent_on_that() -> None:
     leader = hanging()
     leader.wait(QUIET_S - 0.5, alive=tuple("bcd"))
-    assert leader.sent(WhoBooked) == [] and owner(leader) == "b"
+    assert leader.sent(BookerRequest) == [] and owner(leader) == "b"
     leader.wait(1.0, alive=tuple("bcd"))
-    assert ("b", WhoBooked(0, 0, 1, 1)) in leader.sent(WhoBooked)
+    assert ("b", BookerRequest(0, 0, 1, 1)) in leader.sent(BookerRequest)
     leader.wait(6.0, alive=tuple("bcd"))
     assert owner(leader) != "b" and members(leader) == "abcd"
     assert f"{owner(leader)} takes over microbatch 1: b does not say where" in leader.reasons
-    leader.pulse("d", (1,))
+    leader.heartbeat("d", (1,))
     reduce(leader)
     assert leader.view.step == 1
 
@@ -663,7 +663,7 @@ def test_a_leader_stopped_between_finding_that_a_microbatch_hangs_and_reassignin
         assert leader.now < QUIET_S + 20.0
         for peer in "abcd":
             if not found.reassigning:
-                leader.pulse(peer)
+                leader.heartbeat(peer)
     leader.now += 60.0
     leader.machine.forgive(60.0, leader.now)
     leader.decide()
@@ -677,8 +677,8 @@ def test_a_slow_step_that_gets_on_keeps_its_owners() -> None:
     owners = leader.view.owners
     for done in range(1, 16):
         leader.wait(QUIET_S - 1.0, alive=tuple("bcd"))
-        leader.pulse("b", tuple(range(done)))
-    assert leader.view.owners == owners and members(leader) == "abcd" and leader.sent(WhoBooked) == []
+        leader.heartbeat("b", tuple(range(done)))
+    assert leader.view.owners == owners and members(leader) == "abcd" and leader.sent(BookerRequest) == []
 
 
 def test_a_microbatch_never_returns_to_an_owner_that_had_it_in_this_step() -> None:
@@ -702,8 +702,8 @@ def test_a_leader_that_came_in_mid_step_evicts_instead_of_reassigning(led_before
         commit(leader)
         leader.machine.facts.known = before  # what it knew when it led last
     late_leader(leader)
-    leader.pulse("a", (0, 1, 2, 3))
-    leader.pulse("b", (0, 2, 3))
+    leader.heartbeat("a", (0, 1, 2, 3))
+    leader.heartbeat("b", (0, 2, 3))
     owners = [leader.view.members[at].peer for at in leader.view.owners]
     leader.wait(QUIET_S + 10.0, alive=tuple("bcd"))
     assert "b" not in members(leader) and "takes over" not in leader.reasons
@@ -713,8 +713,8 @@ def test_a_leader_that_came_in_mid_step_evicts_instead_of_reassigning(led_before
 
 def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
     leader = a_run("bcdef")
-    leader.pulse("a", (0, 1, 2, 3))
-    leader.pulse("b", (0, 3))
+    leader.heartbeat("a", (0, 1, 2, 3))
+    leader.heartbeat("b", (0, 3))
     for _ in range(80):
         leader.wait(0.5, alive=tuple("bcdef"))
         for index in (1, 2):
@@ -735,7 +735,7 @@ def test_why_a_step_is_not_committed_is_said_after_a_while_and_not_after_its_com
         leader.machine.stall.startswith("step 0 is not committed for 1")
         and "stage 1 has 3 of 4" in leader.machine.stall
     )
-    leader.pulse("b", (0, 2, 3, 1))
+    leader.heartbeat("b", (0, 2, 3, 1))
     leader.wait(1.0, alive=tuple("bcd"))
     assert "waits for a, c, b, d" in leader.machine.stall
     reduce(leader)
@@ -750,8 +750,8 @@ def test_a_run_whose_steps_are_long_is_not_said_to_be_stalled() -> None:
             leader.wait(4.0, alive=tuple("bcd"))
             if leader.view.step:
                 assert leader.machine.stall == ""
-            leader.pulse("a", tuple(range(done)))
-            leader.pulse("b", tuple(range(done)))
+            leader.heartbeat("a", tuple(range(done)))
+            leader.heartbeat("b", tuple(range(done)))
         reduce(leader)
     assert leader.view.step == 2
 
@@ -762,7 +762,7 @@ def test_a_run_that_waited_long_for_its_peers_is_not_stalled_when_it_begins() ->
     for peer in "bc":
         leader.join(peer)
     for peer in "abc":
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     leader.wait(2.0, alive=("b", "c"))
     assert leader.view.started and leader.machine.stall == ""
 
@@ -774,7 +774,7 @@ def test_a_run_that_has_not_begun_or_is_over_is_not_stalled() -> None:
     for peer in "bc":
         leader.join(peer)
     for peer in "abc":
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     commit(leader)
     leader.wait(30.0, alive=("b", "c"))
     assert leader.view.finished and leader.machine.stall == ""

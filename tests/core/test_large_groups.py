@@ -253,14 +253,14 @@ def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:
 
 
 def test_listeners_hear_every_chunk_once_from_the_row_that_they_expect() -> None:
-    group, listeners = names(21), ("p03.1", "p09.1", "p20.1")
-    play = Group(group, 2000, 700, listeners)
+    group, joiners = names(21), ("p03.1", "p09.1", "p20.1")
+    play = Group(group, 2000, 700, joiners)
     play.begin()
     play.run()
     whole(play, of=in_rows(group))
     wanted = Counter[tuple[Peer, Peer, int]]()
     for layout in layouts_of(group):
-        wanted.update((teller, one, number) for one in listeners for number, teller in layout.receives(one).items())
+        wanted.update((teller, one, number) for one in joiners for number, teller in layout.receives(one).items())
     assert Counter((source, target, message.chunk) for source, target, message in play.heard) == wanted
 
 

@@ -17,6 +17,7 @@ from shoal.core.messages import (
     Command,
     Complaint,
     Dismissed,
+    Heartbeat,
     Holding,
     Join,
     Leave,
@@ -25,7 +26,6 @@ from shoal.core.messages import (
     Note,
     Propose,
     Published,
-    Pulse,
     Rebuilt,
     Reduced,
     Round,
@@ -90,14 +90,14 @@ class LeaderRig:
         for _ in range(int(seconds / 0.5)):
             self.now += 0.5
             for peer in (*alive, "a"):
-                self.pulse(peer)
+                self.heartbeat(peer)
             self.decide()
 
     def stage_of(self, peer: str) -> int:
         return next((m.stage for m in self.view.members + self.view.joining if m.peer == peer), 0)
 
-    def pulse(self, peer: str, books: tuple[int, ...] = (), **changes: object) -> None:
-        pulse = Pulse(
+    def heartbeat(self, peer: str, books: tuple[int, ...] = (), **changes: object) -> None:
+        heartbeat = Heartbeat(
             term=1,
             number=self.view.number,
             step=self.view.step,
@@ -108,14 +108,14 @@ class LeaderRig:
             work=self.view.work,
             epoch=self.view.epoch,
         )
-        self.hear(peer, msgspec.structs.replace(pulse, **changes))
+        self.hear(peer, msgspec.structs.replace(heartbeat, **changes))
 
     def start(self) -> None:
         """a and c serve stage 0, b serves stage 1."""
         for peer in ("b", "c"):
             self.join(peer)
         for peer in ("a", "b", "c"):
-            self.pulse(peer)
+            self.heartbeat(peer)
         assert self.view.started, self.view
 
     def join(self, peer: str) -> None:
@@ -124,9 +124,9 @@ class LeaderRig:
         self.hear(peer, Join())
 
     def fill_books(self) -> None:
-        self.pulse("a", (0, 2))
-        self.pulse("c", (1, 3))
-        self.pulse("b", (0, 1, 2, 3))
+        self.heartbeat("a", (0, 2))
+        self.heartbeat("c", (1, 3))
+        self.heartbeat("b", (0, 1, 2, 3))
 
     def rounds(self) -> list[Round]:
         found = [c.message for c in self.said if isinstance(c, Send) and isinstance(c.message, Round)]
@@ -151,10 +151,10 @@ def test_joiners_get_the_stages_that_need_them_and_the_run_starts_when_all_are_r
     leader.join("b")
     assert leader.view.joining == (Member("b", 1),)
     leader.join("c")
-    leader.pulse("a")
-    leader.pulse("b")
+    leader.heartbeat("a")
+    leader.heartbeat("b")
     assert not leader.view.started
-    leader.pulse("c")
+    leader.heartbeat("c")
     assert leader.view.started and leader.view.step == 0
     assert leader.view.owners == (0, 1, 2, 0)
     assert leader.view.account.issued == 4
@@ -163,10 +163,10 @@ def test_joiners_get_the_stages_that_need_them_and_the_run_starts_when_all_are_r
 def test_a_step_is_averaged_when_the_books_are_whole_and_committed_when_all_hold_the_same_sums() -> None:
     leader = LeaderRig()
     leader.start()
-    leader.pulse("a", (0, 2))
-    leader.pulse("b", (0, 1, 2, 3))
+    leader.heartbeat("a", (0, 2))
+    leader.heartbeat("b", (0, 1, 2, 3))
     assert not leader.rounds()
-    leader.pulse("c", (1, 3))
+    leader.heartbeat("c", (1, 3))
     (round_,) = leader.rounds()
     assert [[(s.peer, s.indices) for s in group] for group in round_.groups] == [
         [("a", (0, 2)), ("c", (1, 3))],
@@ -182,7 +182,7 @@ def test_a_step_is_averaged_when_the_books_are_whole_and_committed_when_all_hold
 def test_a_silent_member_is_removed_its_work_goes_to_the_others_and_its_bookings_are_redone() -> None:
     leader = LeaderRig()
     leader.start()
-    leader.pulse("c", (1, 3))
+    leader.heartbeat("c", (1, 3))
     leader.wait(5.0, alive=("b",))
     assert [m.peer for m in leader.view.members] == ["a", "b"]
     assert set(leader.view.owners) <= {0, 1} and len(leader.view.owners) == 4
@@ -195,15 +195,15 @@ def test_what_a_dead_member_owned_goes_to_those_who_have_least_left_to_do() -> N
     for peer in "bcd":
         leader.join(peer)
     for peer in "abcd":
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert leader.view.started
     order = [one.peer for one in leader.view.members]
     owned = {peer: [i for i, at in enumerate(leader.view.owners) if order[at] == peer] for peer in order}
     assert all(len(each) == 2 for each in owned.values())
     below, above = ([one.peer for one in leader.view.members if one.stage == stage] for stage in (0, 1))
     gone = below[1]  # all of the other stage's second replica is done, and nothing of the others
-    leader.pulse(below[0], tuple(owned[above[1]]))
-    leader.pulse(above[1], tuple(owned[above[1]]))
+    leader.heartbeat(below[0], tuple(owned[above[1]]))
+    leader.heartbeat(above[1], tuple(owned[above[1]]))
     leader.wait(5.0, alive=tuple(peer for peer in order if peer not in (gone, "a")))
     now = [leader.view.members[at].peer for at in leader.view.owners]
     assert [now[index] for index in owned[gone]] == [above[1]] * 2, leader.reasons
@@ -233,7 +233,7 @@ def test_a_round_is_given_up_and_made_anew_without_the_member_that_died() -> Non
     first = leader.rounds()[-1]
     leader.wait(5.0, alive=("b",))  # c dies before it has reduced
     assert leader.view.step == 0
-    leader.pulse("a", (0, 2, 1, 3))
+    leader.heartbeat("a", (0, 2, 1, 3))
     second = leader.rounds()[-1]
     assert second.round > first.round
     assert [s.peer for s in second.groups[0]] == ["a"]
@@ -248,8 +248,8 @@ def test_no_round_is_begun_with_a_member_that_a_new_leader_has_not_heard() -> No
     leader = LeaderRig()
     leader.start()
     leader.said += leader.machine.lead(leader.view, 2, leader.now)
-    leader.pulse("a", (0, 1, 2, 3))
-    leader.pulse("b", (0, 1, 2, 3))
+    leader.heartbeat("a", (0, 1, 2, 3))
+    leader.heartbeat("b", (0, 1, 2, 3))
     leader.wait(2.0, alive=("b",))
     assert leader.rounds() == [] and len(leader.view.members) == 3
     leader.wait(5.0, alive=("b",))
@@ -261,10 +261,10 @@ def test_a_round_waits_for_a_member_whose_connections_broke_to_show_life_or_go()
     leader = LeaderRig()
     leader.start()
     leader.machine.doubt("c", leader.now)
-    leader.pulse("a", (0, 1, 2, 3))
-    leader.pulse("b", (0, 1, 2, 3))
+    leader.heartbeat("a", (0, 1, 2, 3))
+    leader.heartbeat("b", (0, 1, 2, 3))
     assert leader.rounds() == []
-    leader.pulse("c")
+    leader.heartbeat("c")
     leader.wait(0.5, alive=("b", "c"))
     assert [share.peer for share in leader.rounds()[-1].groups[0]] == ["a", "c"]
 
@@ -272,9 +272,9 @@ def test_a_round_waits_for_a_member_whose_connections_broke_to_show_life_or_go()
 def test_a_member_that_booked_what_another_had_booked_goes() -> None:
     leader = LeaderRig()
     leader.start()
-    leader.pulse("b", (0, 1, 2, 3))
-    leader.pulse("a", (0, 2, 3))
-    leader.pulse("c", (1, 3))
+    leader.heartbeat("b", (0, 1, 2, 3))
+    leader.heartbeat("a", (0, 2, 3))
+    leader.heartbeat("c", (1, 3))
     leader.wait((OWNER_BEATS + 2) * SETTINGS.beat_s, alive=("b", "c"))
     assert "c" not in [m.peer for m in leader.view.members], "its owner does not say which of them has it"
     assert not leader.rounds()
@@ -296,8 +296,8 @@ def test_replicas_with_different_sums_average_again_and_then_the_minority_downlo
 def test_a_replica_with_other_parameters_downloads_its_state() -> None:
     leader = LeaderRig()
     leader.start()
-    leader.pulse("a")
-    leader.pulse("c", digest="something else")
+    leader.heartbeat("a")
+    leader.heartbeat("c", digest="something else")
     leader.now += 1.0
     leader.decide()
     assert Member("c", 0, True) in places(leader.view.joining) or Member("a", 0, True) in places(leader.view.joining)
@@ -324,7 +324,7 @@ def test_a_failed_round_is_not_asked_for_again_at_once() -> None:
     leader.fill_books()
     failed = leader.rounds()[-1]
     leader.hear("b", RoundFailed(0, 0, failed.round, "non-finite sum"))
-    leader.pulse("b")
+    leader.heartbeat("b")
     assert len(leader.rounds()) == 1
     leader.wait(1.0, alive=("b", "c"))
     assert len(leader.rounds()) == 2
@@ -351,7 +351,7 @@ def test_a_joiner_that_holds_the_state_takes_part_in_the_round_and_becomes_a_mem
     leader.start()
     leader.join("d")
     assert leader.stage_of("d") == 1
-    leader.pulse("d")
+    leader.heartbeat("d")
     leader.fill_books()
     assert [s.peer for s in leader.rounds()[-1].groups[1]] == ["b", "d"]
     leader.reduce()
@@ -373,9 +373,9 @@ def test_nobody_waits_for_a_download_and_whoever_downloads_hears_the_round() -> 
     leader = LeaderRig()
     leader.start()
     leader.join("d")
-    leader.pulse("d", ready=False, digest="")
+    leader.heartbeat("d", ready=False, digest="")
     leader.fill_books()
-    assert leader.rounds()[-1].listeners == ((), ("d",))
+    assert leader.rounds()[-1].joiners == ((), ("d",))
 
 
 def test_a_whole_step_waits_for_a_joiner_that_is_nearly_there_but_not_for_ever() -> None:
@@ -384,17 +384,17 @@ def test_a_whole_step_waits_for_a_joiner_that_is_nearly_there_but_not_for_ever()
     leader.fill_books()
     leader.reduce()
     leader.join("d")
-    leader.pulse("d", step=0)
+    leader.heartbeat("d", step=0)
     leader.fill_books()
     asked = len(leader.rounds())
     began = leader.now
     while len(leader.rounds()) == asked:
         leader.now += 0.5
-        leader.pulse("d", step=0)
+        leader.heartbeat("d", step=0)
         for peer in ("a", "b", "c"):
-            leader.pulse(peer)
+            leader.heartbeat(peer)
     assert 3.5 <= leader.now - began <= 4.5
-    assert leader.rounds()[-1].listeners == ((), ("d",))
+    assert leader.rounds()[-1].joiners == ((), ("d",))
 
 
 def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> None:
@@ -412,8 +412,8 @@ def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> Non
     assert leader.view.epoch == 1 and leader.view.step == 1
     assert leader.view.account.undone == 4
     assert {m.stage for m in leader.view.members} == {0, 1}, "one of stage 0 takes over stage 1"
-    leader.pulse("a")
-    leader.pulse("c")
+    leader.heartbeat("a")
+    leader.heartbeat("c")
     assert leader.view.started and leader.view.account.committed == 4 and leader.view.account.issued == 8
 
 
@@ -443,7 +443,7 @@ def back_at(step: int, settings: Settings) -> LeaderRig:
     for _ in range(30):
         leader.now += 0.5
         for peer in ("a", "c"):
-            leader.pulse(peer, ready=not leader.view.epoch)
+            leader.heartbeat(peer, ready=not leader.view.epoch)
     assert (leader.view.epoch, leader.view.step, leader.view.started) == (1, step, False)
     return leader
 
@@ -462,7 +462,7 @@ def test_a_checkpoint_that_a_stage_cannot_load_sends_everyone_further_back() -> 
     assert "stage 1 cannot be loaded from the checkpoint of step 2 (c: step-2: damaged" in leader.view.reason
     assert "back to the state of step 1, 1 steps more are trained again" in leader.view.reason
     for peer in ("a", "c"):
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert leader.view.started and leader.view.saved == 1, "what was published before is not taken for whole again"
 
 
@@ -494,7 +494,7 @@ def test_where_no_older_checkpoint_is_whole_the_run_ends_and_says_why(older: int
     assert leader.view.finished and leader.view.step == 2 and leader.view.epoch == 1
     assert words in leader.view.failed and "damaged: model-00001" in leader.view.failed
     for peer in ("a", "c"):
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert leader.sent(Dismissed), "everybody is told"
 
 
@@ -509,7 +509,7 @@ def test_nothing_that_was_being_saved_before_a_run_went_back_is_taken_for_its_ne
     assert (leader.view.epoch, leader.view.step) == (1, 0)
     leader.hear("a", Published(0, 1, path="somewhere"))
     for peer in ("a", "c"):
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert leader.view.started and leader.view.saved == 0
 
 
@@ -549,7 +549,7 @@ def without_stage_1(**changes: object) -> LeaderRig:
     leader.start()
     leader.fill_books()
     leader.reduce()
-    leader.pulse("b", (0, 1))
+    leader.heartbeat("b", (0, 1))
     leader.wait(6.0, alive=("c",))
     assert [m.peer for m in leader.view.members] == ["a", "c"] and leader.view.epoch == 0
     return leader
@@ -603,7 +603,7 @@ def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone
     for peer in ("b", "c", "d"):
         leader.join(peer)
     for peer in "abcd":
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert [leader.stage_of(peer) for peer in "abcd"] == [0, 1, 2, 0]
     leader.machine.facts.history.norms = (3.0, 5.0, 1.0)
     leader.wait(6.0, alive=("c", "d"))
@@ -611,7 +611,7 @@ def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone
     assert view.rebuilt == (Rebuilt(stage=1, below=0.75),) and (view.epoch, view.step, view.kept) == (1, 0, True)
     assert [m for m in view.members if m.stage == 1], "somebody of stage 0 makes it"
     for peer in [m.peer for m in view.members]:
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert leader.view.started and leader.view.rebuilt, "a later view still says that the state is another"
     assert leader.view.account.undone == 0 and leader.view.account.issued == 4
 
@@ -621,7 +621,7 @@ def test_a_neighbour_that_dies_while_a_stage_is_made_from_it_sends_all_back() ->
     for peer in ("b", "c", "d", "e"):
         leader.join(peer)
     for peer in "abcde":
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert [leader.stage_of(peer) for peer in "abcde"] == [0, 1, 2, 0, 1]
     while not leader.view.rebuilt:
         leader.wait(0.5, alive=("c", "d"))
@@ -637,7 +637,7 @@ def test_nobody_is_moved_to_a_neighbour_whose_state_is_lost_while_a_stage_is_mad
     for peer in "bcdefgh":
         leader.join(peer)
     for peer in "abcdefgh":
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert [leader.stage_of(peer) for peer in "abcdefgh"] == [0, 1, 2, 0, 1, 2, 0, 1]
     while not leader.view.rebuilt:
         leader.wait(0.5, alive=tuple("cdfg"))
@@ -649,7 +649,7 @@ def test_a_ready_joiner_takes_over_a_stage_that_lost_its_last_member() -> None:
     leader = LeaderRig()
     leader.start()
     leader.join("d")
-    leader.pulse("d")
+    leader.heartbeat("d")
     leader.wait(6.0, alive=("c", "d"))
     assert Member("d", 1) in places(leader.view.members) and leader.view.epoch == 0
     assert (leader.view.account.joined, leader.view.account.killed) == (1, 1)
@@ -664,7 +664,7 @@ def test_a_ready_joiner_serves_from_the_middle_of_a_step_whose_end_is_far() -> N
     assert "d serves stage 1 from the middle of the step" in leader.reasons
     assert leader.view.account.joined == 1 and len(leader.view.owners) == SETTINGS.microbatches
     for peer, books in (("a", (0, 2)), ("c", (1, 3)), ("b", (0, 1)), ("d", (2, 3))):
-        leader.pulse(peer, books)
+        leader.heartbeat(peer, books)
     assert [share.peer for share in leader.rounds()[-1].groups[1]] == ["b", "d"], "what it booked counts"
     leader.reduce()
     assert leader.view.step == 1 and leader.view.account.redone == 0
@@ -675,7 +675,7 @@ def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> 
     for peer in "bcdef":
         leader.join(peer)
     for peer in "abcdef":
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert [one.stage for one in leader.view.members].count(1) == 3 and leader.view.started
     staying = [one.peer for one in leader.view.members if one.stage == 0]
     left = next(one.peer for one in leader.view.members if one.stage == 1)
@@ -685,10 +685,10 @@ def test_a_member_moved_after_deaths_serves_its_new_stage_in_the_same_step() -> 
     assert Member(moved.peer, 0) in places(leader.view.fenced), "what it booked there stays void"
     assert f"{moved.peer} serves stage 1 from the middle of the step" in leader.reasons
     rest = [one.peer for one in leader.view.members if one.stage == 0]
-    leader.pulse(moved.peer, (0, 1), stage=0)  # late, from before it moved
+    leader.heartbeat(moved.peer, (0, 1), stage=0)  # late, from before it moved
     assert leader.machine.facts.ledger(0).booked == 0
     for peer, books in ((rest[0], (0, 2)), (rest[1], (1, 3)), (left, (0, 1)), (moved.peer, (2, 3))):
-        leader.pulse(peer, books)
+        leader.heartbeat(peer, books)
     assert {share.peer: share.indices for share in leader.rounds()[-1].groups[1]} == {left: (0, 1), moved.peer: (2, 3)}
     leader.reduce()
     assert leader.view.step == 1
@@ -698,9 +698,9 @@ def test_a_ready_joiner_waits_for_the_end_of_a_step_that_is_near() -> None:
     leader = LeaderRig()
     leader.start()
     leader.wait(8.0, alive=("b", "c"))
-    leader.pulse("a", (0, 2))
-    leader.pulse("c", (1, 3))
-    leader.pulse("b", (0, 1, 2))  # seven of eight in 8 s
+    leader.heartbeat("a", (0, 2))
+    leader.heartbeat("c", (1, 3))
+    leader.heartbeat("b", (0, 1, 2))  # seven of eight in 8 s
     leader.join("d")
     leader.wait(2.0, alive=("a", "c", "d"))
     assert Member("d", 1) in places(leader.view.joining)
@@ -741,7 +741,7 @@ def test_the_run_is_finished_after_its_last_step_and_everyone_is_told() -> None:
     leader.hear("a", Published(0, 1, path="there"))
     assert leader.view.finished
     for peer in ("b", "c"):
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert ("b", Dismissed(number=leader.view.number)) in leader.sent(Dismissed)
     assert leader.machine.dismissed
 
@@ -773,10 +773,10 @@ def test_a_norm_that_is_none_never_reaches_the_optimizer(norm_sq: float) -> None
 def test_a_member_that_lost_its_books_does_not_come_back_in_the_same_step() -> None:
     leader = LeaderRig()
     leader.start()
-    leader.pulse("b", (0, 1))
+    leader.heartbeat("b", (0, 1))
     leader.hear("b", Complaint(about="b", reason="missed a commit", kind="stale"))
     assert Member("b", 1) in places(leader.view.joining) or leader.view.epoch == 1
-    leader.pulse("b", (0, 1))  # of before it was put out, or as if nothing had been
+    leader.heartbeat("b", (0, 1))  # of before it was put out, or as if nothing had been
     leader.wait(1.0, alive=("b", "c"))
     assert leader.view.epoch == 1, "nobody holds stage 1: back to the checkpoint, not on with void books"
 
@@ -785,15 +785,15 @@ def test_what_a_peer_told_before_it_was_put_out_does_not_make_it_ready() -> None
     leader = LeaderRig()
     leader.start()
     leader.join("d")
-    leader.pulse("d")
+    leader.heartbeat("d")
     leader.fill_books()
     leader.reduce()  # b and d serve stage 1
     assert Member("d", 1) in places(leader.view.members)
     before = leader.view.number
     leader.hear("d", Complaint(about="d", reason="missed a commit", kind="stale"))
-    leader.pulse("d", number=before)
+    leader.heartbeat("d", number=before)
     leader.fill_books()
-    assert leader.rounds()[-1].listeners == ((), ()), "what it told before its new seat does not count"
+    assert leader.rounds()[-1].joiners == ((), ()), "what it told before its new seat does not count"
 
 
 def test_a_complaint_of_a_peer_about_its_own_blobs_is_not_a_request_for_state() -> None:
@@ -808,19 +808,19 @@ def test_after_going_back_nobody_waits_for_ever_for_the_slowest() -> None:
     leader.start()
     for peer in ("d", "e"):
         leader.join(peer)
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     leader.fill_books()
     leader.reduce()
     assert [leader.stage_of(peer) for peer in "abcde"] == [0, 1, 0, 1, 0]
     while not leader.view.epoch:  # b and d, all of stage 1, are gone
         leader.now += 0.5
         for peer in ("a", "c", "e"):
-            leader.pulse(peer, ready=not leader.view.epoch)
+            leader.heartbeat(peer, ready=not leader.view.epoch)
     began = leader.now
     while not leader.view.started:
         leader.now += 0.5
         for peer in ("a", "c", "e"):
-            leader.pulse(peer, ready=peer != "c")
+            leader.heartbeat(peer, ready=peer != "c")
     assert 3.0 <= leader.now - began < 5.0
     assert {m.peer for m in leader.view.members} == {"a", "e"} and Member("c", 0, back=True) in places(
         leader.view.joining
@@ -832,13 +832,13 @@ def test_a_newcomer_that_is_moved_on_at_once_is_counted_as_joined() -> None:
     leader.start()  # a and c serve stage 0, b stage 1
     for peer in ("d", "e", "f"):
         leader.join(peer)
-        leader.pulse(peer)
+        leader.heartbeat(peer)
     assert [leader.stage_of(peer) for peer in "def"] == [1, 0, 1]
     leader.fill_books()
     for _ in range(3):  # stage 1 turns out to be much slower than stage 0, and the newest of stage 0 is e
-        leader.pulse("a", (0, 2), rate=9.0)
-        leader.pulse("c", (1, 3), rate=9.0)
-        leader.pulse("b", (0, 1, 2, 3), rate=1.0)
+        leader.heartbeat("a", (0, 2), rate=9.0)
+        leader.heartbeat("c", (1, 3), rate=9.0)
+        leader.heartbeat("b", (0, 1, 2, 3), rate=1.0)
     leader.reduce()
     assert leader.view.step == 1 and Member("e", 1, back=True) in places(leader.view.joining), leader.view.reason
     assert "e" in leader.view.voters

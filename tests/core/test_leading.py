@@ -9,6 +9,7 @@ from shoal.core.leader.rules.checks import STALLED
 from shoal.core.member.notes import SAY_AGAIN_BEATS
 from shoal.core.messages import (
     Booker,
+    BookerRequest,
     Command,
     Do,
     Done,
@@ -25,7 +26,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Tick,
-    WhoBooked,
 )
 from shoal.core.peer import PeerMachine
 
@@ -142,7 +142,7 @@ def test_an_owner_answers_the_leader_and_nobody_else() -> None:
     view = play.machines["b"].view
     assert view is not None
     index = next(i for i, at in enumerate(view.owners) if view.members[at].peer == "b")
-    ask = WhoBooked(view.epoch, view.step, index, 0)
+    ask = BookerRequest(view.epoch, view.step, index, 0)
     for stranger in ("c", "x"):
         play.tell("b", Received(stranger, ask))
     assert play.answers == []

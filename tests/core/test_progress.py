@@ -18,7 +18,7 @@ from shoal.core.leader.progress import (
     Progress,
     RoundWatch,
 )
-from shoal.core.messages import Member, Phase, Pulse, Reduced, Round, Settings, Share, View, Waits
+from shoal.core.messages import Heartbeat, Member, Phase, Reduced, Round, RoundWaits, Settings, Share, View
 
 SETTINGS = Settings(stages=1, microbatches=4, steps=9)
 MEMBERS = tuple(Member(peer, 0) for peer in ("a", "b", "c"))
@@ -28,7 +28,7 @@ HOLD_S, SILENCE_S, BEAT_S = SETTINGS.hold_s, SETTINGS.silence_s, SETTINGS.beat_s
 
 
 class Watched:
-    """Leader a sees the pulses of the others."""
+    """Leader a sees the heartbeats of the others."""
 
     def __init__(self, view: View = VIEW, settings: Settings = SETTINGS) -> None:
         self.view, self.now = view, 0.0
@@ -39,9 +39,9 @@ class Watched:
         before, self.view = self.view, msgspec.structs.replace(self.view, number=self.view.number + 1, **changes)
         self.progress.on_view(before, self.view, self.now)
 
-    def pulse(self, peer: str, **changes: object) -> None:
-        pulse = Pulse(term=1, number=self.view.number, step=self.view.step, ready=True, epoch=self.view.epoch)
-        self.progress.on_pulse(peer, msgspec.structs.replace(pulse, **changes), self.view, self.now)
+    def heartbeat(self, peer: str, **changes: object) -> None:
+        heartbeat = Heartbeat(term=1, number=self.view.number, step=self.view.step, ready=True, epoch=self.view.epoch)
+        self.progress.on_heartbeat(peer, msgspec.structs.replace(heartbeat, **changes), self.view, self.now)
 
     def late(self, step_s: float = USUAL) -> dict[str, str]:
         return self.progress.late(self.view, step_s, self.now)
@@ -51,7 +51,7 @@ class Watched:
         until = self.now + seconds
         while self.now < until:
             self.now += BEAT_S
-            self.pulse(peer, **changes)
+            self.heartbeat(peer, **changes)
         return self.late()
 
 
@@ -64,7 +64,7 @@ def test_whoever_holds_the_newest_view_and_step_is_never_late() -> None:
 
 def test_whoever_beats_and_takes_no_view_is_evicted() -> None:
     watched = Watched()
-    watched.pulse("b")
+    watched.heartbeat("b")
     watched.agree()
     assert watched.wait(VIEW_SILENCES * SILENCE_S, number=5) == {}
     assert watched.wait(1.0, number=5) == {"b": "has stayed at view 5 for 13 s"}
@@ -79,8 +79,8 @@ def test_a_member_that_is_always_one_view_behind_stays() -> None:
 
 def test_a_view_that_is_new_can_be_missed_for_a_moment_however_long_the_one_before_stood() -> None:
     watched = Watched()
-    watched.pulse("b")
-    watched.now = 50.0  # no pulse of b came meanwhile
+    watched.heartbeat("b")
+    watched.now = 50.0  # no heartbeat of b came meanwhile
     watched.agree()
     assert watched.late() == {}
     assert watched.wait(SILENCE_S / 2, number=5) == {}
@@ -88,7 +88,7 @@ def test_a_view_that_is_new_can_be_missed_for_a_moment_however_long_the_one_befo
 
 def test_a_member_that_does_not_hold_the_step_is_evicted_after_twice_hold_s() -> None:
     watched = Watched()
-    watched.pulse("b", ready=False)
+    watched.heartbeat("b", ready=False)
     assert watched.wait(HOLDS * HOLD_S, ready=False) == {}
     assert watched.wait(1.0, ready=False) == {"b": "has not been ready for step 3 for 61 s"}
 
@@ -105,7 +105,7 @@ def test_no_state_is_waited_for_less_than_so_many_beats() -> None:
     settings = msgspec.structs.replace(SETTINGS, hold_s=1.0)
     for peer in "bj":
         watched = Watched(settings=settings)
-        watched.pulse(peer, ready=False)
+        watched.heartbeat(peer, ready=False)
         assert watched.wait(LEAST_BEATS * BEAT_S, peer, ready=False) == {}
         assert peer in watched.wait(1.0, peer, ready=False)
 
@@ -130,7 +130,7 @@ def test_a_joiner_that_goes_on_downloading_stays_for_however_long_it_takes() -> 
 
 def test_a_joiner_whose_download_does_not_grow_is_evicted() -> None:
     watched = Watched()
-    watched.pulse("j", ready=False, loaded=2)
+    watched.heartbeat("j", ready=False, loaded=2)
     assert watched.wait(LOAD_HOLDS * HOLD_S, "j", ready=False, loaded=2) == {}
     assert "has not got on with the state of stage 0" in watched.wait(1.0, "j", ready=False, loaded=2)["j"]
 
@@ -144,7 +144,7 @@ def test_a_joiner_that_has_its_state_may_wait_for_the_others() -> None:
 )
 def test_a_state_that_is_built_shows_nothing_until_it_stands(view: View) -> None:
     watched = Watched(view)
-    watched.pulse("j", ready=False)
+    watched.heartbeat("j", ready=False)
     assert watched.wait(LOAD_HOLDS * HOLD_S, "j", ready=False) == {}
     assert "j" in watched.wait(1.0, "j", ready=False)
 
@@ -156,8 +156,8 @@ def test_without_a_longest_wait_no_joiner_is_late() -> None:
 
 def test_a_leader_that_was_stopped_blames_nobody_for_that_time() -> None:
     watched = Watched()
-    watched.pulse("b", ready=False)
-    watched.pulse("j", ready=False)
+    watched.heartbeat("b", ready=False)
+    watched.heartbeat("j", ready=False)
     watched.agree()
     watched.wait(1.0, ready=False, number=5)
     watched.now += 500.0
@@ -176,7 +176,7 @@ def test_a_member_that_was_ready_for_long_is_not_late_when_the_leader_was_stoppe
 
 def test_a_leader_is_not_late_itself_and_whoever_never_beat_is_left_to_its_silence() -> None:
     watched = Watched()
-    watched.pulse("a", ready=False)
+    watched.heartbeat("a", ready=False)
     watched.now = 1000.0
     assert watched.late() == {}
 
@@ -200,7 +200,7 @@ class Averaging:
             self.watch.on_reduced(self.now)
 
     def waits(self, peer: str, parts: str = "", sums: str = "") -> None:
-        self.watch.on_waits(peer, Waits(0, 0, 1, tuple(parts), tuple(sums)), self.now)
+        self.watch.on_waits(peer, RoundWaits(0, 0, 1, tuple(parts), tuple(sums)), self.now)
 
     def verdict(self, after_s: float = HEAR_BEATS * BEAT_S) -> tuple[str, str]:
         self.now += after_s

@@ -48,7 +48,7 @@ class Net:
                 heard = self.now - node.heard_leader_at < SETTINGS.silence_s
                 if name not in self.dead and node.leader not in (None, name) and heard:
                     number = node.agreed.number if node.agreed is not None else 0
-                    self.wire.append((name, node.leader, (node.term, number)))  # the pulse that peer.py sends
+                    self.wire.append((name, node.leader, (node.term, number)))  # the heartbeat that peer.py sends
             batch, self.wire = self.wire, []
             self.rng.shuffle(batch)
             for source, target, message in batch:

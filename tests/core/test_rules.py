@@ -54,7 +54,7 @@ def test_asking_a_rule_changes_nothing(scenario: str, seed: int, monkeypatch: py
 
 def test_a_rule_that_changes_the_facts_would_be_seen() -> None:
     def forgets(view: View, facts: Facts, settings: Settings, now: float) -> None:
-        facts.pulses.clear()
+        facts.heartbeats.clear()
         facts.rounds.count += 1
 
     watched = pure(forgets, Counter({"forgets": EVERY - 1}))

@@ -15,7 +15,7 @@ from shoal.core.messages import (
     Booking,
     Books,
     BooksRequest,
-    Boundary,
+    BoundaryTensor,
     Busy,
     Cancel,
     Cancelled,
@@ -109,20 +109,20 @@ class Play:
     def input(self, index: int, step: int = 0) -> str:
         """The stage below has sent my stage's input of that microbatch; its blob."""
         if (step, index) not in self.inputs:
-            (self.inputs[step, index],) = self.hear(OWNER, Boundary(0, step, index, 1, False), 1)
+            (self.inputs[step, index],) = self.hear(OWNER, BoundaryTensor(0, step, index, 1, False), 1)
         return self.inputs[step, index]
 
     def backward(self, index: int, attempt: int, peer: str = "", **changes: object) -> tuple[str, ...]:
         """Its input is here; the request brings the tokens, since this is the last stage."""
         owner = peer or (OWNER if index % 2 == 0 else OTHER)
-        message = msgspec.structs.replace(Backward(0, 0, index, 1, attempt, 1, x_from=(ME, OWNER)), **changes)
+        message = msgspec.structs.replace(Backward(0, 0, index, 1, attempt, 1, input_from=(ME, OWNER)), **changes)
         if index < self.server.settings.microbatches:
             self.input(index, message.step)
         return self.hear(owner, message, 1)
 
     def forward(self, index: int, attempt: int, **changes: object) -> None:
         owner = OWNER if index % 2 == 0 else OTHER
-        message = msgspec.structs.replace(Forward(0, 0, index, 1, attempt, 1, x_from=(ME, OWNER)), **changes)
+        message = msgspec.structs.replace(Forward(0, 0, index, 1, attempt, 1, input_from=(ME, OWNER)), **changes)
         self.input(index, message.step)
         self.hear(owner, message)
 
@@ -194,13 +194,13 @@ def test_a_backward_is_booked_and_its_gradient_kept() -> None:
 def test_the_first_stage_writes_no_gradient_of_its_input() -> None:
     members = (Member(ME, 0), Member(OWNER, 1))
     play = Play(stage=0, view=a_view(members=members, owners=(1, 1, 1, 1)))
-    (gradient,) = play.hear(OWNER, Boundary(0, 0, 0, 0, True), 1)
+    (gradient,) = play.hear(OWNER, BoundaryTensor(0, 0, 0, 0, True), 1)
     (tokens,) = play.hear(OWNER, Backward(0, 0, 0, 0, 1, 1, grad_from=(ME, OWNER)), 1)
     task = play.task(RunBackward)
     play.done(task)
 
     assert (task.x, task.grad, task.out) == (tokens, gradient, "")
-    assert len(play.sends(Gradient)) == 1 and play.sends(Boundary) == []
+    assert len(play.sends(Gradient)) == 1 and play.sends(BoundaryTensor) == []
 
 
 def test_a_single_stage_takes_the_tokens_alone() -> None:
@@ -393,7 +393,7 @@ def test_damaged_blobs_are_refused_and_the_leader_is_told() -> None:
 
 def test_the_wrong_number_of_blobs_is_refused() -> None:
     play = Play()
-    play.hear(OWNER, Backward(0, 0, 0, 1, 4, 1, x_from=(ME, OWNER)), 2)
+    play.hear(OWNER, Backward(0, 0, 0, 1, 4, 1, input_from=(ME, OWNER)), 2)
 
     assert [m.reason for _, m, _ in play.sends(Refused)] == ["2 blobs where 1 belong"]
 
@@ -943,8 +943,8 @@ def test_a_joiner_applies_a_commit_of_which_it_heard_every_piece() -> None:
     sums = heard_sums(play)
     play.view(a_commit_of_others())
     assert play.tasks() == [], "of the second piece nothing is here"
-    (last,) = play.hear(THIRD, GatherChunk(0, 0, 9, 3, to_listener=True), 1)
-    (third,) = play.hear(REPLICA, GatherChunk(0, 0, 9, 2, to_listener=True), 1)
+    (last,) = play.hear(THIRD, GatherChunk(0, 0, 9, 3, to_joiner=True), 1)
+    (third,) = play.hear(REPLICA, GatherChunk(0, 0, 9, 2, to_joiner=True), 1)
     assert play.task(Gather).sums == (*sums, third, last)
 
 
@@ -1006,13 +1006,13 @@ def a_joiner() -> Play:
 
 def a_commit_of_others(number: int = 2, step: int = 1, *, listed: bool = True, **changes: object) -> View:
     groups = ((Share(OWNER, (0, 1, 2, 3)),), (Share(REPLICA, (0, 1)), Share(THIRD, (2, 3))))
-    last = Committed(step - 1, 9, 2.0, 1.0, ("g0", "g1"), groups, listeners=(ME,) if listed else ())
+    last = Committed(step - 1, 9, 2.0, 1.0, ("g0", "g1"), groups, joiners=(ME,) if listed else ())
     return a_view(number, members=WITHOUT_ME, joining=JOINING, step=step, last=last, **changes)
 
 
 def heard_sums(play: Play, step: int = 0) -> tuple[str, ...]:
-    (second,) = play.hear(THIRD, GatherChunk(0, step, 9, 1, to_listener=True), 1)
-    (first,) = play.hear(REPLICA, GatherChunk(0, step, 9, 0, to_listener=True), 1)
+    (second,) = play.hear(THIRD, GatherChunk(0, step, 9, 1, to_joiner=True), 1)
+    (first,) = play.hear(REPLICA, GatherChunk(0, step, 9, 0, to_joiner=True), 1)
     return first, second
 
 
@@ -1074,12 +1074,12 @@ def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:
 
 def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_stage() -> None:
     play = a_joiner()
-    strangers = play.hear(OWNER, GatherChunk(0, 0, 9, 0, to_listener=True), 1)
+    strangers = play.hear(OWNER, GatherChunk(0, 0, 9, 0, to_joiner=True), 1)
     assert play.dropped() == list(strangers)
-    faulty = play.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_listener=True), 1, fault="not finite")
+    faulty = play.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_joiner=True), 1, fault="not finite")
     assert play.dropped() == list(faulty)
     member = Play()
-    heard = member.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_listener=True), 1)
+    heard = member.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_joiner=True), 1)
     assert member.dropped() == list(heard)
 
 
@@ -1124,7 +1124,7 @@ def test_listeners_get_the_sums_of_the_round() -> None:
     joining = (Member("new", 1), Member("elsewhere", 0))
     play = Play(view=a_view(joining=joining))
     play.book(0, 2)
-    play.hear(OWNER, msgspec.structs.replace(a_round(), listeners=((), ("new", "elsewhere", "unknown"))))
+    play.hear(OWNER, msgspec.structs.replace(a_round(), joiners=((), ("new", "elsewhere", "unknown"))))
     cut = play.task(Cut)
     play.done(cut)
     play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
@@ -1132,7 +1132,7 @@ def test_listeners_get_the_sums_of_the_round() -> None:
     play.done(add)
     sent = [
         (REPLICA, GatherChunk(0, 0, 1, 0), (add.out,)),
-        ("new", GatherChunk(0, 0, 1, 0, to_listener=True), (add.out,)),
+        ("new", GatherChunk(0, 0, 1, 0, to_joiner=True), (add.out,)),
     ]
     assert play.sends(GatherChunk) == sent
 

@@ -8,7 +8,7 @@ import pytest
 from shoal.core.leader.evictions import COMPLAINTS, Conduct
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, QUIET_BEATS, SLOW, STRIKES, Stalls
-from shoal.core.messages import Booker, Booking, Member, Phase, Send, Settings, View, WhoBooked
+from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
@@ -43,7 +43,7 @@ class Step:
         """Who is asked for which microbatch of which stage."""
         sends = [one for one in self.stalls.ask(self.view, self.ledger, slowest_s, self.now) if isinstance(one, Send)]
         self.asked = [
-            (one.peer, one.message.index, one.message.stage) for one in sends if isinstance(one.message, WhoBooked)
+            (one.peer, one.message.index, one.message.stage) for one in sends if isinstance(one.message, BookerRequest)
         ]
         return self.asked
 

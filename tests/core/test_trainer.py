@@ -11,6 +11,7 @@ from shoal.core.messages import (
     Backward,
     BlobRef,
     Booker,
+    BookerRequest,
     Books,
     BooksRequest,
     Busy,
@@ -37,7 +38,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     View,
-    WhoBooked,
 )
 from shoal.core.trainer.microbatch import Hop, Kind, NextHop, new_microbatch, plan
 from shoal.core.trainer.trainer import MOST_HOLDS, Trainer
@@ -547,7 +547,7 @@ def test_nothing_is_left_after_a_rollback_a_removal_or_a_lost_ownership(change: 
 
 
 def asks(rig: Rig, index: int = 0, stage: int = 1, step: int = 0, epoch: int = 0) -> list[Booker]:
-    commands = rig.trainer.on_who_booked("boss", WhoBooked(epoch, step, index, stage))
+    commands = rig.trainer.on_who_booked("boss", BookerRequest(epoch, step, index, stage))
     assert all(isinstance(one, Send) and one.peer == "boss" for one in commands)
     return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, Booker)]
 

@@ -13,7 +13,7 @@ from shoal.core.replica_state import ReplicaState
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Ignore, Postpone, Refuse, Request, Take, judge
 
 NOTHING, HERE, DECLINED = Facts(False, False), Facts(False, True), Facts(True, False)
-RIGHT = Backward(0, 0, 0, 1, 7, 1, x_from=(ME, OWNER))  # of microbatch 0, which is OWNER's, at the last stage
+RIGHT = Backward(0, 0, 0, 1, 7, 1, input_from=(ME, OWNER))  # of microbatch 0, which is OWNER's, at the last stage
 APPLYING = {"applying": Apply("s/1", 0, 1, 1.0, False)}
 
 
@@ -34,7 +34,7 @@ APPLYING = {"applying": Apply("s/1", 0, 1, 1.0, False)}
         ({}, OTHER, NOTHING, {}, Ignore()),
         ({}, OWNER, NOTHING, APPLYING, Postpone()),
         ({"stage": 0}, OWNER, NOTHING, {}, Refuse("stage 0 is not served here", faulty=False)),
-        ({"x_from": ()}, OWNER, NOTHING, {}, Refuse("0 holders named where 1 belong", faulty=True)),
+        ({"input_from": ()}, OWNER, NOTHING, {}, Refuse("0 holders named where 1 belong", faulty=True)),
     ],
 )
 def test_a_request_is_judged_by_its_view_its_owner_and_what_is_here(

@@ -8,7 +8,7 @@ import pytest
 from tests.rounds import Group
 
 from shoal.core.allreduce.rounds import TELL, TELL_BEATS
-from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, Waits
+from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, RoundWaits
 
 NAMES = ("a", "b", "c", "d")
 
@@ -79,7 +79,7 @@ def test_whoever_sends_no_sums_is_named_for_them_and_for_nothing_else() -> None:
 def test_it_is_told_of_the_round_under_way_and_to_the_leader_alone() -> None:
     play = played(lambda source, target, message: source == "c" and isinstance(message, ReduceChunk))
     assert all((waits.epoch, waits.step, waits.round) == (0, 3, 7) for _, waits in play.waits)
-    assert not [message for _, _, message in play.sent if isinstance(message, Waits)]
+    assert not [message for _, _, message in play.sent if isinstance(message, RoundWaits)]
 
 
 @pytest.mark.parametrize("kind", [ReduceChunk, GatherChunk])

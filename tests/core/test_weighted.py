@@ -10,25 +10,25 @@ import pytest
 from tests.rounds import Group, Symbols, held
 
 from shoal.core.allreduce.layout import ONE_ROW, SLICES, SPARED, Layout, early_parts, owned, split
-from shoal.core.messages import RANKS, Boundary, Chunk, GatherChunk, Peer, ReduceChunk, Resend, rank
+from shoal.core.messages import RANKS, BoundaryTensor, Chunk, GatherChunk, Peer, ReduceChunk, Resend, rank
 
 
 def names(count: int) -> tuple[Peer, ...]:
     return tuple(f"p{number:02}" for number in range(count))
 
 
-def layouts(widths: tuple[int, ...], length: int, most: int = 0) -> list[Layout]:
+def layouts(line_rates: tuple[int, ...], length: int, most: int = 0) -> list[Layout]:
     """Of all pieces."""
-    group = names(len(widths))
-    found = [split(length, group, most, 0, widths)]
+    group = names(len(line_rates))
+    found = [split(length, group, most, 0, line_rates)]
     while not found[-1].last:
-        found.append(split(length, group, most, len(found), widths))
+        found.append(split(length, group, most, len(found), line_rates))
     return found
 
 
-def busy_s(shares: list[float], widths: tuple[int, ...]) -> float:
+def busy_s(shares: list[float], line_rates: tuple[int, ...]) -> float:
     """Of the busiest line, each way, for a gradient of 1."""
-    return max((1 + (len(widths) - 2) * share) / width for share, width in zip(shares, widths, strict=True))
+    return max((1 + (len(line_rates) - 2) * share) / width for share, width in zip(shares, line_rates, strict=True))
 
 
 def drawn(seed: int) -> tuple[int, ...]:
@@ -36,46 +36,46 @@ def drawn(seed: int) -> tuple[int, ...]:
     return tuple(int(12_500 * 10 ** rng.random()) for _ in range(rng.randint(3, ONE_ROW)))
 
 
-UNLIKE = [widths for widths in map(drawn, range(60)) if owned(widths)]
+UNLIKE = [line_rates for line_rates in map(drawn, range(60)) if owned(line_rates)]
 
 
 def test_most_fleets_of_100_to_1000_megabit_gain_by_it() -> None:
     assert len(UNLIKE) > 45
 
 
-@pytest.mark.parametrize("widths", UNLIKE)
-def test_the_busiest_line_is_as_little_busy_as_any_shares_make_it(widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("line_rates", UNLIKE)
+def test_the_busiest_line_is_as_little_busy_as_any_shares_make_it(line_rates: tuple[int, ...]) -> None:
     """The busiest line's time is a convex function of the shares: who cannot gain by giving some to one other cannot gain at all."""
-    found = owned(widths)
+    found = owned(line_rates)
     shares = [share / sum(found) for share in found]
-    best_s = busy_s(shares, widths)
-    assert best_s <= SPARED * busy_s([1 / len(widths)] * len(widths), widths)
-    for giver in range(len(widths)):
-        for taker in range(len(widths)):
+    best_s = busy_s(shares, line_rates)
+    assert best_s <= SPARED * busy_s([1 / len(line_rates)] * len(line_rates), line_rates)
+    for giver in range(len(line_rates)):
+        for taker in range(len(line_rates)):
             moved = list(shares)
             moved[giver] -= 1e-6
             moved[taker] += 1e-6
             if moved[giver] >= 0 and giver != taker:
-                assert busy_s(moved, widths) >= best_s * (1 - 1e-12)
+                assert busy_s(moved, line_rates) >= best_s * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("widths", [(), (0, 0, 0), (5, 5, 5, 5), (100, 104, 97), (1, 9), (1, *[9] * ONE_ROW)])
-def test_like_or_unknown_lines_pairs_and_groups_in_rows_stay_even(widths: tuple[int, ...]) -> None:
-    group = names(max(2, len(widths)))
-    assert owned(widths) == () and split(1000, group, 300, 1, widths) == split(1000, group, 300, 1)
+@pytest.mark.parametrize("line_rates", [(), (0, 0, 0), (5, 5, 5, 5), (100, 104, 97), (1, 9), (1, *[9] * ONE_ROW)])
+def test_like_or_unknown_lines_pairs_and_groups_in_rows_stay_even(line_rates: tuple[int, ...]) -> None:
+    group = names(max(2, len(line_rates)))
+    assert owned(line_rates) == () and split(1000, group, 300, 1, line_rates) == split(1000, group, 300, 1)
 
 
 def test_a_line_that_is_not_known_is_taken_for_the_narrowest() -> None:
     assert owned((0, 400, 100, 400)) == owned((100, 400, 100, 400)) == (0, 800, 0, 800)
 
 
-@pytest.mark.parametrize("widths", [(100, 400, 50, 400), (25, 25, 25, 100), *UNLIKE[:8]])
+@pytest.mark.parametrize("line_rates", [(100, 400, 50, 400), (25, 25, 25, 100), *UNLIKE[:8]])
 @pytest.mark.parametrize(("length", "most"), [(1, 0), (7, 0), (20_007, 0), (20_007, 3000)])
 def test_chunks_cover_the_gradient_once_and_each_owner_has_its_share_of_every_slice(
-    widths: tuple[int, ...], length: int, most: int
+    line_rates: tuple[int, ...], length: int, most: int
 ) -> None:
-    at, group, shares, used = 0, names(len(widths)), owned(widths), set[int]()
-    for layout in layouts(widths, length, most):
+    at, group, shares, used = 0, names(len(line_rates)), owned(line_rates), set[int]()
+    for layout in layouts(line_rates, length, most):
         assert layout.bounds[0] == at and list(layout.bounds) == sorted(set(layout.bounds))
         at, size = layout.bounds[-1], layout.bounds[-1] - layout.bounds[0]
         values = Counter[Peer]()
@@ -102,8 +102,8 @@ def test_chunks_cover_the_gradient_once_and_each_owner_has_its_share_of_every_sl
 
 
 def test_slices_go_one_after_the_other_and_within_one_the_next_owner_first() -> None:
-    widths = (400, 400, 400, 50)
-    layout = split(8000, names(4), 0, 0, widths)
+    line_rates = (400, 400, 400, 50)
+    layout = split(8000, names(4), 0, 0, line_rates)
     orders = [list(layout.role(peer).sends.values()) for peer in names(4)]
     assert orders[0] == ["p01", "p02", "p00"] * SLICES and orders[1] == ["p02", "p00", "p01"] * SLICES
     assert orders[3] == ["p00", "p01", "p02"] * SLICES
@@ -116,16 +116,17 @@ def test_sums_of_slices_go_before_parts_and_both_before_a_joiners_state() -> Non
     """Those of even owners do not: a narrow line that takes sums first has the parts for its own sum last, for which all others wait."""
     first = GatherChunk(0, 0, 0, 0, first=True)
     ranks = [
-        rank(message) for message in (Boundary(0, 0, 0, 0, True), first, ReduceChunk(0, 0, 0, 0), Chunk(0, 0, 0, 0))
+        rank(message)
+        for message in (BoundaryTensor(0, 0, 0, 0, True), first, ReduceChunk(0, 0, 0, 0), Chunk(0, 0, 0, 0))
     ]
     assert ranks == sorted(set(ranks)) and ranks[-1] == RANKS - 1
     assert rank(GatherChunk(0, 0, 0, 0)) == rank(ReduceChunk(0, 0, 0, 0))
-    for widths, owners in (((), 4), ((100, 400, 50, 400), 2 * SLICES)):
-        play = Group(names(4), 2000, widths=widths)
+    for line_rates, owners in (((), 4), ((100, 400, 50, 400), 2 * SLICES)):
+        play = Group(names(4), 2000, line_rates=line_rates)
         play.begin()
         play.run()
         sums = [message for _, _, message in play.sent if isinstance(message, GatherChunk)]
-        assert len(sums) == 3 * owners and all(message.first is bool(widths) for message in sums)
+        assert len(sums) == 3 * owners and all(message.first is bool(line_rates) for message in sums)
 
 
 # -------------------------------------------------------------------------------------------------------- whole rounds
@@ -142,10 +143,12 @@ def whole(play: Group) -> None:
 
 
 @pytest.mark.parametrize("piece_values", [0, 700])
-@pytest.mark.parametrize("widths", [(100, 400, 50, 400), (25, 25, 25, 100), *UNLIKE[:4]])
-def test_every_replica_is_added_once_and_nothing_is_asked_for_twice(widths: tuple[int, ...], piece_values: int) -> None:
-    group = names(len(widths))
-    play = Group(group, 2000, piece_values, seed=len(widths), widths=widths)
+@pytest.mark.parametrize("line_rates", [(100, 400, 50, 400), (25, 25, 25, 100), *UNLIKE[:4]])
+def test_every_replica_is_added_once_and_nothing_is_asked_for_twice(
+    line_rates: tuple[int, ...], piece_values: int
+) -> None:
+    group = names(len(line_rates))
+    play = Group(group, 2000, piece_values, seed=len(line_rates), line_rates=line_rates)
     play.begin()
     play.run()
     whole(play)
@@ -159,7 +162,7 @@ def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:
     """One that is to add up parts hears of the round when all the others wait for it. Nobody has to ask for anything again."""
     group = names(5)
     late = group[1]
-    play = Group(group, 2000, 500, seed=4, widths=(100, 900, 50, 400, 400))
+    play = Group(group, 2000, 500, seed=4, line_rates=(100, 900, 50, 400, 400))
     play.begin(*(peer for peer in group if peer != late))
     play.run(until=lambda: not any(play._lines.values()) and not any(play._doing.values()))
     assert not play.reduced
@@ -172,7 +175,7 @@ def test_what_comes_before_its_round_or_its_piece_is_kept() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_lost_is_asked_for_and_comes(seed: int) -> None:
     group = names(4 + seed)
-    play = Group(group, 1500, 600, seed=seed, widths=(100, 900, 50, 400, 400, 100, 300)[: len(group)])
+    play = Group(group, 1500, 600, seed=seed, line_rates=(100, 900, 50, 400, 400, 100, 300)[: len(group)])
     play.lost = lambda *_: play.rng.random() < 0.2
     play.begin()
     play.run(until=lambda: len(play.reduced) == len(group))
@@ -181,12 +184,12 @@ def test_what_is_lost_is_asked_for_and_comes(seed: int) -> None:
 
 
 def test_listeners_hear_every_chunk_once_from_its_owner() -> None:
-    group, listeners, widths = names(4), ("p03.1", "p09.1"), (100, 400, 50, 400)
-    play = Group(group, 2000, 700, listeners, widths=widths)
+    group, joiners, line_rates = names(4), ("p03.1", "p09.1"), (100, 400, 50, 400)
+    play = Group(group, 2000, 700, joiners, line_rates=line_rates)
     play.begin()
     play.run()
     whole(play)
     wanted = Counter[tuple[Peer, Peer, int]]()
-    for layout in layouts(widths, 2000, 700):
-        wanted.update((teller, one, number) for one in listeners for number, teller in layout.receives(one).items())
+    for layout in layouts(line_rates, 2000, 700):
+        wanted.update((teller, one, number) for one in joiners for number, teller in layout.receives(one).items())
     assert Counter((source, target, message.chunk) for source, target, message in play.heard) == wanted

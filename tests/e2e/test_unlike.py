@@ -25,7 +25,9 @@ def test_wide_lines_own_the_round_and_every_bit_is_that_of_one_process(tmp_path:
     (tmp_path / "whole.toml").write_text(CONFIG)
     (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
     stage = {"first": 0, "end": 2, "peers": list(WIDTHS)}
-    (tmp_path / "plan.json").write_text(json.dumps({"layers": 2, "stages": [stage], "widths": list(WIDTHS.values())}))
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"layers": 2, "stages": [stage], "line_rates": list(WIDTHS.values())})
+    )
     run = Run(tmp_path, "unlike", f"run.round_bytes={round_bytes}", plan=tmp_path / "plan.json")
     left = run.left()
     assert_same_bits(left, reference.commits(left.directory))

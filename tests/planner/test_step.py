@@ -131,7 +131,7 @@ def test_owners_by_their_lines_come_near_what_the_narrowest_line_needs(
     peers, cluster = len(widths_Bps), unlike(widths_Bps)
     even = seats((0,) * peers, gradient_bytes=(100e6,), boundary_bytes=0.0)
     by_lines = weighted(even, cluster)
-    assert by_lines.widths == tuple(round(width / 1000) for width in widths_Bps)
+    assert by_lines.line_rates == tuple(round(width / 1000) for width in widths_Bps)
     assert told(even, cluster).averaging_s >= 2 * (peers - 1) / peers * 100e6 / 12.5e6
     found = told(by_lines, cluster)
     assert least_s < found.averaging_s < 1.2 * least_s + 2 * 0.05

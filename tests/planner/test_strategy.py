@@ -82,16 +82,16 @@ def test_owners_that_follow_the_lines_are_in_the_plan_and_read_back() -> None:
     wide = tuple(msgspec.structs.replace(device, up_Bps=100e6, down_Bps=100e6) for device in fleet.devices[1:])
     given = problem(msgspec.structs.replace(fleet, devices=(fleet.devices[0], *wide)), wiring="stochastic")
     made = decided(given, 1)
-    assert made.widths == (25_000, 100_000, 100_000, 100_000) and "follows the lines' widths" in made.reason
-    assert as_planned(given, made).widths == made.widths
+    assert made.line_rates == (25_000, 100_000, 100_000, 100_000) and "follows the lines' line_rates" in made.reason
+    assert as_planned(given, made).line_rates == made.line_rates
     int8 = msgspec.structs.replace(given, travel=codec.Travel(averaging="int8"))
     busiest = as_planned(int8, made).averaging_codec_s
     assert busiest > int8.averaging_codec_s(as_planned(int8, made).gradient_bytes[0], 4), "who owns most adds most"
     even = decided(problem(fleet), 1)
-    assert even.widths == () and "follows the lines' widths" not in even.reason
-    short = msgspec.structs.replace(made, widths=(1, 2))
+    assert even.line_rates == () and "follows the lines' line_rates" not in even.reason
+    short = msgspec.structs.replace(made, line_rates=(1, 2))
     (said,) = plan.validate(short, given.profile, given.cluster, WORK.value_bytes)
-    assert "widths [1, 2] are not one number" in said and "4 seats" in said
+    assert "line_rates [1, 2] are not one number" in said and "4 seats" in said
 
 
 def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:

@@ -20,7 +20,7 @@ from shoal.runtime.tasks.task_runner import TaskRunner
 LENGTH = 5003
 STEP = 3
 ANSWER_S = 60.0
-UNLIKE = (100, 400, 50, 1000, 400)  # widths of lines; the third owns nothing
+UNLIKE = (100, 400, 50, 1000, 400)  # line_rates of lines; the third owns nothing
 
 
 class Tensors:
@@ -65,7 +65,7 @@ def made() -> Iterator[list[Tensors]]:
 
 
 def a_group(
-    made: list[Tensors], replicas: int, how: str = "none", piece_values: int = 0, widths: tuple[int, ...] = ()
+    made: list[Tensors], replicas: int, how: str = "none", piece_values: int = 0, line_rates: tuple[int, ...] = ()
 ) -> Group:
     config = Config(
         run=Run(name="large", stages=1),
@@ -79,7 +79,7 @@ def a_group(
         return made[-1]
 
     group = tuple(f"p{number:02}" for number in range(replicas))
-    return Group(group, LENGTH, piece_values, runner=runner, seed=replicas, widths=widths)
+    return Group(group, LENGTH, piece_values, runner=runner, seed=replicas, line_rates=line_rates)
 
 
 def brought(group: Group, made: list[Tensors], seed: int) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ def test_a_round_is_the_sum_in_its_recorded_order_bit_for_bit(
 def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
     made: list[Tensors], piece_values: int
 ) -> None:
-    group = a_group(made, len(UNLIKE), piece_values=piece_values, widths=UNLIKE)
+    group = a_group(made, len(UNLIKE), piece_values=piece_values, line_rates=UNLIKE)
     values = brought(group, made, seed=1)
     group.begin()
     group.run()
@@ -126,7 +126,7 @@ def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 @pytest.mark.parametrize(
-    ("replicas", "piece_values", "widths"),
+    ("replicas", "piece_values", "line_rates"),
     [
         (18, 0, ()),
         pytest.param(24, 2100, (), marks=pytest.mark.slow),  # pieces are quick with five
@@ -135,10 +135,10 @@ def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
     ],
 )
 def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
-    made: list[Tensors], how: str, replicas: int, piece_values: int, widths: tuple[int, ...]
+    made: list[Tensors], how: str, replicas: int, piece_values: int, line_rates: tuple[int, ...]
 ) -> None:
     """What two rounds have applied, and what all have left to send, is together all that was ever brought."""
-    group = a_group(made, replicas, how, piece_values, widths)
+    group = a_group(made, replicas, how, piece_values, line_rates)
     total, applied = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH, dtype=torch.float64)
     for number in (7, 8):
         values = brought(group, made, seed=number)

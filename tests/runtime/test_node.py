@@ -20,7 +20,7 @@ from shoal.core.messages import (
     Add,
     Backward,
     Booking,
-    Boundary,
+    BoundaryTensor,
     Command,
     Cut,
     Do,
@@ -28,13 +28,13 @@ from shoal.core.messages import (
     Finish,
     Gather,
     GatherChunk,
+    Heartbeat,
     Lead,
     Member,
     Message,
     Override,
     Peer,
     Proof,
-    Pulse,
     Received,
     ReduceChunk,
     Reduced,
@@ -324,9 +324,9 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
             if not isinstance(command, Send) or command.peer == node.machine.name:
                 continue
             match command.message:
-                case Boundary(gradient=False):
+                case BoundaryTensor(gradient=False):
                     activations += activation
-                case Boundary():
+                case BoundaryTensor():
                     gradients += gradient
                 case ReduceChunk(chunk=chunk) | GatherChunk(chunk=chunk):
                     averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
@@ -444,7 +444,7 @@ def hear(tmp_path: Path, *sent: tuple[object, tuple[Blob, ...]]) -> list[Event]:
         for message, blobs in sent:
             other.send(machine.name, message, blobs)  # type: ignore[arg-type]
             machine.until += bool(blobs)
-        other.send(machine.name, Pulse(1, 1, 1, True), ())
+        other.send(machine.name, Heartbeat(1, 1, 1, True), ())
         async with asyncio.timeout(LONG_S):
             await node.run()
         runner.close()
@@ -463,13 +463,15 @@ def floats(*shape: int, value: float = 1.0) -> Blob:
 
 
 def test_a_message_with_a_number_that_is_not_finite_never_reaches_the_machine(tmp_path: Path) -> None:
-    events = hear(tmp_path, (Pulse(1, 1, 1, True, rate=float("nan")), ()), (Reduced(0, 0, 1, "d", float("inf")), ()))
-    assert [event.message for event in events] == [Pulse(1, 1, 1, True)]  # type: ignore[attr-defined]
+    events = hear(
+        tmp_path, (Heartbeat(1, 1, 1, True, rate=float("nan")), ()), (Reduced(0, 0, 1, "d", float("inf")), ())
+    )
+    assert [event.message for event in events] == [Heartbeat(1, 1, 1, True)]  # type: ignore[attr-defined]
 
 
 def test_wrong_tensors_reach_the_machine_as_a_fault_and_take_no_memory(tmp_path: Path) -> None:
     request = Backward(epoch=0, step=0, index=0, stage=1, attempt=1, view=1)
-    tensor = Boundary(epoch=0, step=0, index=0, stage=1, gradient=False)
+    tensor = BoundaryTensor(epoch=0, step=0, index=0, stage=1, gradient=False)
     good = floats(2, 8, 16)
     events = hear(
         tmp_path,
@@ -479,7 +481,7 @@ def test_wrong_tensors_reach_the_machine_as_a_fault_and_take_no_memory(tmp_path:
         (tensor, (floats(2, 9, 16),)),
         (tensor, (floats(2, 8, 16, value=float("nan")),)),
     )
-    faults = {event.fault for event in events if event.message != Pulse(1, 1, 1, True)}  # type: ignore[attr-defined]
+    faults = {event.fault for event in events if event.message != Heartbeat(1, 1, 1, True)}  # type: ignore[attr-defined]
     assert len(faults) == 5 and "" not in faults
     assert all(event.blobs == () for event in events)  # type: ignore[attr-defined]
 
@@ -544,7 +546,7 @@ def test_what_is_dropped_of_peers_in_no_view_would_have_changed_nothing(kind: ty
 
 def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
     books = tuple(Booking(index) for index in range(30_000))
-    pulse = Pulse(1, 1, 1, True, books, closed=books)
+    heartbeat = Heartbeat(1, 1, 1, True, books, closed=books)
     signed = tuple(Signed(STRANGER, bytes(32), bytes(64)) for _ in range(1000))
     lead = Lead(9, 9, 9, "d", Proof(STRANGER, signed), signed)
     node = swarm.nodes[0]
@@ -555,10 +557,10 @@ def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:
     for message, blobs in (
         (standing, ()),
         (GatherChunk(0, 0, 1, 0), (floats(100),)),
-        (Pulse(1, 1, 1, True, rate=float("nan")), (floats(1),)),
+        (Heartbeat(1, 1, 1, True, rate=float("nan")), (floats(1),)),
     ):
         node._on_message(Incoming(peer=STRANGER, message=message, blobs=blobs))
         assert node.machine.last_now is before and node.runner.held() == 0
-    assert admissible(node.machine, Incoming(STRANGER, pulse)) == Pulse(1, 1, 1, True)
+    assert admissible(node.machine, Incoming(STRANGER, heartbeat)) == Heartbeat(1, 1, 1, True)
     assert admissible(node.machine, Incoming(STRANGER, lead)) == Lead(9, 9, 9, "d")
     swarm.close()

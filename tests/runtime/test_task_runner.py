@@ -106,7 +106,7 @@ def train_microbatch(trainer: TaskRunner, servers: list[TaskRunner], step: int, 
     for k in range(last):
         give(trainer, servers[k], m.Forward(0, step, index, k, 1, 1), *x[:1] if k == 0 else ())
         done(servers[k], m.RunForward("s/f", step, index, k, x[k], x[k + 1]))
-        give(servers[k], servers[k + 1], m.Boundary(0, step, index, k + 1, False), x[k + 1])
+        give(servers[k], servers[k + 1], m.BoundaryTensor(0, step, index, k + 1, False), x[k + 1])
         give(servers[k], trainer, m.Output(0, step, index, k, 1))
     grad, loss = x[0], 0.0
     for k in reversed(range(last + 1)):
@@ -117,7 +117,7 @@ def train_microbatch(trainer: TaskRunner, servers: list[TaskRunner], step: int, 
             assert result.loss is not None
             loss = result.loss
         if out:
-            give(servers[k], servers[k - 1], m.Boundary(0, step, index, k - 1, True), out)
+            give(servers[k], servers[k - 1], m.BoundaryTensor(0, step, index, k - 1, True), out)
         give(servers[k], trainer, m.Gradient(0, step, index, k, 1))
         grad = out
     return loss
@@ -385,7 +385,7 @@ def test_blobs_share_memory_both_ways() -> None:
 
 TOKENS = torch.zeros(2, 9, dtype=torch.int64)
 HIDDEN = torch.zeros(2, 8, 16)
-INPUT, GRADIENT = m.Boundary(0, 0, 0, 1, False), m.Boundary(0, 0, 0, 1, True)
+INPUT, GRADIENT = m.BoundaryTensor(0, 0, 0, 1, False), m.BoundaryTensor(0, 0, 0, 1, True)
 
 
 def forward(stage: int) -> m.Forward:
@@ -435,9 +435,9 @@ def test_what_is_right_passes(a_runner: Maker) -> None:
         (INPUT, (), "0 blobs with a Boundary, not 1"),
         (INPUT, (HIDDEN, HIDDEN), "2 blobs with a Boundary, not 1"),
         (GRADIENT, (HIDDEN / 0,), "not finite"),
-        (m.Boundary(0, 0, 0, 0, False), (HIDDEN,), "stage 0 has no such boundary"),
-        (m.Boundary(0, 0, 0, 2, True), (HIDDEN,), "stage 2 has no such boundary"),
-        (m.Boundary(0, 0, 0, 3, False), (HIDDEN,), "Boundary of stage 3 in a run of 3 stages"),
+        (m.BoundaryTensor(0, 0, 0, 0, False), (HIDDEN,), "stage 0 has no such boundary"),
+        (m.BoundaryTensor(0, 0, 0, 2, True), (HIDDEN,), "stage 2 has no such boundary"),
+        (m.BoundaryTensor(0, 0, 0, 3, False), (HIDDEN,), "Boundary of stage 3 in a run of 3 stages"),
         (forward(1), (HIDDEN,), "1 blobs with a Forward, not 0"),
         (forward(0), (), "0 blobs with a Forward, not 1"),
         (forward(3), (), "Forward of stage 3 in a run of 3 stages"),

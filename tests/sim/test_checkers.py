@@ -188,21 +188,21 @@ def test_an_attempt_sent_to_two_peers_is_caught() -> None:
     assert found(watch) == {"attempt"}
 
 
-def a_pulse(*indices: int, stage: int = 0) -> m.Pulse:
+def a_heartbeat(*indices: int, stage: int = 0) -> m.Heartbeat:
     books = tuple(m.Booking(index) for index in indices)
-    return m.Pulse(term=1, number=5, step=0, ready=True, books=books, stage=stage)
+    return m.Heartbeat(term=1, number=5, step=0, ready=True, books=books, stage=stage)
 
 
 def test_a_microbatch_booked_at_two_members_is_caught() -> None:
     watch = a_watch()
     watch.agreed("a", a_view())
-    watch.sent("a", "b", a_pulse(0, 2))
-    watch.sent("b", "b", a_pulse(1))
-    watch.sent("gone", "b", a_pulse(1))
-    watch.sent("c", "b", a_pulse(1, stage=1))
-    watch.sent("a", "b", a_pulse(0, 2))
+    watch.sent("a", "b", a_heartbeat(0, 2))
+    watch.sent("b", "b", a_heartbeat(1))
+    watch.sent("gone", "b", a_heartbeat(1))
+    watch.sent("c", "b", a_heartbeat(1, stage=1))
+    watch.sent("a", "b", a_heartbeat(0, 2))
     assert not watch.violations
-    watch.sent("b", "b", a_pulse(1, 2))
+    watch.sent("b", "b", a_heartbeat(1, 2))
     assert found(watch) == {"booked twice"}
 
 

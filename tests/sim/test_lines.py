@@ -29,8 +29,8 @@ PLAIN = Scenario(name="plain", delay_s=(DELAY_S, DELAY_S), backward=2.0)
 BOUNDARY = ("x", 0, 0, 1, "")
 
 
-def a_wire(*widths: LineRates, **changes: object) -> Wire:
-    wire = Wire(lines=widths or (LineRates(MB, MB),), boundary_values=MB // 4, gradient_values=2 * MB)
+def a_wire(*line_rates: LineRates, **changes: object) -> Wire:
+    wire = Wire(lines=line_rates or (LineRates(MB, MB),), boundary_values=MB // 4, gradient_values=2 * MB)
     return msgspec.structs.replace(wire, **changes)
 
 
@@ -109,7 +109,7 @@ def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.
     came: list[int] = []
 
     def arrive(self: Delivery, parcel: Parcel) -> None:
-        if isinstance(parcel[2], m.Boundary):
+        if isinstance(parcel[2], m.BoundaryTensor):
             came.append(parcel[2].index)
 
     monkeypatch.setattr(Delivery, "_arrive", arrive)
@@ -118,7 +118,7 @@ def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.
         swarm.boot((key, 0))
     one, other = swarm.nodes.values()
     for index in range(4):  # one second each
-        swarm.carry(one.name, other.name, m.Boundary(0, 0, index, 1, False), (BOUNDARY,))
+        swarm.carry(one.name, other.name, m.BoundaryTensor(0, 0, index, 1, False), (BOUNDARY,))
     swarm.kernel.after(2.5, lambda _: swarm.kill(one))
     swarm.kernel.run(until=20.0, events=10_000)
     assert came == [0, 1]
@@ -171,7 +171,7 @@ def killed(
     leader: bool | None,
     seed: int,
     lines: tuple[float, ...] = (25 * MB,),
-    widths: tuple[int, ...] = (),
+    line_rates: tuple[int, ...] = (),
     least_s: Callable[[int], float] = lambda group: 2 * (group - 1) / group * 100 / 25,
     of_bound: float = 0.85,
 ) -> tuple[dict[int, float], int]:
@@ -179,7 +179,7 @@ def killed(
     through. Seconds from the first Cut to the last Gather of each step, and rounds of step 2."""
     settings = m.Settings(
         stages=1, microbatches=peers, steps=4, peers=peers, inflight=6, save_last=False,
-        seats=(0,) * len(widths), widths=widths,
+        seats=(0,) * len(line_rates), line_rates=line_rates,
     )  # fmt: skip
     own = tuple(LineRates(line, line) for line in lines)
     wire = Wire(lines=own, boundary_values=256, gradient_values=100 * MB // 4)

@@ -18,7 +18,7 @@ from shoal.core.messages import (
     Backward,
     BlobRef,
     BooksRequest,
-    Boundary,
+    BoundaryTensor,
     Cancel,
     Command,
     Complaint,
@@ -28,11 +28,9 @@ from shoal.core.messages import (
     Failed,
     Fetch,
     Forward,
-    Gone,
     Member,
     Message,
     Phase,
-    Pull,
     Recall,
     Result,
     RunBackward,
@@ -40,6 +38,8 @@ from shoal.core.messages import (
     Send,
     Settings,
     Task,
+    TensorGone,
+    TensorRequest,
     View,
 )
 from shoal.core.replica_state import ReplicaState
@@ -48,7 +48,7 @@ from shoal.core.server.hops import Hops
 from shoal.core.server.verdict import Request
 from shoal.core.trainer.trainer import Trainer
 
-TO_SERVER = (Forward, Backward, Recall, Cancel, BooksRequest, Boundary, Pull, Gone)
+TO_SERVER = (Forward, Backward, Recall, Cancel, BooksRequest, BoundaryTensor, TensorRequest, TensorGone)
 Value = tuple[str, int, int, int, int]  # x or g, epoch, step, index, stage
 NBYTES = 100
 
@@ -162,7 +162,7 @@ class World:
                     pass
                 case Send():
                     values = tuple(node.blobs[blob] for blob in command.blobs)
-                    if values and not isinstance(command.message, Boundary):
+                    if values and not isinstance(command.message, BoundaryTensor):
                         assert all(value[0] == "x" and value[4] == 0 for value in values), "an owner carries a tensor"
                     self.mail.append(Letter(peer, command.peer, command.message, values))
 
@@ -178,7 +178,7 @@ class World:
         match message:
             case Forward() | Backward():
                 commands = node.hops.on_hop(Request(letter.source, message, names, fault), self.now)
-            case Boundary() | Pull() | Gone():
+            case BoundaryTensor() | TensorRequest() | TensorGone():
                 commands = node.hops.on_tensor(letter.source, message, blobs, fault, self.now)
             case Recall() | Cancel():
                 commands = node.hops.on_cancel(letter.source, message)

@@ -24,7 +24,7 @@ from shoal.core.messages import (
     BlobRef,
     Books,
     BooksRequest,
-    Boundary,
+    BoundaryTensor,
     Busy,
     Cancel,
     Cancelled,
@@ -38,14 +38,12 @@ from shoal.core.messages import (
     Forward,
     Gather,
     GatherChunk,
-    Gone,
     Gradient,
     Member,
     Message,
     Missing,
     Output,
     Phase,
-    Pull,
     Recall,
     ReduceChunk,
     Reduced,
@@ -60,6 +58,8 @@ from shoal.core.messages import (
     Settings,
     Share,
     Task,
+    TensorGone,
+    TensorRequest,
     View,
 )
 from shoal.core.server.server import Server
@@ -94,7 +94,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
         self.round = 0
         self.sent: list[tuple[str, Message]] = []  # everything ever sent to the server: any of it may come (again)
         self.answers: list[tuple[str, Message]] = []
-        self.pulls: list[Pull] = []  # of inputs that the stage below has kept
+        self.pulls: list[TensorRequest] = []  # of inputs that the stage below has kept
         self.tasks: list[Task] = []
         self.live: set[str] = set()
         self.origin: dict[str, tuple[str, Message]] = {}  # received blob -> who sent it with what
@@ -160,7 +160,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
 
     def is_input(self, task: RunForward | RunBackward) -> None:
         message = self.origin[task.x][1]
-        assert isinstance(message, Boundary)
+        assert isinstance(message, BoundaryTensor)
         assert (message.step, message.index) == (task.step, task.index), "computed from another microbatch's input"
 
     def note(self, peer: str, message: Message, blobs: tuple[str, ...]) -> None:
@@ -173,15 +173,17 @@ class ServerAmongOwners(RuleBasedStateMachine):
                 assert blobs == ()
             case Output():
                 assert blobs == ()
-            case Pull():
+            case TensorRequest():
                 self.pulls.append(message)
-            case Boundary() | ReduceChunk() | GatherChunk():
+            case BoundaryTensor() | ReduceChunk() | GatherChunk():
                 assert len(blobs) == 1
             case Reduced():
                 self.reduced = message
 
     def deliver(self, peer: str, message: Message, fault: str = "") -> None:
-        count = int(isinstance(message, Backward | Boundary | ReduceChunk | GatherChunk))  # of a Backward the tokens
+        count = int(
+            isinstance(message, Backward | BoundaryTensor | ReduceChunk | GatherChunk)
+        )  # of a Backward the tokens
         blobs = tuple(f"in/{self.blob + i}" for i in range(count))
         self.blob += count
         self.live.update(blobs)
@@ -222,18 +224,18 @@ class ServerAmongOwners(RuleBasedStateMachine):
         if plan.state == "free":
             self.attempt += 1
             self.plans[index] = Plan("sent", self.attempt)
-            self.send(self.owner(index), Backward(**self.hop(index), x_from=(ME, "a")), arrives)
+            self.send(self.owner(index), Backward(**self.hop(index), input_from=(ME, "a")), arrives)
 
     @rule(index=INDEX, arrives=MOSTLY)
     def the_stage_below_sends_an_input(self, index: int, arrives: bool) -> None:
-        self.send("a", Boundary(0, self.view.step, index, 1, False), arrives)
+        self.send("a", BoundaryTensor(0, self.view.step, index, 1, False), arrives)
 
     @rule(gone=SELDOM)
     def the_stage_below_is_asked_for_an_input(self, gone: bool) -> None:
         if self.pulls:
             pull = self.pulls.pop(0)
             fields = pull.epoch, pull.step, pull.index, pull.stage, pull.gradient
-            self.send("a", Gone(*fields) if gone else Boundary(*fields, pull.call), True)
+            self.send("a", TensorGone(*fields) if gone else BoundaryTensor(*fields, pull.call), True)
 
     @rule(arrives=MOSTLY)
     def every_owner_sends_what_is_free(self, arrives: bool) -> None:
@@ -244,7 +246,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
     @rule(index=INDEX, arrives=MOSTLY)
     def an_owner_sends_a_forward(self, index: int, arrives: bool) -> None:
         self.attempt += 1
-        self.send(self.owner(index), Forward(**self.hop(index), x_from=(ME, "a")), arrives)
+        self.send(self.owner(index), Forward(**self.hop(index), input_from=(ME, "a")), arrives)
 
     @rule(index=INDEX, recall=st.booleans(), arrives=MOSTLY)
     def an_owner_asks_whether_it_is_booked(self, index: int, recall: bool, arrives: bool) -> None:
@@ -261,7 +263,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
     @rule(index=INDEX, fault=SELDOM)
     def a_stranger_sends_a_backward(self, index: int, fault: bool) -> None:
         others = [member.peer for member in self.view.members if member.peer != self.owner(index)]
-        message = Backward(**self.hop(index) | {"attempt": 10_000}, x_from=(ME, "a"))
+        message = Backward(**self.hop(index) | {"attempt": 10_000}, input_from=(ME, "a"))
         self.deliver(others[0], message, "nan" if fault else "")
         self.deliver("nobody", message)
 
@@ -275,7 +277,7 @@ class ServerAmongOwners(RuleBasedStateMachine):
     def a_damaged_copy_comes(self, back: int) -> None:
         if self.sent:
             peer, message = self.sent[-1 - back % len(self.sent)]
-            if isinstance(message, Backward | Forward | Boundary):
+            if isinstance(message, Backward | Forward | BoundaryTensor):
                 self.deliver(peer, message, "values are not finite")
 
     @rule(back=st.integers(0, 11), forget=SELDOM)

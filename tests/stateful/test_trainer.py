@@ -109,7 +109,7 @@ class Server:
         at_work = [*self.queue, *([self.running] if self.running else [])]
         same = [entry for entry in at_work if isinstance(entry[1], Backward) and entry[1].index == message.index]
         if isinstance(message, Forward):
-            if refuse and message.x_from:
+            if refuse and message.input_from:
                 self.out.append((owner, Missing(*ids, False, False)))
             elif len(self.queue) < QUEUE:
                 self.queue.append((owner, message))
@@ -134,7 +134,7 @@ class Server:
 
     def refusal(self, message: Backward, ids: tuple[int, int, int, int, int]) -> Message:
         """Now it is wrong, now its input does not come, now the gradient of its output."""
-        held = [None, *([False] if message.x_from else []), *([True] if message.grad_from else [])]
+        held = [None, *([False] if message.input_from else []), *([True] if message.grad_from else [])]
         gradient = held[message.attempt % len(held)]
         return Refused(*ids, True, "a test") if gradient is None else Missing(*ids, True, gradient)
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from tests.transport.test_libp2p import Hidden, processes
 
-from shoal.core.messages import Boundary, Cancelled
+from shoal.core.messages import BoundaryTensor, Cancelled
 from shoal.transport import auto
 from shoal.transport.auto import AutoTransport, EitherCarrier
 from shoal.transport.base import Blob, Incoming, Lost
@@ -42,8 +42,8 @@ def control(index: int) -> Cancelled:
     return Cancelled(0, 1, index, 0, 0)
 
 
-def bulk(index: int, data: bytes) -> tuple[Boundary, tuple[Blob, ...]]:
-    return Boundary(0, 1, index, 1, False), (Blob("uint8", (len(data),), data),)
+def bulk(index: int, data: bytes) -> tuple[BoundaryTensor, tuple[Blob, ...]]:
+    return BoundaryTensor(0, 1, index, 1, False), (Blob("uint8", (len(data),), data),)
 
 
 def families(transport: AutoTransport) -> set[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.core.messages import Boundary, Cancelled, Peer
+from shoal.core.messages import BoundaryTensor, Cancelled, Peer
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.emulated.faulty import FAULTS, Direction, Fault, Faulty, read
 from shoal.transport.emulated.memory import Hub, MemoryTransport
@@ -56,7 +56,7 @@ def among(path: Path, story: Callable[[dict[str, Faulty]], Awaitable[None]]) -> 
 async def next_of(peer: Faulty) -> int:
     """The index of the next message that arrives; a minute is for machines that are very busy."""
     item = await asyncio.wait_for(peer.receive(), 60)
-    assert isinstance(item, Incoming) and isinstance(item.message, Cancelled | Boundary)
+    assert isinstance(item, Incoming) and isinstance(item.message, Cancelled | BoundaryTensor)
     return item.message.index
 
 
@@ -164,9 +164,9 @@ def test_a_hole_takes_messages_with_blobs_and_lets_small_ones_pass(tmp_path: Pat
         a, b = peers["a"], peers["b"]
         blob = Blob("uint8", (1,), b"x")
         for index, blobs in ((1, (blob,)), (2, ()), (3, (blob,)), (4, ())):
-            a.send("b", Boundary(0, 1, index, 1, False) if blobs else control(index), blobs)
+            a.send("b", BoundaryTensor(0, 1, index, 1, False) if blobs else control(index), blobs)
         assert [await next_of(b), await next_of(b)] == [2, 4]
-        b.send("a", Boundary(0, 1, 5, 1, False), (blob,))
+        b.send("a", BoundaryTensor(0, 1, 5, 1, False), (blob,))
         assert await next_of(a) == 5, "the other direction is whole"
 
     among(path, story)
@@ -197,7 +197,7 @@ def test_a_slow_link_keeps_its_order_and_gives_up_what_it_holds_when_it_is_mende
     async def story(peers: dict[str, Faulty]) -> None:
         a, b, c = peers["a"], peers["b"], peers["c"]
         a.send("b", control(0))
-        a.send("b", Boundary(0, 1, 1, 1, False), (Blob("uint8", (3,), b"abc"),))
+        a.send("b", BoundaryTensor(0, 1, 1, 1, False), (Blob("uint8", (3,), b"abc"),))
         a.send("b", control(2))
         a.send("c", control(7))  # another link
         assert await next_of(c) == 7
@@ -220,7 +220,7 @@ def test_a_slow_link_carries_no_more_than_its_bandwidth(tmp_path: Path) -> None:
         a, b = peers["a"], peers["b"]
         began_s = time.monotonic()
         for index in range(3):
-            a.send("b", Boundary(0, 1, index, 1, False), (Blob("uint8", (100_000,), bytes(100_000)),))
+            a.send("b", BoundaryTensor(0, 1, index, 1, False), (Blob("uint8", (100_000,), bytes(100_000)),))
         assert [await next_of(b) for _ in range(3)] == [0, 1, 2]
         assert time.monotonic() - began_s >= 0.35  # 300 kB over 1 MB/s, and the delay
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from shoal.core.messages import Boundary, Cancelled
+from shoal.core.messages import BoundaryTensor, Cancelled
 from shoal.transport import daemon as daemons
 from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
@@ -77,7 +77,7 @@ def test_two_peers_talk_and_nothing_is_left_of_their_daemons() -> None:
         assert all(processes(directory) for directory in directories)
         a.learn(b.name, b.address)
         data = os.urandom(3 << 20)
-        a.send(b.name, Boundary(0, 1, 2, 1, False), (Blob("uint8", (len(data),), data),))
+        a.send(b.name, BoundaryTensor(0, 1, 2, 1, False), (Blob("uint8", (len(data),), data),))
         got = await take(b)
         assert got.peer == a.name and bytes(got.blobs[0].data) == data
         assert not any((Path(directory) / "key").exists() for directory in directories)
@@ -317,7 +317,7 @@ def test_two_peers_without_a_port_reach_one_another_through_relays() -> None:
                     await asyncio.sleep(0.05)
         a.learn(b.name, circuits)
         data = os.urandom(16 << 10)
-        a.send(b.name, Boundary(0, 1, 2, 1, False), (Blob("uint8", (len(data),), data),))
+        a.send(b.name, BoundaryTensor(0, 1, 2, 1, False), (Blob("uint8", (len(data),), data),))
         got = await take(b)
         assert isinstance(got, Incoming), got
         assert got.peer == a.name and bytes(got.blobs[0].data) == data

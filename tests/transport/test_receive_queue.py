@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from shoal.core.messages import Boundary, Cancelled
+from shoal.core.messages import BoundaryTensor, Cancelled
 from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.streams import receive_queue
 from shoal.transport.streams.receive_queue import ReceiveQueue
 
 CONTROL = [Incoming("a", Cancelled(0, 1, index, 0, 0)) for index in range(3)]
-BULK = [Incoming("b", Boundary(0, 1, index, 1, False), (Blob("uint8", (1,), b"x"),)) for index in range(3)]
+BULK = [Incoming("b", BoundaryTensor(0, 1, index, 1, False), (Blob("uint8", (1,), b"x"),)) for index in range(3)]
 
 
 async def taken(queue: ReceiveQueue, count: int) -> list[Incoming | Lost]:

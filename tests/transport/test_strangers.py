@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core.messages import Booking, Boundary, Cancelled, Pulse
+from shoal.core.messages import Booking, BoundaryTensor, Cancelled, Heartbeat
 from shoal.transport import budget
 from shoal.transport.base import Incoming, Limits, Lost
 from shoal.transport.budget import Allowance
@@ -180,7 +180,7 @@ def test_what_one_key_has_waiting_is_bounded_under_any_names_and_others_pass_it(
         monkeypatch.setattr(admission, rate, Allowance(1e9, 1e9))
     monkeypatch.setattr(receive_queue, "CONTROL_LIMIT_BYTES", 8 * MIB)
     books = tuple(Booking(100_000 + index, 0.5) for index in range(34_000))
-    words = b"".join(encode(Pulse(1, 1, 1, True, books), (), Limits()).parts)
+    words = b"".join(encode(Heartbeat(1, 1, 1, True, books), (), Limits()).parts)
     assert 0.4 * MIB < len(words) < 0.5 * MIB
 
     async def story() -> None:
@@ -256,7 +256,7 @@ def test_a_key_that_talks_too_fast_gains_nothing_by_new_connections_under_new_na
 
 def test_messages_that_never_end_are_bounded_and_the_greediest_sender_is_dropped(held: ExitStack) -> None:
     limits = Limits(blob_bytes=MIB)
-    head = msgspec.msgpack.encode(Head(Boundary(0, 1, 2, 1, False), (BlobHead("uint8", (MIB,), "raw", MIB),)))
+    head = msgspec.msgpack.encode(Head(BoundaryTensor(0, 1, 2, 1, False), (BlobHead("uint8", (MIB,), "raw", MIB),)))
     begun = len(head).to_bytes(4, "big") + head + bytes(MIB - 1024 - len(head))
 
     def begin(victim: TlsTransport, rank: int, sock: ssl.SSLSocket) -> None:
@@ -338,7 +338,7 @@ def test_what_waits_for_all_peers_together_is_bounded_and_each_has_a_little(monk
                 for _ in range(20):
                     name = Identity.new().name
                     one.learn(name, silent.getsockname())
-                    sent += one.send(name, Pulse(1, 1, 1, True, books))
+                    sent += one.send(name, Heartbeat(1, 1, 1, True, books))
                     assert one.send(name, control(1))
                 assert 2 * MIB < sent <= 3 * MIB and one._sender._queued_bytes["control"].nbytes < 4 * MIB
                 for peer, _ in list(one._sender._queues):

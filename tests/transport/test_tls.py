@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.core.messages import Boundary, Cancelled
+from shoal.core.messages import BoundaryTensor, Cancelled
 from shoal.transport.base import Blob, Incoming, Limits, Lost
 from shoal.transport.identity.identity import Identity, certificate_key_id, client_context
 from shoal.transport.identity.invite import Authority, read_invite
@@ -30,8 +30,8 @@ def make(limits: Limits = Limits(), host: str = "127.0.0.1") -> TlsTransport:
     return TlsTransport(identity, INVITE.membership(identity), host, limits=limits)
 
 
-def bulk(index: int, nbytes: int) -> tuple[Boundary, tuple[Blob, ...]]:
-    return Boundary(0, 1, index, 1, False), (Blob("uint8", (nbytes,), bytes(nbytes)),)
+def bulk(index: int, nbytes: int) -> tuple[BoundaryTensor, tuple[Blob, ...]]:
+    return BoundaryTensor(0, 1, index, 1, False), (Blob("uint8", (nbytes,), bytes(nbytes)),)
 
 
 async def take(transport: TlsTransport) -> Any:

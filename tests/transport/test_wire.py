@@ -15,9 +15,10 @@ from shoal.core.messages import (
     Backward,
     Booking,
     Books,
-    Boundary,
+    BoundaryTensor,
     Chunk,
     Entry,
+    Heartbeat,
     Lead,
     Manifest,
     Member,
@@ -28,7 +29,6 @@ from shoal.core.messages import (
     Proof,
     Propose,
     PublishRequest,
-    Pulse,
     Round,
     Share,
     Signed,
@@ -168,11 +168,11 @@ def in_pieces(frame: Frame, sizes: list[int], bulk: bool = True, limits: Limits 
 @given(st.lists(st.integers(1, 300), max_size=30), st.lists(st.binary(max_size=400), max_size=4))
 def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[bytes]) -> None:
     blobs = tuple(Blob("uint8", (len(each),), each) for each in data)
-    frame = encode(Boundary(0, 1, 2, 1, False), blobs, LIMITS)
+    frame = encode(BoundaryTensor(0, 1, 2, 1, False), blobs, LIMITS)
     arrived = in_pieces(frame, sizes)
     assert arrived.whole and arrived.nbytes == frame.nbytes
     message, found = arrived.message()
-    assert message == Boundary(0, 1, 2, 1, False)
+    assert message == BoundaryTensor(0, 1, 2, 1, False)
     assert [bytes(blob.data) for blob in found] == data
 
 
@@ -182,18 +182,18 @@ def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
     for rank, nbytes in ((RANKS, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
         with pytest.raises(Malformed, match=f"rank {rank} and {nbytes} bytes"):
             wire.fragment(wire.fragment_head(rank, nbytes))
-    arrived = in_pieces(encode(Boundary(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
+    arrived = in_pieces(encode(BoundaryTensor(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
     with pytest.raises(Malformed, match="after the end of its message"):
         arrived.room(1)
     with pytest.raises(Malformed, match="with blobs among control"):
-        in_pieces(encode(Boundary(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
+        in_pieces(encode(BoundaryTensor(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [], bulk=False)
 
 
 def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_there() -> None:
     """Only its first bytes have come: 64 of them take memory, and none is decoded."""
     books = b"\xdd" + (200_000).to_bytes(4, "big") + b"\x92\x01\xc0" * 200_000
     heads = {
-        "Pulse": b"\x92\x96\xa5Pulse\x01\x01\x01\xc3" + books * 2,
+        "Heartbeat": b"\x92\x96\xa5Pulse\x01\x01\x01\xc3" + books * 2,
         "Leave": b"\x92\x92\xa5Leave" + b"\xda\xff\xff" + b"x" * 65535,
         "Cancelled": b"\x92\xdc\x00\x06\xa9Cancelled" + bytes(70_000),
         "message": b"\x92\xc4" + bytes(70_000),
@@ -227,7 +227,7 @@ HONEST = {
     "Standing": Standing(1, VIEW, NAMES),
     "Override": Override(VIEW, 1, bytes(32), bytes(64)),
     "Lead": Lead(1 << 32, 1 << 40, 1 << 32, "f" * 40, PROOF, SIGNED, "\U0001f600" * 2000),
-    "Pulse": Pulse(1 << 32, 1 << 40, 1 << 40, True, BOOKS),
+    "Heartbeat": Heartbeat(1 << 32, 1 << 40, 1 << 40, True, BOOKS),
     "Books": Books(0, 1, 1, 1, tuple(range(2**17, 2**17 + 200_000))),
     "Round": Round(
         0, 1, 1, 1, tuple((Share(name, tuple(range(at, 100_000, 1000))),) for at, name in enumerate(NAMES)), (NAMES,)

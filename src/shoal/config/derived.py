@@ -67,5 +67,5 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
         seats=tuple(run.seats.values()),
         routes=run.routes,
-        widths=run.widths,
+        line_rates=run.line_rates,
     )

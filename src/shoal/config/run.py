@@ -95,7 +95,7 @@ class Run(Section, frozen=True):
         dict[str, Seat],
         Meta(description="A plan gives each of these machines the stage with this number; --plan sets it."),
     ] = {}
-    widths: Annotated[
+    line_rates: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=10**12)], ...],
         Meta(
             description="A stage's replicas share out averaging by the line rate of each seat in kB/s, or evenly for [];"
@@ -135,11 +135,11 @@ def _plan_problems(run: Run) -> Iterator[str]:
     if not run.seats:
         if run.routes:
             yield "run.routes without run.seats; try run.routes=[]"
-        if run.widths:
-            yield "run.widths without run.seats; try run.widths=[]"
+        if run.line_rates:
+            yield "run.line_rates without run.seats; try run.line_rates=[]"
         return
-    if run.widths and len(run.widths) != len(names):
-        yield f"run.widths = {list(run.widths)} must be one number for each of {len(names)} run.seats; try run.widths=[]"
+    if run.line_rates and len(run.line_rates) != len(names):
+        yield f"run.line_rates = {list(run.line_rates)} must be one number for each of {len(names)} run.seats; try run.line_rates=[]"
     if set(stages) != set(range(run.stages)):
         yield f"run.seats = {dict(run.seats)} must serve all stages from 0 to {run.stages - 1} and no other"
     for number, by_stage in enumerate(run.routes):

@@ -66,7 +66,7 @@ class Share(Value, frozen=True):
 
     peer: Peer
     indices: tuple[Index, ...]
-    width: Count = 0  # of its line, as planned: kB/s; 0: not known
+    line_rate: Count = 0  # of its line, as planned: kB/s; 0: not known
 
 
 class Holding(Value, frozen=True):
@@ -106,7 +106,7 @@ class Committed(Value, frozen=True):
     digests: tuple[Digest, ...]  # of each stage's reduced gradient
     groups: tuple[tuple[Share, ...], ...]  # one per stage
     save: bool = False  # write a checkpoint of the parameters after this step
-    listeners: tuple[Peer, ...] = ()  # joiners that the sums were sent to; no other can apply them
+    joiners: tuple[Peer, ...] = ()  # joiners that the sums were sent to; no other can apply them
 
 
 class Evicted(Value, frozen=True):
@@ -244,7 +244,7 @@ class Proof(Value, frozen=True):
 
 class Lead(Wire, frozen=True):
     """Leader to everyone: I lead `term`, elected by `votes`; the view numbered `number` was agreed under `decided_term`, as `proof` shows.
-    Votes and proof come with the first message after each; whoever missed one is sent it again when its Pulse says so."""
+    Votes and proof come with the first message after each; whoever missed one is sent it again when its Heartbeat says so."""
 
     term: Term
     number: Count  # the newest agreed view
@@ -293,7 +293,7 @@ class Booking(Value, frozen=True):
     loss: float | None = None  # at the last stage: mean loss of the microbatch
 
 
-class Pulse(Wire, frozen=True):
+class Heartbeat(Wire, frozen=True):
     """Member (or joiner) to leader, every beat and after each booking: I live, and these are my books."""
 
     term: Term
@@ -385,7 +385,7 @@ class Passes(Wire, frozen=True):
 
 
 class Forward(Wire, frozen=True):
-    """Owner to server: run the stage. Answer: Output. At stage 0 blob 0 is the tokens. Elsewhere the input lies with `x_from`,
+    """Owner to server: run the stage. Answer: Output. At stage 0 blob 0 is the tokens. Elsewhere the input lies with `input_from`,
     to be tried in turn, or is on its way to the server if that is named; the output goes straight `to` the peer that is asked next."""
 
     epoch: Count
@@ -394,13 +394,13 @@ class Forward(Wire, frozen=True):
     stage: Stage
     attempt: Count
     view: Count
-    x_from: Holders = ()
+    input_from: Holders = ()
     to: Nobody = ""
 
 
 class Backward(Wire, frozen=True):
     """Owner to server: recompute the stage and run it back. Booked once. Answer: Gradient. At the first and the last stage blob 0
-    is the tokens. The stage's input lies with `x_from`, the gradient of its output with `grad_from`, as with Forward."""
+    is the tokens. The stage's input lies with `input_from`, the gradient of its output with `grad_from`, as with Forward."""
 
     epoch: Count
     step: Count
@@ -408,7 +408,7 @@ class Backward(Wire, frozen=True):
     stage: Stage
     attempt: Count
     view: Count
-    x_from: Holders = ()
+    input_from: Holders = ()
     grad_from: Holders = ()
     to: Nobody = ""
 
@@ -436,7 +436,7 @@ class Gradient(Wire, frozen=True):
     nbytes: Count = 0
 
 
-class Boundary(Wire, frozen=True):
+class BoundaryTensor(Wire, frozen=True):
     """Server to server: blob 0 is the input of that microbatch at `stage`, or (`gradient`) the gradient of its output there."""
 
     epoch: Count
@@ -447,8 +447,8 @@ class Boundary(Wire, frozen=True):
     call: Count = 0  # the Pull that it answers; 0: sent unasked, when it was made
 
 
-class Pull(Wire, frozen=True):
-    """Server to server: your copy of that tensor, please. Answer: Boundary, Gone, or Coming."""
+class TensorRequest(Wire, frozen=True):
+    """Server to server: your copy of that tensor, please. Answer: BoundaryTensor, TensorGone, or Coming."""
 
     epoch: Count
     step: Count
@@ -458,7 +458,7 @@ class Pull(Wire, frozen=True):
     call: Count = 1  # for the sender to know how long the answer took
 
 
-class Gone(Wire, frozen=True):
+class TensorGone(Wire, frozen=True):
     """Server to server: I do not hold that tensor (any more)."""
 
     epoch: Count
@@ -468,7 +468,7 @@ class Gone(Wire, frozen=True):
     gradient: bool
 
 
-class Coming(Wire, frozen=True):
+class TensorPending(Wire, frozen=True):
     """Server to server: that tensor was sent to you before, and the connection has held since."""
 
     epoch: Count
@@ -588,7 +588,7 @@ class Books(Wire, frozen=True):
 
 
 class Round(Wire, frozen=True):
-    """Leader to members: average now. groups[s] lists the replicas of stage s with what each brings, listeners[s] the joiners
+    """Leader to members: average now. groups[s] lists the replicas of stage s with what each brings, joiners[s] the joiners
     that still download: they get the sums too, and apply them later."""
 
     epoch: Count
@@ -596,7 +596,7 @@ class Round(Wire, frozen=True):
     round: Count
     view: Count
     groups: tuple[tuple[Share, ...], ...]
-    listeners: tuple[tuple[Peer, ...], ...] = ()
+    joiners: tuple[tuple[Peer, ...], ...] = ()
 
 
 class ReduceChunk(Wire, frozen=True):
@@ -611,14 +611,14 @@ class ReduceChunk(Wire, frozen=True):
 
 class GatherChunk(Wire, frozen=True):
     """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order
-    within a row, then the rows in theirs. `to_listener`: to a joiner that catches up. `first`: it goes before reduce chunks that wait,
+    within a row, then the rows in theirs. `to_joiner`: to a joiner that catches up. `first`: it goes before reduce chunks that wait,
     of slices that come later."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
-    to_listener: bool = False
+    to_joiner: bool = False
     first: bool = False
 
 
@@ -642,7 +642,7 @@ class Reduced(Wire, frozen=True):
     norm_sq: float
 
 
-class Waits(Wire, frozen=True):
+class RoundWaits(Wire, frozen=True):
     """Replica to leader: nothing new has come to me in this round for long. Whose parts, and whose sums, I lack."""
 
     epoch: Count
@@ -652,7 +652,7 @@ class Waits(Wire, frozen=True):
     sums: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)] = ()
 
 
-class WhoBooked(Wire, frozen=True):
+class BookerRequest(Wire, frozen=True):
     """Leader to owner: whose gradient of your microbatch did you get at that stage? Either two say that they have booked it, or nobody
     does, and nothing is booked any more. Answer: Booker."""
 
@@ -810,11 +810,11 @@ class Measured(Wire, frozen=True):
 
 
 Message = (
-    Lead | Propose | Accept | VoteRequest | Vote | Pulse | Join | Redirect | Leave | Complaint | Dismissed
+    Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | Redirect | Leave | Complaint | Dismissed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
     | Query | Pending
-    | Boundary | Pull | Coming | Gone | Missing
-    | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | Waits | WhoBooked | Booker
+    | BoundaryTensor | TensorRequest | TensorPending | TensorGone | Missing
+    | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | RoundWaits | BookerRequest | Booker
     | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | Saved | SaveRequest | PublishRequest | Published
     | StandingRequest | Standing | Override
     | PassesRequest | Passes
@@ -824,7 +824,7 @@ Message = (
 BULK = (
     Forward,
     Backward,
-    Boundary,
+    BoundaryTensor,
     ReduceChunk,
     GatherChunk,
     Chunk,
@@ -842,7 +842,7 @@ def rank(message: Message) -> int:
     match message:
         case Backward():
             return 0
-        case Boundary():
+        case BoundaryTensor():
             return 0 if message.gradient else 1
         case Forward():
             return 1
@@ -1230,4 +1230,4 @@ class Settings(msgspec.Struct, frozen=True):
     seat: int = -1  # of this peer in the plan
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
-    widths: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
+    line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner

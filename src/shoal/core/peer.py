@@ -14,7 +14,7 @@ from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Leader
 from shoal.core.member.admission import Admission
 from shoal.core.member.departure import Departure
-from shoal.core.member.heartbeat import Heartbeat
+from shoal.core.member.heartbeat import HeartbeatSender
 from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.notes import StallNotes, change_note
 from shoal.core.member.roster import Roster
@@ -27,12 +27,12 @@ from shoal.core.messages import (
     Barred,
     BlobRef,
     Booker,
+    BookerRequest,
     BooksRequest,
-    Boundary,
+    BoundaryTensor,
     Cancel,
     Chunk,
     ChunkRequest,
-    Coming,
     Command,
     Complaint,
     Dismissed,
@@ -43,7 +43,7 @@ from shoal.core.messages import (
     Forward,
     Found,
     GatherChunk,
-    Gone,
+    Heartbeat,
     Join,
     Lead,
     Leave,
@@ -55,8 +55,6 @@ from shoal.core.messages import (
     Propose,
     Published,
     PublishRequest,
-    Pull,
-    Pulse,
     Query,
     Recall,
     Received,
@@ -66,6 +64,7 @@ from shoal.core.messages import (
     Resend,
     Round,
     RoundFailed,
+    RoundWaits,
     SaveAsked,
     Saved,
     SaveRequest,
@@ -73,12 +72,13 @@ from shoal.core.messages import (
     Settings,
     StandingRequest,
     StateRequest,
+    TensorGone,
+    TensorPending,
+    TensorRequest,
     Unreachable,
     View,
     Vote,
     VoteRequest,
-    Waits,
-    WhoBooked,
     Wire,
     asker_of,
 )
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 
 CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
 TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
-TO_LEADER = (Pulse, Join, Leave, Complaint, Reduced, RoundFailed, Waits, Booker, LoadFailed, Saved, Published)
+TO_LEADER = (Heartbeat, Join, Leave, Complaint, Reduced, RoundFailed, RoundWaits, Booker, LoadFailed, Saved, Published)
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
 FROM_LEADER = (Round, SaveRequest, PublishRequest)
 SERVER = (
@@ -102,10 +102,10 @@ SERVER = (
     Recall,
     Cancel,
     BooksRequest,
-    Boundary,
-    Pull,
-    Coming,
-    Gone,
+    BoundaryTensor,
+    TensorRequest,
+    TensorPending,
+    TensorGone,
     ReduceChunk,
     GatherChunk,
     Resend,
@@ -128,7 +128,9 @@ class PeerMachine:
         self.admission = Admission(settings, self.roster, self.register, self.server, found)
         self.relay = OverrideRelay(settings, self.roster, self.register)
         self.repair = ViewRepair(settings, self.register, self.relay)
-        self.heartbeat = Heartbeat(settings, self.roster, self.register, self.leader_role, self.server, self.transfer)
+        self.heartbeat = HeartbeatSender(
+            settings, self.roster, self.register, self.leader_role, self.server, self.transfer
+        )
         self.departure = Departure(settings)
         self.stall_notes = StallNotes(settings)
         self.last_now: float | None = None
@@ -279,7 +281,7 @@ class PeerMachine:
             redirected = isinstance(message, Join) and leader is not None and leader != peer
             return [Send(peer, Redirect(leader=leader))] if redirected and leader is not None else []
         commands = self.leader_role.on_message(peer, message, now)
-        if not isinstance(message, Pulse):
+        if not isinstance(message, Heartbeat):
             return commands
         if self.roster.belongs(peer):
             repaired = self.register.repair(peer, message.term, message.number)
@@ -306,7 +308,7 @@ class PeerMachine:
     def _about_work(self, event: Received, now: float) -> list[Command]:
         """The leader's requests, and messages between members and joiners. What others send is dropped."""
         peer, message = event.peer, event.message
-        if isinstance(message, WhoBooked):
+        if isinstance(message, BookerRequest):
             return self.trainer.on_who_booked(peer, message) if peer == self.register.leader else []
         if isinstance(message, FROM_LEADER):
             allowed = peer == self.register.leader

@@ -67,7 +67,7 @@ def numbers(made: plan.Plan, problem: Problem) -> str:
 
 def _owners(made: plan.Plan) -> list[str]:
     """What each peer owns of its stage's rounds, where that follows the lines."""
-    width, found = dict(zip(made.seats, made.widths, strict=True)) if made.widths else {}, []
+    width, found = dict(zip(made.seats, made.line_rates, strict=True)) if made.line_rates else {}, []
     for number, stage in enumerate(made.stages):
         if shares := layout.owned([width.get(peer, 0) for peer in stage.peers]):
             predicted = [f"{peer} {own / sum(shares):.0%}" for peer, own in zip(stage.peers, shares, strict=True)]

@@ -28,13 +28,13 @@ from shoal.core.messages import (
     Find,
     Finish,
     Found,
+    Heartbeat,
     Join,
     Lead,
     Message,
     Override,
     Peer,
     Propose,
-    Pulse,
     Received,
     Redirect,
     SaveAsked,
@@ -318,7 +318,7 @@ def admissible(machine: PeerMachine, incoming: Incoming) -> Message | None:
     if incoming.blobs:
         return None
     match message:
-        case Pulse():  # it shows that the sender is behind; its books belong to no view
+        case Heartbeat():  # it shows that the sender is behind; its books belong to no view
             return msgspec.structs.replace(message, books=(), closed=())
         case Lead():  # it shows that this peer is behind
             return msgspec.structs.replace(message, proof=None, votes=())

@@ -74,12 +74,12 @@ class Watch:
             other = self._sent.setdefault(key, to)
             if other != to:
                 self.report(peer, "attempt", f"{message} to {to}, after the same attempt to {other}")
-        elif type(message) is m.Pulse:
+        elif type(message) is m.Heartbeat:
             self._booked(peer, message)
         elif type(message) is m.Round:
             self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
             self.newest_round = max(self.newest_round, message.round)
-        elif type(message) is m.ReduceChunk or (type(message) is m.GatherChunk and not message.to_listener):
+        elif type(message) is m.ReduceChunk or (type(message) is m.GatherChunk and not message.to_joiner):
             self._meets(peer, to, message)
         elif type(message) is m.Lead or (type(message) is m.Propose and message.proof is None):
             other = self._leaders.setdefault(message.term, peer)
@@ -104,23 +104,23 @@ class Watch:
         if to not in group or len(met) > most:
             self.report(peer, "connections", f"{message} to {to}, one of {len(met)} in a group of {len(group)}")
 
-    def _booked(self, peer: m.Peer, pulse: m.Pulse) -> None:
+    def _booked(self, peer: m.Peer, heartbeat: m.Heartbeat) -> None:
         """No microbatch is booked at two members; a fenced one's bookings are void."""
         known = self._books.get(peer, (-1, -1, 0))
-        seen = known[2] if known[:2] == (pulse.epoch, pulse.work) else 0
-        for booking in pulse.books[seen:]:
-            key = (pulse.epoch, pulse.work, pulse.stage, booking.index)
+        seen = known[2] if known[:2] == (heartbeat.epoch, heartbeat.work) else 0
+        for booking in heartbeat.books[seen:]:
+            key = (heartbeat.epoch, heartbeat.work, heartbeat.stage, booking.index)
             other = self._bookers.get(key, peer)
             if other != peer and self.trusting and self.newest is not None:
                 members = [
                     (member.peer, member.stage) for member in self.newest.members
                 ]  # a peer that was removed and rejoined at another stage has no old books
-                if all((one, pulse.stage) in members for one in (peer, other)):
+                if all((one, heartbeat.stage) in members for one in (peer, other)):
                     self.report(
-                        peer, "booked twice", f"microbatch {booking.index} stage {pulse.stage}, also by {other}"
+                        peer, "booked twice", f"microbatch {booking.index} stage {heartbeat.stage}, also by {other}"
                     )
             self._bookers[key] = peer
-        self._books[peer] = (pulse.epoch, pulse.work, max(seen, len(pulse.books)))
+        self._books[peer] = (heartbeat.epoch, heartbeat.work, max(seen, len(heartbeat.books)))
 
     # ------------------------------------------------------------------------------------------------------- views
 

@@ -113,7 +113,7 @@ class Network:
         is late for that only if it is sent later: the others' arrival is settled."""
         uplink = self._uplinks.get(source)
         if uplink is None:
-            uplink = self._uplinks[source] = SimulatedUplink(self._width(source))
+            uplink = self._uplinks[source] = SimulatedUplink(self._line_rate(source))
         seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
         uplink.free_s[rank] = left = max(*uplink.free_s[: rank + 1], now) + seconds
         for lower in range(rank + 1, RANKS):
@@ -121,7 +121,7 @@ class Network:
                 uplink.free_s[lower] += seconds
         return left - now
 
-    def _width(self, source: Peer) -> float:
+    def _line_rate(self, source: Peer) -> float:
         if self._wire is not None:
             return self._wire.line(source).up_Bps
         low, high = self._scenario.bandwidth_Bps

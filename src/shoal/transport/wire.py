@@ -36,9 +36,9 @@ LARGE = {
     # Those that hold a View, a Round or every stage's record of a checkpoint: base.MAX_CONTROL_BYTES says for how many.
     **dict.fromkeys(("Propose", "Standing", "Override", "Round", "Saved", "PublishRequest"), MAX_CONTROL_BYTES),
     "Lead": 1 << 20,  # votes and a proof: 2,000 signatures under the longest names take 462 kB
-    "Waits": 512 << 10,  # 2,048 names
+    "RoundWaits": 512 << 10,  # 2,048 names
     "Passes": MAX_LIST_BYTES + ORDINARY_BYTES,
-    "Pulse": 512 << 10,  # 35,000 bookings with their losses, 15 bytes each, of one replica
+    "Heartbeat": 512 << 10,  # 35,000 bookings with their losses, 15 bytes each, of one replica
     "Books": 1 << 20,  # 200,000 indices
     "Offer": 1 << 20,  # 14,000 chunks of a state
     "Measure": 256 << 10,  # 1,024 names

@@ -114,12 +114,12 @@ class Layout(msgspec.Struct, frozen=True):
         return (self.columns[chunk].index(self.owners[chunk]) - row - 1) % len(self.rows)
 
 
-def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, widths: Sequence[int] = ()) -> Layout:
+def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, line_rates: Sequence[int] = ()) -> Layout:
     """Cut `length` values into the fewest even pieces of at most `most` (0: one), and piece number `piece` into chunks: as evenly
-    as whole values allow, or as `owned` says of the `widths` of the replicas' lines. Later replicas own nothing when a piece has fewer
+    as whole values allow, or as `owned` says of the `line_rates` of the replicas' lines. Later replicas own nothing when a piece has fewer
     values than the group has replicas. Unevenly owned pieces are shorter, so that no owner holds more parts at once than an even one."""
     assert group, "a group has at least one replica"
-    rows, shares = rows_of(group), owned(widths)
+    rows, shares = rows_of(group), owned(line_rates)
     slices = SLICES if shares else 1
     if shares and most:
         most = max(1, most * sum(shares) // (len(shares) * max(shares)))
@@ -143,18 +143,19 @@ def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, wid
     return Layout(rows, cuts, tuple(edges), tuple(columns), tuple(owned_by), first, inner, last)
 
 
-def owned(widths: Sequence[int]) -> tuple[int, ...]:
-    """In what proportion replicas with lines of these widths (any unit; 0: not known, so as narrow as the narrowest) own the gradient, so
+def owned(line_rates: Sequence[int]) -> tuple[int, ...]:
+    """In what proportion replicas with lines of these line_rates (any unit; 0: not known, so as narrow as the
+    narrowest) own the gradient, so
     that the busiest line is as little busy as can be; () when evenly is as good.
 
     Who owns w of L values sends and receives (1 + (n - 2) w) L. Filling all lines to the same time T gives
     T = (n - 2 + k) / (b_1 + ... + b_k) for the k widest lines, which own (T b - 1) / (n - 2) each; the others own nothing and need
     1 / b."""
-    replicas, known = len(widths), [width for width in widths if width > 0]
+    replicas, known = len(line_rates), [width for width in line_rates if width > 0]
     if not known or not 3 <= replicas <= ONE_ROW:
         return ()
     narrow = min(known)
-    lines = [width or narrow for width in widths]
+    lines = [width or narrow for width in line_rates]
     widest = sorted(lines, reverse=True)
     owners = max(k for k in range(1, replicas + 1) if (replicas - 2 + k) * widest[k - 1] > sum(widest[:k]))
     together, full = sum(widest[:owners]), replicas - 2 + owners

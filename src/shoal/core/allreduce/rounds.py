@@ -39,11 +39,11 @@ from shoal.core.messages import (
     Resend,
     Round,
     RoundFailed,
+    RoundWaits,
     Send,
     Settings,
     Share,
     View,
-    Waits,
 )
 from shoal.core.replica_state import TEXT, ReplicaState, drop
 
@@ -75,7 +75,7 @@ class Current(msgspec.Struct):
 
     message: Round
     group: tuple[Peer, ...]
-    listeners: tuple[Peer, ...]  # joiners of the stage, who get the sums from my row and bring nothing
+    joiners: tuple[Peer, ...]  # joiners of the stage, who get the sums from my row and bring nothing
     piece: Piece
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
@@ -145,14 +145,14 @@ class Rounds:
         """That round, in which I am listed, with its first piece."""
         group, layout, stage = tuple(share.peer for share in shares), self._layout(shares, 0), self._stage
         known, row = self._replica.known.present, layout.row_of(self._name)
-        listed = message.listeners[stage] if stage < len(message.listeners) else ()
-        listeners = tuple(
+        listed = message.joiners[stage] if stage < len(message.joiners) else ()
+        joiners = tuple(
             peer
             for peer in dict.fromkeys(listed)
             if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
         )
         piece = Piece(layout, layout.role(self._name))
-        return Current(message, group, listeners, piece, now, now + self._patience_s, now)
+        return Current(message, group, joiners, piece, now, now + self._patience_s, now)
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
@@ -230,7 +230,7 @@ class Rounds:
     def _hold(self, peer: Peer, early: EarlyChunk) -> list[Command]:
         """Few per sender, parts and sums apart: of its newest round and piece."""
         replicas = sum(stage == self._replica.stage for stage in self._replica.known.present.values())
-        return self._early.hold(peer, early, early_parts(replicas, bool(self._settings.widths)))
+        return self._early.hold(peer, early, early_parts(replicas, bool(self._settings.line_rates)))
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
         stride, newest, piece = current.piece.layout.stride, current.message.round, current.piece.number
@@ -348,8 +348,8 @@ class Rounds:
         return self._do(current, Cut(self._task_id(), current.message.step, current.piece.role.cuts, outs))
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
-        group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
-        return split(self._replica.length, group, self._settings.piece_values, piece, widths)
+        group, line_rates = tuple(share.peer for share in shares), tuple(share.line_rate for share in shares)
+        return split(self._replica.length, group, self._settings.piece_values, piece, line_rates)
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
         """This piece is gathered: drop it, but for the sums that others may miss, and begin the next one."""
@@ -389,10 +389,8 @@ class Rounds:
         peers = current.piece.role.broadcasts[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        chunk = GatherChunk(
-            current.message.epoch, current.message.step, current.message.round, number, to_listener=True
-        )
-        return sends + [Send(peer, chunk, (blob,)) for peer in current.listeners]
+        chunk = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, to_joiner=True)
+        return sends + [Send(peer, chunk, (blob,)) for peer in current.joiners]
 
     def _go_on(self, current: Current) -> list[Command]:
         """Start what has all it needs: adding up chunks, gathering the whole."""
@@ -437,7 +435,7 @@ class Rounds:
         if now - current.last_new >= long_s and missing and self._replica.leader is not None:
             parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
             of = current.message
-            commands.append(Send(self._replica.leader, Waits(of.epoch, of.step, of.round, parts, sums)))
+            commands.append(Send(self._replica.leader, RoundWaits(of.epoch, of.step, of.round, parts, sums)))
         return commands
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.core.leader.ledger import Doubled
 from shoal.core.leader.progress import RoundWatch
-from shoal.core.messages import Peer, Reduced, Round, RoundFailed, Settings, Waits
+from shoal.core.messages import Peer, Reduced, Round, RoundFailed, RoundWaits, Settings
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 PAUSES = 4  # doublings of the pause before a round is tried again
@@ -63,7 +63,7 @@ class StepRounds:
         peers = [share.peer for group in message.groups for share in group]
         self.open = OpenRound(message, RoundWatch(message, settings, now), dict.fromkeys(peers, now), {})
 
-    def reporting(self, peer: Peer, message: Reduced | RoundFailed | Waits) -> OpenRound | None:
+    def reporting(self, peer: Peer, message: Reduced | RoundFailed | RoundWaits) -> OpenRound | None:
         """The open round, if that is what its participant `peer` reports on."""
         if self.open is None or peer not in self.open.sent_at:
             return None

@@ -22,6 +22,7 @@ from shoal.core.messages import (
     Booker,
     Command,
     Complaint,
+    Heartbeat,
     Index,
     Join,
     Leave,
@@ -29,12 +30,11 @@ from shoal.core.messages import (
     Member,
     Note,
     Peer,
-    Pulse,
     Reduced,
     RoundFailed,
+    RoundWaits,
     Settings,
     View,
-    Waits,
     Wire,
 )
 from shoal.core.replica_state import NOBODY, Known, owner_of
@@ -129,7 +129,7 @@ class Facts:
         self.known: Known = NOBODY  # the agreed view, and who is in it
         self.received_at: dict[Peer, float] = {}  # each peer's last message
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
-        self.pulses: dict[Peer, Pulse] = {}
+        self.heartbeats: dict[Peer, Heartbeat] = {}
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
         self.load_failed: dict[Peer, LoadFailed] = {}  # who cannot load the checkpoint that all went back to
         self.requests = Requests(settings)
@@ -173,21 +173,21 @@ class Facts:
     def alive(self, peer: Peer) -> bool:
         """It has sent a heartbeat since this peer leads, and its connections have not broken since. Otherwise it sends one within a
         beat or is removed."""
-        return peer == self.name or (peer in self.pulses and peer not in self.doubted)
+        return peer == self.name or (peer in self.heartbeats and peer not in self.doubted)
 
     def confirmed(self, joiner: Peer) -> bool:
         """That joiner has reported that it holds the view which made it one: before, it accepts nothing that is meant for it."""
-        pulse = self.pulses.get(joiner)
-        return pulse is not None and pulse.number >= self.requests.joined_in.get(joiner, 0)
+        heartbeat = self.heartbeats.get(joiner)
+        return heartbeat is not None and heartbeat.number >= self.requests.joined_in.get(joiner, 0)
 
     def holds(self, member: Member, view: View) -> bool:
         """It reports the state of its stage at the step that is trained. `misfit` says whether it is another one than the members'."""
-        pulse = self.pulses.get(member.peer)
+        heartbeat = self.heartbeats.get(member.peer)
         return (
-            pulse is not None
-            and pulse.ready
-            and pulse.number >= self.requests.joined_in.get(member.peer, 0)
-            and (pulse.step, pulse.epoch, pulse.stage) == (view.step, view.epoch, member.stage)
+            heartbeat is not None
+            and heartbeat.ready
+            and heartbeat.number >= self.requests.joined_in.get(member.peer, 0)
+            and (heartbeat.step, heartbeat.epoch, heartbeat.stage) == (view.step, view.epoch, member.stage)
         )
 
     def misfit(self, member: Member, view: View) -> bool:
@@ -200,10 +200,10 @@ class Facts:
             return False
         others = {
             other.digest
-            for peer, other in self.pulses.items()
+            for peer, other in self.heartbeats.items()
             if other.step == view.step and other.epoch == view.epoch and serving.get(peer) == member.stage
         } - {""}
-        return bool(others) and self.pulses[member.peer].digest not in others
+        return bool(others) and self.heartbeats[member.peer].digest not in others
 
     def ready(self, member: Member, view: View) -> bool:
         """It holds the state of its stage at the step that is trained."""
@@ -211,13 +211,13 @@ class Facts:
 
     def near(self, member: Member, view: View) -> bool:
         """That joiner holds its stage and applies what was committed meanwhile: worth waiting for, unlike a download."""
-        pulse = self.pulses.get(member.peer)
+        heartbeat = self.heartbeats.get(member.peer)
         return (
-            pulse is not None
-            and bool(pulse.digest)
+            heartbeat is not None
+            and bool(heartbeat.digest)
             and self.confirmed(member.peer)
-            and (pulse.epoch, pulse.stage) == (view.epoch, member.stage)
-            and view.step - pulse.step <= NEAR
+            and (heartbeat.epoch, heartbeat.stage) == (view.epoch, member.stage)
+            and view.step - heartbeat.step <= NEAR
         )
 
     # ------------------------------------------------------------------------------------------------ agreed views
@@ -258,8 +258,8 @@ class Facts:
         if view.last is not None and view.last.save:
             self.saving.begin(view)
             self.requests.save = False
-        for peer, pulse in list(self.pulses.items()):
-            self._take_books(peer, pulse)
+        for peer, heartbeat in list(self.heartbeats.items()):
+            self._take_books(peer, heartbeat)
 
     def _forget_absent(self) -> None:
         """Nothing is kept of peers that are not in the view, and no books of those that are no members."""
@@ -268,7 +268,7 @@ class Facts:
                 ledger.forget(peer)
         evidence, requests = self.evidence, self.requests
         tables: Iterable[dict[Peer, object]] = (  # type: ignore[assignment]
-            self.pulses,
+            self.heartbeats,
             self.received_at,
             self.doubted,
             self.load_failed,
@@ -325,7 +325,7 @@ class Facts:
         if present:
             self.received_at[peer] = now
             self.doubted.pop(peer, None)
-        if not isinstance(message, Pulse):
+        if not isinstance(message, Heartbeat):
             self.changed = True
         match message:
             case Join():
@@ -333,15 +333,15 @@ class Facts:
                     self.requests.joins[peer] = message
             case _ if not present:
                 pass
-            case Pulse():
-                self._on_pulse(peer, message, now)
+            case Heartbeat():
+                self._on_heartbeat(peer, message, now)
             case Leave():
                 self.requests.leaves.setdefault(peer, message.reason)
             case Complaint():
                 self._on_complaint(peer, message)
             case LoadFailed():
                 self._on_load_failed(peer, message)
-            case Reduced() | RoundFailed() | Waits():
+            case Reduced() | RoundFailed() | RoundWaits():
                 return self._on_round(peer, message, now)
             case Booker():
                 self._on_booker(peer, message)
@@ -350,20 +350,20 @@ class Facts:
                 return self.saving.on_message(peer, message, now)
         return []
 
-    def _on_pulse(self, peer: Peer, pulse: Pulse, now: float) -> None:
+    def _on_heartbeat(self, peer: Peer, heartbeat: Heartbeat, now: float) -> None:
         view = self.view
         assert view is not None
         self.changed |= peer not in self.serving or not view.started or view.finished
-        self.pulses[peer] = pulse
-        self.evidence.progress.on_pulse(peer, pulse, view, now)
-        self._take_books(peer, pulse)
+        self.heartbeats[peer] = heartbeat
+        self.evidence.progress.on_heartbeat(peer, heartbeat, view, now)
+        self._take_books(peer, heartbeat)
 
-    def _take_books(self, peer: Peer, pulse: Pulse) -> None:
+    def _take_books(self, peer: Peer, heartbeat: Heartbeat) -> None:
         view = self.view
         assert view is not None
-        if pulse.epoch != view.epoch or self.serving.get(peer) != pulse.stage:
+        if heartbeat.epoch != view.epoch or self.serving.get(peer) != heartbeat.stage:
             return
-        for step, books in ((pulse.work, pulse.books), (pulse.work - 1, pulse.closed)):
+        for step, books in ((heartbeat.work, heartbeat.books), (heartbeat.work - 1, heartbeat.closed)):
             if books and view.step <= step <= view.step + view.begun:
                 ledger = self.ledgers.setdefault(step, self.ledger(step))
                 wrong = ledger.report(peer, books)
@@ -392,7 +392,7 @@ class Facts:
         if (message.epoch, message.step) == (view.epoch, view.step):
             self.load_failed[peer] = message
 
-    def _on_round(self, peer: Peer, message: Reduced | RoundFailed | Waits, now: float) -> list[Command]:
+    def _on_round(self, peer: Peer, message: Reduced | RoundFailed | RoundWaits, now: float) -> list[Command]:
         current = self.rounds.reporting(peer, message)
         match message:
             case _ if current is None:
@@ -401,7 +401,7 @@ class Facts:
                 self._on_reduced(peer, message, current, now)
             case RoundFailed():
                 return self._on_round_failed(peer, message, current, now)
-            case Waits():
+            case RoundWaits():
                 current.watch.on_waits(peer, message, now)
         return []
 

@@ -15,7 +15,7 @@ from shoal.core.leader.averaging import ROUNDS_PER_TERM
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.rules import checks, order, rounds
 from shoal.core.leader.rules.proposal import Proposal
-from shoal.core.messages import Command, Dismissed, Note, Peer, Round, Send, Settings, View, WhoBooked, Wire
+from shoal.core.messages import BookerRequest, Command, Dismissed, Note, Peer, Round, Send, Settings, View, Wire
 
 SEND_AGAIN_BEATS = 4  # a round, to those that have not reported
 
@@ -153,8 +153,8 @@ class Leader:
         if self._farewell_at is None:
             self._farewell_at = now + 2 * self.settings.silence_s
         others = [member.peer for member in view.members + view.joining if member.peer != self.name]
-        pulses = self.facts.pulses
-        aware = all(peer in pulses and pulses[peer].number >= view.number for peer in others)
+        heartbeats = self.facts.heartbeats
+        aware = all(peer in heartbeats and heartbeats[peer].number >= view.number for peer in others)
         if aware or now >= self._farewell_at:
             self._farewell_at = float("-inf")
             return [Send(peer, Dismissed(number=view.number)) for peer in others]
@@ -187,7 +187,11 @@ class Leader:
         ledger = facts.ledger(view.work)
         if ledger.booked >= self.settings.stages * self.settings.microbatches:
             return []
-        rates = [pulse.rate for peer, pulse in facts.pulses.items() if peer in facts.serving and pulse.rate > 0.0]
+        rates = [
+            heartbeat.rate
+            for peer, heartbeat in facts.heartbeats.items()
+            if peer in facts.serving and heartbeat.rate > 0.0
+        ]
         commands = evidence.stalls.ask(view, ledger, 1.0 / min(rates) if rates else 0.0, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
         for verdict in verdicts:
@@ -222,7 +226,7 @@ class Leader:
             round=self.term * ROUNDS_PER_TERM + facts.rounds.count,
             view=view.number,
             groups=opening.groups,
-            listeners=opening.listeners,
+            joiners=opening.joiners,
         )
         facts.rounds.opened(message, self.settings, now)
         return [Send(share.peer, message) for group in message.groups for share in group]
@@ -238,4 +242,4 @@ class Leader:
         facts.convict(double.verdict)
         if first is None or double.owner is None or not facts.scan:
             return []
-        return [Send(double.owner, WhoBooked(view.epoch, view.step, first.index, first.stage))]
+        return [Send(double.owner, BookerRequest(view.epoch, view.step, first.index, first.stage))]

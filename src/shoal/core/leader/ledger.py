@@ -100,16 +100,16 @@ class Ledger:
         return doubled
 
     def groups(
-        self, members: tuple[Member, ...], ready: tuple[Member, ...], widths: tuple[int, ...] = ()
+        self, members: tuple[Member, ...], ready: tuple[Member, ...], line_rates: tuple[int, ...] = ()
     ) -> tuple[tuple[Share, ...], ...]:
-        """Shares per stage: members first, then joiners that hold the step's parameters and add no gradient. `widths`: line rates by
+        """Shares per stage: members first, then joiners that hold the step's parameters and add no gradient. `line_rates`: line rates by
         seat."""
         groups: list[list[Share]] = [[] for _ in range(self.stages)]
         for member in members:
             indices = tuple(booking.index for booking in self.books.get(member.peer, ()))
-            groups[member.stage].append(Share(member.peer, indices, _width(member, widths)))
+            groups[member.stage].append(Share(member.peer, indices, _line_rate(member, line_rates)))
         for joiner in ready:
-            groups[joiner.stage].append(Share(joiner.peer, (), _width(joiner, widths)))
+            groups[joiner.stage].append(Share(joiner.peer, (), _line_rate(joiner, line_rates)))
         return tuple(tuple(group) for group in groups)
 
     def loss(self) -> float:
@@ -118,8 +118,8 @@ class Ledger:
         return sum(losses[i] for i in sorted(losses)) / len(losses) if losses else float("nan")
 
 
-def _width(member: Member, widths: tuple[int, ...]) -> int:
-    return widths[member.seat] if 0 <= member.seat < len(widths) else 0
+def _line_rate(member: Member, line_rates: tuple[int, ...]) -> int:
+    return line_rates[member.seat] if 0 <= member.seat < len(line_rates) else 0
 
 
 def counted_twice(groups: tuple[tuple[Share, ...], ...]) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 import msgspec
 
 from shoal.core.leader.evictions import Conduct, Verdict
-from shoal.core.messages import Member, Peer, Pulse, Reduced, Round, Settings, View, Waits
+from shoal.core.messages import Heartbeat, Member, Peer, Reduced, Round, RoundWaits, Settings, View
 
 VIEW_SILENCES = 3.0  # for a peer that sends heartbeats to take a view that is sent to it after each
 LEAST_BEATS = 120.0  # no state is waited for less,
@@ -63,16 +63,16 @@ class Progress:
             seen.number_at, seen.state_at = min(now, seen.number_at + gap_s), min(now, seen.state_at + gap_s)
             seen.current_at = min(now, seen.current_at + gap_s)
 
-    def on_pulse(self, peer: Peer, pulse: Pulse, view: View, now: float) -> None:
-        state = (pulse.epoch, pulse.stage, pulse.step, pulse.ready, pulse.loaded)
+    def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat, view: View, now: float) -> None:
+        state = (heartbeat.epoch, heartbeat.stage, heartbeat.step, heartbeat.ready, heartbeat.loaded)
         seen = self._seen.get(peer)
         if seen is None:
-            seen = self._seen[peer] = Seen(pulse.number, now, state, now, now)
-        if pulse.number > seen.number or pulse.number >= view.number:
-            seen.number, seen.number_at = pulse.number, now
+            seen = self._seen[peer] = Seen(heartbeat.number, now, state, now, now)
+        if heartbeat.number > seen.number or heartbeat.number >= view.number:
+            seen.number, seen.number_at = heartbeat.number, now
         if state != seen.state:
             seen.state, seen.state_at = state, now
-        if pulse.ready and (pulse.epoch, pulse.step) == (view.epoch, view.step):
+        if heartbeat.ready and (heartbeat.epoch, heartbeat.step) == (view.epoch, view.step):
             seen.current_at = now
 
     def late(self, view: View, step_s: float, now: float) -> dict[Peer, str]:
@@ -128,7 +128,7 @@ class RoundWatch:
         self._groups = [[share.peer for share in group] for group in message.groups]
         self._settings = settings
         self._opened = self._reduced_at = now
-        self._waits: dict[Peer, Waits] = {}
+        self._waits: dict[Peer, RoundWaits] = {}
         self._waits_at: float | None = None
 
     def forgive(self, gap_s: float, now: float) -> None:
@@ -141,7 +141,7 @@ class RoundWatch:
     def on_reduced(self, now: float) -> None:
         self._reduced_at = now
 
-    def on_waits(self, peer: Peer, waits: Waits, now: float) -> None:
+    def on_waits(self, peer: Peer, waits: RoundWaits, now: float) -> None:
         self._waits[peer] = waits
         if self._waits_at is None:
             self._waits_at = now

@@ -14,7 +14,7 @@ import msgspec
 from shoal.core.leader.evictions import Conduct, Verdict
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.membership import owners_of
-from shoal.core.messages import Booker, Command, Index, Peer, Send, Settings, Stage, View, WhoBooked
+from shoal.core.messages import Booker, BookerRequest, Command, Index, Peer, Send, Settings, Stage, View
 from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
 
@@ -138,7 +138,7 @@ class Stalls:
             case = self._cases.get(index)
             if case is None or (case.owner, case.stage) != (owner, stage):
                 self._cases[index] = Case(owner, stage, now, now)
-            commands.append(Send(owner, WhoBooked(view.epoch, view.work, index, stage)))
+            commands.append(Send(owner, BookerRequest(view.epoch, view.work, index, stage)))
         return commands
 
     def judge(self, view: View, ledger: Ledger, conduct: Conduct, now: float) -> tuple[list[Verdict], dict[Index, str]]:

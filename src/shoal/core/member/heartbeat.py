@@ -12,12 +12,12 @@ from shoal.core.member.admission import FIND_BEATS
 from shoal.core.member.departure import Departure
 from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.roster import Roster
-from shoal.core.messages import Command, Find, Leave, Note, Peer, Pulse, Send, Settings, VoteRequest
+from shoal.core.messages import Command, Find, Heartbeat, Leave, Note, Peer, Send, Settings, VoteRequest
 from shoal.core.server.server import Server
 from shoal.core.transfer.transfer import StateTransfer
 
 
-class Heartbeat:
+class HeartbeatSender:
     """`beat_at` is None until a view lists this peer."""
 
     def __init__(
@@ -48,10 +48,10 @@ class Heartbeat:
             commands += self._leader_role.tell(Leave(reason=departure.leaving), now)
         return commands
 
-    def state(self) -> Pulse:
+    def state(self) -> Heartbeat:
         """What the leader learns of this peer."""
         server = self._server
-        return Pulse(
+        return Heartbeat(
             term=self._register.term,
             number=self._roster.number,
             step=server.step,

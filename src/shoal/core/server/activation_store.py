@@ -18,17 +18,17 @@ import msgspec
 from shoal.core.latency import Latency
 from shoal.core.messages import (
     Backward,
-    Boundary,
-    Coming,
+    BoundaryTensor,
     Command,
     Forward,
-    Gone,
     Index,
     Peer,
-    Pull,
     Send,
     Settings,
     Stage,
+    TensorGone,
+    TensorPending,
+    TensorRequest,
 )
 from shoal.core.replica_state import ReplicaState, complain, drop
 from shoal.core.trainer.routing import PATIENCE
@@ -58,8 +58,8 @@ class AwaitedTensor(msgspec.Struct):
 def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
     """What that hop reads from the activation store, its input first, and who are said to hold it."""
     needed = {}
-    if message.x_from:
-        needed[Key(message.step, message.index, message.stage, False)] = message.x_from
+    if message.input_from:
+        needed[Key(message.step, message.index, message.stage, False)] = message.input_from
     if isinstance(message, Backward) and message.grad_from:
         needed[Key(message.step, message.index, message.stage, True)] = message.grad_from
     return needed
@@ -209,7 +209,7 @@ class ActivationStore:
         if want.turns[0] == self._name:
             return []
         want.calls.append(now)
-        return [Send(want.turns[0], Pull(self._replica.epoch, *key, len(want.calls) - 1))]
+        return [Send(want.turns[0], TensorRequest(self._replica.epoch, *key, len(want.calls) - 1))]
 
     @property
     def _patience_s(self) -> float:
@@ -218,7 +218,7 @@ class ActivationStore:
     # -------------------------------------------------------------------------------------------------------- messages
 
     def on_boundary(
-        self, peer: Peer, message: Boundary, blobs: tuple[tuple[str, int], ...], fault: str, now: float
+        self, peer: Peer, message: BoundaryTensor, blobs: tuple[tuple[str, int], ...], fault: str, now: float
     ) -> list[Command]:
         """Of this step or the next one, for my stage, from a peer of the view; nothing else may fill my memory."""
         names, key = tuple(blob for blob, _ in blobs), key_of(message)
@@ -239,26 +239,26 @@ class ActivationStore:
             self._usual.add(now - calls[message.call])
         return self.put(key, *blobs[0])
 
-    def _admits(self, peer: Peer, message: Boundary) -> bool:
+    def _admits(self, peer: Peer, message: BoundaryTensor) -> bool:
         view, known = self._replica.view, self._replica.known
         if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
             return False
         at_my_stage = known.present.get(self._name) == message.stage
         return peer in known.serving and at_my_stage and message.index < self._settings.microbatches
 
-    def on_pull(self, peer: Peer, message: Pull) -> list[Command]:
+    def on_pull(self, peer: Peer, message: TensorRequest) -> list[Command]:
         view, key = self._replica.view, key_of(message)
         if view is None or (message.epoch, message.step) != (view.epoch, view.work):
             return []
         if peer not in self._replica.known.serving:
             return []
         if key not in self._held:
-            return [Send(peer, Gone(message.epoch, *key))]
+            return [Send(peer, TensorGone(message.epoch, *key))]
         if (peer, key) in self._sent and message.call == 1:  # it waits for a line, as a second copy would
-            return [Send(peer, Coming(message.epoch, *key))]
+            return [Send(peer, TensorPending(message.epoch, *key))]
         return self.send(peer, key, message.call)
 
-    def on_coming(self, peer: Peer, message: Coming, now: float) -> list[Command]:
+    def on_coming(self, peer: Peer, message: TensorPending, now: float) -> list[Command]:
         """It gets as long again: another copy would only make the line longer."""
         want = self._wants.get(key_of(message))
         view = self._replica.view
@@ -272,7 +272,7 @@ class ActivationStore:
     def on_unreachable(self, peer: Peer) -> None:
         self._sent = {(other, key) for other, key in self._sent if other != peer}
 
-    def on_gone(self, peer: Peer, message: Gone, now: float) -> list[Command]:
+    def on_gone(self, peer: Peer, message: TensorGone, now: float) -> list[Command]:
         view = self._replica.view
         return self._skip((peer,), key_of(message), now) if view is not None and message.epoch == view.epoch else []
 
@@ -290,10 +290,10 @@ class ActivationStore:
         view = self._replica.view
         assert view is not None
         self._sent.add((peer, key))
-        return [Send(peer, Boundary(view.epoch, *key, call), (self.blob(key),))]
+        return [Send(peer, BoundaryTensor(view.epoch, *key, call), (self.blob(key),))]
 
 
-def key_of(message: Boundary | Pull | Coming | Gone) -> Key:
+def key_of(message: BoundaryTensor | TensorRequest | TensorPending | TensorGone) -> Key:
     return Key(message.step, message.index, message.stage, message.gradient)
 
 

@@ -17,24 +17,21 @@ from shoal.core.messages import (
     Booking,
     Books,
     BooksRequest,
-    Boundary,
+    BoundaryTensor,
     Busy,
     Cancel,
     Cancelled,
-    Coming,
     Command,
     Do,
     Done,
     Failed,
     Forward,
-    Gone,
     Gradient,
     Index,
     Missing,
     Output,
     Peer,
     Pending,
-    Pull,
     Query,
     Recall,
     Refused,
@@ -42,6 +39,9 @@ from shoal.core.messages import (
     RunForward,
     Send,
     Settings,
+    TensorGone,
+    TensorPending,
+    TensorRequest,
     View,
 )
 from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of, speaks_for
@@ -290,18 +290,23 @@ class Hops:
     # ---------------------------------------------------------------------------------------------- boundary tensors
 
     def on_tensor(
-        self, peer: Peer, message: Boundary | Pull | Coming | Gone, blobs: tuple[BlobRef, ...], fault: str, now: float
+        self,
+        peer: Peer,
+        message: BoundaryTensor | TensorRequest | TensorPending | TensorGone,
+        blobs: tuple[BlobRef, ...],
+        fault: str,
+        now: float,
     ) -> list[Command]:
         match message:
-            case Boundary():
+            case BoundaryTensor():
                 pairs = tuple((blob.id, blob.nbytes) for blob in blobs)
                 commands = self.store.make_room(self._used(), self._booked, force=False)
                 commands += self.store.on_boundary(peer, message, pairs, fault, now)
-            case Pull():
+            case TensorRequest():
                 commands = self.store.on_pull(peer, message)
-            case Coming():
+            case TensorPending():
                 commands = self.store.on_coming(peer, message, now)
-            case Gone():
+            case TensorGone():
                 commands = self.store.on_gone(peer, message, now)
         return commands + self._send_missing()
 

@@ -16,22 +16,19 @@ from shoal.core.messages import (
     BlobRef,
     Booking,
     BooksRequest,
-    Boundary,
+    BoundaryTensor,
     Cancel,
-    Coming,
     Command,
     Do,
     Done,
     Failed,
     Forward,
     GatherChunk,
-    Gone,
     Holding,
     Message,
     Note,
     Peer,
     PublishRequest,
-    Pull,
     Query,
     Recall,
     ReduceChunk,
@@ -41,6 +38,9 @@ from shoal.core.messages import (
     SaveRequest,
     Settings,
     Share,
+    TensorGone,
+    TensorPending,
+    TensorRequest,
     View,
 )
 from shoal.core.replica_state import ReplicaState, ViewChange, change_of, drop, is_fenced, member_of
@@ -55,7 +55,7 @@ REPEAT_BEATS = 4  # between two calls for a fresh state
 
 
 class Server:
-    """peer.py sets `leader` before each call. `changed` asks for a pulse at once; `stale` says in words why this replica needs
+    """peer.py sets `leader` before each call. `changed` asks for a heartbeat at once; `stale` says in words why this replica needs
     its stage's state again; peer.py clears both when it has reported them."""
 
     def __init__(self, name: Peer, settings: Settings) -> None:
@@ -285,9 +285,9 @@ class Server:
                 if self._early.keep(request):
                     return []
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
-            case Boundary() | Pull() | Coming() | Gone():
+            case BoundaryTensor() | TensorRequest() | TensorPending() | TensorGone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
-            case GatherChunk() if message.to_listener:
+            case GatherChunk() if message.to_joiner:
                 return self._catch_up.take(peer, message, names, fault) + self._continue(now)
             case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)

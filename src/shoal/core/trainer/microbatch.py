@@ -167,7 +167,7 @@ class Microbatch(msgspec.Struct, eq=False):
         """Who holds what that hop needs, and who gets what it makes."""
         route: dict[str, Peer | Where] = {"to": hop.to}
         if hop.stage > 0:
-            route["x_from"] = _first(hop.peer, self.x[hop.stage])
+            route["input_from"] = _first(hop.peer, self.x[hop.stage])
         if hop.kind is Kind.BACKWARD and hop.stage < len(self.g) - 1:
             route["grad_from"] = _first(hop.peer, self.g[hop.stage])
         return route

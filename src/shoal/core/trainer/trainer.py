@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from shoal.core.messages import (
     BlobRef,
     Booker,
+    BookerRequest,
     Books,
     BooksRequest,
     Busy,
@@ -40,7 +41,6 @@ from shoal.core.messages import (
     Settings,
     Stage,
     View,
-    WhoBooked,
 )
 from shoal.core.planned import Planned
 from shoal.core.timers import Timers
@@ -183,7 +183,7 @@ class Trainer:
                 self._expire(self._owned.active[key], now)
         return self._flush(now)
 
-    def on_who_booked(self, peer: Peer, asked: WhoBooked) -> list[Command]:
+    def on_who_booked(self, peer: Peer, asked: BookerRequest) -> list[Command]:
         """The leader wonders where one of my microbatches is."""
         known = (asked.epoch, asked.step) == (self._view.epoch, self._view.work)
         if not known or asked.stage >= self._settings.stages:

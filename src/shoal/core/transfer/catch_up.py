@@ -1,7 +1,7 @@
 """How a joiner catches up with commits while it downloads: it receives the sums of each round, and applies them later.
 
 A download of version v takes minutes over the internet, and no peer waits for it: the run commits steps v, v + 1, ... meanwhile. Chunk
-owners, in a group of several rows those of one row, send the sums to the joiners of their stage too (`Round.listeners`), and each
+owners, in a group of several rows those of one row, send the sums to the joiners of their stage too (`Round.joiners`), and each
 agreed view says which round was committed with which norm. A joiner that has imported the state of version v applies the sums that it
 received, step by step, until it holds the version being trained, with the same bytes and in the same order as all replicas.
 
@@ -95,7 +95,7 @@ class CatchUp:
         last, commands = view.last, list[Command]()
         if last is not None and last.step == view.step - 1 and last.step >= self.since:
             self._commits.setdefault(last.step, (last, now))
-            if self._name not in last.listeners:  # its round began before this joiner was listed
+            if self._name not in last.joiners:  # its round began before this joiner was listed
                 commands = self._give_up(last.step + 1)
         missed = [step for step in range(self.since, view.step) if step not in self._commits]
         return commands + (self._give_up(max(missed) + 1) if missed else [])
@@ -198,12 +198,12 @@ class CatchUp:
         """The sender of each chunk of that round, in order. Until a state is here its length is unknown: of the first piece only."""
         assert self._key is not None
         shares = commit.groups[self._key[1]]
-        group, widths = tuple(share.peer for share in shares), tuple(share.width for share in shares)
+        group, line_rates = tuple(share.peer for share in shares), tuple(share.line_rate for share in shares)
         has_state = self._replica.has_state and self._replica.stage == self._key[1]
         most = self._settings.piece_values if has_state else 0
         senders: dict[int, Peer] = {}
         for piece in count():
-            layout = split(self._replica.length if has_state else LONG, group, most, piece, widths)
+            layout = split(self._replica.length if has_state else LONG, group, most, piece, line_rates)
             senders.update(layout.receives(self._name))
             if layout.last:
                 break

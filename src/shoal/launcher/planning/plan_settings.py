@@ -57,7 +57,7 @@ def decided(plan: Plan, where: str) -> list[str]:
         f"run.peers={len(plan.seats)}",
         f"run.stage_seconds={known}",
         f"run.seats={_toml(plan.seats)}",
-        f"run.widths={list(plan.widths)}",
+        f"run.line_rates={list(plan.line_rates)}",
         f"run.routes={[[list(turns) for turns in directions] for directions in plan.routes]}",
     ]
     settings += [f"train.microbatch={plan.microbatch}"] if plan.microbatch else []

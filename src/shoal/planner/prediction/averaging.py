@@ -31,12 +31,12 @@ def averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
         for stage, nbytes in enumerate(seats.gradient_bytes):
             group = seats.replicas(stage)
             sent[group] = [2 * nbytes * (1 - 1 / len(group))] * len(group)
-            if shares := owned(of_group(seats.widths, group)):
+            if shares := owned(of_group(seats.line_rates, group)):
                 sent[group] = [nbytes * (1 + (len(group) - 2) * share / sum(shares)) for share in shares]
         return rough_averaging_s(seats, cluster), sent
     for stage in range(seats.stages):
         group = seats.replicas(stage)
-        end_s = max(end_s, _Round(lines, group, seats.gradient_bytes[stage], of_group(seats.widths, group)).play())
+        end_s = max(end_s, _Round(lines, group, seats.gradient_bytes[stage], of_group(seats.line_rates, group)).play())
     return end_s, lines.sent
 
 
@@ -45,15 +45,15 @@ class _Round:
 
     `lines` carries the chunks; what other stages have sent on them counts."""
 
-    def __init__(self, lines: Lines, group: list[int], gradient_bytes: float, widths: tuple[int, ...]) -> None:
+    def __init__(self, lines: Lines, group: list[int], gradient_bytes: float, line_rates: tuple[int, ...]) -> None:
         self._lines = lines
         self._group = group
-        self._roles = _roles(len(group), widths)
+        self._roles = _roles(len(group), line_rates)
         self._value_bytes = gradient_bytes / (len(group) * VALUES)
         self._missing = [{number: len(peers) for number, peers in role.adds.items()} for role, _ in self._roles]
         # By replica, the first queue before the second; (to, chunk, is a sum).
         self._waiting = [(deque[tuple[int, int, bool]](), deque[tuple[int, int, bool]]()) for _ in group]
-        self._sums_first = bool(owned(widths))
+        self._sums_first = bool(owned(line_rates))
         # When, serial, from (-1: all of it has arrived), to (-1: the line is free), chunk, is a sum.
         self._events: list[tuple[float, int, int, int, int, bool]] = []
         self._serial = count()
@@ -117,10 +117,10 @@ class _Round:
 
 
 @cache
-def _roles(replicas: int, widths: tuple[int, ...] = ()) -> tuple[tuple[Role, dict[int, int]], ...]:
+def _roles(replicas: int, line_rates: tuple[int, ...] = ()) -> tuple[tuple[Role, dict[int, int]], ...]:
     """Of every replica, by number; and the values of each chunk that it sends, of VALUES for each replica."""
     names = tuple(map(str, range(replicas)))
-    layout = split(replicas * VALUES, names, widths=widths)
+    layout = split(replicas * VALUES, names, line_rates=line_rates)
     whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
     found = []
     for role in map(layout.role, names):
@@ -147,9 +147,9 @@ def rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
         for among in exchanges:
             there_s += max(held / among / pair_Bps, held * (1 - 1 / among) / line_Bps) + delay_s
             held /= among
-        widths = of_group(line_rates(cluster), group)
-        if shares := owned(widths):
-            most = zip(shares, widths, strict=True)
+        group_rates = of_group(line_rates(cluster), group)
+        if shares := owned(group_rates):
+            most = zip(shares, group_rates, strict=True)
             busy_s = max(nbytes * (1 + (len(group) - 2) * own / sum(shares)) / (1000 * width) for own, width in most)
             pair_s = nbytes * max(shares) / sum(shares) / pair_Bps
             there_s = min(there_s, max(busy_s * (1 + 1 / SLICES) / 2, pair_s) + delay_s)

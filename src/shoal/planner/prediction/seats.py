@@ -27,7 +27,9 @@ class Seats(msgspec.Struct, frozen=True):
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
-    widths: tuple[int, ...] = ()  # of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
+    line_rates: tuple[
+        int, ...
+    ] = ()  # of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
 
     @property
     def stages(self) -> int:
@@ -56,9 +58,9 @@ def line_rates(cluster: Cluster) -> tuple[int, ...]:
     return tuple(max(1, round(min(line_Bps, WIDEST_Bps) / 1000)) for line_Bps in lines_Bps)
 
 
-def of_group(widths: tuple[int, ...], group: list[int]) -> tuple[int, ...]:
+def of_group(line_rates: tuple[int, ...], group: list[int]) -> tuple[int, ...]:
     """The line rates of these devices; empty if none are given."""
-    return tuple(widths[device] for device in group) if widths else ()
+    return tuple(line_rates[device] for device in group) if line_rates else ()
 
 
 def request_bytes(seats: Seats) -> list[float]:

@@ -73,8 +73,8 @@ def rough_s(seats: Seats, cluster: Cluster) -> float:
 
 def weighted(seats: Seats, cluster: Cluster) -> Seats:
     """The same with owners weighted by their lines, if a round is sooner over by that."""
-    other = msgspec.structs.replace(seats, widths=line_rates(cluster))
-    if not any(owned(of_group(other.widths, seats.replicas(stage))) for stage in range(seats.stages)):
+    other = msgspec.structs.replace(seats, line_rates=line_rates(cluster))
+    if not any(owned(of_group(other.line_rates, seats.replicas(stage))) for stage in range(seats.stages)):
         return seats
     return other if averaging(other, cluster)[0] * WEIGHTED_GAIN < averaging(seats, cluster)[0] else seats
 
@@ -125,12 +125,12 @@ def _trips_s(seats: Seats, cluster: Cluster) -> float:
 
 
 def _agreeing(delay_s: Floats) -> float:
-    """Pulse, round, reduced and the new view reach or come from everybody; propose and accept a majority. Any peer may lead."""
+    """Heartbeat, round, reduced and the new view reach or come from everybody; propose and accept a majority. Any peer may lead."""
     return _messages_s(delay_s, 4)
 
 
 def _closing(delay_s: Floats) -> float:
-    """With delayed updates, between two steps: the last pulse, and the view that opens the next step."""
+    """With delayed updates, between two steps: the last heartbeat, and the view that opens the next step."""
     return _messages_s(delay_s, 2)
 
 

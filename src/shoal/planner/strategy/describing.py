@@ -35,7 +35,7 @@ def described(problem: Problem, played: list[Option], refusals: list[Refusal]) -
         runners_up,
         _peers(problem, best, tuple(stage.memory_bytes for stage in stages)),
         _seat_routes(seats),
-        tuple(seats.widths[device] for device in seats.seated) if seats.widths else (),
+        tuple(seats.line_rates[device] for device in seats.seated) if seats.line_rates else (),
         problem.work.sequences,
         problem.work.inflight,
         made.boundary_bytes,
@@ -140,8 +140,8 @@ def _reason(problem: Problem, played: list[Option], refusals: list[Refusal]) -> 
         why += f"; with {stages_text(played[1].stages)} it is {more:.0%} longer"
     if best.seats.routes:
         why += "; planned wiring: fixed routes are quicker than those chosen by measured times"
-    if best.seats.widths:
-        why += "; who owns what of a round follows the lines' widths, which differ"
+    if best.seats.line_rates:
+        why += "; who owns what of a round follows the lines' line_rates, which differ"
     idle = best.seats.stage_of.count(-1)
     if idle:
         why += f"; {idle} devices are left out, as they would hold the others up or cannot hold a stage"

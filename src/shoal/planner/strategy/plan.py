@@ -86,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runners_up: tuple[str, ...] = ()  # in words
     peers: tuple[PeerPlan, ...] = ()  # by seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
-    widths: tuple[
+    line_rates: tuple[
         int, ...
     ] = ()  # by seat, of its line, kB/s: who owns how much of a round follows them; empty: all own as much
     microbatch: int = 0  # sequences
@@ -223,9 +223,9 @@ def _routes(plan: Plan) -> list[str]:
 
 
 def _widths(plan: Plan) -> list[str]:
-    if plan.widths and (len(plan.widths) != len(plan.seats) or min(plan.widths) < 0):
+    if plan.line_rates and (len(plan.line_rates) != len(plan.seats) or min(plan.line_rates) < 0):
         return [
-            f"widths {list(plan.widths)} are not one number of kB/s, 0 or more, for each of {len(plan.seats)} seats; or give none"
+            f"line_rates {list(plan.line_rates)} are not one number of kB/s, 0 or more, for each of {len(plan.seats)} seats; or give none"
         ]
     return []
 

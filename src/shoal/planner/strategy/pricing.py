@@ -85,11 +85,11 @@ def as_planned(problem: Problem, plan: Plan) -> Seats:
             stage_of[place[peer]] = number
     cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
     seats = placed(problem, cut, tuple(stage_of)).seats
-    order = seats.seated  # a plan's widths and routes speak of seats, Seats of devices
-    if plan.widths:
-        width = dict(zip(order, plan.widths, strict=True))
-        widths = tuple(width.get(device, 0) for device in range(len(place)))
-        seats = owning(problem, msgspec.structs.replace(seats, widths=widths))
+    order = seats.seated  # a plan's line_rates and routes speak of seats, Seats of devices
+    if plan.line_rates:
+        width = dict(zip(order, plan.line_rates, strict=True))
+        line_rates = tuple(width.get(device, 0) for device in range(len(place)))
+        seats = owning(problem, msgspec.structs.replace(seats, line_rates=line_rates))
     if not plan.routes:
         return seats
     ways = {
@@ -101,12 +101,12 @@ def as_planned(problem: Problem, plan: Plan) -> Seats:
 
 def owning(problem: Problem, seats: Seats) -> Seats:
     """With the seconds that who owns most encodes and decodes."""
-    if not seats.widths:
+    if not seats.line_rates:
         return seats
     codec_s = 0.0
     for stage, nbytes in enumerate(seats.gradient_bytes):
         group = seats.replicas(stage)
-        shares = owned([seats.widths[device] for device in group])
+        shares = owned([seats.line_rates[device] for device in group])
         most = max(shares) / sum(shares) if shares else 0.0
         codec_s = max(codec_s, problem.averaging_codec_s(nbytes, len(group), most))
     return msgspec.structs.replace(seats, averaging_codec_s=codec_s)

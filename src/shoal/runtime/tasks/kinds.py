@@ -11,7 +11,7 @@ import torch
 
 from shoal import codec
 from shoal.config import Config
-from shoal.core.messages import BULK, Backward, Boundary, Chunk, Forward, GatherChunk, Message, ReduceChunk
+from shoal.core.messages import BULK, Backward, BoundaryTensor, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
 from shoal.runtime.data import vocabulary
@@ -66,7 +66,7 @@ class Kinds:
 
     def _kinds(self, message: Message, length: int) -> tuple[BlobSpec, ...] | str:
         if isinstance(message, ReduceChunk | GatherChunk):
-            for_joiner = isinstance(message, GatherChunk) and message.to_listener
+            for_joiner = isinstance(message, GatherChunk) and message.to_joiner
             most = length or (self._most if for_joiner else 0)
             # A single replica sends joiners its sum unencoded, as it applies it.
             codecs = (codec.RAW, self._averaging) if for_joiner else (self._averaging,)
@@ -74,11 +74,11 @@ class Kinds:
             return (kind,) if most else "no stage is here to average"
         if isinstance(message, Chunk):
             return () if message.gone else (self._bytes,)
-        assert isinstance(message, Forward | Backward | Boundary)
+        assert isinstance(message, Forward | Backward | BoundaryTensor)
         stage, last = message.stage, self._stages - 1
         if stage > last:
             return f"{type(message).__name__} of stage {stage} in a run of {self._stages} stages"
-        if isinstance(message, Boundary):
+        if isinstance(message, BoundaryTensor):
             kind = self._gradient if message.gradient else self._boundary
             return (kind,) if stage != (last if message.gradient else 0) else f"stage {stage} has no such boundary"
         return (self._tokens,) if stage in (0, last) else ()

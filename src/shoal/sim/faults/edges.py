@@ -23,7 +23,7 @@ CONTROL = "\x00\x1b[2J\r\n\u202e'\"\\"  # what a terminal, a log, or a page woul
 INTS = (0, 1, 4095, 2**20 - 1, 2**20, 2**31, 2**32, 2**53)
 FLOATS = (0.0, -1.0, 1e-300, 3e38, 1e150, 1e308)  # what is not finite no driver lets in
 NOBODY = "nobody.0"
-EMPTY = ("closed", "x_from", "grad_from", "records", "proof")  # tuples that are plausible only when empty
+EMPTY = ("closed", "input_from", "grad_from", "records", "proof")  # tuples that are plausible only when empty
 DEEP = 5  # structs within structs that are looked into: Propose, Entry, View, Committed, Share
 
 Edges = Iterator[tuple[str, Any]]  # label, value
@@ -55,7 +55,7 @@ def bases(kind: type[m.Message], facts: Facts) -> Iterator[tuple[str, m.Message]
         yield "proposed", base
         yield "agreed", msgspec.structs.replace(base, proof=proof)
         yield "agreed, next term", msgspec.structs.replace(_risen(base), proof=proof)
-    elif isinstance(base, m.Pulse):
+    elif isinstance(base, m.Heartbeat):
         yield "ready", msgspec.structs.replace(base, ready=True)
     elif isinstance(base, m.RoundFailed):
         yield "culprit", msgspec.structs.replace(base, culprit=facts.peer)

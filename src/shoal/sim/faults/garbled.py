@@ -11,7 +11,7 @@ from shoal.core import messages as m
 GARBLED = (
     m.Forward, m.Backward, m.Output, m.Gradient, m.Recall, m.Cancel, m.Cancelled, m.Query, m.Pending,
     m.Busy, m.Refused,
-    m.Boundary, m.Pull, m.Coming, m.Gone, m.Missing, m.ReduceChunk, m.GatherChunk,
+    m.BoundaryTensor, m.TensorRequest, m.TensorPending, m.TensorGone, m.Missing, m.ReduceChunk, m.GatherChunk,
     m.Resend, m.ChunkRequest, m.Offer, m.Chunk,
 )  # fmt: skip
 FIELDS = ("epoch", "step", "attempt", "index", "stage", "round", "chunk")

@@ -37,7 +37,8 @@ ABSENT_S = 5.0  # until somebody whose process does not live tries again
 FALSE = "0" * 16  # a digest of nothing
 CHARGES: tuple[Literal["faulty", "unreachable", "stale"], ...] = ("faulty", "unreachable", "faulty", "stale")  # in turn
 ANSWERS = (
-    m.Output, m.Gradient, m.Pending, m.Boundary, m.Cancelled, m.Busy, m.Refused, m.Missing, m.Gone, m.Coming, m.Books, m.Offer, m.Chunk,
+    m.Output, m.Gradient, m.Pending, m.BoundaryTensor, m.Cancelled, m.Busy, m.Refused, m.Missing, m.TensorGone,
+    m.TensorPending, m.Books, m.Offer, m.Chunk,
 )  # fmt: skip
 BY_DRIVER = (
     m.Override,
@@ -282,7 +283,7 @@ class HostileMask:
 
     def __init__(self, strangers: Strangers, one: Hostile, node: Node) -> None:
         self.strangers, self.one, self.node = strangers, one, node
-        self._frozen: m.Pulse | None = None
+        self._frozen: m.Heartbeat | None = None
         self._books = strangers.rng.choice(("impossible", "twice", "all"))
         self._changes: dict[str, Callable[[m.Message, tuple[Blob, ...]], Sent | None]] = {
             "mute": self._mute, "frozen": self._freeze, "hollow": self._hollow, "books": self._book, "gone": self._gone,
@@ -308,7 +309,7 @@ class HostileMask:
         return None if isinstance(message, m.ReduceChunk | m.GatherChunk) else (message, values)
 
     def _freeze(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if isinstance(message, m.Pulse):
+        if isinstance(message, m.Heartbeat):
             self._frozen = self._frozen or message
             return self._frozen, ()
         return message, values
@@ -316,7 +317,7 @@ class HostileMask:
     def _hollow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         if isinstance(message, m.StateRequest | m.ChunkRequest):
             return None
-        if isinstance(message, m.Pulse) and not message.ready:
+        if isinstance(message, m.Heartbeat) and not message.ready:
             view = self.strangers._view()
             stage = next((one.stage for one in view.members + view.joining if one.peer == self.node.name), 0)
             changed = msgspec.structs.replace(
@@ -326,7 +327,7 @@ class HostileMask:
         return message, values
 
     def _book(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if not isinstance(message, m.Pulse):
+        if not isinstance(message, m.Heartbeat):
             return message, values
         most = self.strangers.context.settings.microbatches
         books = {
@@ -337,15 +338,15 @@ class HostileMask:
         return msgspec.structs.replace(message, books=books), ()
 
     def _gone(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if isinstance(message, m.Boundary | m.Coming):
-            return m.Gone(message.epoch, message.step, message.index, message.stage, message.gradient), ()
+        if isinstance(message, m.BoundaryTensor | m.TensorPending):
+            return m.TensorGone(message.epoch, message.step, message.index, message.stage, message.gradient), ()
         return message, values
 
     def _overflow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """Finite, and so large that whatever is made of it is not."""
         if isinstance(message, m.ReduceChunk):
             return message, tuple((*value[:4], (*value[4], HUGE)) for value in values if value is not BAD)
-        if isinstance(message, m.Boundary | m.Output | m.Gradient | m.Forward | m.Backward):
+        if isinstance(message, m.BoundaryTensor | m.Output | m.Gradient | m.Forward | m.Backward):
             return message, tuple((*value[:4], HUGE[0]) for value in values if value is not BAD)
         return message, values
 
@@ -356,7 +357,7 @@ class HostileMask:
         return (msgspec.structs.replace(message, norm_sq=1e150) if isinstance(message, m.Reduced) else message), values
 
     def _digest(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return (msgspec.structs.replace(message, digest=FALSE) if isinstance(message, m.Pulse) else message), values
+        return (msgspec.structs.replace(message, digest=FALSE) if isinstance(message, m.Heartbeat) else message), values
 
     def _withhold(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         return None if isinstance(message, ANSWERS) else (message, values)
@@ -401,7 +402,7 @@ def coups(facts: edges.Facts) -> Iterator[m.Message]:
     yield m.Accept(facts.term, view.number + 1, digest(over), m.Signed(facts.name))
     yield m.Vote(facts.term, granted=True, by=m.Signed(facts.name))
     yield m.Dismissed(far)
-    yield m.Waits(view.epoch, view.step, facts.round, (facts.peer,), (facts.peer,))
+    yield m.RoundWaits(view.epoch, view.step, facts.round, (facts.peer,), (facts.peer,))
     yield m.Booker(view.epoch, view.step, 0, 0, facts.peer)
     yield m.RoundFailed(view.epoch, view.step, facts.round, "because I say so", facts.peer)
     yield m.Redirect(facts.name)
@@ -422,7 +423,7 @@ def _blobs(message: m.Message, settings: m.Settings, inside: bool) -> tuple[Blob
                 return ()
             x: Blob = ("x", message.step, message.index, message.stage, FALSE)
             return (x,)
-        case m.Boundary():
+        case m.BoundaryTensor():
             return (("g" if message.gradient else "x", message.step, message.index, message.stage, FALSE),)
         case m.ReduceChunk() | m.GatherChunk():
             return (("part", 0, 0, 1, (HUGE,)),)

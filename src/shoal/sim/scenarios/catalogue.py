@@ -91,7 +91,7 @@ SCENARIOS = {
             strikes=Strikes(rows=2, columns=2, tellings=2),
         ),
         Scenario(
-            name="unlike_lines",  # who owns what of a round follows the widths of the lines
+            name="unlike_lines",  # who owns what of a round follows the line_rates of the lines
             planned=True,
             lines=Ranges(gradient_s=(0.3, 3.0)),
             peers=(4, 16),

@@ -57,7 +57,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
         settings = msgspec.structs.replace(
-            settings, widths=_widths(wire, peers, Random(f"{scenario.name}/{seed}/widths"))
+            settings, line_rates=_widths(wire, peers, Random(f"{scenario.name}/{seed}/line_rates"))
         )
     return Case(
         scenario=scenario,

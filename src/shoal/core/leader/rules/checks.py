@@ -17,9 +17,9 @@ def different_states(view: View, facts: Facts) -> Iterable[Dispute]:
     """Replicas of a stage report different parameters at the same step."""
     held: dict[int, dict[str, list[Peer]]] = {}
     for member in view.members:
-        pulse = facts.pulses.get(member.peer)
-        if pulse is not None and pulse.digest and (pulse.step, pulse.epoch) == (view.step, view.epoch):
-            held.setdefault(member.stage, {}).setdefault(pulse.digest, []).append(member.peer)
+        heartbeat = facts.heartbeats.get(member.peer)
+        if heartbeat is not None and heartbeat.digest and (heartbeat.step, heartbeat.epoch) == (view.step, view.epoch):
+            held.setdefault(member.stage, {}).setdefault(heartbeat.digest, []).append(member.peer)
     for stage, digests in held.items():
         if len(digests) > 1:
             yield Dispute(f"its parameters differ from its stage {stage}'s others", digests)

@@ -68,7 +68,7 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         digests=tuple(current.reduced[group[0].peer].digest for group in groups),
         groups=groups,
         save=facts.requests.save or _saves(view.step + 1, settings),
-        listeners=tuple(peer for group in current.message.listeners for peer in group),
+        joiners=tuple(peer for group in current.message.joiners for peer in group),
     )
     proposal = _next(view, last, facts, settings, now)
     return msgspec.structs.replace(proposal, norms=norms)

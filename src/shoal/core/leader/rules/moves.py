@@ -21,9 +21,9 @@ def measured(
     """Seconds per microbatch at each stage and the peers' relative speeds: from the members' rates, else as planned."""
     rates: dict[Peer, float] = {}
     for member in members:
-        pulse = facts.pulses.get(member.peer)
-        if pulse is not None and pulse.stage == member.stage:
-            rates[member.peer] = pulse.rate
+        heartbeat = facts.heartbeats.get(member.peer)
+        if heartbeat is not None and heartbeat.stage == member.stage:
+            rates[member.peer] = heartbeat.rate
     return measure(members, rates, settings.stages, settings.stage_seconds)
 
 

@@ -15,10 +15,10 @@ OWNER_BEATS = 16  # for an owner to say whose gradient it got
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """A round that is to be opened: shares and listeners by stage, and joiners that it has waited for."""
+    """A round that is to be opened: shares and joiners by stage, and joiners that it has waited for."""
 
     groups: tuple[tuple[Share, ...], ...]
-    listeners: tuple[tuple[Peer, ...], ...]
+    joiners: tuple[tuple[Peer, ...], ...]
     waited_for: tuple[Peer, ...]
 
 
@@ -51,10 +51,10 @@ def opening(view: View, facts: Facts, settings: Settings, complete_s: float) -> 
     waited_s = facts.history.waited_s
     if any(waited_s.get(peer, 0.0) + complete_s < NEAR_BEATS * settings.beat_s for peer in near):
         return None
-    listeners = [one for one in view.joining if one not in ready and facts.confirmed(one.peer)]
+    joiners = [one for one in view.joining if one not in ready and facts.confirmed(one.peer)]
     return Opening(
-        groups=facts.ledger(view.step).groups(view.members, ready, settings.widths),
-        listeners=tuple(tuple(one.peer for one in listeners if one.stage == stage) for stage in range(settings.stages)),
+        groups=facts.ledger(view.step).groups(view.members, ready, settings.line_rates),
+        joiners=tuple(tuple(one.peer for one in joiners if one.stage == stage) for stage in range(settings.stages)),
         waited_for=near,
     )
 
