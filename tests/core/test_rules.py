@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from shoal.sim.scenario import SCENARIOS, draw
 
 from shoal.core.consensus.phases import TRANSITIONS, Transition, transition
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.rules import order, proposal
 from shoal.core.leader.rules.order import Rule
 from shoal.core.messages import Phase, Settings, View
+from shoal.sim.scenarios.catalogue import SCENARIOS
+from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Swarm
 
 SEEDS = 40
@@ -69,7 +70,7 @@ def test_every_rule_and_check_stands_in_the_list_once() -> None:
 
 
 def test_the_scenarios_go_through_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every transition between two phases within an epoch, but for those of runs that begin at their end or save nothing."""
+    """Every transition between two phases within an epoch, but for those of runs that begin at their end, save nothing or fail."""
     seen: set[Transition | None] = set()
     successor = proposal.successor
 
@@ -84,6 +85,7 @@ def test_the_scenarios_go_through_the_phases(monkeypatch: pytest.MonkeyPatch) ->
     rare = {
         (Phase.GATHERING, Phase.SAVING),
         (Phase.GATHERING, Phase.FINISHED),
+        (Phase.GATHERING, Phase.FAILED),  # tests/core/test_leader.py has it
         (Phase.TRAINING, Phase.FINISHED),  # without a last checkpoint
     }
     for seed in range(SEEDS):
