@@ -173,6 +173,17 @@ def test_what_was_agreed_long_ago_needs_a_majority_of_those_that_i_knew_unless_i
     assert register.agreed == view
 
 
+@pytest.mark.parametrize(("name", "reasons"), [("b", ["removed from the run in view 3: b is silent"]), ("late", [])])
+def test_only_a_peer_that_was_in_the_view_before_says_that_it_was_removed(name: str, reasons: list[str]) -> None:
+    """A newcomer receives the views that it missed one by one, and was in none of them."""
+    machine = a_follower(name)
+    rest = successor(members=tuple(one for one in MEMBERS if one.peer != "b"), reason="b is silent")
+    proof = Proof("a", tuple(Signed(peer) for peer in NAMES))
+    commands = machine.handle(Received("a", Propose(Entry(1, rest, NAMES), 1, proof)), 0.1)
+    assert machine.view == rest
+    assert [one.text for one in commands if isinstance(one, Note) and one.kind == "removed"] == reasons
+
+
 def test_a_leads_word_without_proof_agrees_to_nothing() -> None:
     register, view = a_follower().register, successor(reason="next")
     register.on_message("a", Propose(Entry(1, view, NAMES), 1), 0.1)

@@ -397,7 +397,11 @@ class PeerMachine:
         self.admission.seek(now)
         self.heartbeat.beat_at = None
         empty = View(number=view.number, step=0, members=())
-        commands: list[Command] = [Note("removed", f"evicted from the run in view {view.number}: {view.reason}")]
+        commands: list[Command] = []
+        if any(
+            one.peer == self.name for one in before.members + before.joining
+        ):  # a newcomer was never in those that it missed
+            commands.append(Note("removed", f"removed from the run in view {view.number}: {view.reason}"))
         commands += self.trainer.on_view(empty, now) + self.transfer.on_view(empty, now)
         if self.server.has_state:
             commands += self.server.drop_state(keep=True)
