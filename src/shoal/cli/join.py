@@ -15,9 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.cli.run import Launcher, RunRequest
 from shoal.launcher import checkpoints, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
+from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
 from shoal.transport.identity.passes import date
 

@@ -1,0 +1,428 @@
+"""The launcher of a run: starts peers as processes, kills some when asked to, reads their reports, shows them, and writes runs/NAME/.
+
+For `shoal run` and `shoal join`. The launcher takes no part in the training. Its exit code is 0 only when all steps are committed, the
+account balances and the newest checkpoint that was due is saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+from typing import IO
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.config import Config
+from shoal.dashboard import account, plot
+from shoal.dashboard.account import Summary
+from shoal.dashboard.terminal import Terminal
+from shoal.escaping import escaped_lines
+from shoal.launcher import rundir
+from shoal.launcher.launch import News, PeerProcess, PeerProcesses
+from shoal.launcher.local_peers import RunPasses, Starter
+from shoal.launcher.planning import plan_settings
+from shoal.launcher.process import identify
+from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.watch import MajorityWatch, Resumed, RunMonitor
+from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.strategy import plan as plans
+from shoal.planner.strategy.plan import Plan
+from shoal.runtime.records.account import CommittedStep
+from shoal.runtime.records.report import AnyLine, replace
+from shoal.transport.emulated.faulty import FAULTS
+from shoal.transport.identity.invite import Authority
+
+SHOW_S = 0.25
+STATUS_S = 1.0
+FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
+LEAVE_S = 120.0  # for a guest's step to end
+LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
+HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended processes do not come back
+RECOVER_S = 900.0  # the same, when members on other machines could go on: an operator has time for `shoal recover`
+NO_MAJORITY = "a majority of the members has ended, so the others can agree on nothing more"
+SPARES = 3  # peers that end by themselves are replaced this many times
+
+SAVE_S = 600.0  # for the checkpoint of a run that is ended by Ctrl-C: a large one on a slow disk
+
+INTERRUPTED = 130
+FAILED = 1
+OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: the time that was given is over, all is saved, the same command goes on
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The command's arguments, checked."""
+
+    config: Config
+    directory: Path
+    claim: IO[str]  # on the directory
+    here: int  # peers to start
+    started_s: float
+    resumed: Resumed = Resumed()
+    plan: Plan | None = None
+    cluster: Cluster | None = None  # whose lines the peers get
+    kill_every_s: float | None = None
+    invite: str = ""  # to somebody else's run; '' to found one
+    time_s: float | None = None  # after which the run is saved and ended
+
+
+class Launcher:
+    """One call of the command. With `job.invite` it is a guest in somebody else's run."""
+
+    def __init__(self, job: RunRequest) -> None:
+        self.job = job
+        self.watch = RunMonitor(job.config, job.started_s, job.resumed)
+        self.crew = PeerProcesses(job.directory, self._hear, self._ended)
+        self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
+        self.over = asyncio.Event()
+        self.early = ""  # why the run ended before its last step
+        self.user_error = ""
+        self.interrupted = False
+        self.timed_out = False
+        self.ending: asyncio.Task[None] | None = None  # a last checkpoint is being written
+        self.spares = SPARES
+        replace(job.directory / "config.toml", configuration.text(job.config).encode())
+        (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
+        self._output = RunDirectory(job.directory, job.claim, self._warn)
+        if job.plan is not None:
+            plans.save(job.plan, plan_settings.plan_file(job.directory))
+        self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
+        self._starter = Starter(self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step)
+        self._majority = MajorityWatch(self.watch)
+
+    @property
+    def config(self) -> Config:
+        return self.job.config
+
+    @property
+    def directory(self) -> Path:
+        return self.job.directory
+
+    def _config_of(self, number: int) -> Config:
+        """Of the local peer with that number, from 0."""
+        if self.job.plan is None:
+            return self.config
+        return plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+
+    def _warn(self, text: str) -> None:
+        self.watch.tell("trouble", text, time.monotonic())
+
+    async def run(self) -> int:
+        if self.watch.finished:  # by an earlier session
+            return self._end()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._interrupt)
+        with Terminal() as terminal:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    works = (self._show(terminal), self._start_all(), self._kill(), self._keep(), self._limit())
+                    tasks = [group.create_task(work) for work in works]
+                    await self.over.wait()
+                    for task in tasks:
+                        task.cancel()
+                await self._part()
+            finally:
+                self.crew.kill()
+            terminal.show(self.watch.snapshot(time.monotonic()))
+        return self._end()
+
+    def _end(self) -> int:
+        self._keep_directory()
+        if self._output.lost:
+            self._output.close()
+            print(escaped_lines(account.text(self.watch.summary(time.monotonic(), self.early))))
+            return FAILED
+        self._output.write_status(self.watch.snapshot(time.monotonic()), float("inf"))
+        self._output.close()
+        if self.user_error:
+            self._gather_traces()
+            raise ValueError(self.user_error)
+        code = self._conclude()
+        self._gather_traces()  # after the account, whose room it may take
+        return code
+
+    def _gather_traces(self) -> None:
+        try:
+            rundir.gather_traces(self.directory)
+        except (OSError, ValueError) as error:  # no room for both; or a line that is none
+            print(
+                escaped_lines(
+                    f"the traces stay in {self.directory / 'traces'}, they could not be put together: {error}"
+                )
+            )
+
+    async def _part(self) -> None:
+        """Members end by themselves when the run is finished; where others can go on, these leave in good order; everything else is
+        ended: a run that has nobody left is resumed from its checkpoint."""
+        if self.watch.finished and not self.interrupted:
+            members = self.watch.members()
+            await self.crew.wait([child for child in self.crew.living if child.label in members], FAREWELL_S)
+        elif (self.authority is None or self.watch.elsewhere()) and self.crew.living and not self.user_error:
+            print("leaving at the next step boundary; Ctrl-C again to go at once")
+            self.over.clear()
+            self.crew.signal(signal.SIGTERM)
+            left = asyncio.ensure_future(self.crew.wait(self.crew.living, LEAVE_S))
+            again = asyncio.ensure_future(self.over.wait())
+            await asyncio.wait((left, again), return_when=asyncio.FIRST_COMPLETED)
+            again.cancel()
+        await self.crew.stop(0.0 if self.interrupted else None)
+
+    def _conclude(self) -> int:
+        finished = self.watch.finished and not self.watch.failed
+        if self.authority is None:
+            return self._conclude_guest(finished)
+        summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
+        replace(self.directory / "summary.json", account.encode(summary))
+        if summary.losses:
+            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
+            print(plot.curve(summary.losses))
+        print(account.text(summary))
+        if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
+            print(text)
+        print(f"all of it is in {self.directory}")
+        if not finished and summary.steps and not self.watch.failed:  # its reason says what --resume does
+            print(escaped_lines(self._goes_on(summary)))
+        return self._exit_code(summary, finished)
+
+    def _exit_code(self, summary: Summary, finished: bool) -> int:
+        if self.interrupted:
+            return INTERRUPTED
+        if self.timed_out and not finished and summary.saved and not summary.unsaved:
+            return OUT_OF_TIME
+        done = summary.balanced and summary.steps == self.config.run.steps
+        return 0 if done and not summary.unsaved else FAILED
+
+    def _conclude_guest(self, finished: bool) -> int:
+        print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
+        if unsaved := self.watch.unsaved(ended=True):
+            print(f"{unsaved}. What was trained since is lost.")
+        return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
+
+    def _goes_on(self, summary: Summary) -> str:
+        """What is saved of a run that ends before its last step."""
+        if not summary.saved:
+            return "No checkpoint was saved: all of it is lost."
+        lost = f"; the {summary.steps - summary.saved:,} after it are lost" if summary.steps > summary.saved else ""
+        return f"Step {summary.saved:,} is saved{lost}. The same command with --resume goes on from there."
+
+    # ----------------------------------------------------------------------------------------------------- peers
+
+    async def _start_all(self) -> None:
+        """Start all processes; introduce the founder first, and the others when it listens."""
+        children = [
+            await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
+        ]
+        self._starter.introduce(children[0])
+        try:
+            async with asyncio.timeout(LISTEN_S):
+                await children[0].listening.wait()
+        except TimeoutError:
+            self._give_up(f"{children[0].label} does not listen after {LISTEN_S:.0f} s; see {children[0].log}")
+        for child in children[1:]:
+            self._starter.introduce(child)
+
+    async def _keep(self) -> None:
+        """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""
+        while True:
+            await asyncio.sleep(SHOW_S)
+            wanted = rundir.wanted(self.directory) if self.watch.started and self.authority is not None else None
+            if wanted is not None and self.crew.living and len(self.crew.living) < wanted.peers:
+                await self._starter.join()
+            self._tend_passes()
+            self._check_majority(time.monotonic())
+
+    def _tend_passes(self) -> None:
+        """Renew the passes of those who take part; send renewals and revocations, made here or by a command, to the peers."""
+        passes = self._passes.tend(self.watch.books.view)
+        for child in self.crew.living:
+            if passes and child.introduced:
+                child.write(News(passes=passes))
+
+    def _check_majority(self, now: float) -> None:
+        """Peers without a majority wait for ever, as they must: the user has to be told."""
+        lost_s = self._majority.lost_s({child.label for child in self.crew.living}, now)
+        if lost_s == 0.0:
+            self.watch.tell("trouble", f"{NO_MAJORITY}; see `shoal recover {self.directory}`", now)
+        elif lost_s is not None and lost_s >= (RECOVER_S if self.watch.elsewhere() else HOPELESS_S):
+            self._give_up(f"{NO_MAJORITY}; `--resume` goes on from the newest checkpoint")
+
+    async def _kill(self) -> None:
+        if self.job.kill_every_s is None:
+            return
+        rng = Random(f"{self.config.run.seed}/kill")
+        while not self.watch.started:
+            await asyncio.sleep(SHOW_S)
+        while True:
+            await asyncio.sleep(self.job.kill_every_s)
+            while not (victims := self._victims()):
+                await asyncio.sleep(SHOW_S)
+            child = rng.choice(victims)
+            self.watch.killed += 1
+            self.watch.tell(
+                "killed", f"{child.label} by SIGKILL, as --kill-every asks; another joins", time.monotonic()
+            )
+            child.kill()
+            await self._starter.join()
+
+    def _victims(self) -> list[PeerProcess]:
+        expendable = set(self.watch.expendable())
+        return [child for child in self.crew.living if child.label in expendable and not child.killed]
+
+    # -------------------------------------------------------------------------------------------------- reports
+
+    def _hear(self, child: PeerProcess, line: AnyLine) -> None:
+        step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
+        if step is not None:
+            self._output.commit(step)
+        if self.watch.failed:
+            self._give_up(self.watch.failed)
+        elif self.watch.finished:
+            self.over.set()
+
+    def _ended(self, child: PeerProcess) -> None:
+        self.watch.gone(child.label)
+        self._thin_traces()
+        if child.ended is not None and child.ended.ok:
+            self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
+            if not self.crew.living:
+                self._give_up(child.ended.reason)
+        elif child.ended is not None and child.ended.user_error and not self.watch.started:
+            self.user_error = child.ended.reason
+            self.over.set()
+        elif not child.killed and not self.over.is_set() and not self._by_chaos(child):
+            self._lost(child)
+
+    def _thin_traces(self) -> None:
+        """A month of churn leaves many traces: those of the dead get as much room as those of the living."""
+        ended = [child.label for child in self.crew.children if not child.alive]
+        with contextlib.suppress(OSError):  # no directory any more: said elsewhere
+            removed = rundir.thin_traces(self.directory, ended, self.config.run.trace_bytes * self.job.here)
+            if removed:
+                words = f"the traces of {', '.join(removed)}, which have ended, are removed: run.trace_bytes"
+                self.watch.tell("trace", words, time.monotonic())
+
+    def _by_chaos(self, child: PeerProcess) -> bool:
+        """A peer was killed from outside while `shoal chaos` was at work, which says itself whether another is to come."""
+        by_chaos = child.process.returncode == -signal.SIGKILL and rundir.wanted(self.directory) is not None
+        if by_chaos and self.crew.living:
+            self.watch.killed += 1
+            self.watch.tell("killed", f"{child.label} by SIGKILL, while `shoal chaos` is at work", time.monotonic())
+        return by_chaos and bool(self.crew.living)
+
+    def _lost(self, child: PeerProcess) -> None:
+        """A peer has ended by itself."""
+        why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
+        self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
+        if child is self.crew.children[0] and self.authority is not None and not self.watch.started:
+            self._give_up(f"the first peer is gone before training began: {why}\n{child.last_words()}")
+        elif self.spares and self.authority is not None and self.crew.living:
+            self.spares -= 1
+            self._starter.join_soon()
+        elif not self.crew.living:
+            self._give_up(f"no peer is left here; {child.label}: {why}\n{child.last_words()}")
+
+    def _give_up(self, why: str) -> None:
+        self.early = self.early or why
+        self.over.set()
+
+    def _interrupt(self) -> None:
+        """The first time what was trained since the last checkpoint is saved; the second time the run ends at once."""
+        self.interrupted = True
+        if self.ending is None and self._unsaved_step():
+            self.ending = asyncio.get_running_loop().create_task(self._save_and_end("interrupted"))
+        else:
+            self._give_up("interrupted")
+
+    async def _limit(self) -> None:
+        if self.job.time_s is None:
+            return
+        await asyncio.sleep(self.job.time_s - (time.monotonic() - self.job.started_s))
+        self.timed_out = True
+        self.ending = self.ending or asyncio.get_running_loop().create_task(self._save_and_end("its time is over"))
+
+    def _unsaved_step(self) -> int:
+        """The step whose parameters are nowhere but here; 0 where there is none, or where others go on and save it."""
+        view = self.watch.books.view
+        if (
+            view is None
+            or self.authority is None
+            or not self.watch.started
+            or self.watch.finished
+            or self.watch.elsewhere()
+        ):
+            return 0
+        return view.step if view.step > self.watch.saved else 0
+
+    async def _save_and_end(self, why: str) -> None:
+        step = self._unsaved_step()
+        if step:
+            words = f"{why}: step {step} is saved before the run ends; Ctrl-C (again) ends it at once, back at step {self.watch.saved}"
+            self.watch.tell("checkpoint", words, time.monotonic())
+            for child in self.crew.living:
+                if child.introduced:
+                    child.write(News(save=True))
+            until_s, failed = time.monotonic() + SAVE_S, self.watch.unable
+            while self.watch.saved < step and self.watch.unable == failed and time.monotonic() < until_s:
+                await asyncio.sleep(SHOW_S)
+        self._give_up(why)
+
+    # -------------------------------------------------------------------------------------------------- showing
+
+    async def _show(self, terminal: Terminal) -> None:
+        written_s = 0.0
+        while True:
+            now = time.monotonic()
+            snapshot = self.watch.snapshot(now)
+            terminal.show(snapshot)
+            if now - written_s >= STATUS_S:
+                written_s = now
+                self._keep_directory()
+                if self._output.lost:
+                    return
+                self._output.write_status(snapshot, now)
+                with contextlib.suppress(OSError):  # a full disk, or no directory any more: the user was told
+                    self.crew.trim_logs()
+            names = {label: peer for peer, label in self.watch.labels.items()}
+            self._output.write_lists(self.crew.addresses, self._locals(), names)
+            await asyncio.sleep(SHOW_S)
+
+    def _keep_directory(self) -> None:
+        self._output.keep(self.watch.books.steps)
+        if self._output.lost:
+            self._give_up(self._output.lost)
+
+    def _locals(self) -> rundir.PeersFile:
+        """The contents of peers.json, which `shoal chaos` reads."""
+        standing = self.watch.standing
+        names = {label: peer for peer, label in self.watch.labels.items()}
+        view = self.watch.books.view
+        everyone = view.members + view.joining if view is not None else ()
+        launcher = identify(os.getpid())
+        assert launcher is not None
+        return rundir.PeersFile(
+            launcher=launcher,
+            started=self.watch.started,
+            finished=self.watch.finished,
+            peers=tuple(
+                rundir.LocalPeer(
+                    label=child.label,
+                    process=child.identity,
+                    stage=standing[child.label].stage if child.label in standing else None,
+                    leads=child.label in standing and standing[child.label].leading,
+                    peer=names.get(child.label, ""),
+                )
+                for child in self.crew.living
+                if child.identity is not None
+            ),
+            members=tuple(
+                rundir.MemberSeat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
+            ),
+            voters=tuple(self.watch.voters()),
+            names=tuple(each.peer for each in everyone),
+        )
