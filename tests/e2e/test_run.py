@@ -197,14 +197,15 @@ def test_a_launcher_that_ends_leaves_no_process_behind(start: Start, tmp_path: P
 
 
 def test_another_machine_joins_by_invite_and_a_stranger_does_not(start: Start, tmp_path: Path) -> None:
-    host = start("run", "tiny.toml", "--here", "2", *NO_MODEL)
+    common = (*NO_MODEL, f"checkpoint.url={tmp_path / 'checkpoints'}")
+    host = start("run", "tiny.toml", "--here", "2", *common)
     bootstrap = tmp_path / "runs/tiny/bootstrap.json"
     wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 2))
     invite = end(start("invite", "tiny.toml")).strip()
     refused = end(start("join", invite[:-4] + "AAAA", "run.dir=guest"), code=2)
     assert "invite" in refused
     assert "same for all peers" in end(start("join", invite, "train.batch=4"), code=2)
-    guest = end(start("join", invite, "run.dir=guest", *NO_MODEL))
+    guest = end(start("join", invite, "run.dir=guest", *common))
     assert "the run is finished" in guest
     end(host)
     assert_balanced(summary(tmp_path), 4)
@@ -225,11 +226,12 @@ def test_a_machine_that_tls_does_not_reach_takes_part_over_libp2p_and_that_is_sa
     (tmp_path / "behind").mkdir()
     (tmp_path / "behind/sitecustomize.py").write_text(UNREACHABLE)
     mixed = ("network.transport=auto", "network.discovery=dht")
-    host = start("run", "tiny.toml", "--here", "2", *mixed, *NO_MODEL)
+    common = (*NO_MODEL, f"checkpoint.url={tmp_path / 'checkpoints'}")
+    host = start("run", "tiny.toml", "--here", "2", *mixed, *common)
     bootstrap = tmp_path / "runs/tiny/bootstrap.json"
     wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 2))
     invite = end(start("invite", "tiny.toml", *mixed)).strip()
-    guest = end(start("join", invite, "run.dir=guest", *NO_MODEL, first=str(tmp_path / "behind")))
+    guest = end(start("join", invite, "run.dir=guest", *common, first=str(tmp_path / "behind")))
     said = end(host)
     assert "the run is finished" in guest
     assert re.search(r"cannot be reached at 127\.0\.0\.1:1 .*: libp2p to it instead of TLS", said)
