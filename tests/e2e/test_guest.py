@@ -73,7 +73,8 @@ def test_a_hostile_invite_is_refused_and_reads_nothing(start: Start, tmp_path: P
 
 
 def test_a_guest_that_allows_a_directory_takes_part_with_the_runs_files(start: Start, tmp_path: Path) -> None:
-    host = start("run", "tiny.toml", "--here", "2", f"data.path={tmp_path / 'a.txt'}")
+    saved = f"checkpoint.url={tmp_path / 'checkpoints'}"
+    host = start("run", "tiny.toml", "--here", "2", f"data.path={tmp_path / 'a.txt'}", saved)
     bootstrap = tmp_path / "runs/tiny/bootstrap.json"
     wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 2))
     invite = end(start("invite", "tiny.toml")).strip()
@@ -85,6 +86,6 @@ def test_a_guest_that_allows_a_directory_takes_part_with_the_runs_files(start: S
     )
     (tmp_path / "given").mkdir()
     (tmp_path / "given/a.txt").write_bytes((tmp_path / "a.txt").read_bytes())
-    assert "the run is finished" in end(start("join", invite, "run.dir=guest", "--files", "given"))
+    assert "the run is finished" in end(start("join", invite, "run.dir=guest", "--files", "given", saved))
     end(host)
     assert_balanced(summary(tmp_path), 4)

@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_taken(start: St
     output = end(start("run", *words, "run.steps=8", "--resume"))
     assert re.search(r"passed over \S*step-8: damaged: optimizer/stage-00002-of-00003.safetensors has SHA-256", output)
     assert re.search(r"passed over \S*step-6: damaged: model-00001-of-00003.safetensors is missing", output)
-    assert "going on from step 4: its checkpoint is the newest that is whole" in output
+    assert "GOING BACK to step 4: its checkpoint is the newest that is whole" in output
     found = summary(tmp_path)
     assert_balanced(found, 8)
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)  # in whatever order microbatches were added

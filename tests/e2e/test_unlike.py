@@ -34,7 +34,7 @@ def test_wide_lines_own_the_round_and_every_bit_is_that_of_one_process(tmp_path:
     for commit in reference.commits(left.directory):
         (group,) = commit.groups
         assert sorted(itertools.chain(*(share.indices for share in group))) == list(range(MICROBATCHES))
-        assert sorted(share.width for share in group) == sorted(WIDTHS.values())
+        assert sorted(share.line_rate for share in group) == sorted(WIDTHS.values())
     seat, adds = dict[str, int](), dict[int, int]()
     for item in trace.read(left.trace):
         if isinstance(item, trace.Header):
