@@ -78,11 +78,11 @@ def test_a_guest_that_allows_a_directory_takes_part_with_the_runs_files(start: S
     bootstrap = tmp_path / "runs/tiny/bootstrap.json"
     wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 2))
     invite = end(start("invite", "tiny.toml")).strip()
-    assert "--files DIR" in end(start("join", invite, "run.dir=guest"), code=2)
+    assert "--files DIR" in end(start("join", invite, "run.dir=guest", saved), code=2)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/a.txt").write_text("another text of that name " * 40)
     assert "the data here is another than the run's" in end(
-        start("join", invite, "run.dir=guest", "--files", "other"), code=2
+        start("join", invite, "run.dir=guest", "--files", "other", saved), code=2
     )
     (tmp_path / "given").mkdir()
     (tmp_path / "given/a.txt").write_bytes((tmp_path / "a.txt").read_bytes())

@@ -138,5 +138,5 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_taken(start: St
     (tmp_path / "runs/tiny/summary.json").unlink()
     commits = (tmp_path / "runs/tiny/commits.jsonl").read_bytes()
     output = end(start("run", *words, "run.steps=8", "--resume"), code=2)
-    assert "there are 3 checkpoints in" in output and "none can be gone on from" in output
+    assert "holds 3 checkpoints, and none can be gone on from" in output and "none can be gone on from" in output
     assert (tmp_path / "runs/tiny/commits.jsonl").read_bytes() == commits, "nothing was undone"

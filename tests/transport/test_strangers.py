@@ -175,7 +175,7 @@ def test_a_key_takes_no_more_connections_by_taking_more_names(held: ExitStack) -
 def test_what_one_key_has_waiting_is_bounded_under_any_names_and_others_pass_it(
     held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest Pulses there may be, from a member in no view."""
+    """The largest Heartbeats there may be, from a member in no view."""
     for rate in ("BYTE_RATE", "LARGE_BYTE_RATE"):
         monkeypatch.setattr(admission, rate, Allowance(1e9, 1e9))
     monkeypatch.setattr(receive_queue, "CONTROL_LIMIT_BYTES", 8 * MIB)

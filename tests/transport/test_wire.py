@@ -193,7 +193,7 @@ def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_th
     """Only its first bytes have come: 64 of them take memory, and none is decoded."""
     books = b"\xdd" + (200_000).to_bytes(4, "big") + b"\x92\x01\xc0" * 200_000
     heads = {
-        "Heartbeat": b"\x92\x96\xa5Pulse\x01\x01\x01\xc3" + books * 2,
+        "Heartbeat": b"\x92\x96\xa9Heartbeat\x01\x01\x01\xc3" + books * 2,
         "Leave": b"\x92\x92\xa5Leave" + b"\xda\xff\xff" + b"x" * 65535,
         "Cancelled": b"\x92\xdc\x00\x06\xa9Cancelled" + bytes(70_000),
         "message": b"\x92\xc4" + bytes(70_000),
