@@ -267,7 +267,7 @@ class Facts:
             for peer in [peer for peer in ledger.books if peer not in self.serving]:
                 ledger.forget(peer)
         evidence, requests = self.evidence, self.requests
-        tables: Iterable[dict[Peer, object]] = (  # type: ignore[assignment]
+        tables: tuple[dict[Peer, Any], ...] = (
             self.heartbeats,
             self.received_at,
             self.doubted,

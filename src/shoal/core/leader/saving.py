@@ -110,12 +110,12 @@ class Saving:
             )
         return commands
 
-    def _ask(self, stage: int, peer: Peer, message: Wire, now: float) -> list[Command]:
+    def _ask(self, stage: int, peer: Peer, message: SaveRequest | PublishRequest, now: float) -> list[Command]:
         asked = self.asked.get(stage)
         if asked is not None and asked[0] == peer and now - asked[1] < 4 * self.settings.beat_s:
             return []
         self.asked[stage] = (peer, now)
-        return [Send(peer, message)]  # type: ignore[arg-type]
+        return [Send(peer, message)]
 
     def _give_up(self, reasons: dict[Peer, str], what: str) -> list[Command]:
         step, self.step = self.step, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Leader
-from shoal.core.messages import Command, Note, Peer, Send, Settings, View, Wire
+from shoal.core.messages import Command, Message, Note, Peer, Send, Settings, View, Wire
 
 
 class LeaderRole:
@@ -62,11 +62,11 @@ class LeaderRole:
         if self._term:
             self.leadership.forgive(gap_s, now)
 
-    def tell(self, message: Wire, now: float) -> list[Command]:
+    def tell(self, message: Message, now: float) -> list[Command]:
         """Send a message to the leader, which may be this peer. Nothing while none is known."""
         leader = self._register.leader
         if leader is None:
             return []
         if leader == self._name:
             return self.on_message(self._name, message, now)
-        return [Send(leader, message)]  # type: ignore[arg-type]
+        return [Send(leader, message)]
