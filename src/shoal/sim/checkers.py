@@ -15,7 +15,6 @@ from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
 from shoal.sim.task_runner import Reduced, World
 
-HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
 ALL_MEET = 16  # replicas of a group, at most
 MEETS = 2.5  # times the root of how many they are: others that one of a larger group exchanges its gradient with
 Shares = tuple[m.Share, ...]
@@ -119,10 +118,8 @@ class Watch:
 
     def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None:
         """No request twice to different peers; one leader per term; no more connections than a round needs."""
-        if isinstance(message, HOPS):
-            kind = type(message).__name__ if isinstance(message, (m.Forward, m.Backward)) else "Ask"
-            if kind == "Ask":
-                return
+        if isinstance(message, m.Forward | m.Backward):
+            kind = type(message).__name__
             key = (peer, message.epoch, message.step, message.index, message.stage, message.attempt, kind)
             other = self._sent.setdefault(key, to)
             if other != to:

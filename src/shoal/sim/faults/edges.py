@@ -99,8 +99,6 @@ def _value(name: str, of: types.Type, facts: Facts) -> Any:
     """A plausible value of that type for a field of that name."""
     if isinstance(of, types.UnionType):  # of something and None
         of = _something(of)
-    if name == "view" and isinstance(of, types.IntType):
-        return facts.view.number
     by_name = _values_by_name(facts)
     if name in by_name and not isinstance(of, types.StructType):
         return by_name[name]
@@ -138,6 +136,7 @@ def _values_by_name(facts: Facts) -> dict[str, Any]:
     """Fields whose plausible value follows from their name."""
     view = facts.view
     return {
+        "view": view.number,
         "epoch": view.epoch,
         "step": view.step,
         "work": view.work,
