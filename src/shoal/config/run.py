@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -106,6 +107,11 @@ class Run(Section, frozen=True):
         tuple[tuple[tuple[Seat, ...], ...], ...],
         Meta(description="For each seat and stage, these seats serve the seat's microbatches in turn; --plan sets it."),
     ] = ()
+
+    @property
+    def directory(self) -> Path:
+        """Where the run's files are."""
+        return Path(self.dir) / self.name
 
 
 def problems(run: Run) -> Iterator[str]:

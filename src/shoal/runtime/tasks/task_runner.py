@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 
 import msgspec
 import torch
@@ -98,7 +97,7 @@ class TaskRunner:
         make: Make = create,
     ) -> None:
         self._config = config
-        self._threads()  # for the driver's thread, which checks blobs; each lane needs it again
+        base.limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
         self._store = store
         self._make = make
@@ -113,9 +112,8 @@ class TaskRunner:
         self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
-        self._lanes = {name: Lane(name, self._threads) for name in names}
-        directory = Path(config.run.dir) / config.run.name
-        self._blobs = Blobs(config.network.spill_bytes, directory, self._lanes["write"].put)
+        self._lanes = {name: Lane(name, lambda: base.limit_threads(config)) for name in names}
+        self._blobs = Blobs(config.network.spill_bytes, config.run.directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -179,10 +177,6 @@ class TaskRunner:
             self._stepped.set()  # a step whose turn has not come is not made, and nobody waits for it
         for lane in self._lanes.values():
             lane.thread.join(timeout_s)  # daemons: a storage that hangs does not keep the process
-
-    def _threads(self) -> None:
-        if self._config.device.threads:
-            torch.set_num_threads(self._config.device.threads)
 
     def _carry_out(self, work: Callable[[], Result], task: Task, done: Answer, spent_s: float) -> None:
         start = time.monotonic()

@@ -69,11 +69,6 @@ def attacks(kind: type[m.Message], facts: Facts) -> Iterator[tuple[str, m.Messag
         yield from _altered(word, base, facts, DEEP)
 
 
-def all_attacks(facts: Facts) -> Iterator[tuple[str, m.Message]]:
-    for kind in KINDS:
-        yield from attacks(kind, facts)
-
-
 # ------------------------------------------------------------------------------------------------------- plausible
 
 
