@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from shoal import config as configuration
 from shoal import units
+from shoal.cli.config import divided
 from shoal.config import Config
 from shoal.escaping import escaped
 from shoal.planner.inputs import measured
@@ -74,17 +75,14 @@ def _probed(words: list[str]) -> Config:
     """The configuration to compute with: the model's own sizes, two blocks, one stage."""
     import torch
 
-    files = [word for word in words if "=" not in word]
-    given = [word for word in words if "=" in word]
-    if len(files) > 1:
-        raise ValueError(f"two configurations, {files[0]} and {files[1]}; a setting is written section.field=value")
-    if not any(word.startswith("device.kind=") for word in given) and not files and torch.cuda.is_available():
+    file, given = divided(words)
+    if not any(word.startswith("device.kind=") for word in given) and not file and torch.cuda.is_available():
         given.append("device.kind=cuda")
     fixed = ["run.stages=1", "device.executor=resident"]
-    if files:
-        tree = configuration.load(files[0], [*given, *fixed])
+    if file:
+        tree = configuration.load(file, [*given, *fixed])
         short = ["model.layers=2"] if not tree.model.path else ["model.extra.num_hidden_layers=2"]
-        return configuration.load(files[0], [*given, *fixed, *short])
+        return configuration.load(file, [*given, *fixed, *short])
     large = "device.kind=cuda" in given
     sizes, work = (LARGE, LARGE_WORK) if large else (SMALL, SMALL_WORK)
     if any(word.startswith("model.path=") for word in given):
