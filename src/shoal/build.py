@@ -52,7 +52,7 @@ from shoal.transport.tls import TlsTransport
 class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     """One peer's role in a run."""
 
-    found: bool = False  # it is the run's first peer
+    first: bool = False  # it is the run's first peer
     first_step: int = 0  # of a resumed run
     port: int = 0
     trace: Path | None = None
@@ -137,7 +137,7 @@ async def peer(
         peer=identity.name,
         settings=settings(config, role.first_step),
         seed=f"{config.run.seed}/{identity.name}",
-        found=role.found,
+        found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
     )
     async with AsyncExitStack() as stack:
@@ -153,7 +153,7 @@ async def peer(
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
-        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
+        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.first)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()

@@ -189,29 +189,29 @@ def test_an_invite_is_read_from_wherever_it_was_put(tmp_path: Path, monkeypatch:
     file.write_text("shoal-abc\n")
     file.chmod(0o600)
     monkeypatch.delenv(INVITE_VARIABLE, raising=False)
-    assert join.found(["shoal-x"], None) == "shoal-x"
-    assert join.found([], str(file)).strip() == "shoal-abc"
+    assert join.invite_text(["shoal-x"], None) == "shoal-x"
+    assert join.invite_text([], str(file)).strip() == "shoal-abc"
     with pytest.raises(ValueError, match="no invite"):
-        join.found([], None)
+        join.invite_text([], None)
     with pytest.raises(ValueError, match="one invite, not 2"):
-        join.found(["shoal-x"], str(file))
+        join.invite_text(["shoal-x"], str(file))
     monkeypatch.setenv(INVITE_VARIABLE, "shoal-env")
-    assert join.found([], None) == "shoal-env"
-    assert join.found(["shoal-x"], None) == "shoal-x"
+    assert join.invite_text([], None) == "shoal-env"
+    assert join.invite_text(["shoal-x"], None) == "shoal-x"
 
 
 def test_an_invite_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "invite"
     file.write_text("shoal-abc")
     file.chmod(0o644)
-    join.found([], str(file))
+    join.invite_text([], str(file))
     assert f"chmod 600 {file}" in capsys.readouterr().err
 
 
 def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INVITE_VARIABLE, "shoal-secret")
     for threads in (0, 2):
-        spec = PeerSpec(config={"device": {"threads": threads}}, directory="", label="p1", found=False)
+        spec = PeerSpec(config={"device": {"threads": threads}}, directory="", label="p1", first=False)
         assert "shoal-secret" not in _environment(spec).values()
 
 
@@ -224,7 +224,7 @@ def test_settings_and_invite_are_told_apart() -> None:
 
 def test_standard_input_is_read_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("shoal-in\n"))
-    assert join.found(["-"], None) == "shoal-in\n"
+    assert join.invite_text(["-"], None) == "shoal-in\n"
 
 
 def test_an_invite_file_is_for_its_owner_only_also_where_there_was_one(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def in_pieces(frame: Frame, sizes: list[int], bulk: bool = True, limits: Limits 
         while data:
             room = arriving.room(len(data))
             room[:] = data[: room.nbytes]
-            arriving.came(room.nbytes)
+            arriving.advance(room.nbytes)
             data, at = data[room.nbytes :], at + room.nbytes
     return arriving
 
@@ -201,11 +201,11 @@ def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_th
     for kind, head in heads.items():
         one = Arriving(LIMITS, bulk=False)
         one.room(1 << 20)[:] = len(head).to_bytes(4, "big")
-        one.came(4)
+        one.advance(4)
         assert one.room(1 << 20).nbytes == PEEK_BYTES
         one.room(1 << 20)[:] = head[:PEEK_BYTES]
         with pytest.raises(Malformed, match=f"a {kind} of {len(head)} bytes"):
-            one.came(PEEK_BYTES)
+            one.advance(PEEK_BYTES)
         with pytest.raises(Malformed, match="bytes"):
             decode(len(head).to_bytes(4, "big") + head, LIMITS)
 

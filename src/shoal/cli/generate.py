@@ -37,9 +37,9 @@ def checkpoint(place: str) -> Path:
     path = Path(place)
     if (path / "config.json").is_file():
         return path
-    found = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
-    if found:
-        return max(found, key=_step)
+    checkpoints = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
+    if checkpoints:
+        return max(checkpoints, key=_step)
     if not path.exists():
         raise ValueError(f"{place}: no such directory; give a checkpoint (runs/NAME/checkpoints/step-N) or runs/NAME")
     raise ValueError(f"{place}: holds no checkpoint (a directory with config.json, or checkpoints/step-N below it)")

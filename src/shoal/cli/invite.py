@@ -100,23 +100,23 @@ class Founded:
 
     def distribute(self, data: bytes) -> None:
         """Send the list to the run's peers, and print how many have received it."""
-        received, found = 0, 0
+        received, reached = 0, 0
         if self.addresses:
             try:
-                received, found = asyncio.run(
+                received, reached = asyncio.run(
                     distribute(self.config, self.office.authority, self.addresses, data, DISTRIBUTE_S)
                 )
             except ValueError as error:  # a directory that nobody answers from
                 print(error)
-        if not found:
+        if not reached:
             print(
                 "no peer of the run answers. The list is saved, and sent when `shoal run` goes on here; if guests go on without this "
                 "machine, send it to them now: `shoal invite CONFIG --renew --via ADDRESS`, of one of them"
             )
         else:
             print(
-                f"{received} of {found} peers have received it"
-                + ("" if received == found else "; they send it to the others")
+                f"{received} of {reached} peers have received it"
+                + ("" if received == reached else "; they send it to the others")
             )
 
     def _with_digest(self) -> Config:

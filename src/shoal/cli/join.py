@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     from shoal.transport.identity.invite import read_invite
 
     texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
-    text = found(texts, args.invite_file)
+    text = invite_text(texts, args.invite_file)
     invite = read_invite(text, 0.0)
     config = build.joined(invite.config, [word for word in args.words if word not in texts], args.files)
     if args.peers < 1:
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         return asyncio.run(Launcher(job).run())
 
 
-def found(texts: list[str], file: str | None) -> str:
+def invite_text(texts: list[str], file: str | None) -> str:
     """The invite's text, wherever it was put. ValueError: nowhere, or in several places."""
     ways = [*texts, *(["--invite-file"] if file else [])]
     if len(ways) > 1:

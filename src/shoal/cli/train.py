@@ -137,14 +137,14 @@ class LocalTraining:
         return self._conclude(early)
 
     def _step(self, terminal: Terminal, file: IO[bytes]) -> None:
-        def told(done: int, count: int) -> None:
+        def show_progress(done: int, count: int) -> None:
             now = time.monotonic()
             if now - self._shown_s >= SHOW_S:
                 self._shown_s = now
                 state = f"step {self.alone.done + 1}: {done} of {count} microbatches"
                 self._show(terminal, state)
 
-        view = self.alone.step(told)
+        view = self.alone.step(show_progress)
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
         file.write(msgspec.json.encode(step) + b"\n")

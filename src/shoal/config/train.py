@@ -139,10 +139,10 @@ def _local_problems(train: Train, run: Run) -> Iterator[str]:
         )
     own = local_sequences(train, run)
     if not own or own % train.microbatch:
-        found = (
+        written = (
             f"train.local_batch = {own}"
             if train.local_batch
             else f"train.batch / run.peers = {train.batch / run.peers:g}"
         )
         near = train.microbatch * max(1, round(own / train.microbatch))
-        yield f"{found} is no multiple of train.microbatch = {train.microbatch}; try train.local_batch={near}"
+        yield f"{written} is no multiple of train.microbatch = {train.microbatch}; try train.local_batch={near}"

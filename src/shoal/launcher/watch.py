@@ -67,8 +67,8 @@ class RunMonitor:
                 self.standing[label] = line
                 self.carried[line.peer] = line
             case Notice():
-                if line.kind == "checkpoint" and (found := _SAVED.fullmatch(line.text)):
-                    self.saved, self.checkpoint = max(self.saved, int(found[1])), escaped(found[2])
+                if line.kind == "checkpoint" and (match := _SAVED.fullmatch(line.text)):
+                    self.saved, self.checkpoint = max(self.saved, int(match[1])), escaped(match[2])
                     self._unable = ""
                 elif line.kind == "unsaved":
                     self._unable = line.text
@@ -99,7 +99,7 @@ class RunMonitor:
                 text = text.replace(peer, known)
         return _NAME.sub(r"\1", text)
 
-    def gone(self, label: str) -> None:
+    def remove(self, label: str) -> None:
         self.standing.pop(label, None)
 
     @property
@@ -126,12 +126,12 @@ class RunMonitor:
         """The members of the newest view: label ('' of another machine's peer), stage, and the name of its seat in the run's
         plan, or else its label, or else the beginning of its peer's name."""
         view, names = self.books.view, list(self.config.run.seats)
-        found = []
+        seats = []
         for member in view.members if view is not None else ():
             label = self.labels.get(member.peer, "")
             name = names[member.seat] if 0 <= member.seat < len(names) else label or member.peer[:8]
-            found.append((label, member.stage, name))
-        return found
+            seats.append((label, member.stage, name))
+        return seats
 
     def voters(self) -> list[str]:
         """Labels of those whose majority decides."""

@@ -89,8 +89,8 @@ class Watch:
     def group_of(self, peer: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> tuple[m.Peer, ...]:
         """With whom that peer averages in that round, itself too."""
         groups = self._rounds.get((message.epoch, message.step, message.round), ())
-        found = ([share.peer for share in group] for group in groups)
-        return next((tuple(names) for names in found if peer in names), ())
+        averaging = ([share.peer for share in group] for group in groups)
+        return next((tuple(names) for names in averaging if peer in names), ())
 
     def _meets(self, peer: m.Peer, to: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> None:
         """Gradients go to those of the own group, and in a large one to few of them."""
@@ -296,10 +296,10 @@ def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tupl
         indices = sorted(one[1] for one in chunk)
         if indices != list(range(microbatches)):
             return f"chunk {number} holds indices {indices}", own
-        made = {(one[0], one[2], one[3], one[4]) for one in chunk}
-        if len(made) != 1:
-            return f"chunk {number} was made with different parameters: {sorted(made)}", own
-        of, under, own, _ = made.pop()
+        origins = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        if len(origins) != 1:
+            return f"chunk {number} was made with different parameters: {sorted(origins)}", own
+        of, under, own, _ = origins.pop()
         if of != step:
             return f"chunk {number} is of step {of}", own
         if under != below:

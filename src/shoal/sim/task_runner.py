@@ -336,7 +336,7 @@ class TaskRunner:
 
     def _blend(self, task: m.Blend, inputs: Sequence[Blob]) -> m.Result:
         """Both neighbours at that version: whoever makes the stage of them gets the same."""
-        made = []
+        neighbours = []
         for first, count, of in ((0, task.chunks[0], -1), (task.chunks[0], task.chunks[1], 1)):
             kept = [self._kept.get(chunk) for chunk in range(first, first + count)]
             copies = {piece[1] for piece in kept if piece is not None}
@@ -345,9 +345,9 @@ class TaskRunner:
             version, stage, digest, previous = copies.pop()
             if (stage, version) != (task.stage + of, task.step):
                 raise ValueError(f"kept: stage {stage} version {version}, for stage {task.stage} version {task.step}")
-            made.append((digest, previous))
+            neighbours.append((digest, previous))
         self.sums.clear()
-        digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*made, strict=True))
+        digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*neighbours, strict=True))
         self.world.versions.setdefault((task.stage, previous), max(task.step - 1, 0))
         return self._build(task.stage, task.step, digest, previous)
 
@@ -367,8 +367,8 @@ class TaskRunner:
         if storage.full:
             raise ValueError("no space left on the storage")
         records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
-        found = [(record["step"], record["stage"]) for record in records]
-        if found != [(task.step, stage) for stage in range(self.world.stages)]:
+        stages = [(record["step"], record["stage"]) for record in records]
+        if stages != [(task.step, stage) for stage in range(self.world.stages)]:
             self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
             raise ValueError("records are not one of each stage")
         storage.damaged.discard(task.step)

@@ -79,9 +79,9 @@ def all_attacks(facts: Facts) -> Iterator[tuple[str, m.Message]]:
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[types.Field, ...]:
-    found = types.type_info(kind)
-    assert isinstance(found, types.StructType)
-    return found.fields
+    info = types.type_info(kind)
+    assert isinstance(info, types.StructType)
+    return info.fields
 
 
 def _risen(base: m.Propose) -> m.Propose:
