@@ -37,7 +37,7 @@ name = "NAME"
 peers = {PEERS}
 stages = {STAGES}
 steps = 1000000
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 64
 layers = 4

@@ -156,7 +156,7 @@ class ApartAndBack(OneProcess):
         values = [value for names in self.names for value in (self.parameters[name] for name in names)]
         self.outer = [value.detach().clone().requires_grad_() for value in values]
         self.sgd = torch.optim.SGD(
-            self.outer, lr=config.train.outer_rate, momentum=config.train.outer_momentum, nesterov=True
+            self.outer, lr=config.train.outer_learning_rate, momentum=config.train.outer_momentum, nesterov=True
         )
 
     def train(self, order: Order) -> Trained:

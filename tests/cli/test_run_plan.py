@@ -77,7 +77,7 @@ def test_uneven_blocks_seats_routes_and_sizes_reach_the_run() -> None:
     uneven = msgspec.structs.replace(EVEN, stages=stages, routes=routes, line_rates=(4, 5, 6), microbatch=8, inflight=2)
     config = configuration.load(None, plan_settings.decided(uneven, "plan.json"))
     assert config.run.layers == (4, 2)
-    assert (config.run.seats, config.run.routes) == ({"a": 0, "b": 0, "c": 1}, routes)
+    assert (config.run.placement, config.run.routes) == ({"a": 0, "b": 0, "c": 1}, routes)
     assert (config.train.microbatch, config.run.inflight) == (8, 2)
     assert configuration.settings(config).line_rates == (4, 5, 6)
 
@@ -91,7 +91,7 @@ def test_a_stage_that_must_swap_gets_an_executor_that_does() -> None:
         "swapping",
         "resident",
     ]
-    assert [plan_settings.of_seat(config, plan, n, None).device.seat for n in range(4)] == ["a", "b", "c", ""]
+    assert [plan_settings.of_seat(config, plan, n, None).device.machine for n in range(4)] == ["a", "b", "c", ""]
 
 
 CLUSTER = """
@@ -182,15 +182,18 @@ def test_a_run_says_that_its_activation_store_is_too_small_before_it_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_plan(msgspec.structs.replace(EVEN, boundary_bytes=1000.0), "plan.json")
-    Path("run.toml").write_text("[model]\nlayers = 6\n[network]\nkeep_bytes = 15999\n")
+    Path("run.toml").write_text("[model]\nlayers = 6\n[network]\nactivation_store_bytes = 15999\n")
     for words, told in (
         (["--plan", "plan.json"], "tensors of 1000 bytes"),
         (["run.stages=2"], "tensors of 262144 bytes"),
     ):
         assert program.main(["run", "run.toml", *words, "--here", "99"]) == program.USER_ERROR, "nothing is started"
         err = capsys.readouterr().err
-        assert "warning: network.keep_bytes = 15999 holds" in err and told in err
-    assert program.main(["run", "run.toml", "--plan", "plan.json", "network.keep_bytes=16000", "--here", "99"]) != 0
+        assert "warning: network.activation_store_bytes = 15999 holds" in err and told in err
+    assert (
+        program.main(["run", "run.toml", "--plan", "plan.json", "network.activation_store_bytes=16000", "--here", "99"])
+        != 0
+    )
     assert "warning" not in capsys.readouterr().err
 
 

@@ -251,7 +251,7 @@ def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trai
     assert "the model: device.memory_bytes = 10,000 is too little for this stage's largest unit" in said
     assert re.search(r"unit, that of \S+weight: at least [\d,]+ bytes are needed, [\d,]+ of them for parameters", said)
     assert needed is not None
-    assert trained(f"device.memory={needed[1]}", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
+    assert trained(f"device.memory={needed[1]}", "run.steps=1", "checkpoint.at_end=false", "checkpoint.every=0") == 0
     assert "takes 17.0 KiB before any activation" not in refused(capsys, "device.memory_bytes=1 kB")
     said = refused(capsys, "device.host_bytes=20 kB")
     assert re.search(r"the model takes [\d.]+ KiB of host memory .*device\.host_bytes allows 19\.5 KiB", said)
@@ -290,7 +290,7 @@ def test_threads_are_pytorchs_choice_unless_they_are_set() -> None:
         assert train.configured([*SMALL, *words]).device.threads == threads
     before = torch.get_num_threads()
     try:
-        assert trained("device.threads=2", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
+        assert trained("device.threads=2", "run.steps=1", "checkpoint.at_end=false", "checkpoint.every=0") == 0
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -315,7 +315,7 @@ def test_free_memory_is_what_the_container_and_the_machine_both_have(
 
 @pytest.mark.parametrize(("round_bytes", "per_parameter", "besides"), [(1 << 30, 16 + 8 + 12, 0), (1024, 16 + 8, 1024)])
 def test_a_peer_that_averages_needs_room_for_that_too(round_bytes: int, per_parameter: int, besides: int) -> None:
-    words = ["run.stages=1", "run.peers=2", f"run.round_bytes={round_bytes}"]
+    words = ["run.stages=1", "run.peers=2", f"run.averaging_memory_bytes={round_bytes}"]
     config = configuration.load(None, [*SMALL, *words])
     values = sum(value.numel() for _, value in stages.hollow(config, 0).named_parameters())
     needed = values * per_parameter + besides

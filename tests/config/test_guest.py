@@ -40,7 +40,7 @@ def test_what_each_machine_decides_is_not_taken_from_an_invite(path: str) -> Non
 def test_a_run_on_pythons_own_library_needs_no_files() -> None:
     config = build.joined(told(run={"steps": 7}, data={"digest": DIGEST}), ["network.host=::1"])
     assert (config.run.steps, config.network.host) == (7, "::1")
-    assert (config.data.path, config.data.within) == ("", "")
+    assert (config.data.path, config.data.root) == ("", "")
     with pytest.raises(ValueError, match=r"this invite makes no run: data\.path = '~/secret' has no effect"):
         build.joined(told(data={"digest": DIGEST, "path": "~/secret"}), [])
 
@@ -118,7 +118,7 @@ def test_a_guest_names_things_on_its_own_command_line() -> None:
         "checkpoint": {"url": "s3://theirs"},
     }
     config = build.joined(told(**sections), words)
-    assert (config.data.path, config.data.tokenizer, config.data.within) == ("~/mine", "gpt2", "")
+    assert (config.data.path, config.data.tokenizer, config.data.root) == ("~/mine", "gpt2", "")
     assert (config.model.path, config.checkpoint.url) == ("/m", "/c")
 
 
@@ -145,18 +145,22 @@ def test_the_runs_name_stays_below_its_directory(name: str) -> None:
     [
         {
             "model": {"hidden_size": 2**20, "heads": 1, "kv_heads": 1, "intermediate_size": 2**24},
-            "network": {"blob_bytes": 2**40},
+            "network": {"max_tensor_bytes": 2**40},
         },
         {
             "model": {"vocab_size": 2**24, "hidden_size": 2**17, "heads": 1, "kv_heads": 1},
-            "network": {"blob_bytes": 2**40},
+            "network": {"max_tensor_bytes": 2**40},
         },
-        {"data": {"sequence": 2**20}, "train": {"batch": 2**20, "microbatch": 2**20}, "network": {"blob_bytes": 2**60}},
-        {"network": {"blob_bytes": 2**60}},
-        {"network": {"keep_bytes": 2**50}},
-        {"run": {"round_bytes": 2**60}},
-        {"run": {"beat_s": 1e-9}},
-        {"run": {"hold_s": 1e12}},
+        {
+            "data": {"sequence": 2**20},
+            "train": {"batch": 2**20, "microbatch": 2**20},
+            "network": {"max_tensor_bytes": 2**60},
+        },
+        {"network": {"max_tensor_bytes": 2**60}},
+        {"network": {"activation_store_bytes": 2**50}},
+        {"run": {"averaging_memory_bytes": 2**60}},
+        {"run": {"heartbeat_s": 1e-9}},
+        {"run": {"ready_timeout_s": 1e12}},
         {"checkpoint": {"keep": 2**20}},
         {"model": {"extra": {"num_hidden_layers": 10**12}}},
         {"model": {"extra": {"max_position_embeddings": 10**12}}},

@@ -114,7 +114,7 @@ def leave(launcher: subprocess.Popen[str], tmp_path: Path) -> tuple[str, dict[st
 
 
 def test_a_stage_whose_replicas_all_stood_still_goes_on_with_what_they_hold(start: Start, tmp_path: Path) -> None:
-    launcher = start("run", "tiny.toml", *MIDDLE, *NO_MODEL, "run.lost=wait")
+    launcher = start("run", "tiny.toml", *MIDDLE, *NO_MODEL, "run.lost_stage=wait")
     pids = of_the_middle(tmp_path)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -132,7 +132,7 @@ def test_a_stage_whose_replicas_all_stood_still_goes_on_with_what_they_hold(star
 
 
 def test_a_stage_in_the_middle_is_made_from_its_neighbours(start: Start, tmp_path: Path) -> None:
-    launcher = start("run", "tiny.toml", *MIDDLE, "run.lost=neighbours", "run.lost_wait_s=0")
+    launcher = start("run", "tiny.toml", *MIDDLE, "run.lost_stage=neighbours", "run.lost_stage_wait_s=0")
     for pid in of_the_middle(tmp_path):
         os.kill(pid, signal.SIGKILL)
     output, found = leave(launcher, tmp_path)

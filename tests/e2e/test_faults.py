@@ -42,7 +42,7 @@ name = "big"
 peers = {PEERS}
 stages = {STAGES}
 steps = 1000000
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 192
 layers = 3
@@ -61,7 +61,7 @@ schedule = "constant"
 warmup = 3
 [network]
 discovery = "gossip"
-faults = true
+fault_injection = true
 [checkpoint]
 every = 4
 """

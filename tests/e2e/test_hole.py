@@ -11,7 +11,7 @@ from tests.e2e.test_run import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IMPATIENT = CONFIG.replace("hop_floor_s = 20.0", "hop_floor_s = 3.0")
+IMPATIENT = CONFIG.replace("min_request_timeout_s = 20.0", "min_request_timeout_s = 3.0")
 
 
 def test_a_peer_whose_tensors_vanish_is_found_out_and_the_others_go_on(tmp_path: Path) -> None:

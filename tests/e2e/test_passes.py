@@ -107,7 +107,7 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
 @pytest.mark.parametrize("discovery", ["gossip", "dht"])
 def test_a_run_outlives_the_passes_that_it_began_with(start: Start, tmp_path: Path, discovery: str) -> None:
     lifetime_s = 40  # on a busy machine a guest takes 12 s from its invite to its place
-    about = (f"network.pass_s={lifetime_s}", f"network.discovery={discovery}")
+    about = (f"network.pass_lifetime_s={lifetime_s}", f"network.discovery={discovery}")
     host = start("run", "tiny.toml", "run.peers=4", "--here", "3", *about, *RUN)
     until(lambda: listening(tmp_path, 3), host)
     text = (

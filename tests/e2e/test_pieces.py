@@ -1,4 +1,4 @@
-"""Real processes that hold the whole model and average it in pieces, within `run.round_bytes`, one of them killed between two pieces.
+"""Real processes that hold the whole model and average it in pieces (run.averaging_memory_bytes); one is killed between two.
 
 What must hold: the losses are bit for bit those of the same run in one piece until the death, and of one process that adds in the
 recorded orders (tests/reference.py) to the end; every sample is counted once; what a peer keeps of tensors stays below the gradient.
@@ -39,7 +39,7 @@ name = "whole"
 peers = {PEERS}
 stages = 1
 steps = {STEPS}
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 16
 layers = 2
@@ -59,7 +59,7 @@ warmup = 0
 [network]
 discovery = "gossip"
 delay_s = 0.03
-faults = true # traces are written at once
+fault_injection = true # traces are written at once
 [checkpoint]
 every = 0
 """
@@ -132,7 +132,7 @@ def runs(directory: Path) -> Iterator[tuple[Left, Left, str]]:
     try:
         started.append(one_piece := Run(directory, "whole"))
         whole = one_piece.left()
-        started.append(pieces := Run(directory, "pieces", f"run.round_bytes={PIECES_BYTES}"))
+        started.append(pieces := Run(directory, "pieces", f"run.averaging_memory_bytes={PIECES_BYTES}"))
         died = pieces.kill_between_pieces(DIES)
         yield whole, pieces.left(), died
     finally:

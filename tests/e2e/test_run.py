@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SOURCE = Path(__file__).parents[2] / "src"
 LONG_S = 600.0
 
-# hop_floor_s is long: on a busy machine nothing may be called slow. Silence stays short enough to notice a kill.
+# min_request_timeout_s is long: on a busy machine nothing may be called slow. Silence stays short enough to notice a kill.
 CONFIG = """
 [run]
 name = "tiny"
 peers = 3
 stages = 3
 steps = 4
-hop_floor_s = 60.0
+min_request_timeout_s = 60.0
 [model]
 hidden_size = 16
 layers = 3

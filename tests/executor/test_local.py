@@ -84,13 +84,13 @@ def test_a_step_is_taken_after_every_local_batch_and_the_rest_when_the_round_ask
 
 def test_the_learning_rate_rises_anew_in_every_round() -> None:
     for step in range(2):  # the first local step of each, at half the rate
-        found = [a_replica(), a_replica(round_warmup=2), a_replica(learning_rate=0.005)]
+        found = [a_replica(), a_replica(local_warmup=2), a_replica(learning_rate=0.005)]
         for one in found:
             one.zero(step)
             book(one, range(2))
         plain, warming, half = (one.contribution() for one in found)
         assert torch.equal(warming, half) and not torch.equal(warming, plain)
-    whole, shared = a_replica(learning_rate=0.005), a_replica(learning_rate=0.005, round_warmup=1)
+    whole, shared = a_replica(learning_rate=0.005), a_replica(learning_rate=0.005, local_warmup=1)
     assert a_round([whole], [list(range(6))], 0).equal(a_round([shared], [list(range(6))], 0))
 
 
@@ -156,7 +156,7 @@ def test_a_refused_microbatch_is_not_weighed(monkeypatch: pytest.MonkeyPatch) ->
         (["run.stages=1", "train.local_batch=6"], r"train\.local_batch = 6 is no multiple .* try train\.local_batch=8"),
         (["run.stages=1", "run.peers=7"], r"train\.batch / run\.peers = 9\.14286 is no multiple"),
         (["run.stages=1", "run.peers=4", "device.executor=emulated"], "needs a model to step"),
-        (["run.stages=1", "run.peers=4", "train.round_warmup=21"], r"round_warmup = 21 does not end .* try 5"),
+        (["run.stages=1", "run.peers=4", "train.local_warmup=21"], r"local_warmup = 21 does not end .* try 5"),
         (["run.stages=1", "run.peers=4", "device.sequences=3"], r"device\.sequences = 3 does not divide"),
     ],
 )

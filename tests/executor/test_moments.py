@@ -136,8 +136,8 @@ def test_host_memory_is_counted_and_what_cannot_be_is_refused(monkeypatch: pytes
     held = {kind: sum(value.nbytes for value in found.values()) for kind, found in state.items()}
     for device in ({}, {"executor": "swapping"}):
         assert least("float32", **device) - least("8bit", **device) == held["float32"] - held["8bit"]
-    with pytest.raises(ValueError, match=r"run\.lost = 'neighbours' blends moments.*run\.lost=checkpoint"):
-        configuration.load(None, ["train.moments=8bit", "run.lost=neighbours"])
+    with pytest.raises(ValueError, match=r"run\.lost_stage = 'neighbours' blends moments.*run\.lost_stage=checkpoint"):
+        configuration.load(None, ["train.moments=8bit", "run.lost_stage=neighbours"])
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else there(name))
     with pytest.raises(ValueError, match="needs torchao"):

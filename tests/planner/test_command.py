@@ -209,11 +209,11 @@ def test_an_activation_store_too_small_for_the_planned_stages_is_told(
     told = capsys.readouterr()
     assert "warning" not in told.err and "kept of a step" in told.out
     tensor_bytes = 4 * 4 * 128 * 128  # microbatch, sequence, hidden size, fp32
-    assert call(*words, f"network.keep_bytes={16 * tensor_bytes - 1}") == 0
+    assert call(*words, f"network.activation_store_bytes={16 * tensor_bytes - 1}") == 0
     told = capsys.readouterr()
     assert f"holds 15 boundary tensors of {tensor_bytes} bytes" in told.err
-    assert f"try network.keep_bytes={16 * tensor_bytes}" in told.err, "2 * stages * inflight"
-    assert call(*words, f"network.keep_bytes={16 * tensor_bytes}") == 0
+    assert f"try network.activation_store_bytes={16 * tensor_bytes}" in told.err, "2 * stages * inflight"
+    assert call(*words, f"network.activation_store_bytes={16 * tensor_bytes}") == 0
     assert "warning" not in capsys.readouterr().err
 
 

@@ -68,13 +68,22 @@ from shoal.transport.emulated.memory import Hub, MemoryTransport
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority
 
-# hop_floor_s and silence_s are long: nothing here may be called slow or dead because the machine is busy.
+# min_request_timeout_s and heartbeat_timeout_s are long: nothing here may be called slow or dead because the machine is busy.
 TINY = Config(
-    run=Run(name="tiny", peers=4, stages=2, steps=3, seed=3, beat_s=0.05, silence_s=60.0, hop_floor_s=60.0),
+    run=Run(
+        name="tiny",
+        peers=4,
+        stages=2,
+        steps=3,
+        seed=3,
+        heartbeat_s=0.05,
+        heartbeat_timeout_s=60.0,
+        min_request_timeout_s=60.0,
+    ),
     model=Model(hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24),
     data=Data(source="text", path="a.txt", sequence=8),
     train=Train(batch=8, microbatch=2, warmup=0),
-    checkpoint=Checkpoint(every=0, last=False),
+    checkpoint=Checkpoint(every=0, at_end=False),
     device=Device(threads=1),
 )
 LONG_S = 100.0
@@ -261,7 +270,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
         swarm = Swarm(
             changed(
                 TINY,
-                run=changed(TINY.run, stages=1, steps=2, round_bytes=round_bytes),
+                run=changed(TINY.run, stages=1, steps=2, averaging_memory_bytes=round_bytes),
                 model=changed(TINY.model, hidden_size=32, layers=4),
                 train=changed(TINY.train, local_steps=local_steps, local_batch=2 if local_steps > 1 else 0),
             ),
@@ -368,7 +377,7 @@ def test_replicas_that_encode_everything_keep_equal_parameters(tmp_path: Path) -
 @pytest.mark.parametrize("round_bytes", [1 << 30, 1 << 15], ids=["at once", "in pieces"])
 def test_eighteen_replicas_of_the_whole_model_have_one_processs_bits(round_bytes: int, tmp_path: Path) -> None:
     """More than stand in one row: what they sum up is told by the commits' order of additions, and by nothing else."""
-    run = msgspec.structs.replace(TINY.run, peers=18, stages=1, steps=2, round_bytes=round_bytes)
+    run = msgspec.structs.replace(TINY.run, peers=18, stages=1, steps=2, averaging_memory_bytes=round_bytes)
     train = msgspec.structs.replace(TINY.train, batch=48)  # 24 microbatches: some peers bring two
     config = msgspec.structs.replace(TINY, run=run, train=train)
     swarm = Swarm(config, tmp_path)

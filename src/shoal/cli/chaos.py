@@ -4,7 +4,7 @@ what it did and why.
 What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (launcher/schedule.py). Peers
 are signalled from here, each as the very process that its launcher wrote down (launcher/process.py), and nothing else is; the launcher
 starts those that are to come (rundir.WantedPeers). Links are cut by the peers themselves (transport/emulated/faulty.py),
-in a run with network.faults. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
+in a run with network.fault_injection. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--stop-every", metavar="S", help="SIGSTOP a peer every S seconds on average, and SIGCONT it later"
     )
     parser.add_argument("--slow-every", metavar="S", help="slow a peer every S seconds on average")
-    parser.add_argument("--cut-every", metavar="S", help="cut a peer off every S seconds on average (network.faults)")
+    parser.add_argument(
+        "--cut-every", metavar="S", help="cut a peer off every S seconds on average (network.fault_injection)"
+    )
     parser.add_argument(
         "--hole-every", metavar="S", help="let a peer's messages with tensors vanish every S seconds on average"
     )
@@ -131,10 +133,12 @@ def _refuse_unwatched(acts: tuple[Act, ...], directory: Path) -> None:
     """A run obeys nobody about its links, and writes no trace at once, unless it was started so."""
     needed = next((act for act in acts if act.kind in LINKS or act.on), None)
     written = directory / "config.toml"
-    if needed is None or (written.exists() and configuration.load(written).network.faults):
+    if needed is None or (written.exists() and configuration.load(written).network.fault_injection):
         return
     what = f"on = {needed.on!r}" if needed.on else f"kind = {needed.kind!r}"
-    raise ValueError(f"{what} needs a run that was started with network.faults=true, which {directory} was not")
+    raise ValueError(
+        f"{what} needs a run that was started with network.fault_injection=true, which {directory} was not"
+    )
 
 
 def _rates(args: argparse.Namespace) -> Rates:

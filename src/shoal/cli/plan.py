@@ -119,7 +119,7 @@ def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
     print(plan_report.table(decided))
     print(plan_report.numbers(decided, problem))
     if any(device.losses_per_h for device in problem.cluster.devices):
-        print(plan_report.churn_cost(decided, problem, tree.run.silence_s, tree.checkpoint.every))
+        print(plan_report.churn_cost(decided, problem, tree.run.heartbeat_timeout_s, tree.checkpoint.every))
 
 
 def _tree(args: argparse.Namespace) -> config.Config:

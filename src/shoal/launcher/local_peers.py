@@ -33,7 +33,7 @@ class RunPasses:
         """What a new peer is given. `addresses`: where it finds the run."""
         if self._office is None:
             return Start(invite=self._invite, passes=b"")
-        invite = self._office.local(addresses, self._config.network.pass_s, self._config.run.name)
+        invite = self._office.local(addresses, self._config.network.pass_lifetime_s, self._config.run.name)
         return Start(invite=invite, passes=self._try(self._office.pass_list))
 
     def tend(self, view: View | None) -> bytes:

@@ -24,7 +24,7 @@ from shoal.transport.emulated.shaped import AccessLink
 
 Kind = Literal["kill", "remove", "add", "stop", "slow", "cut", "hole", "lag"]
 LASTING: tuple[Kind, ...] = ("stop", "slow", "cut", "hole", "lag")
-LINKS: tuple[Kind, ...] = ("cut", "hole", "lag")  # need a run with network.faults
+LINKS: tuple[Kind, ...] = ("cut", "hole", "lag")  # need a run with network.fault_injection
 STOP_S = 8.0  # twice the silence after which a member is removed, so that a stop is seen
 SLOW_S = 20.0
 SLOW_BY = 10.0

@@ -125,7 +125,7 @@ class RunMonitor:
     def seats(self) -> list[tuple[str, int, str]]:
         """The members of the newest view: label ('' of another machine's peer), stage, and the name of its seat in the run's
         plan, or else its label, or else the beginning of its peer's name."""
-        view, names = self.books.view, list(self.config.run.seats)
+        view, names = self.books.view, list(self.config.run.placement)
         seats = []
         for member in view.members if view is not None else ():
             label = self.labels.get(member.peer, "")

@@ -49,7 +49,7 @@ def problem_of(
         staleness=tree.train.staleness,
         moments=tree.train.moments,
         local_steps=tree.train.local_steps,
-        store_limits=memory.StoreLimits(tree.network.keep_bytes, tree.network.spill_bytes),
+        store_limits=memory.StoreLimits(tree.network.activation_store_bytes, tree.network.activation_memory_bytes),
         counted=counted,
         counted_sequences=tree.train.microbatch,
     )

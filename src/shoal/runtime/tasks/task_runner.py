@@ -117,7 +117,7 @@ class TaskRunner:
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
         self._lanes = {name: Lane(name, self._threads) for name in names}
         directory = Path(config.run.dir) / config.run.name
-        self._blobs = Blobs(config.network.spill_bytes, directory, self._lanes["write"].put)
+        self._blobs = Blobs(config.network.activation_memory_bytes, directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
