@@ -81,7 +81,7 @@ def test_with_delayed_updates_it_has_the_bits_of_plain_pytorch_that_is_a_step_la
     words = (*words, "train.staleness=1")
     assert trained(*words) == 0
     found = summary()
-    assert found["balanced"] and (found["steps"], found["staleness"], found["ahead"]) == (4, 1, 3)
+    assert found["balanced"] and (found["steps"], found["staleness"], found["overlapped_steps"]) == (4, 1, 3)
     config = train.configured([*SMALL, *words])
     process, steps = reference.follow(config, open_dataset(config), repeat(reference.one_after_the_other(4, 1)))
     assert found["losses"] == [step.loss for step in steps]

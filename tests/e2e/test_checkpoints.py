@@ -40,7 +40,7 @@ def test_two_runs_never_touch_each_others_checkpoints(start: Start, tmp_path: Pa
     said = end(start("run", *common, "run.name=a", "run.steps=8", "--resume"), code=2)
     assert "of run 'b'" in said
     found = json.loads((tmp_path / "runs/b/summary.json").read_bytes())
-    assert (found["balanced"], found["lost"], found["taken_over"], found["committed"]) == (True, 0, 6, 32)
+    assert (found["balanced"], found["lost"], found["adopted_steps"], found["committed"]) == (True, 0, 6, 32)
 
 
 def test_a_run_resumed_on_another_number_of_stages_balances_and_its_figures_are_apart(

@@ -17,11 +17,15 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or the directory of a run: its newest one")
-    parser.add_argument("prompt", help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to add (default %(default)s)")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint directory, or the directory of a run, for its newest checkpoint"
+    )
+    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (default %(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="sample among so many; 0 = all (default %(default)s)")
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample among this many tokens; 0 = all (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default %(default)s)")
 

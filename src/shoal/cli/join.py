@@ -32,14 +32,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the text that `shoal invite` printed, or - to read it from standard input; else --invite-file or {INVITE_VARIABLE}. "
         "As an argument it shows in `ps`. Then this machine's own settings, such as network.host",
     )
-    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from there")
+    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from this file")
     parser.add_argument(
         "--files",
         type=Path,
         metavar="DIR",
-        help="the run may read below this directory; names in the invite are looked up there",
+        help="let the run read files below this directory; file names in the invite are looked up there",
     )
-    parser.add_argument("--peers", type=int, default=1, metavar="N", help="peers to start here")
+    parser.add_argument("--peers", type=int, default=1, metavar="N", help="start this many peers on this machine (1)")
 
 
 def main(args: argparse.Namespace) -> int:

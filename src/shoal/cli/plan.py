@@ -43,26 +43,45 @@ SEED, BUDGET = 0, 400  # of the search; evaluations
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     configured(parser, required=False)
-    parser.add_argument("--cluster", metavar="FILE", help="TOML: devices and links (docs in planner/inputs/cluster.py)")
-    parser.add_argument("--stages", type=int, metavar="S", help="price only this number of stages")
     parser.add_argument(
-        "--wiring", choices=("best", "planned", "stochastic"), default="best", help="fixed routes, or by measured times"
+        "--cluster", metavar="FILE", help="a TOML file of machines and links, as `shoal probe` writes it"
     )
-    parser.add_argument("--sizes", action="store_true", help="choose train.microbatch too")
+    parser.add_argument("--stages", type=int, metavar="S", help="consider this number of stages only")
+    parser.add_argument(
+        "--wiring",
+        choices=("best", "planned", "stochastic"),
+        default="best",
+        help="planned: fixed routes; stochastic: chosen by measured times while it runs; best: the faster",
+    )
+    parser.add_argument("--sizes", action="store_true", help="choose train.microbatch, too")
     parser.add_argument("--uneven", action="store_true", help="let stages differ in blocks by more than one")
     parser.add_argument("--swap", action="store_true", help="let a stage be larger than its device")
-    parser.add_argument("--what-if", metavar="TEXT", help='e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"')
-    parser.add_argument("--sensitivity", action="store_true", help="what doubling each resource would give")
-    parser.add_argument("--check", metavar="PLAN", help="say what is wrong with this plan instead of making one")
-    parser.add_argument("--replan", metavar="RUN", help="a run's directory: is another plan worth changing over to?")
-    parser.add_argument("--out", metavar="PLAN", help="write the plan there, as JSON")
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
-    parser.add_argument("--dtfm", metavar="NETWORK", help="search DT-FM's own model: an .npz, or worldwide, spot, ...")
-    parser.add_argument("--replicas", type=int, metavar="N", help="devices per stage, with --dtfm")
     parser.add_argument(
-        "--pictures", metavar="DIR", help="map and timeline of the plan, or a search's convergence: PNG, SVG, Perfetto"
+        "--what-if",
+        metavar="TEXT",
+        help='also plan for changed machines, e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"',
     )
-    parser.add_argument("--search", choices=SEARCHES, default="anneal", help="which search, with --dtfm")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also predict what doubling each resource would give"
+    )
+    parser.add_argument("--check", metavar="PLAN", help="check this plan instead of making one")
+    parser.add_argument(
+        "--replan", metavar="RUN", help="for this run's directory: is another plan worth the change? Exit code 3: yes"
+    )
+    parser.add_argument("--out", metavar="PLAN", help="write the plan to this file, for `shoal run --plan`")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
+    parser.add_argument(
+        "--dtfm",
+        metavar="NETWORK",
+        help="search a placement in the DT-FM paper's model instead: an .npz, or a built-in network such as worldwide",
+    )
+    parser.add_argument("--replicas", type=int, metavar="N", help="with --dtfm: devices per stage")
+    parser.add_argument(
+        "--pictures",
+        metavar="DIR",
+        help="draw the plan's map and timeline, or with --dtfm the search's convergence, into this directory (PNG, SVG, Perfetto)",
+    )
+    parser.add_argument("--search", choices=SEARCHES, default="anneal", help="with --dtfm: the search (anneal)")
 
 
 def main(args: argparse.Namespace) -> int:

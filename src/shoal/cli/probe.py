@@ -42,17 +42,26 @@ SMALL_WORK = ("data.sequence=256", "train.microbatch=4", "train.batch=4")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="CONFIG | section.field=value", help="measure with this model")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG | section.field=value",
+        help="a TOML file and settings: compute with that model's sizes",
+    )
     parser.add_argument(
         "--run",
         metavar="INVITE",
-        help="measure the links between the peers of that run instead; - reads the invite from standard input, as `ps` shows arguments",
+        help="measure the links between the peers of that run instead; - reads the invite from standard input, since `ps` shows arguments",
     )
-    parser.add_argument("--out", metavar="FILE", help="device.toml, or cluster.toml with --run")
-    parser.add_argument("--name", help="what this machine is called; else its host name")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to compute")
-    parser.add_argument("--most", default="16 MB", metavar="SIZE", help="bytes of one transfer, with --run")
-    parser.add_argument("--peers", type=int, metavar="N", help="wait for so many peers, with --run")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file to write; default device.toml, or cluster.toml with --run"
+    )
+    parser.add_argument("--name", help="name of this machine in the file; default its host name")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to compute (10)")
+    parser.add_argument(
+        "--most", default="16 MB", metavar="SIZE", help="with --run: most bytes of one transfer (16 MB)"
+    )
+    parser.add_argument("--peers", type=int, metavar="N", help="with --run: wait for this many peers")
 
 
 def main(args: argparse.Namespace) -> int:

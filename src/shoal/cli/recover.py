@@ -37,12 +37,16 @@ RELOAD_S = 300.0  # for survivors to load the checkpoint and begin
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="the run's directory on the machine that founded it, such as runs/quickstart")
     parser.add_argument(
-        "--gone", nargs="+", default=[], metavar="P", help="peers that are gone for good: labels such as p3, or names"
+        "--gone",
+        nargs="+",
+        default=[],
+        metavar="P",
+        help="give up these peers: labels such as p3, names or how names begin",
     )
     parser.add_argument(
         "--wait", type=float, default=20.0, metavar="S", help="how long to wait for peers to answer (20)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 
 def main(args: argparse.Namespace) -> int:

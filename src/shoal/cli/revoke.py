@@ -27,11 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "who",
         nargs="+",
         metavar="WHO",
-        help="invites, by id or by whom they are for (`shoal invite CONFIG --list`); peers, by label, name, key id or its beginning",
+        help="invites, by id or name (`shoal invite CONFIG --list`); peers, by label, name, key id or its beginning",
     )
     parser.add_argument("--rotate", action="store_true", help="print a new invite in the place of each that is revoked")
     add_via(parser)
-    parser.add_argument("--out", metavar="FILE", help="with --rotate: write it there, for your eyes only")
+    parser.add_argument(
+        "--out", metavar="FILE", help="with --rotate: write the new invite to this file, readable by you alone"
+    )
 
 
 class Targets(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from shoal.runtime.checkpoints.marker import Training
 from shoal.transport.identity.invite import Authority
 
 KEY = "authority.key"
-ADOPT = "take over what another run has saved at checkpoint.url: with --resume it becomes this run's, else it is kept under other names"
+ADOPT = "where checkpoint.url holds another run's checkpoints: with --resume continue from them as this run's, else rename them"
 
 
 def authority(directory: Path) -> str:

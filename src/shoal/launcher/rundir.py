@@ -197,7 +197,7 @@ def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
         print(f"{void} steps that were committed after step {first} are undone and trained again")
     base = restarted(standing, first, microbatches(config.train), _began_with(directory))
     if training is not None and training.adopted and not standing:
-        base = msgspec.structs.replace(base, taken_over=first)
+        base = msgspec.structs.replace(base, adopted_steps=first)
     resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if training else "")
     if first >= config.run.steps:
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")

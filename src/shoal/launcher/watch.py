@@ -237,7 +237,7 @@ class RunMonitor:
             counted_twice=totals.counted_twice,
             undone=totals.undone,
             recovered=totals.recovered,
-            taken_over=totals.taken_over,
+            adopted_steps=totals.adopted_steps,
             first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,
@@ -252,7 +252,7 @@ class RunMonitor:
                 for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
             },
             staleness=self.config.train.staleness,
-            ahead=len(self.books.ahead),
+            overlapped_steps=len(self.books.overlapped),
             reason="; ".join(reasons),
             early=early,
             saved=self.saved,
