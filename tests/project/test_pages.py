@@ -53,6 +53,18 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert sorted(missing) == []
 
 
+def test_newcomers_questions_name_files_below_the_source_and_what_is_in_them() -> None:
+    rows = [line for line in (DOCS / "questions.md").read_text().splitlines() if line.startswith("| ")]
+    answered = [row for row in rows if "`" in row]
+    assert len(answered) >= 18
+    for row in answered:
+        paths = [ROOT / "src" / "shoal" / path for path in re.findall(r"`([a-z_/]+(?:\.py|/))`", row)]
+        assert [path for path in paths if not path.exists()] == [], row
+        for name, member in re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", row):
+            sources = [path.read_text() for path in paths if path.is_file()]
+            assert any(f"class {name}" in text and f"def {member}" in text + "def " for text in sources), name
+
+
 @pytest.mark.parametrize("page", [*TOP, *sorted(DOCS.rglob("*.md"))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_cell_of_a_table_is_an_essay(page: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
