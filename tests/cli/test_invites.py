@@ -85,8 +85,8 @@ def test_the_launcher_hears_of_what_commands_have_changed_once(office: Office, t
     each = issue(office)
     assert launcher.tend(()) == b"", "an invite is no news to peers"
     office.revoke([each], ["k" * 32])
-    told = listed(launcher.tend({each}))
-    assert {entry.what for entry in told.revoked} == {each, "k" * 32}
+    pass_list = listed(launcher.tend({each}))
+    assert {entry.what for entry in pass_list.revoked} == {each, "k" * 32}
     assert launcher.tend({each}) == b""
 
 
@@ -98,8 +98,10 @@ def test_a_revoked_invite_is_never_renewed_and_stays_revoked_in_the_next_session
     clock.now += 6 * DAY_S
     later = Office(tmp_path, AUTHORITY, clock)
     later.local((), 30 * DAY_S, "run")
-    told = listed(later.tend({each}))
-    assert told.version == version and not told.grants and [entry.what for entry in told.revoked] == [each]
+    pass_list = listed(later.tend({each}))
+    assert (
+        pass_list.version == version and not pass_list.grants and [entry.what for entry in pass_list.revoked] == [each]
+    )
     assert not later.renew(lambda name, _: name == each)
 
 
@@ -171,13 +173,13 @@ def test_who_is_meant_by_a_word(office: Office) -> None:
 
 def test_the_table_names_every_invite_with_its_state(office: Office, clock: Clock) -> None:
     ann, bob = issue(office, title="ann", peers=3), issue(office, days=1)
-    gone = issue(office, title="carl")
-    office.revoke([gone], ["k" * 32])
+    revoked_invite = issue(office, title="carl")
+    office.revoke([revoked_invite], ["k" * 32])
     clock.now += 1.5 * DAY_S
     text = invite_command.table(office, [f"{'a' * 32}.1.{ann}.3"])
     lines = dict(line.split(maxsplit=1) for line in text.splitlines()[1:-1])
     assert "ann" in lines[ann] and "1 of 3" in lines[ann] and "renewed while it is used" in lines[ann]
-    assert lines[bob].endswith("over") and "revoked on 2027-01-15" in lines[gone]
+    assert lines[bob].endswith("over") and "revoked on 2027-01-15" in lines[revoked_invite]
     assert f"key {'k' * 32} was revoked" in text
 
 

@@ -38,22 +38,22 @@ def test_the_project_has_configs() -> None:
 def test_arguments_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text('[run]\nsteps = 7\nseed = 3\n[network]\nbandwidth_Bps = "200 Mbit/s"\n')
-    made = config.load(path, ["run.steps=9", "network.delay_s=80 ms", "network.max_tensor_bytes=64 MiB"])
-    assert (made.run.steps, made.run.seed, made.run.stages) == (9, 3, 3)
-    assert (made.network.bandwidth_Bps, made.network.delay_s) == (25e6, 0.08)
-    assert made.network.max_tensor_bytes == 64 << 20
-    assert isinstance(made.network.max_tensor_bytes, int)
+    tree = config.load(path, ["run.steps=9", "network.delay_s=80 ms", "network.max_tensor_bytes=64 MiB"])
+    assert (tree.run.steps, tree.run.seed, tree.run.stages) == (9, 3, 3)
+    assert (tree.network.bandwidth_Bps, tree.network.delay_s) == (25e6, 0.08)
+    assert tree.network.max_tensor_bytes == 64 << 20
+    assert isinstance(tree.network.max_tensor_bytes, int)
 
 
 def test_an_argument_is_read_as_its_field_says() -> None:
-    made = config.load(
+    tree = config.load(
         None, ["run.name=7", "train.betas=[0.8, 0.9]", "checkpoint.at_end=false", "train.clip=1", "model.extra.rope_theta=1e4"]
     )  # fmt: skip
-    assert made.run.name == "7"
-    assert made.train.betas == (0.8, 0.9)
-    assert made.checkpoint.at_end is False
-    assert made.train.clip == 1.0
-    assert made.model.extra == {"rope_theta": 1e4}
+    assert tree.run.name == "7"
+    assert tree.train.betas == (0.8, 0.9)
+    assert tree.checkpoint.at_end is False
+    assert tree.train.clip == 1.0
+    assert tree.model.extra == {"rope_theta": 1e4}
 
 
 def test_an_unknown_key_is_refused_with_its_path_and_a_suggestion() -> None:
@@ -178,11 +178,11 @@ def test_a_tree_made_in_python_is_checked_like_any_other() -> None:
 
 
 def test_the_printed_tree_reads_back_as_the_same_configuration() -> None:
-    made = config.load(
+    tree = config.load(
         None,
         ['data.tokenizer=a "quoted" \\ path', "model.extra.a=true", "model.extra.b='x y'", "run.heartbeat_s=80 ms", "train.epsilon=1e-12"],
     )  # fmt: skip
-    assert config.from_tree(tomllib.loads(config.text(made))) == made
+    assert config.from_tree(tomllib.loads(config.text(tree))) == tree
 
 
 def test_every_setting_is_printed_below_its_description_and_beside_what_it_takes() -> None:
@@ -198,17 +198,23 @@ def test_every_setting_is_printed_below_its_description_and_beside_what_it_takes
 
 
 def test_plain_dictionaries_carry_a_configuration_from_peer_to_peer() -> None:
-    made = config.load(None, ["run.seed=5", "train.betas=[0.8, 0.9]"])
-    assert config.from_tree(msgspec.json.decode(msgspec.json.encode(config.to_tree(made)))) == made
+    tree = config.load(None, ["run.seed=5", "train.betas=[0.8, 0.9]"])
+    assert config.from_tree(msgspec.json.decode(msgspec.json.encode(config.to_tree(tree)))) == tree
 
 
 def test_the_machines_are_told_what_the_tree_says() -> None:
-    made = config.load(
+    tree = config.load(
         None, ["run.steps=50", "run.ready_timeout_s=9 s", "checkpoint.every=5", "checkpoint.at_end=false"]
     )
-    told = config.settings(made, first_step=10)
-    assert (told.stages, told.microbatches, told.steps, told.first_step, told.peers) == (3, 16, 50, 10, 6)
-    assert (told.save_every, told.save_last, told.hold_s) == (5, False, 9.0)
+    settings = config.settings(tree, first_step=10)
+    assert (settings.stages, settings.microbatches, settings.steps, settings.first_step, settings.peers) == (
+        3,
+        16,
+        50,
+        10,
+        6,
+    )
+    assert (settings.save_every, settings.save_last, settings.hold_s) == (5, False, 9.0)
 
 
 @pytest.mark.parametrize("key", [key for key in keys().values() if key.choices], ids=lambda key: key.path)
@@ -222,15 +228,15 @@ SEATED = ("run.stages=2", "run.peers=3", "run.placement={a = 0, b = 1, c = 1}")
 
 
 def test_a_plans_seats_and_routes_reach_the_machines() -> None:
-    made = config.load(None, [*SEATED, "run.routes=[[[0], [1, 2]], [[0], [1]], [[0], [2]]]", "device.machine=c"])
-    settings = config.settings(made)
+    tree = config.load(None, [*SEATED, "run.routes=[[[0], [1, 2]], [[0], [1]], [[0], [2]]]", "device.machine=c"])
+    settings = config.settings(tree)
     assert (settings.seat, settings.seats) == (2, (0, 1, 1))
     one = ["run.stages=1", "run.peers=2", "run.placement={a = 0, b = 0}"]
     assert config.settings(config.load(None, one)).home
     assert not config.settings(config.load(None, [*one, "run.routes=[[[0]], [[0, 1]]]"])).home, "the plan shares it out"
     assert settings.routes == (((0,), (1, 2)), ((0,), (1,)), ((0,), (2,)))
     assert config.settings(config.load(None, SEATED)).seat == -1
-    assert config.from_tree(tomllib.loads(config.text(made))) == made
+    assert config.from_tree(tomllib.loads(config.text(tree))) == tree
 
 
 @pytest.mark.parametrize(

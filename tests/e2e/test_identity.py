@@ -223,9 +223,9 @@ def shoal_run(directory: Path, *words: str, staleness: int = 0) -> Left:
     )
     assert done.returncode == 0, done.stdout[-5000:]
     config = configuration.load(directory / "real.toml", [f"data.path={directory / 'a.txt'}"])
-    made = directory / "runs" / config.run.name
-    summary = json.loads((made / "summary.json").read_bytes())
-    return Left(directory=made, config=config, dataset=open_dataset(config), summary=summary)
+    run_directory = directory / "runs" / config.run.name
+    summary = json.loads((run_directory / "summary.json").read_bytes())
+    return Left(directory=run_directory, config=config, dataset=open_dataset(config), summary=summary)
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +289,6 @@ def test_with_kills_and_delayed_updates_every_replica_has_the_bits_of_one_proces
 @pytest.mark.slow
 @pytest.mark.timeout(3 * RUN_S)
 def test_machines_that_are_told_what_a_disturbed_run_was_told_say_the_same(killed: Left) -> None:
-    found = trace.replay(killed.trace)
-    assert found.peers >= STAGES * REPLICAS + killed.summary["joined"]
-    assert found.differing == 0, found.first
+    replayed = trace.replay(killed.trace)
+    assert replayed.peers >= STAGES * REPLICAS + killed.summary["joined"]
+    assert replayed.differing == 0, replayed.first

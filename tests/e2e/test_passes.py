@@ -55,14 +55,14 @@ def until(condition: Callable[[], object], host: subprocess.Popen[str]) -> None:
 
 
 def command_lines() -> str:
-    found = []
+    lines = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+                lines.append((entry / "cmdline").read_bytes().decode(errors="replace"))
             except OSError:
                 continue
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: Start, tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
 
     said = end(start("revoke", "tiny.toml", "bob"))
     assert f"revoked: invite {bobs} (bob)" in said and "peers have received it" in said, said
-    told = end(guest, code=1)
-    assert f"its invite {bobs} was revoked by the run's authority" in told, told
+    output = end(guest, code=1)
+    assert f"its invite {bobs} was revoked by the run's authority" in output, output
     until(lambda: bobs not in invites_in_view(tmp_path), host)
     goes_on(tmp_path, host)
     again = end(start("join", "--invite-file", "bob", "run.dir=bob-again", *GUEST), code=1)

@@ -112,9 +112,9 @@ def test_a_page_that_is_made_from_the_source_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    assert made.PAGE.read_text() == made.page(), f"its source has changed: run `make {name}`"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), f"its source has changed: run `make {name}`"
 
 
 def test_the_cells_of_the_configurations_tables_are_short() -> None:

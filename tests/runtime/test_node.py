@@ -202,7 +202,7 @@ def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path)
         assert record.views[-1].finished
         server = node.machine.server
         digests.setdefault((server.stage, server.step), set()).add(server.digest)
-    assert all(len(found) == 1 for found in digests.values())
+    assert all(len(digest) == 1 for digest in digests.values())
     # Of one step at most: input, output and gradient of every microbatch at every stage, and a round's parts.
     a_step = 4 * TINY.run.stages * 3 + 8
     assert max(node.runner.held() for node in swarm.nodes) <= a_step
@@ -278,12 +278,12 @@ def test_a_round_takes_no_more_memory_than_it_may(
         )
         for _ in range(TINY.run.peers):
             swarm.add()
-        found: list[int] = []
+        peaks: list[int] = []
         put, run = TaskRunner.put, TaskRunner._run
 
         def counted_put(self: TaskRunner, name: str, value: Held) -> int:
             nbytes = put(self, name, value)
-            found.append(in_memory(self))
+            peaks.append(in_memory(self))
             return nbytes
 
         def counted_run(self: TaskRunner, task: Task, held: dict[str, Held]) -> Result:
@@ -292,8 +292,8 @@ def test_a_round_takes_no_more_memory_than_it_may(
             before = in_memory(self)
             with memory.MemoryMeter("cpu") as watch:
                 result = run(self, task, held)
-            made = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
-            found.append(before + watch.peak - made)
+            room_bytes = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
+            peaks.append(before + watch.peak - room_bytes)
             return result
 
         with monkeypatch.context() as patched:
@@ -303,7 +303,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
             finishes = asyncio.run(swarm.run())
         swarm.close()
         assert all(finish.ok for finish in finishes)
-        return max(found), 4 * swarm.nodes[0].runner._seated().executor.length
+        return max(peaks), 4 * swarm.nodes[0].runner._seated().executor.length
 
     limit = 60_000
     peak, gradient_bytes = most(limit)
@@ -339,13 +339,13 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
                     gradients += gradient
                 case ReduceChunk(chunk=chunk) | GatherChunk(chunk=chunk):
                     averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
-        sent, came = node.tally.totals()
-        received += came
+        sent, received_bytes = node.tally.totals()
+        received += received_bytes
         assert (sent.activations, sent.gradients, sent.averaging) == (activations, gradients, averaging)
         assert sent.control > 0
         carried = [item for item in items if isinstance(item, trace.TrafficRecord)]
         assert [item.step for item in carried] == sorted(item.step for item in carried)
-        assert (carried[-1].sent, carried[-1].received) == (sent, came)
+        assert (carried[-1].sent, carried[-1].received) == (sent, received_bytes)
         assert carried[-1].kept == node.kept_most
         assert node.kept_most.memory >= max(node.kept_most.store, activation)
         assert node.kept_most.store > 0
@@ -369,7 +369,7 @@ def test_replicas_that_encode_everything_keep_equal_parameters(tmp_path: Path) -
     for node in swarm.nodes:
         server = node.machine.server
         digests.setdefault((server.stage, server.step), set()).add(server.digest)
-    assert all(len(found) == 1 for found in digests.values())
+    assert all(len(digest) == 1 for digest in digests.values())
 
 
 @pytest.mark.slow
@@ -402,9 +402,9 @@ def test_what_was_recorded_replays_without_a_difference(swarm: Swarm, tmp_path: 
     asyncio.run(swarm.run())
     swarm.close()
     trace.merge([[path] for path in sorted(tmp_path.glob("*.jsonl"))], tmp_path / "all.jsonl")
-    found = trace.replay(tmp_path / "all.jsonl")
-    assert found.peers == 4 and found.commands > 100
-    assert found.differing == 0, found.first
+    replayed = trace.replay(tmp_path / "all.jsonl")
+    assert replayed.peers == 4 and replayed.commands > 100
+    assert replayed.differing == 0, replayed.first
 
 
 def test_a_lone_peer_that_serves_the_whole_model_talks_to_itself(tmp_path: Path) -> None:

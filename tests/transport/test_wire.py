@@ -171,9 +171,9 @@ def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[byt
     frame = encode(BoundaryTensor(0, 1, 2, 1, False), blobs, LIMITS)
     arrived = in_pieces(frame, sizes)
     assert arrived.whole and arrived.nbytes == frame.nbytes
-    message, found = arrived.message()
+    message, arrived_blobs = arrived.message()
     assert message == BoundaryTensor(0, 1, 2, 1, False)
-    assert [bytes(blob.data) for blob in found] == data
+    assert [bytes(blob.data) for blob in arrived_blobs] == data
 
 
 def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
