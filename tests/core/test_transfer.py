@@ -89,8 +89,8 @@ class Play:
         self.take(self.transfer.tick(self.now))
 
     def task(self, kind: type[T]) -> T:
-        (found,) = [c.task for c in self.said if isinstance(c, Do) and isinstance(c.task, kind)]
-        return found
+        (tasks,) = [c.task for c in self.said if isinstance(c, Do) and isinstance(c.task, kind)]
+        return tasks
 
     def sent(self, kind: type[T]) -> list[tuple[str, T]]:
         return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]

@@ -97,13 +97,13 @@ def test_pieces_of_a_parameter_are_stepped_as_the_whole(monkeypatch: pytest.Monk
 
 def test_small_and_odd_parameters_keep_fp32_moments_and_their_bits() -> None:
     shapes = {"vector": (64,), "odd": (65, 65), "matrix": (64, 64)}
-    found = [{name: nn.Parameter(drawn(4, *shape)) for name, shape in shapes.items()} for _ in range(2)]
-    eight, fp32 = EightBit(found[0], TRAIN), AdamW(found[1], TRAIN)
-    for parameters, optimizer in zip(found, (eight, fp32), strict=True):
+    models = [{name: nn.Parameter(drawn(4, *shape)) for name, shape in shapes.items()} for _ in range(2)]
+    eight, fp32 = EightBit(models[0], TRAIN), AdamW(models[1], TRAIN)
+    for parameters, optimizer in zip(models, (eight, fp32), strict=True):
         for name, value in parameters.items():
             value.grad = drawn(5, *shapes[name])
         optimizer.step_(0.01, 0)
-    same = [name for name in shapes if torch.equal(found[0][name], found[1][name])]
+    same = [name for name in shapes if torch.equal(models[0][name], models[1][name])]
     assert "vector" in same and "odd" in same
     moments = eight.moments()
     assert list(moments) == [
@@ -111,7 +111,7 @@ def test_small_and_odd_parameters_keep_fp32_moments_and_their_bits() -> None:
         "exp_avg_scale/matrix",
         "exp_avg_sq_scale/matrix",
     ]
-    for name, value in found[0].items():
+    for name, value in models[0].items():
         held = [tensor for at, tensor in moments.items() if at.endswith(f"/{name}")]
         assert sum(tensor.nbytes for tensor in held) == eightbit.nbytes(value.numel(), "8bit")
     assert moments["exp_avg/matrix"].dtype == torch.uint8 and moments["exp_avg/matrix"].shape == (64, 64)

@@ -319,6 +319,8 @@ class Join(Wire, frozen=True):
 
 
 class Redirect(Wire, frozen=True):
+    """Answer to Join, of a peer that does not lead: ask `leader`."""
+
     leader: Peer
 
 
@@ -514,6 +516,8 @@ class Cancel(Wire, frozen=True):
 
 
 class Cancelled(Wire, frozen=True):
+    """Answer to Cancel or Recall: nothing is booked, and that attempt never will be."""
+
     epoch: Count
     step: Count
     index: Index
@@ -577,6 +581,8 @@ class BooksRequest(Wire, frozen=True):
 
 
 class Books(Wire, frozen=True):
+    """Answer to BooksRequest: what this server has booked of the step, at `stage`."""
+
     epoch: Count
     step: Count
     view: Count
@@ -713,6 +719,8 @@ class Offer(Wire, frozen=True):
 
 
 class ChunkRequest(Wire, frozen=True):
+    """Joiner to replica: send that chunk of the state. Answer: Chunk."""
+
     epoch: Count
     step: Count
     stage: Stage
@@ -766,6 +774,8 @@ class PublishRequest(Wire, frozen=True):
 
 
 class Published(Wire, frozen=True):
+    """Answer to PublishRequest: the checkpoint is visible at `path`, or why it `failed`."""
+
     epoch: Count
     step: Count
     path: Text = ""
@@ -1166,7 +1176,7 @@ class Import(TaskBase, frozen=True):
 
 
 class Blend(TaskBase, frozen=True):
-    """Build stage `stage` at version `step` from its neighbours' states: kept chunks 0 to `chunks[0]` are the stage below,
+    """Build stage `stage` at version `step` from its neighbours' states. Kept chunks 0 to `chunks[0]` are the stage below,
     the next `chunks[1]` the one above; every tensor is `below` of the one and the rest of the other. Result: digest, length."""
 
     stage: int

@@ -17,9 +17,7 @@ from shoal.model.cut import Stage, cut
 from shoal.numerics.eightbit import nbytes, require
 from shoal.units import size
 
-ROUND_BYTES = (
-    8  # per parameter while a round runs, besides run.round_bytes: the averaged gradient, and its clipped copy
-)
+ROUND_BYTES = 8  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient, and its clipped copy
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -102,7 +100,7 @@ def check_host(config: Config, stage: int) -> Stage:
     on_host = config.device.executor == "swapping" or config.device.kind == "cpu"
     moments = _moments(stage_shape, config.train.moments) / values if on_host else 0.0
     value_bytes, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
-    round_bytes = min(config.run.round_bytes, copies * values)
+    round_bytes = min(config.run.averaging_memory_bytes, copies * values)
     needed, free = values * value_bytes + round_bytes, config.device.host_bytes or free_bytes()
     if free is None or needed <= free:
         return stage_shape
@@ -115,7 +113,7 @@ def check_host(config: Config, stage: int) -> Stage:
     if enough <= blocks:
         # One machine that trains alone cannot share the model out among stages.
         hints.append(f"run.stages={enough}" if rounds else f"shoal run with run.stages={enough} on several machines")
-    fitting = int(max(free // (value_bytes + copies), (free - config.run.round_bytes) // value_bytes))
+    fitting = int(max(free // (value_bytes + copies), (free - config.run.averaging_memory_bytes) // value_bytes))
     raise ValueError(
         f"{where} takes {size(needed)} of host memory ({value_bytes:.4g} bytes for each of {values:,} parameters"
         + (f", {size(round_bytes)} for averaging" if round_bytes else "")

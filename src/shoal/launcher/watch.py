@@ -67,8 +67,8 @@ class RunMonitor:
                 self.standing[label] = line
                 self.carried[line.peer] = line
             case Notice():
-                if line.kind == "checkpoint" and (saved := _SAVED.fullmatch(line.text)):
-                    self.saved, self.checkpoint = max(self.saved, int(saved[1])), escaped(saved[2])
+                if line.kind == "checkpoint" and (match := _SAVED.fullmatch(line.text)):
+                    self.saved, self.checkpoint = max(self.saved, int(match[1])), escaped(match[2])
                     self._unable = ""
                 elif line.kind == "unsaved":
                     self._unable = line.text
@@ -102,7 +102,7 @@ class RunMonitor:
                 text = text.replace(peer, known)
         return _NAME.sub(r"\1", text)
 
-    def gone(self, label: str) -> None:
+    def remove(self, label: str) -> None:
         self.standing.pop(label, None)
 
     @property
@@ -128,13 +128,13 @@ class RunMonitor:
     def seats(self) -> list[tuple[str, int, str]]:
         """The members of the newest view: label ('' of another machine's peer), stage, and the name of its seat in the run's
         plan, or else its label, or else the beginning of its peer's name."""
-        view, names = self.books.view, list(self.config.run.seats)
-        found = []
+        view, names = self.books.view, list(self.config.run.placement)
+        seats = []
         for member in view.members if view is not None else ():
             label = self.labels.get(member.peer, "")
             name = names[member.seat] if 0 <= member.seat < len(names) else label or member.peer[:8]
-            found.append((label, member.stage, name))
-        return found
+            seats.append((label, member.stage, name))
+        return seats
 
     def voters(self) -> list[str]:
         """Labels of those whose majority decides."""
@@ -240,7 +240,7 @@ class RunMonitor:
             counted_twice=totals.counted_twice,
             undone=totals.undone,
             recovered=totals.recovered,
-            taken_over=totals.taken_over,
+            adopted_steps=totals.adopted_steps,
             first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,
@@ -255,7 +255,7 @@ class RunMonitor:
                 for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
             },
             staleness=self.config.train.staleness,
-            ahead=len(self.books.ahead),
+            overlapped_steps=len(self.books.overlapped),
             reason="; ".join(reasons),
             early=early,
             saved=self.saved,

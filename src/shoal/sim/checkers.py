@@ -313,10 +313,10 @@ def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tupl
         indices = sorted(one[1] for one in chunk)
         if indices != list(range(microbatches)):
             return f"chunk {number} holds indices {indices}", own
-        made = {(one[0], one[2], one[3], one[4]) for one in chunk}
-        if len(made) != 1:
-            return f"chunk {number} was made with different parameters: {sorted(made)}", own
-        of, under, own, _ = made.pop()
+        origins = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        if len(origins) != 1:
+            return f"chunk {number} was made with different parameters: {sorted(origins)}", own
+        of, under, own, _ = origins.pop()
         if of != step:
             return f"chunk {number} is of step {of}", own
         if under != below:

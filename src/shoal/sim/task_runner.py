@@ -400,9 +400,8 @@ class TaskRunner:
         if storage.full:
             raise ValueError("no space left on the storage")
         records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
-        if [(record["step"], record["stage"]) for record in records] != [
-            (task.step, stage) for stage in range(self.world.stages)
-        ]:
+        stages = [(record["step"], record["stage"]) for record in records]
+        if stages != [(task.step, stage) for stage in range(self.world.stages)]:
             self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
             raise ValueError("records are not one of each stage")
         storage.damaged.discard(task.step)

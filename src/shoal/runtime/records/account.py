@@ -37,7 +37,7 @@ class Base(msgspec.Struct, frozen=True):
 
     account: Account = Account()
     recovered: int = 0
-    taken_over: int = 0  # first steps, committed by another run: in the checkpoint, without commits here
+    adopted_steps: int = 0  # first steps, committed by another run: in the checkpoint, without commits here
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Totals(msgspec.Struct, frozen=True):
     counted_twice: int
     undone: int  # committed, then lost by going back to a checkpoint or a restart; issued and committed again
     recovered: int  # times the run went back to a checkpoint
-    taken_over: int  # first steps, committed by another run whose checkpoint this one adopted
+    adopted_steps: int  # first steps, committed by another run whose checkpoint this one adopted
     balanced: bool
     reason: str  # what does not balance; '': nothing
 
@@ -73,7 +73,7 @@ class CommitHistory:
         self.base = base if base is not None else base_of(before)
         self.view: View | None = None  # the newest
         self.conflicts: set[int] = set()  # steps with two different commits
-        self.ahead: set[int] = set()  # steps averaged while the next one was computed
+        self.overlapped: set[int] = set()  # steps averaged while the next one was computed
         self.changes = 0  # increased with every change of `steps`
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
@@ -86,7 +86,7 @@ class CommitHistory:
         """Add an agreed view. Returns its commit when it is new and valid."""
         self._go_back(view)
         if view.ahead and not self._void(view.epoch, view.step):
-            self.ahead.add(view.step)
+            self.overlapped.add(view.step)
         if self.view is None or view.number > self.view.number:
             self.view = view
         if view.last is None or view.last.step < self.first_step or self._void(view.epoch, view.last.step):
@@ -120,7 +120,7 @@ class CommitHistory:
         if begins >= self._first_step_of_epoch.get(view.epoch, begins + 1):
             return
         self._first_step_of_epoch[view.epoch] = begins
-        self.ahead = {step for step in self.ahead if step < begins}
+        self.overlapped = {step for step in self.overlapped if step < begins}
         for number in [n for n, step in self._steps.items() if self._void(step.epoch, n)]:
             del self._steps[number]
             self.changes += 1
@@ -163,7 +163,7 @@ class CommitHistory:
         reasons: list[str] = []
         for number in range(steps):
             step = self._steps.get(number)
-            if step is None and number < self.base.taken_over:
+            if step is None and number < self.base.adopted_steps:
                 committed += self.microbatches
                 continue
             if step is None:
@@ -191,7 +191,7 @@ class CommitHistory:
             counted_twice=twice,
             undone=account.undone,
             recovered=self.recovered,
-            taken_over=self.base.taken_over,
+            adopted_steps=self.base.adopted_steps,
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
         )
@@ -228,7 +228,7 @@ def restarted(standing: tuple[CommittedStep, ...], first_step: int, microbatches
     account = msgspec.structs.replace(base.account, undone=base.account.undone + void)
     fields = account.__struct_fields__
     larger = {field: max(getattr(account, field), getattr(before.account, field)) for field in fields}
-    return Base(Account(**larger), max(base.recovered, before.recovered), min(before.taken_over, first_step))
+    return Base(Account(**larger), max(base.recovered, before.recovered), min(before.adopted_steps, first_step))
 
 
 def surviving(steps: Iterable[CommittedStep]) -> tuple[CommittedStep, ...]:

@@ -113,7 +113,7 @@ class TaskRunner:
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
         self._lanes = {name: Lane(name, lambda: base.limit_threads(config)) for name in names}
-        self._blobs = Blobs(config.network.spill_bytes, config.run.directory, self._lanes["write"].put)
+        self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
