@@ -60,6 +60,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         lost=run.lost,
         lost_wait_s=run.lost_wait_s,
         staleness=config.train.staleness,
+        nonfinite=config.train.on_nonfinite,
         keep_bytes=config.network.keep_bytes,
         stage_seconds=run.stage_seconds,
         piece_values=min(run.round_bytes // ROUND_COPIES, config.network.blob_bytes) // 4,
