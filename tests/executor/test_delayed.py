@@ -240,3 +240,28 @@ def test_what_is_void_is_void_in_both_sums(kind: str) -> None:
     for step in (0, 1):
         stage_executor.at(step)
         assert not stage_executor.contribution().any()
+
+
+def test_a_skipped_step_changes_no_parameter_and_the_next_one_computes_with_the_newest(kind: str) -> None:
+    one, config = late(kind)
+    plain = executor.create(config, 0)
+    add(one, 0, 1)
+    reduced = one.contribution()
+    one.apply(reduced, 0.5, 0)
+    plain.apply(reduced, 0.5, 0)
+    newest = one.digest()
+    one.at(1)
+    add(one, 2)
+    one.skip(1)
+    assert one.digest() == newest and not one.contribution().any()
+    assert loss(one, 2) == add(plain, 0)[0]
+
+
+def test_a_step_after_a_skipped_one_is_applied_as_ever(kind: str) -> None:
+    one, _ = late(kind)
+    one.skip(0)
+    one.at(1)
+    add(one, 0)
+    reduced, before = one.contribution(), one.digest()
+    one.apply(reduced, 0.5, 1)
+    assert one.digest() != before

@@ -62,6 +62,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         lost_wait_s=run.lost_stage_wait_s,
         staleness=config.train.staleness,
         keep_bytes=config.network.activation_store_bytes,
+        nonfinite=config.train.on_nonfinite,
         stage_seconds=run.stage_seconds,
         piece_values=min(run.averaging_memory_bytes // ROUND_COPIES, config.network.max_tensor_bytes) // 4,
         home=run.stages == 1 and not run.routes,

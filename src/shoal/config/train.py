@@ -91,6 +91,12 @@ class Train(Section, frozen=True):
     outer_momentum: Annotated[
         float, Meta(ge=0, le=1, description="The outer Nesterov step after local steps has this momentum.")
     ] = 0.9
+    on_nonfinite: Annotated[
+        Literal["skip", "stop"],
+        Meta(
+            description="A step whose loss or gradient is not finite at every replica changes nothing, up to 5 in a row, or ends the run."
+        ),
+    ] = "skip"
     staleness: Annotated[
         int,
         Meta(

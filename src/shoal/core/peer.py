@@ -48,6 +48,7 @@ from shoal.core.messages import (
     Lead,
     Leave,
     LoadFailed,
+    NonFinite,
     Note,
     Offer,
     Override,
@@ -92,7 +93,20 @@ if TYPE_CHECKING:
 
 CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
 TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
-TO_LEADER = (Heartbeat, Join, Leave, Complaint, Reduced, RoundFailed, RoundWaits, Booker, LoadFailed, Saved, Published)
+TO_LEADER = (
+    Heartbeat,
+    Join,
+    Leave,
+    Complaint,
+    Reduced,
+    RoundFailed,
+    RoundWaits,
+    Booker,
+    LoadFailed,
+    NonFinite,
+    Saved,
+    Published,
+)
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
 FROM_LEADER = (Round, SaveRequest, PublishRequest)
 SERVER = (

@@ -39,6 +39,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
     )
     recovered: int = 0  # times the run went back to a checkpoint because a stage had lost every replica
+    skipped: int = 0  # of those committed, the ones of steps that changed nothing
     adopted_steps: int = 0  # first steps, committed by another run whose checkpoint this one adopted
     first_step: int = 0  # where this session began
     killed: int  # peers ended by --kill-every
@@ -79,6 +80,7 @@ def text(summary: Summary) -> str:
         ("lost", f"{summary.lost:,}"),
         ("counted twice", f"{summary.counted_twice:,}"),
         *_adopted(summary),
+        *_skipped(summary),
         *_undone(summary),
         *_overlap(summary),
         *_peers(summary),
@@ -99,6 +101,14 @@ def text(summary: Summary) -> str:
     if summary.unsaved:
         lines.append(f"{summary.unsaved}. What was trained since is lost.")
     return escaped_lines("\n".join(lines))
+
+
+def _skipped(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.skipped:
+        return []
+    return [
+        ("skipped", f"{summary.skipped:,} of these, in steps that changed nothing: a loss or gradient was not finite")
+    ]
 
 
 def _peers(summary: Summary) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.config import Config, microbatches
 from shoal.core.messages import Peer, View
+from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.escaping import escaped, escaped_lines
@@ -86,6 +87,8 @@ class RunMonitor:
             self._unable = "" if view.saved > self.saved else self._unable
             back = view.epoch != epoch
             self.saved = view.saved if back else max(self.saved, view.saved)
+        if step is not None and not step.commit.skipped and (spike := plot.spike(self.losses())):
+            self.tell("spike", f"step {step.commit.step}: {spike}", now)
         if step is not None and self.first_step_s is None:
             self.first_step_s = now - self.started_s
         return step
@@ -168,7 +171,10 @@ class RunMonitor:
 
     def losses(self) -> tuple[float, ...]:
         if self._losses[0] != self.books.changes:
-            self._losses = self.books.changes, tuple(step.commit.loss for step in self.books.steps)
+            self._losses = (
+                self.books.changes,
+                tuple(step.commit.loss for step in self.books.steps if not step.commit.skipped),
+            )
         return self._losses[1]
 
     def tokens_per_s(self, recent: int | None = None) -> float:
@@ -239,6 +245,7 @@ class RunMonitor:
             lost=totals.lost,
             counted_twice=totals.counted_twice,
             undone=totals.undone,
+            skipped=totals.skipped,
             recovered=totals.recovered,
             adopted_steps=totals.adopted_steps,
             first_step=self.resumed.first_step,

@@ -51,6 +51,7 @@ class Totals(msgspec.Struct, frozen=True):
     counted_twice: int
     undone: int  # committed, then lost by going back to a checkpoint or a restart; issued and committed again
     recovered: int  # times the run went back to a checkpoint
+    skipped: int  # of those committed, the ones of steps that changed nothing
     adopted_steps: int  # first steps, committed by another run whose checkpoint this one adopted
     balanced: bool
     reason: str  # what does not balance; '': nothing
@@ -153,6 +154,7 @@ class CommitHistory:
             killed=self.base.account.killed + account.killed,
             joined=self.base.account.joined + account.joined,
             undone=self.base.account.undone + account.undone,
+            skipped=self.base.account.skipped + account.skipped,
         )
 
     def totals(self) -> Totals:
@@ -190,6 +192,7 @@ class CommitHistory:
             lost=lost,
             counted_twice=twice,
             undone=account.undone,
+            skipped=account.skipped,
             recovered=self.recovered,
             adopted_steps=self.base.adopted_steps,
             balanced=not reasons and twice == 0,
@@ -200,6 +203,8 @@ class CommitHistory:
         """Numbers of microbatches booked once at every stage, missing at a stage, booked twice at a stage; for the stages and
         microbatches of the session that committed the step."""
         commit, count = step.commit, step.microbatches or self.microbatches
+        if commit.skipped:
+            return count, 0, 0
         earlier = commit.step < self.first_step
         stages = step.stages or (len(commit.groups) if earlier else self.stages)
         missing: set[int] = set()

@@ -190,7 +190,9 @@ class TaskRunner:
             return
         except (ValueError, OSError) as error:
             older = error.older if isinstance(error, checkpoint.Unloadable) else None
-            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__, older=older)
+            nonfinite = isinstance(error, base.NotFinite)
+            reason = str(error)[:REASON_LENGTH] or type(error).__name__
+            answer = Failed(task.id, reason, nonfinite=nonfinite, older=older)
         except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
             log.exception("%s failed", task)
             reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
@@ -318,6 +320,8 @@ class TaskRunner:
     def _apply(self, task: Apply) -> Result:
         seat = self._seated()
         executor = self._at(seat.stage, task.step)
+        if task.skip:
+            return self._skip(task, seat, executor)
         reduced = self._sums.commit(task.step, task.round)
         if isinstance(executor, Delayed):
             executor.begin(task.step)
@@ -326,6 +330,14 @@ class TaskRunner:
             raise Later("average", lambda: self._apply_beside(task, executor, reduced))
         executor.apply(reduced, task.norm, task.step)
         executor.zero(task.step + 1)
+        seat.step = task.step + 1
+        return self._applied(task, seat)
+
+    def _skip(self, task: Apply, seat: Seat, executor: Executor) -> Result:
+        if isinstance(executor, Delayed):
+            executor.skip(task.step)
+        else:
+            executor.zero(task.step + 1)
         seat.step = task.step + 1
         return self._applied(task, seat)
 
