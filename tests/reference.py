@@ -2,7 +2,8 @@
 
 It shares with a run what defines it (first weights, samples, schedule) and takes from it one thing that only the run knows: in
 which order gradients were added, which the ledger records in every commit. No stage, executor, round or hop is in here: the
-whole Hugging Face model, torch.optim.AdamW and a loop. `follow` adds as the ledger says and must end with the run's bits; with
+whole Hugging Face model, AdamW and a loop, each operation
+rounded by itself as in a run. `follow` adds as the ledger says and must end with the run's bits; with
 `shuffled` orders it must end within rounding. For tests/e2e and benchmarks/identity.py; fp32 on the CPU.
 """
 
@@ -16,6 +17,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -46,6 +48,38 @@ class Trained(msgspec.Struct, frozen=True):
     digests: tuple[str, ...]
 
 
+class SeparateAdamW(torch.optim.AdamW):
+    """Its formula as torch's documentation has it, in fp32 operations that each round once."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for value in group["params"]:
+                state = self.state[value]
+                count = state["step"] = state.get("step", 0) + 1
+                mean = state.setdefault("exp_avg", torch.zeros_like(value))
+                square = state.setdefault("exp_avg_sq", torch.zeros_like(value))
+                mean.copy_(mean * beta1 + value.grad * (1 - beta1))
+                square.copy_(square * beta2 + value.grad * value.grad * (1 - beta2))
+                root = torch.from_numpy(np.sqrt(square.numpy()))  # torch's may be MKL's, which is not rounded correctly
+                divisor = root * (1 / math.sqrt(1 - beta2**count)) + group["eps"]
+                value.copy_(value * (1 - lr * group["weight_decay"]) - mean * (lr / (1 - beta1**count)) / divisor)
+
+
+class SeparateSGD(torch.optim.SGD):
+    """With Nesterov momentum, likewise."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            keep, lr = group["momentum"], group["lr"]
+            for value in group["params"]:
+                momentum = self.state[value].setdefault("momentum_buffer", torch.zeros_like(value))
+                momentum.copy_(momentum * keep + value.grad)
+                value.copy_(value - (momentum * keep + value.grad) * lr)
+
+
 class OneProcess:
     """The whole model and its optimizer."""
 
@@ -65,11 +99,10 @@ class OneProcess:
         )
         matrices = [value for value in self.parameters.values() if value.dim() >= 2]
         vectors = [value for value in self.parameters.values() if value.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = SeparateAdamW(
             [{"params": matrices, "weight_decay": config.train.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             betas=config.train.betas,
             eps=config.train.epsilon,
-            fused=True,
         )
         self.step = 0
         self.stale: Tensors | None = None  # parameters of the version before: with delayed updates they compute
@@ -155,7 +188,7 @@ class ApartAndBack(OneProcess):
         self.parts = local_batch(config) // config.train.microbatch
         values = [value for names in self.names for value in (self.parameters[name] for name in names)]
         self.outer = [value.detach().clone().requires_grad_() for value in values]
-        self.sgd = torch.optim.SGD(
+        self.sgd = SeparateSGD(
             self.outer, lr=config.train.outer_learning_rate, momentum=config.train.outer_momentum, nesterov=True
         )
 
@@ -182,7 +215,7 @@ class ApartAndBack(OneProcess):
         train, run, apart = self.config.train, self.config.run, self.config.train.local_steps
         optimizer = type(self.optimizer)(self.optimizer.param_groups)
         for group in optimizer.param_groups:
-            group.update(betas=train.betas, eps=train.epsilon, fused=True)
+            group.update(betas=train.betas, eps=train.epsilon)
         for number, first in enumerate(range(0, len(share), self.parts)):
             values = []
             for index in share[first : first + self.parts]:
@@ -243,7 +276,15 @@ def added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _squares(flat: Tensor) -> float:
-    return math.fsum(float(piece.double().square().sum()) for piece in flat.split(NORM_VALUES))
+    """Halves of each piece are added to each other."""
+    sums = []
+    for piece in flat.split(NORM_VALUES):
+        values = piece.double().numpy() ** 2
+        while len(values) > 1:
+            half, rest = len(values) // 2, len(values) % 2
+            values = np.append(values[:half] + values[half + rest :], values[half : half + rest])
+        sums.append(float(values.sum()))
+    return math.fsum(sums)
 
 
 # ------------------------------------------------------------------------------------------------------------ orders

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,6 @@ from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.state import Copy, join
-
-# Found and not imported: that takes two seconds, which only those that compare with it pay
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 SMALL = {"float32": 700_000, "bfloat16": 500_000}  # too little for the whole model, so that its units take turns
 BATCH = [torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -119,7 +115,7 @@ def test_delayed_updates_keep_their_moments() -> None:
     assert "exp_avg_scale/model.layers.0.mlp.up_proj.weight" in one.state()
 
 
-def test_host_memory_is_counted_and_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_counted_and_what_cannot_be_is_refused() -> None:
     def least(moments: str, **device: Any) -> int:
         """Host bytes that just suffice."""
         low, high = 1, 10_000_000
@@ -138,7 +134,3 @@ def test_host_memory_is_counted_and_what_cannot_be_is_refused(monkeypatch: pytes
         assert least("float32", **device) - least("8bit", **device) == held["float32"] - held["8bit"]
     with pytest.raises(ValueError, match=r"run\.lost_stage = 'neighbours' blends moments.*run\.lost_stage=checkpoint"):
         configuration.load(None, ["train.moments=8bit", "run.lost_stage=neighbours"])
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else there(name))
-    with pytest.raises(ValueError, match="needs torchao"):
-        executor.check(a_config())

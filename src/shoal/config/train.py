@@ -40,9 +40,7 @@ class Train(Section, frozen=True):
     epsilon: Annotated[float, Meta(gt=0, le=1, description="AdamW adds this number to its denominator.")] = 1e-8
     moments: Annotated[
         Literal["float32", "8bit"],
-        Meta(
-            description="AdamW's moments are kept, saved and sent in this format; 8bit takes a byte per value and torchao."
-        ),
+        Meta(description="AdamW's moments are kept, saved and sent in this format; 8bit takes a byte per value."),
     ] = "float32"
     weight_decay: Annotated[
         float,

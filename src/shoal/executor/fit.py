@@ -14,7 +14,7 @@ from shoal.config import ROUND_COPIES, Config
 from shoal.executor.swap.groups import Runner
 from shoal.model import stages
 from shoal.model.cut import Stage, cut
-from shoal.numerics.eightbit import nbytes, require
+from shoal.numerics.eightbit import nbytes
 from shoal.units import size
 
 ROUND_BYTES = 8  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient, and its clipped copy
@@ -92,8 +92,6 @@ def _where(config: Config, stage: int) -> str:
 
 def check_host(config: Config, stage: int) -> Stage:
     """That stage on the meta device. ValueError: it does not fit the host memory that is free now."""
-    if config.train.moments == "8bit":
-        require()
     stage_shape = stages.hollow(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
     rounds = config.run.peers > 1
