@@ -14,12 +14,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shoal.executor.swap import link
@@ -43,11 +44,13 @@ class Accesses:
 
 class Detector:
     """`without`: a place in the source (how one of `sites` begins) whose wait or settle is skipped. `fails_at`: the device has no
-    memory for that operator, counted from the first."""
+    memory for that operator, counted from the first. `slow`: copies of `loads` and `stores` are made when they are waited for."""
 
-    def __init__(self, without: str = "", fails_at: int = 0) -> None:
+    def __init__(self, without: str = "", fails_at: int = 0, slow: bool = False) -> None:
         self.without = without
         self.fails_at = fails_at
+        self.slow = slow
+        self._pending: list[tuple[str, int, Callable[[], object]]] = []  # stream, its clock, and the copy
         self.operators = 0  # that touched the device
         self.sites: Counter[str] = Counter()
         self.races: list[str] = []
@@ -66,6 +69,11 @@ class Detector:
 
     def know(self, agent: str, clock: Clock) -> None:
         """Later work of that thread or stream comes after all that `clock` lists."""
+        due = [each for each in self._pending if each[1] <= clock.get(each[0], 0)]
+        self._pending = [each for each in self._pending if each not in due]
+        with _disable_current_modes():
+            for _, _, copy in due:
+                copy()
         with self._lock:
             known = self._clocks.setdefault(agent, {})
             for other, count in clock.items():
@@ -132,6 +140,13 @@ class Detector:
             for key in sorted(read | created):
                 self._access(key, agent, clock, key in written | created, str(operator))
 
+    def postpones(self, copy: Callable[[], object]) -> bool:
+        """Whether a copy that was just recorded is made later."""
+        stream, _ = self._state()
+        if self.slow and stream is not None:
+            self._pending.append((stream, self._clocks[stream][stream], copy))
+        return self.slow and stream is not None
+
     def _access(self, key: int, agent: str, clock: Clock, writes: bool, operator: str) -> None:
         memory = self._memory[key]
         if memory.write is not None and clock.get(memory.write[0], 0) < memory.write[1]:
@@ -159,12 +174,15 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        copies = func is torch.ops.aten.copy_.default
+        result = args[0] if copies else func(*args, **(kwargs or {}))
         if not func.is_view:
             mutated = [*zip(func._schema.arguments, args, strict=False)]
             mutated += [(each, kwargs[each.name]) for each in func._schema.arguments if kwargs and each.name in kwargs]
             written = [value for each, value in mutated if each.alias_info is not None and each.alias_info.is_write]
             self._detector.ran(func, tensors((args, kwargs)), tensors(result), tensors(written))
+        if copies and not self._detector.postpones(partial(func, *args, **(kwargs or {}))):
+            func(*args, **(kwargs or {}))
         return result
 
 

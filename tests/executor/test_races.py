@@ -80,6 +80,17 @@ def test_no_access_races_with_a_copy_and_the_host_waits_for_the_device_once_a_pa
     assert (settled, detector.scalars) == ([6], 0)  # one for each forward and each backward pass
 
 
+@pytest.mark.parametrize("limit", [68_000, LIMIT])
+def test_copies_that_take_as_long_as_they_may_give_the_same_bits(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = executor.create(a_config(limit), 0)
+    steps(plain)
+    detector = Detector(slow=True)
+    one = watched(monkeypatch, detector, a_config(limit))
+    with Watch(detector):
+        steps(one)
+    assert one.digest() == plain.digest() and detector.races == []
+
+
 def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving out any of them is seen as a race: so the detector sees each kind, and none is superfluous."""
     whole = Detector()
