@@ -166,7 +166,7 @@ def test_what_the_codes_of_a_gradients_pieces_leave_out_is_fed_back_in_its_place
     assert torch.allclose(second + again, whole - first + left_of_sum, atol=1e-6)
 
 
-@pytest.mark.parametrize("lives", [True, False], ids=["too little memory", "device lost"])
+@pytest.mark.parametrize("lives", [True, False], ids=["one operator", "device lost"])
 def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
     a_runner: Maker, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,10 @@ def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
         patched.setattr(base, "alive", lambda config: lives)
         answer = outcome(held, m.RunBackward("b", 0, 0, 0, "tokens", "", ""))
     assert isinstance(answer, m.Failed)
-    assert (answer.lost, answer.reason) == (not lives, "RuntimeError: CUDA error")
+    assert (answer.lost, answer.reason) == (
+        not lives,
+        "the device is lost: " * (not lives) + "RuntimeError: CUDA error",
+    )
     assert base.alive(ONE)
     assert done(held, m.RunBackward("again", 0, 0, 0, "tokens", "", "")).loss is not None
 
@@ -321,12 +324,12 @@ def test_a_task_that_breaks_is_answered_and_the_next_one_runs(
 ) -> None:
     def make(config: Config, stage: int) -> Executor:
         if stage == 1:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("broken")
         return create(config, stage)
 
     held = a_runner(TINY, None, make=make)
     with caplog.at_level(logging.CRITICAL):
-        assert failed(held, m.Init("i", 1, 0)) == "RuntimeError: out of memory"
+        assert failed(held, m.Init("i", 1, 0)) == "RuntimeError: broken"
     assert done(held, m.Init("i", 0, 0)).length == create(TINY, 0).length
 
 

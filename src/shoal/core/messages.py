@@ -925,7 +925,7 @@ class Done(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
-    """A task was not done. `lost`: nor will any other be, since the device it needs is gone."""
+    """A task was not done. `lost`: nor will it ever be, since the device is gone or has too little memory: the peer ends."""
 
     id: str
     reason: Text

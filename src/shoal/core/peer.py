@@ -229,10 +229,8 @@ class PeerMachine:
                 return self._received(event, now)
             case Done():
                 return self._owner(event.id).on_done(event, now)
-            case Failed(
-                lost=True
-            ):  # what this peer holds of the step is void, as if it were killed: others recompute it
-                return self._finish(False, f"the device is lost: {event.reason}")
+            case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
+                return self._finish(False, event.reason)
             case Failed():
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():

@@ -49,6 +49,27 @@ def check_stage(config: Config, stage: int) -> None:
         )
 
 
+def advice(config: Config, stage: int) -> str:
+    """What that stage takes at least, and what takes less: for a peer that ran out of memory."""
+    if config.device.executor == "emulated":
+        return "an emulated stage takes little: this machine has no memory left"
+    device, train = config.device, config.train
+    stage_shape = stages.hollow(config, stage)
+    moments = _moments(stage_shape, train.moments)
+    if device.executor == "resident":
+        needed, what = _values(stage_shape) * resident_bytes(config) + moments, "device memory before any activation"
+    else:
+        needed, what = _values(stage_shape) * host_bytes(config) + moments, "host memory"
+    hints = {
+        "device.executor=swapping": device.executor == "resident" and device.kind != "mps",
+        "device.sequences=1": train.microbatch > 1 and device.sequences != 1,
+        "train.moments=8bit": train.moments != "8bit",
+        f"run.stages={config.run.stages + 1}": config.run.stages < sum(map(len, _blocks(config))),
+    }
+    tries = [hint for hint, helps in hints.items() if helps] or ["a machine with more memory"]
+    return f"{_where(config, stage)} takes {size(needed)} of {what}; try {' or '.join(tries)}"
+
+
 def _blocks(config: Config) -> tuple[range, ...]:
     from shoal.model.families import hf_config
 
