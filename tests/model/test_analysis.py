@@ -27,6 +27,16 @@ def test_a_plain_decoder_counts_what_its_formula_says() -> None:
     assert 0.5 < kept / guessed < 2
 
 
+def test_of_a_large_vocabulary_a_slice_of_the_logits_counts_and_all_of_their_flops() -> None:
+    """All logits of 2,048 tokens take 3.2 GB."""
+    sizes = ["model.vocab_size=131072", "data.sequence=1024"]
+    tree = config.load(None, [*SMALL, *WORK, *sizes])
+    counted, formula = (each.parts[-1] for each in (analysis.count(tree), profile(shape(tree), work(tree))))
+    assert counted.flops == formula.flops == 2.0 * 2048 * 131072 * 32
+    assert formula.activation_bytes == 12 * 2**24
+    assert counted.activation_bytes + counted.working_bytes < 2 * formula.activation_bytes
+
+
 def test_parameters_are_those_of_the_stages_that_a_run_builds() -> None:
     tree = config.load(None, [*SMALL, *WORK, "run.stages=2"])
     counted = analysis.count(tree)

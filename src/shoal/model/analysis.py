@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import Config
 from shoal.model.families import hf_config
-from shoal.model.stages import Parts, on_meta
+from shoal.model.stages import HuggingFaceStage, Parts, on_meta
 from shoal.planner.inputs.profile import COUNTED, Part, Profile
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -90,19 +90,15 @@ def _count_part(
     try:
         with _quiet(), fake, torch.device("meta"):
             x = torch.zeros(shape, dtype=torch.int64)
-            targets = torch.zeros_like(x).flatten()
+            tokens = torch.zeros((shape[0], shape[1] + 1), dtype=torch.int64)
             if not first:
                 x = torch.zeros((*shape, model.config.hidden_size), dtype=model.dtype).requires_grad_()
-            arguments: dict[str, Tensor | bool] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+            stage = HuggingFaceStage(model, first=first, last=last)
             own_storages = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
             flops, memory = FlopCounterMode(display=False), _MemoryMode()
             with flops, memory:
                 with _saved_by_autograd(own_storages) as saved:
-                    if last:
-                        logits = model(**arguments).logits
-                        y = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
-                    else:
-                        y = model.base_model(**arguments).last_hidden_state
+                    y = stage.loss(x, tokens) if last else stage.forward(x)
                 forward = flops.get_total_flops()
                 if y.requires_grad:
                     y.backward(torch.empty_like(y))

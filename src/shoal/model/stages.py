@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Config
-from shoal.model import boundary
+from shoal.model import boundary, vocabulary
 from shoal.model.cut import cut, next_token_loss, targets
 from shoal.model.families import cuts, hf_config, model_class
 from shoal.model.weights import materialise
@@ -79,19 +79,26 @@ class HuggingFaceStage:
         return self.model.named_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._widen is not None:
-            x = self._widen(x)
-        keywords = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         if self.last:
-            logits: Tensor = self.model(**keywords).logits
+            logits: Tensor = self.model(**self._keywords(x)).logits
             return logits
-        y: Tensor = self.model.base_model(**keywords).last_hidden_state
-        if self._narrow is not None:
-            y = self._narrow(y)
-        return y
+        y = self._hidden(x)
+        return y if self._narrow is None else self._narrow(y)
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return next_token_loss(self.forward(x), targets(tokens))
+        head = vocabulary.sliced_head(self.model, targets(tokens).numel())
+        if head is None:
+            return next_token_loss(self.forward(x), targets(tokens))
+        return vocabulary.loss(self.model, head, self._hidden(x), targets(tokens))
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model.base_model(**self._keywords(x)).last_hidden_state
+        return y
+
+    def _keywords(self, x: Tensor) -> dict[str, Any]:
+        if self._widen is not None:
+            x = self._widen(x)
+        return {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
 
 
 def preload(config: Config) -> None:
