@@ -52,6 +52,17 @@ def test_more_tokens_are_more_flops_and_bytes_and_attention_grows_with_their_squ
     assert two.parts[1].activation_bytes == pytest.approx(2 * one.parts[1].activation_bytes, rel=0.1)
 
 
+def test_a_family_without_fused_attention_keeps_its_scores_and_is_named() -> None:
+    """Gemma 2 caps the scores, which no fused kernel of transformers does: of the same sizes, Gemma keeps less."""
+    gemma, gemma2 = (
+        analysis.count(config.load(None, [*SMALL, *WORK, "data.sequence=256", f"model.family={family}"]))
+        for family in ("gemma", "gemma2")
+    )
+    scores_bytes = 4 * 2 * 4 * 256 * 256  # one fp32 copy: of 2 sequences, 4 heads
+    assert gemma2.parts[1].activation_bytes > gemma.parts[1].activation_bytes + 2 * scores_bytes
+    assert "gemma2 attends without a fused kernel" in gemma2.basis and "fused" not in gemma.basis
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "gpt_neox", "phi3", "olmo2"]
