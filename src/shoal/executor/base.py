@@ -123,6 +123,12 @@ def alive(config: Config) -> bool:
         return False
 
 
+def limit_threads(config: Config) -> None:
+    """For the thread that calls: `device.threads`, where that is set."""
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+
+
 def digest_of(tensors: Iterable[Tensor]) -> str:
     hasher = hashlib.sha256()
     for tensor in tensors:
