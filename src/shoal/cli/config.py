@@ -19,7 +19,7 @@ def main(args: argparse.Namespace) -> int:
 
 def configured(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Declare CONFIG and settings, for every command that takes them; `load` reads them."""
-    file = "a TOML file" if required else "a TOML file; defaults without"
+    file = "a TOML file" if required else "a TOML file (default: all default values), and settings that replace its own"
     parser.add_argument("words", nargs="+" if required else "*", metavar="CONFIG | section.field=value", help=file)
 
 

@@ -44,7 +44,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG | a.b=c", help="a TOML file, and settings that replace its own"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest whole checkpoint; begin at step 0 only where none was ever saved",
+    )
     parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
@@ -137,19 +141,19 @@ class LocalTraining:
         return self._conclude(early)
 
     def _step(self, terminal: Terminal, file: IO[bytes]) -> None:
-        def told(done: int, count: int) -> None:
+        def show_progress(done: int, count: int) -> None:
             now = time.monotonic()
             if now - self._shown_s >= SHOW_S:
                 self._shown_s = now
                 state = f"step {self.alone.done + 1}: {done} of {count} microbatches"
                 self._show(terminal, state)
 
-        view = self.alone.step(told)
+        view = self.alone.step(show_progress)
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
         file.write(msgspec.json.encode(step) + b"\n")
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
-            self.watch.books.ahead.add(step.commit.step)  # it is applied while the next one is computed
+            self.watch.books.overlapped.add(step.commit.step)  # it is applied while the next one is computed
         self._show(terminal)
         if self.alone.due():
             self._save(terminal)

@@ -30,6 +30,8 @@ _STYLES = {
     "unsaved": "bold red",
     "refused": "red",
     "stall": "yellow",
+    "skipped": "bold red",
+    "spike": "yellow",
     "network": "yellow",
     "recovered": "yellow",
     "joined": "green",

@@ -212,7 +212,7 @@ class Launcher:
     async def _start_all(self) -> None:
         """Start all processes; introduce the founder first, and the others when it listens."""
         children = [
-            await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
+            await self._starter.start(first=self.authority is not None and n == 0) for n in range(self.job.here)
         ]
         self._starter.introduce(children[0])
         try:
@@ -282,7 +282,7 @@ class Launcher:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
-        self.watch.gone(child.label)
+        self.watch.remove(child.label)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)

@@ -28,6 +28,7 @@ from shoal.core.messages import (
     Leave,
     LoadFailed,
     Member,
+    NonFinite,
     Note,
     Peer,
     Reduced,
@@ -37,6 +38,7 @@ from shoal.core.messages import (
     View,
     Wire,
 )
+from shoal.core.names import key_of
 from shoal.core.replica_state import NOBODY, Known, owner_of
 
 FAILURES = 8  # rounds of one step that a peer may give up
@@ -131,6 +133,9 @@ class Facts:
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.heartbeats: dict[Peer, Heartbeat] = {}
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
+        self.nonfinite: dict[
+            tuple[int, int, Index], dict[str, NonFinite]
+        ] = {}  # by step, stage and index: by key of the replica
         self.load_failed: dict[Peer, LoadFailed] = {}  # who cannot load the checkpoint that all went back to
         self.requests = Requests(settings)
         self.evidence = Evidence(name, settings)
@@ -254,6 +259,7 @@ class Facts:
         self.history.on_step(before, now)
         self.load_failed.clear()
         same = before is not None and before.epoch == view.epoch
+        self.nonfinite = {what: by for what, by in self.nonfinite.items() if same and what[0] >= view.step}
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
             self.saving.begin(view)
@@ -341,6 +347,8 @@ class Facts:
                 self._on_complaint(peer, message)
             case LoadFailed():
                 self._on_load_failed(peer, message)
+            case NonFinite():
+                self._on_nonfinite(peer, message)
             case Reduced() | RoundFailed() | RoundWaits():
                 return self._on_round(peer, message, now)
             case Booker():
@@ -353,7 +361,7 @@ class Facts:
     def _on_heartbeat(self, peer: Peer, heartbeat: Heartbeat, now: float) -> None:
         view = self.view
         assert view is not None
-        self.changed |= peer not in self.serving or not view.started or view.finished
+        self.changed |= peer not in self.serving or not view.started or view.finished or bool(self.nonfinite)
         self.heartbeats[peer] = heartbeat
         self.evidence.progress.on_heartbeat(peer, heartbeat, view, now)
         self._take_books(peer, heartbeat)
@@ -391,6 +399,15 @@ class Facts:
         assert view is not None
         if (message.epoch, message.step) == (view.epoch, view.step):
             self.load_failed[peer] = message
+
+    def _on_nonfinite(self, peer: Peer, message: NonFinite) -> None:
+        """Only of what is computed now, at the stage that it serves."""
+        view = self.view
+        assert view is not None
+        if (message.epoch, message.step) != (view.epoch, view.work) or message.index >= self.settings.microbatches:
+            return
+        if self.serving.get(peer) == message.stage:
+            self.nonfinite.setdefault((message.step, message.stage, message.index), {})[key_of(peer)] = message
 
     def _on_round(self, peer: Peer, message: Reduced | RoundFailed | RoundWaits, now: float) -> list[Command]:
         current = self.rounds.reporting(peer, message)

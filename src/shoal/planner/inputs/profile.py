@@ -18,6 +18,7 @@ MOMENTS_BYTES = {
     "float32": 8.0,
     "8bit": 2.0 + 8.0 / 256,
 }  # per parameter, of AdamW's two, by train.moments: codes with scales
+LOGITS = 1 << 24  # exist at a time (model/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
 FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward recomputes
 
 
@@ -143,7 +144,8 @@ def profile(shape: Shape, work: Work) -> Profile:
     table = float(shape.vocabulary) * d
     embedding = Part("embedding", table, 0.0, tokens * value * float(d))
     # Logits in the compute dtype, in fp32, and their gradient.
-    head = Part("head", table + d, 2.0 * tokens * table, tokens * shape.vocabulary * (value + 8.0))
+    logits = min(tokens * shape.vocabulary, LOGITS)
+    head = Part("head", table + d, 2.0 * tokens * table, logits * (value + 8.0))
     parts = (embedding, *(msgspec.structs.replace(block, name=f"block {i}") for i in range(shape.layers)), head)
     sequence_bytes = 8.0 * (work.tokens + 1)
     return Profile(parts, float(tokens * value * d), work.sequences * sequence_bytes, shape.tied)

@@ -49,7 +49,7 @@ class Kinds:
         self._gradient = BlobSpec("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
         self._averaging = _codec(network.averaging)
         self._tokens = BlobSpec("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
-        self._most = config.network.blob_bytes // 4  # values of a gradient whose stage is still being downloaded
+        self._most = config.network.max_tensor_bytes // 4  # values of a gradient whose stage is still being downloaded
         self._bytes = BlobSpec("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
 
     def fault(self, message: Message, blobs: tuple[Blob, ...], length: int) -> str:

@@ -54,6 +54,7 @@ from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
 from shoal.runtime.tasks.coding import Held
+from shoal.runtime.tasks.failures import DoesNotFit, Failures
 from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
 from shoal.runtime.tasks.lane import Lane
 from shoal.runtime.tasks.sums import Sums
@@ -62,7 +63,7 @@ from shoal.transport.base import Blob
 
 log = logging.getLogger(__name__)
 
-REASON_LENGTH = 1000  # of a failure, in letters; core's Text holds 2000
+BUILDING = (Init, Import, Blend)  # tasks that build a stage
 
 Answer = Callable[[Done | Failed], None]
 Make = Callable[[Config, int], Executor]
@@ -108,12 +109,13 @@ class TaskRunner:
         self._saved: Copy | None = None  # for RunSave
         self._exported: Copy | None = None  # for ReadChunk
         self._downloaded: dict[int, torch.Tensor] = {}
+        self._failures = Failures(config)
         self._stepped = threading.Event()  # no optimizer step goes on beside the hops
         self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
         self._lanes = {name: Lane(name, lambda: base.limit_threads(config)) for name in names}
-        self._blobs = Blobs(config.network.spill_bytes, config.run.directory, self._lanes["write"].put)
+        self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -183,24 +185,20 @@ class TaskRunner:
         answer: Done | Failed
         try:
             result = work()
-            answer = Done(task.id, result, spent_s + time.monotonic() - start)
+            answer = self._failures.on_done(Done(task.id, result, spent_s + time.monotonic() - start), task)
         except Later as later:
             again, spent_s = later.work, spent_s + time.monotonic() - start
             self._lanes[later.lane].put(lambda: self._carry_out(again, task, done, spent_s))
             return
-        except (ValueError, OSError) as error:
-            older = error.older if isinstance(error, checkpoint.Unloadable) else None
-            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__, older=older)
-        except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
-            log.exception("%s failed", task)
-            reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
-            answer = Failed(task.id, reason, lost=not base.alive(self._config))
+        except Exception as error:  # noqa: BLE001  # such as no memory: core waits for an answer, and a lane outlives its tasks
+            served = self._seat.stage if self._seat is not None else None
+            answer = self._failures.answer(task, task.stage if isinstance(task, BUILDING) else served, error)
         self._blobs.settle(task.makes)
         done(answer)
 
     def _run(self, task: Task, held: dict[str, Held]) -> Result:
         take = self._taker(held)
-        if isinstance(task, Apply | Reset | Init | Import | Blend | Export):
+        if isinstance(task, (*BUILDING, Apply, Reset, Export)):
             self._stepped.wait()  # they need the newest parameters, or change them
         match task:
             case Fetch() | RunForward() | RunBackward():
@@ -318,6 +316,8 @@ class TaskRunner:
     def _apply(self, task: Apply) -> Result:
         seat = self._seated()
         executor = self._at(seat.stage, task.step)
+        if task.skip:
+            return self._skip(task, seat, executor)
         reduced = self._sums.commit(task.step, task.round)
         if isinstance(executor, Delayed):
             executor.begin(task.step)
@@ -326,6 +326,14 @@ class TaskRunner:
             raise Later("average", lambda: self._apply_beside(task, executor, reduced))
         executor.apply(reduced, task.norm, task.step)
         executor.zero(task.step + 1)
+        seat.step = task.step + 1
+        return self._applied(task, seat)
+
+    def _skip(self, task: Apply, seat: Seat, executor: Executor) -> Result:
+        if isinstance(executor, Delayed):
+            executor.skip(task.step)
+        else:
+            executor.zero(task.step + 1)
         seat.step = task.step + 1
         return self._applied(task, seat)
 
@@ -354,7 +362,10 @@ class TaskRunner:
         self._seat = None  # two stages may not fit beside each other
         self._sums.void(seat=True)
         self._saved = self._exported = None
-        executor = self._make(self._config, task.stage)
+        try:
+            executor = self._make(self._config, task.stage)
+        except ValueError as error:
+            raise DoesNotFit(f"stage {task.stage} cannot be built here: {error}") from error
         if isinstance(task, Import):
             chunks, self._downloaded = self._downloaded, {}
             executor.load_state(_downloaded(chunks, range(task.chunks), task.stage, task.step))

@@ -1,6 +1,6 @@
 """Any network whose links are cut and slowed on purpose, as a file says: for `shoal chaos` on real processes.
 
-A run that allows it (network.faults) puts this before each peer's network; a run that does not never makes one. The file holds a
+A run that allows it (network.fault_injection) puts this before each peer's network; a run that does not never makes one. The file holds a
 list of `Fault`s, each until a moment of the machine's monotonic clock, so that links heal by themselves should whoever wrote it be
 killed. What is cut vanishes without a word, as packets do behind a firewall that drops them: connections stay, and nobody is told.
 A cut is obeyed at both ends, so it holds even where one end reads the file late; a slow link is a `LineQueue` (shaped.py) per peer,

@@ -87,9 +87,9 @@ class LineQueue(Generic[T]):
     ) -> None:
         """Its last byte is here `now`; its first was `since`, where that is known. `rank` is that of bulk."""
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
-        came = since if since is not None else now
+        began = since if since is not None else now
         lane = 1 + rank if bulk else 0
-        leaves_at = max(max(*self._free[: lane + 1], came) + seconds, now)
+        leaves_at = max(max(*self._free[: lane + 1], began) + seconds, now)
         self._free[lane] = leaves_at
         self._lanes[lane].append(_Passing(item, peer, nbytes, lane, seconds, leaves_at))
         self._delay(lane + 1, seconds, now)
