@@ -78,7 +78,13 @@ def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
     sequences, tokens = config.train.microbatch, config.data.sequence
     boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize * factor
     tied = bool(getattr(hf, "tie_word_embeddings", False))
-    return Profile(scaled, float(boundary), 8.0 * sequences * (tokens + 1), tied, COUNTED if fused else UNFUSED.format(hf.model_type))
+    return Profile(
+        scaled,
+        float(boundary),
+        8.0 * sequences * (tokens + 1),
+        tied,
+        COUNTED if fused else UNFUSED.format(hf.model_type),
+    )
 
 
 def _count_part(
