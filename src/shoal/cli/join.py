@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, reach, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
         print(
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
+    reach.refuse_unreachable(invite.addresses)
     checkpoints.refuse_others(config, invite.run)
     directory = config.run.directory
     with rundir.claimed(directory) as claim:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shoal import units
 from shoal.dashboard import plot
-from shoal.escaping import escaped
+from shoal.escaping import escaped, escaped_lines
 from shoal.traffic import KINDS, StoredBytes, Traffic
 
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
@@ -117,6 +117,10 @@ class Terminal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print lines that stay, whole, above the live screen."""
+        self._console.print(escaped_lines(text), markup=False, soft_wrap=True)
 
     def show(self, snapshot: Snapshot) -> None:
         if self._live is not None:

@@ -23,7 +23,7 @@ from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
-from shoal.launcher import rundir
+from shoal.launcher import reach, rundir
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
 from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
@@ -106,7 +106,7 @@ class Launcher:
     def _config_of(self, number: int) -> Config:
         """Of the local peer with that number, from 0."""
         if self.job.plan is None:
-            return self.config
+            return reach.private(self.config, self.job.here) if self.authority is not None else self.config
         return plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
 
     def _warn(self, text: str) -> None:
@@ -121,7 +121,14 @@ class Launcher:
         with Terminal() as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
-                    works = (self._show(terminal), self._start_all(), self._kill(), self._keep(), self._limit())
+                    works = (
+                        self._show(terminal),
+                        self._start_all(),
+                        self._welcome(terminal),
+                        self._kill(),
+                        self._keep(),
+                        self._limit(),
+                    )
                     tasks = [group.create_task(work) for work in works]
                     await self.over.wait()
                     for task in tasks:
@@ -224,6 +231,20 @@ class Launcher:
             self._give_up(f"{children[0].label} does not listen after {LISTEN_S:.0f} s; see {children[0].log}")
         for child in children[1:]:
             self._starter.introduce(child)
+
+    async def _welcome(self, terminal: Terminal) -> None:
+        """Where peers of other machines are expected, print how they join; on a guest's machine, where it is reached."""
+        missing = self.config.run.peers - self.job.here
+        while not self.crew.addresses:
+            await asyncio.sleep(SHOW_S)
+        if self.authority is None:
+            self.watch.tell(
+                "network", f"this machine is reached at {reach.reached(self.crew.addresses)}", time.monotonic()
+            )
+        if self.authority is None or missing <= 0:
+            return
+        self._write_lists()
+        terminal.say(await reach.welcome(self.directory, self.crew.addresses, missing))
 
     async def _keep(self) -> None:
         """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""
@@ -388,9 +409,12 @@ class Launcher:
                 self._output.write_status(snapshot, now)
                 with contextlib.suppress(OSError):  # a full disk, or no directory any more: the user was told
                     self.crew.trim_logs()
-            names = {label: peer for peer, label in self.watch.labels.items()}
-            self._output.write_lists(self.crew.addresses, self._locals(), names)
+            self._write_lists()
             await asyncio.sleep(SHOW_S)
+
+    def _write_lists(self) -> None:
+        names = {label: peer for peer, label in self.watch.labels.items()}
+        self._output.write_lists(self.crew.addresses, self._locals(), names)
 
     def _keep_directory(self) -> None:
         self._output.keep(self.watch.books.steps)
