@@ -74,6 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     stages: int  # 0: a machine alone, without peers
     state: str = ""  # shown while no step is trained: 'waiting for 2 more peers', 'writing ...'
     stopped: str = ""  # since when and why nothing can be trained, or that the run is dead
+    advice: str = ""  # what to do then
     survives: str = ""  # how many losses the run survives now
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
@@ -199,8 +200,10 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     ]
     room = height - 3  # headline, bar and one line kept free
     if snapshot.stopped:
-        parts.append(Text(escaped(snapshot.stopped), style="bold red", no_wrap=True, overflow="ellipsis"))
-        room -= 1
+        words = Text(escaped(f"{snapshot.stopped}. {snapshot.advice}"), style=_STYLES["stopped"])
+        wrapped = words.wrap(Console(width=width), width)[: max(1, room - 1)]  # a command has to be read whole
+        parts += wrapped
+        room -= len(wrapped)
     if snapshot.unsaved:
         parts.append(Text(escaped(snapshot.unsaved), style=_STYLES["unsaved"], no_wrap=True, overflow="ellipsis"))
         room -= 1

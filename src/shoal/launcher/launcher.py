@@ -94,6 +94,7 @@ class Launcher:
         self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
         self._starter = Starter(self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step)
         self._majority = MajorityWatch(self.watch)
+        self.watch.everyone.recover = f"shoal recover {job.directory}" if self.authority is not None else ""
 
     @property
     def config(self) -> Config:
@@ -265,8 +266,8 @@ class Launcher:
 
     def _check_majority(self, now: float) -> None:
         """Peers without a majority wait for ever, as they must: the user has to be told."""
-        if silent := self._majority.newly_silent():
-            self.watch.tell("stopped", self.watch.advice(silent, self.directory, self.authority is not None), now)
+        if advice := self._majority.new_advice():
+            self.watch.tell("stopped", advice, now)
         lost_s = self._majority.lost_s({child.label for child in self.crew.living}, now)
         if lost_s == 0.0:
             self.watch.tell("trouble", f"{NO_MAJORITY}; see `shoal recover {self.directory}`", now)
