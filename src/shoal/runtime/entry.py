@@ -17,7 +17,7 @@ from shoal.core.messages import Peer
 from shoal.transport.directory.records import MAX_ADDRESSES, PeerRecord
 
 FAILURES = 16  # remembered
-PATIENCE_S = 5.0  # before a joiner is told why it waits
+PATIENCE_S = 4.0  # before a joiner is told why it waits
 
 
 class Announced(Protocol):
@@ -59,7 +59,7 @@ class Entry:
         """Why this peer is not let in yet, and what to do. `known`: peers of the run that the directory lists."""
         own, run = self._directory.own, ", ".join(self._run)
         if self.heard:
-            return f"{len(known)} peers of the run are found and answer, but no leader admits this one yet: is a majority of the run up?"
+            return f"{_peers(known)} found and answer, but no leader admits this one yet: is a majority of the run up?"
         if not known:
             return f"no peer of the run answers this invite at {run}: it may be revoked or over; ask for a new one"
         if self._failures:
@@ -68,11 +68,15 @@ class Entry:
         port = f"TCP port {own.port}" if own.port else "its port"
         if self._outside:
             return (
-                f"{len(known)} peers of the run are reached from here, but their answers do not arrive: they see this machine as"
+                f"{_peers(known)} reached from here, but their answers do not arrive: they see this machine as"
                 f" {self._outside}, a router's address, and it has {own.host}. Forward {port} to this machine (network.port fixes the"
                 " number), or let the run use network.transport=auto, which needs no open port"
             )
         return (
-            f"{len(known)} peers of the run are reached from here, but their answers do not arrive at {own.host}: open {port} in this"
+            f"{_peers(known)} reached from here, but their answers do not arrive at {own.host}: open {port} in this"
             " machine's firewall (network.port fixes the number)"
         )
+
+
+def _peers(known: Sequence[Peer]) -> str:
+    return f"{len(known)} peer{'s' if len(known) > 1 else ''} of the run {'are' if len(known) > 1 else 'is'}"

@@ -138,7 +138,7 @@ class Gate:
             version = self.membership.standing.version
             for peer in self._sample(1) if version else ():
                 self._transport.send(peer, PassesRequest(version))
-            await asyncio.sleep(SPREAD_S)
+            await asyncio.sleep(SPREAD_S if self.inside() else ENTRY_S)
 
     def _check_entry(self, running_s: float) -> None:
         """Announce the address that others see, and say why this joiner is not let in."""
