@@ -58,10 +58,6 @@ class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     trace: Path | None = None
 
 
-def run_directory(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
-
-
 def data(config: Config) -> Dataset:
     return open_dataset(config, cache=Path(config.run.dir) / ".cache")
 
@@ -228,7 +224,7 @@ def _transport(
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)
     if network.faults:
-        plain = Faulty(plain, run_directory(config) / FAULTS, limits)
+        plain = Faulty(plain, config.run.directory / FAULTS, limits)
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
     if not network.delay_s and not up_Bps and not down_Bps and not network.links:
         return plain

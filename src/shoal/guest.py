@@ -63,17 +63,12 @@ _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:
     """The guest's configuration, from the invite and this machine's overrides. `files`: the directory that the run may read below.
     ValueError: the invite sets a machine's setting, or names files that the guest does not allow."""
-    overridden_fields = {override.partition("=")[0].strip() for override in overrides}
     config = visiting(tree, overrides)
     names = {field: str(_pop_field(tree, field) or "") for field in (*FILES, PLACE)}
     source = config.data.source
     reads = config.device.executor != "emulated"
-    unused = {"data.path": source == "python", "data.tokenizer": names["data.tokenizer"] == "bytes"}
-    requested = {
-        field: name
-        for field, name in names.items()
-        if name and field not in overridden_fields and not unused.get(field, False) and (reads or field == PLACE)
-    }
+    unused = {override.partition("=")[0].strip() for override in overrides} | _not_read(names, source, reads)
+    requested = {field: name for field, name in names.items() if name and field not in unused}
     for field, place in _look_up(requested, source, files).items():
         _set_field(tree, field, place)
         if field == "data.path" and files is not None:
@@ -86,6 +81,14 @@ def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None 
             " without it any file could be requested. Ask for an invite made by `shoal invite`"
         )
     return from_tree(overridden(tree, overrides))
+
+
+def _not_read(names: Mapping[str, str], source: str, reads: bool) -> set[str]:
+    """Fields whose files a run with that data source does not read here."""
+    if not reads:
+        return set(FILES)
+    bytes_only = {"data.tokenizer"} if names["data.tokenizer"] == "bytes" else set()
+    return bytes_only | ({"data.path"} if source == "python" else set())
 
 
 def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:

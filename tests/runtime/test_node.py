@@ -330,18 +330,18 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
                     gradients += gradient
                 case ReduceChunk(chunk=chunk) | GatherChunk(chunk=chunk):
                     averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
-        sent, came = node.tally.totals()
+        sent, came = node.reporter.tally.totals()
         received += came
         assert (sent.activations, sent.gradients, sent.averaging) == (activations, gradients, averaging)
         assert sent.control > 0
         carried = [item for item in items if isinstance(item, trace.TrafficRecord)]
         assert [item.step for item in carried] == sorted(item.step for item in carried)
         assert (carried[-1].sent, carried[-1].received) == (sent, came)
-        assert carried[-1].kept == node.kept_most
-        assert node.kept_most.memory >= max(node.kept_most.store, activation)
-        assert node.kept_most.store > 0
-        assert node.kept == StoredBytes()
-    totals = [node.tally.totals()[0] for node in swarm.nodes]
+        assert carried[-1].kept == node.reporter.kept_most
+        assert node.reporter.kept_most.memory >= max(node.reporter.kept_most.store, activation)
+        assert node.reporter.kept_most.store > 0
+        assert node.reporter.kept == StoredBytes()
+    totals = [node.reporter.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0
     assert sum(sent.gradients for sent in totals) == received.gradients > 0
     assert sum(sent.averaging for sent in totals) == received.averaging > 0

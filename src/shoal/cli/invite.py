@@ -47,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    directory = rundir.place(configuration.load(args.config, args.settings))
+    directory = configuration.load(args.config, args.settings).run.directory
     if args.list:
         print(table(Office(directory, _authority(directory)), here(directory)))
         return 0

@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
     checkpoints.refuse_others(config, invite.run)
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory)
         job = RunRequest(

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from shoal import config
-from shoal.cli.config import configured
+from shoal.cli.config import configured, load
 from shoal.dashboard import plan_report
 from shoal.launcher.planning import replanning
 from shoal.launcher.planning.problem import problem_of
@@ -68,7 +68,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.dtfm:
         return _dtfm(args)
-    tree = _tree(args)
+    tree = load(args)  # the plan chooses run.stages and run.peers, so the file's own need not fit one another
     problem = problem_of(tree, args.cluster, args.wiring, args.uneven, args.swap)
     if args.check:
         given = plan.load(args.check)
@@ -120,14 +120,6 @@ def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
     print(plan_report.numbers(decided, problem))
     if any(device.losses_per_h for device in problem.cluster.devices):
         print(plan_report.churn_cost(decided, problem, tree.run.silence_s, tree.checkpoint.every))
-
-
-def _tree(args: argparse.Namespace) -> config.Config:
-    files = [word for word in args.words if "=" not in word]
-    if len(files) > 1:
-        raise ValueError(f"two configurations, {files[0]} and {files[1]}; a setting is written section.field=value")
-    # The plan chooses run.stages and run.peers, so the file's own need not fit one another.
-    return config.load(files[0] if files else None, [word for word in args.words if "=" in word])
 
 
 def _shares_out(tree: config.Config, peers: int) -> bool:

@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     authority = Authority.load(directory / "authority.key")
     addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
     saved = checkpoints.saved_by(config, authority.run)
-    labels = _labels(directory)
+    labels = rundir.labels(directory)
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
 
     async def recover() -> int:
@@ -143,12 +143,6 @@ def _microbatches(config: Config) -> int:
 def _before(directory: Path) -> Override | None:
     path = directory / OVERRIDE
     return msgspec.json.decode(path.read_bytes(), type=Override) if path.exists() else None
-
-
-def _labels(directory: Path) -> dict[str, Peer]:
-    """The names of this machine's peers by their labels, those that have ended too."""
-    path = directory / "names.json"
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
 
 
 def _named(word: str, standings: dict[Peer, Standing], labels: dict[str, Peer]) -> Peer:

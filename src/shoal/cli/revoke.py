@@ -44,7 +44,7 @@ class Targets(msgspec.Struct, frozen=True):
 def main(args: argparse.Namespace) -> int:
     settings = [word for word in args.who if "=" in word]
     names = [word for word in args.who if "=" not in word]
-    run = Founded(rundir.place(configuration.load(args.config, settings)), args.via)
+    run = Founded(configuration.load(args.config, settings).run.directory, args.via)
     book = run.office.book()
     if not names:
         raise ValueError(f"whom? There are these invites:\n{table(run.office, here(run.directory))}")
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _targets(names: list[str], book: InviteBook, directory: Path) -> Targets:
-    found = [_meant(name, book, _labels(directory), here(directory)) for name in names]
+    found = [_meant(name, book, rundir.labels(directory), here(directory)) for name in names]
     return Targets(
         invites=tuple(target for kind, target in found if kind == "invite"),
         keys=tuple(target for kind, target in found if kind == "key"),
@@ -118,9 +118,3 @@ def _still(key: str, present: tuple[Peer, ...]) -> str:
     """The invite by which the key's holder could join again."""
     by = sorted({invite_of(peer) for peer in present if key_of(peer) == key})
     return f"; its invite {by[0]} still stands: revoke that too, or its holder can come again" if by else ""
-
-
-def _labels(directory: Path) -> dict[str, Peer]:
-    """The names of this machine's peers by their labels, those that have ended too."""
-    path = directory / "names.json"
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}

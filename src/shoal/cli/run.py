@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     here = peers if args.here is None else args.here
     if not 1 <= here <= peers:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory) as claim:
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:

@@ -25,7 +25,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
-from shoal.dashboard import account, plot
+from shoal.dashboard import plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
 from shoal.launcher import checkpoints, rundir
@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = configured(args.words)
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory):
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:
@@ -184,11 +184,7 @@ class LocalTraining:
 
     def _conclude(self, early: str) -> int:
         summary = self.watch.summary(time.monotonic(), early)
-        replace(self.directory / "summary.json", account.encode(summary))
-        if summary.losses:
-            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
-            print(plot.curve(summary.losses))
-        print(account.text(summary))
+        rundir.conclude(self.directory, summary, self.config.run.name)
         print(f"all of it is in {self.directory}")
         if not early:
             return 0

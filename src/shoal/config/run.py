@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -107,6 +108,11 @@ class Run(Section, frozen=True):
         Meta(description="For each seat and stage, these seats serve the seat's microbatches in turn; --plan sets it."),
     ] = ()
 
+    @property
+    def directory(self) -> Path:
+        """Where the run's files are."""
+        return Path(self.dir) / self.name
+
 
 def problems(run: Run) -> Iterator[str]:
     if not _NAME.fullmatch(run.name):
@@ -142,6 +148,10 @@ def _plan_problems(run: Run) -> Iterator[str]:
         yield f"run.line_rates = {list(run.line_rates)} must be one number for each of {len(names)} run.seats; try run.line_rates=[]"
     if set(stages) != set(range(run.stages)):
         yield f"run.seats = {dict(run.seats)} must serve all stages from 0 to {run.stages - 1} and no other"
+    yield from _route_problems(run, names, stages)
+
+
+def _route_problems(run: Run, names: list[str], stages: tuple[int, ...]) -> Iterator[str]:
     for number, by_stage in enumerate(run.routes):
         complete = len(by_stage) == run.stages and all(by_stage) and len(run.routes) == len(names)
         if not complete or any(

@@ -101,7 +101,7 @@ def _draw_peers(axes: Axes, plan: Plan, spots: Spots, bottleneck: str, named: bo
     top = max(y for _, y in spots.values())
     for number, stage in enumerate(plan.stages):
         for peer in stage.peers:
-            worst = _named(bottleneck, peer, number)
+            worst = _named(bottleneck, peer)
             axes.plot(
                 *spots[peer],
                 "o",
@@ -239,7 +239,7 @@ def _usable_Bps(cluster: Cluster, source: int, target: int) -> float:
     return float(min(cluster.bandwidth_Bps[source, target], *lines))
 
 
-def _named(bottleneck: str, peer: str, stage: int) -> bool:
+def _named(bottleneck: str, peer: str) -> bool:
     words = bottleneck.replace(",", " ").replace("(", " ").replace(")", " ").split()
     return peer in words and not bottleneck.startswith(("latency", "few microbatches"))
 

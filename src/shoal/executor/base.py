@@ -131,6 +131,12 @@ def out_of_memory(error: Exception) -> bool:
     )
 
 
+def limit_threads(config: Config) -> None:
+    """For the thread that calls: `device.threads`, where that is set."""
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+
+
 def digest_of(tensors: Iterable[Tensor]) -> str:
     hasher = hashlib.sha256()
     for tensor in tensors:

@@ -26,7 +26,8 @@ import msgspec
 
 from shoal import trace
 from shoal.config import Config, microbatches
-from shoal.dashboard import account
+from shoal.core.messages import Peer
+from shoal.dashboard import account, plot
 from shoal.escaping import escaped, escaped_json
 from shoal.launcher import checkpoints
 from shoal.launcher.process import Process, lives
@@ -98,8 +99,19 @@ def wanted(directory: Path) -> WantedPeers | None:
     return found if lives(found.by) else None
 
 
-def place(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
+def labels(directory: Path) -> dict[str, Peer]:
+    """The names of this machine's peers by their labels, those that have ended too."""
+    path = directory / "names.json"
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
+
+
+def conclude(directory: Path, summary: account.Summary, name: str) -> None:
+    """Write and print what the run adds up to, and draw its losses."""
+    replace(directory / "summary.json", account.encode(summary))
+    if summary.losses:
+        plot.save(summary.losses, directory / "loss.png", name)
+        print(plot.curve(summary.losses))
+    print(account.text(summary))
 
 
 def running(directory: Path) -> bool:

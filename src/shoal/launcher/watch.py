@@ -11,7 +11,7 @@ from collections import Counter, deque
 import msgspec
 
 from shoal.config import Config, microbatches
-from shoal.core.messages import Peer
+from shoal.core.messages import Peer, View
 from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.escaping import escaped, escaped_lines
@@ -67,25 +67,28 @@ class RunMonitor:
                 self.standing[label] = line
                 self.carried[line.peer] = line
             case Notice():
-                if line.kind == "checkpoint" and (found := _SAVED.fullmatch(line.text)):
-                    self.saved, self.checkpoint = max(self.saved, int(found[1])), escaped(found[2])
+                if line.kind == "checkpoint" and (saved := _SAVED.fullmatch(line.text)):
+                    self.saved, self.checkpoint = max(self.saved, int(saved[1])), escaped(saved[2])
                     self._unable = ""
                 elif line.kind == "unsaved":
                     self._unable = line.text
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
-                epoch = self.books.view.epoch if self.books.view is not None else 0
-                step = self.books.agree(line.view, now)
-                if self.books.view is line.view:
-                    self._unable = "" if line.view.saved > self.saved else self._unable
-                    back = line.view.epoch != epoch
-                    self.saved = line.view.saved if back else max(self.saved, line.view.saved)
-                if step is not None and self.first_step_s is None:
-                    self.first_step_s = now - self.started_s
-                return step
+                return self._agreed(line.view, now)
             case Ended() if not line.ok and not line.user_error:  # that one is the command's own last line
                 self.tell("trouble", line.reason, now, label)
         return None
+
+    def _agreed(self, view: View, now: float) -> CommittedStep | None:
+        epoch = self.books.view.epoch if self.books.view is not None else 0
+        step = self.books.agree(view, now)
+        if self.books.view is view:
+            self._unable = "" if view.saved > self.saved else self._unable
+            back = view.epoch != epoch
+            self.saved = view.saved if back else max(self.saved, view.saved)
+        if step is not None and self.first_step_s is None:
+            self.first_step_s = now - self.started_s
+        return step
 
     def tell(self, kind: str, text: str, now: float, label: str = "") -> None:
         self._serial += 1

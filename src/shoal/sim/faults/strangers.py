@@ -145,7 +145,7 @@ class Strangers:
 
     def facts(self, name: m.Peer, peer: m.Peer) -> edges.Facts:
         term = max((node.machine.register.term for node in self.honest()), default=1)
-        return edges.Facts(name, peer, self._view(), min(term, 2**52), self.context.watch.newest_round)
+        return edges.Facts(name, peer, self._view(), min(term, 2**52), self.context.watch.rounds.newest)
 
     def _someone(self) -> m.Peer:
         nodes = self.honest()
@@ -177,7 +177,7 @@ class Strangers:
     def _culprit(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
         answer = m.RoundFailed(
-            view.epoch, view.step, self.context.watch.newest_round, "its part is not finite", self._someone()
+            view.epoch, view.step, self.context.watch.rounds.newest, "its part is not finite", self._someone()
         )
         yield self._leader(), answer
 

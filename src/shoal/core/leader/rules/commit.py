@@ -1,4 +1,4 @@
-"""The commit of a step, and the end of the run.
+"""The commit of a step.
 
 A step is committed by the view that lists its round's groups, digests and norm, once every participant of the round has reported and
 the replicas of every stage agree.
@@ -94,18 +94,13 @@ def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: fl
     if not (over or goes_on or complete(settings, members)):  # while everybody is as planned, the plan balances
         moves = rebalance(before_the_next_step(members, joining, view, facts, settings, now))
     members, joining = moving(members, joining, moves)
-    owners: tuple[int, ...] = ()
-    if goes_on:
-        owners = inherit(view, members, ())
-    elif not over:
-        owners = owners_of(members, settings.microbatches)
     after = successor(
         view,
         _reasons(last, new, left, moves),
         step=view.step + 1,
         members=members,
         joining=joining,
-        owners=owners,
+        owners=_owners(view, members, settings),
         phase=Phase.TRAINING if not over else Phase.SAVING if last.save else Phase.FINISHED,
         last=last,
         account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
@@ -113,6 +108,13 @@ def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: fl
         continued=None,
     )
     return Proposal(after, moves)
+
+
+def _owners(view: View, members: tuple[Member, ...], settings: Settings) -> tuple[int, ...]:
+    """Of the next step's microbatches; with delayed updates they have begun."""
+    if view.ahead:
+        return inherit(view, members, ())
+    return owners_of(members, settings.microbatches) if view.step + 1 < settings.steps else ()
 
 
 def _reasons(last: Committed, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
@@ -147,10 +149,3 @@ def _took_part(view: View, last: Committed) -> tuple[Member, ...]:
     averaged = {share.peer for group in last.groups for share in group}
     void = {(member.peer, member.stage) for member in view.fenced} if view.ahead else set()
     return tuple(one for one in view.joining if one.peer in averaged and (one.peer, one.stage) not in void)
-
-
-def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
-    """After the last step the run is over once its checkpoint is published or cannot be."""
-    if view.finished or view.step < settings.steps or not facts.saving.idle:
-        return None
-    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], phase=Phase.FINISHED))

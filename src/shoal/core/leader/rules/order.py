@@ -11,14 +11,14 @@ import msgspec
 
 from shoal.core.leader.facts import Facts, Finding
 from shoal.core.leader.rules.admission import ADMIT_BEATS, admit, may_admit, misfits, promote
-from shoal.core.leader.rules.commit import commit, disputes, finish
+from shoal.core.leader.rules.commit import commit, disputes
 from shoal.core.leader.rules.moves import restage
 from shoal.core.leader.rules.overlap import overlap
 from shoal.core.leader.rules.proposal import Proposal
 from shoal.core.leader.rules.reassignment import reassign, takeovers
 from shoal.core.leader.rules.recovery import cannot_load, further_back, recover, stage_lost, take_back
 from shoal.core.leader.rules.removal import removal_due, remove
-from shoal.core.leader.rules.start import every_stage_ready, start
+from shoal.core.leader.rules.start import every_stage_ready, finish, start
 from shoal.core.messages import Settings, View
 
 
