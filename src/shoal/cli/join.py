@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, devices, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
@@ -51,6 +51,7 @@ def main(args: argparse.Namespace) -> int:
     text = found(texts, args.invite_file)
     invite = read_invite(text, 0.0)
     config = build.joined(invite.config, [word for word in args.words if word not in texts], args.files)
+    devices.refuse_missing(config.device, os.environ)
     if args.peers < 1:
         raise ValueError(f"--peers {args.peers}: at least one takes part")
     if args.peers > invite.grant.peers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from shoal import units
 from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, devices, rundir
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
@@ -52,6 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     plan, config, cluster = _configured(args)
+    devices.refuse_missing(config.device, os.environ)
     if text := _slow_store(config, plan):
         print(f"warning: {text}", file=sys.stderr)
     kill_every_s, peers = args.kill_every, config.run.peers

@@ -11,9 +11,9 @@ here, so PyTorch takes as many threads as it thinks right, unless device.threads
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +28,7 @@ from shoal.config import Config
 from shoal.dashboard import plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, devices, rundir
 from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
 
@@ -79,9 +79,9 @@ def configured(words: list[str]) -> Config:
         "device.executor" in word for word in words
     ):
         settings.append("device.executor=swapping")
-    if not _sets_threads(files, settings):
-        settings.append("device.threads=0")
     config = configuration.load(files[0] if files else None, [*settings, *ALONE])
+    devices.refuse_missing(config.device, os.environ)
+    os.environ.update(devices.allocator(os.environ))
     if config.device.executor == "emulated":
         raise ValueError("device.executor = 'emulated' trains nothing; try device.executor=resident")
     if config.train.local_steps > 1:
@@ -90,15 +90,6 @@ def configured(words: list[str]) -> Config:
             " try train.local_steps=1"
         )
     return config
-
-
-def _sets_threads(files: list[str], settings: list[str]) -> bool:
-    if any(word.startswith("device.threads=") for word in settings):
-        return True
-    try:
-        return bool(files) and "threads" in tomllib.loads(Path(files[0]).read_text()).get("device", {})
-    except (OSError, ValueError):  # `load` says what is wrong with it
-        return False
 
 
 def _long(word: str) -> str:
