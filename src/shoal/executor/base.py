@@ -124,6 +124,11 @@ def check_device(config: Config) -> None:
         )
 
 
+def emulates_bf16(device: torch.device) -> bool:
+    """A T4 or an older card: products of bfloat16 take as long as those of float32."""
+    return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def check_memory(config: Config) -> None:
     """ValueError: `device.memory_bytes` is more than the device has free."""
     free, limit = free_bytes(device_of(config)), config.device.memory_bytes
