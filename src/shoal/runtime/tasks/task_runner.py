@@ -44,8 +44,8 @@ from shoal.core.messages import (
     RunSave,
     Task,
 )
-from shoal.executor import base, create
-from shoal.executor.base import Executor
+from shoal.executor import create
+from shoal.executor.base import Executor, limit_threads
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint
@@ -98,7 +98,7 @@ class TaskRunner:
         make: Make = create,
     ) -> None:
         self._config = config
-        base.limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
+        limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
         self._store = store
         self._make = make
@@ -114,7 +114,7 @@ class TaskRunner:
         self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
-        self._lanes = {name: Lane(name, lambda: base.limit_threads(config)) for name in names}
+        self._lanes = {name: Lane(name, lambda: limit_threads(config)) for name in names}
         self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
