@@ -30,6 +30,7 @@ from shoal.core.messages import (
     Found,
     Heartbeat,
     Join,
+    JoinRefused,
     Lead,
     Message,
     Override,
@@ -63,6 +64,7 @@ LOOK_UP_S = 0.5  # shortest time between two look-ups
 ANNOUNCE_S = 20.0  # well below the lifetime of a directory's record
 FROM_OUTSIDE = (
     Join,
+    JoinRefused,
     VoteRequest,
     StandingRequest,
     Override,
