@@ -71,14 +71,23 @@ def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
     parts_counted.append(_count_part(parts, fake, config, "head", range(0), first=False, last=True))
     scaled = tuple(
         msgspec.structs.replace(
-            part, activation_bytes=factor * part.activation_bytes, working_bytes=factor * part.working_bytes
+            part,
+            activation_bytes=factor * part.activation_bytes,
+            working_bytes=factor * part.working_bytes,
+            input_bytes=factor * part.input_bytes,
         )
         for part in parts_counted
     )
     sequences, tokens = config.train.microbatch, config.data.sequence
     boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize * factor
     tied = bool(getattr(hf, "tie_word_embeddings", False))
-    return Profile(scaled, float(boundary), 8.0 * sequences * (tokens + 1), tied, COUNTED if fused else UNFUSED.format(hf.model_type))
+    return Profile(
+        scaled,
+        float(boundary),
+        8.0 * sequences * (tokens + 1),
+        tied,
+        COUNTED if fused else UNFUSED.format(hf.model_type),
+    )
 
 
 def _count_part(
@@ -119,6 +128,7 @@ def _count_part(
         float(forward),
         saved_bytes,
         max(0.0, memory.most - saved_bytes - values * model.dtype.itemsize),
+        float(x.nbytes) if blocks else 0.0,
     )
 
 

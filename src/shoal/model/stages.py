@@ -12,11 +12,13 @@ parameter, whose gradient no group of replicas holds alone: they are refused for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config, microbatches, slices
 from shoal.model import balance, boundary, vocabulary
@@ -225,11 +227,21 @@ def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
         )
     parts = Parts(model)
     balance.attach(model, parts.blocks, _losses(config))
+    if config.device.checkpointing:
+        for block in parts.blocks:
+            block.forward = partial(_checkpointed, block.forward)
     parts.remove_parts()
     if config.run.stages > 1:
         materialise(model, seed=config.run.seed, source=None)
         refuse_more_than_blocks(model, parts)
     return model, parts
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """The block's forward, of which the backward pass keeps the input alone. Blocks draw nothing at random."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **keywords)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
 
 
 def _losses(config: Config) -> int:
