@@ -51,8 +51,8 @@ class Device(Section, frozen=True):
     checkpointing: Annotated[
         bool,
         Meta(
-            description="The backward pass keeps the inputs of blocks alone and computes each block once more, in a third more"
-            " time; a plan sets it where a stage does not fit otherwise."
+            description="The backward pass keeps only the inputs of blocks and computes each block again; a plan sets it where"
+            " memory lacks."
         ),
     ] = False
     emulated_s: Annotated[
