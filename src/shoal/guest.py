@@ -27,10 +27,10 @@ RUN = frozenset(
     run.stage_seconds run.placement run.line_rates run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
-    data.source data.field data.split data.sequence data.digest
+    data.source data.field data.split data.sequence data.digest data.document_end
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
-    train.outer_learning_rate train.outer_momentum train.staleness
+    train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes
     checkpoint.every checkpoint.at_end checkpoint.keep
