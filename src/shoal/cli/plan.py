@@ -32,7 +32,7 @@ from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
 from shoal.planner.prediction import play
 from shoal.planner.search import anneal, dtfm, greedy, placements
-from shoal.planner.strategy import choices, plan, strategy
+from shoal.planner.strategy import choices, plan, relaxing, strategy
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.what_if import what_if
@@ -91,8 +91,10 @@ def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> in
     tensor_bytes = max(problem.profile.boundary_bytes, problem.returned_bytes)
     if warning := config.narrow_store(tree, tensor_bytes, len(decided.stages), decided.inflight):
         print(f"warning: {warning}", file=sys.stderr)
-    other = _other(args, problem)
-    sensitivities = strategy.sensitivities(problem, lambda: np.random.default_rng(SEED)) if args.sensitivity else []
+    other = _other(args, problem, decided)
+    sensitivities = []
+    if args.sensitivity:
+        sensitivities = relaxing.sensitivities(problem, decided, lambda: np.random.default_rng(SEED))
     if args.pictures:
         _draw(decided, problem, Path(args.pictures))
     if args.json:
@@ -108,10 +110,11 @@ def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> in
     return 0
 
 
-def _other(args: argparse.Namespace, problem: Problem) -> plan.Plan | None:
+def _other(args: argparse.Namespace, problem: Problem, decided: plan.Plan) -> plan.Plan | None:
     if not args.what_if:
         return None
-    return strategy.decide(what_if(problem, args.what_if), np.random.default_rng(SEED), BUDGET, args.stages)
+    changed = what_if(problem, args.what_if)
+    return relaxing.decide_from(problem, decided, changed, np.random.default_rng(SEED), BUDGET, args.stages)
 
 
 def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
@@ -136,14 +139,14 @@ def _shares_out(tree: config.Config, peers: int) -> bool:
     return bool(train.local_batch) or (train.batch % peers == 0 and train.batch // peers % train.microbatch == 0)
 
 
-def _draw(made: plan.Plan, problem: Problem, folder: Path) -> None:
+def _draw(decided: plan.Plan, problem: Problem, folder: Path) -> None:
     from shoal.dashboard import pictures  # matplotlib: only who draws waits for it
 
     folder.mkdir(parents=True, exist_ok=True)
-    bars = play.timeline(as_planned(problem, made), problem.cluster, np.random.default_rng(0))
-    pictures.plan_map(made, problem.cluster, folder / "map")
-    pictures.gantt(bars, made, problem.cluster, folder / "timeline")
-    (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, made, problem.cluster))
+    bars = play.timeline(as_planned(problem, decided), problem.cluster, np.random.default_rng(0))
+    pictures.plan_map(decided, problem.cluster, folder / "map")
+    pictures.gantt(bars, decided, problem.cluster, folder / "timeline")
+    (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, decided, problem.cluster))
     print(f"drawn in {folder}: map, timeline (png, svg), timeline.perfetto.json (ui.perfetto.dev)", file=sys.stderr)
 
 
@@ -164,8 +167,8 @@ def _replan(args: argparse.Namespace, problem: Problem) -> int:
 def _check(given: plan.Plan, problem: Problem) -> int:
     problems = plan.validate(given, problem.profile, problem.cluster, problem.work.value_bytes)
     problems = problems or strategy.of_another_model(problem, given)
-    for found in problems:
-        print(found)
+    for text in problems:
+        print(text)
     if not problems:
         print(f"the plan can run: {len(given.stages)} stages, {sum(len(stage.peers) for stage in given.stages)} peers")
     return 1 if problems else 0
@@ -189,35 +192,35 @@ def _dtfm(args: argparse.Namespace) -> int:
     model = communication.Model(delay_s, bandwidth_Bps, stages, communication.PUBLISHED)
     rng = np.random.default_rng(numbers["seed"])
     before = time.perf_counter()
-    found = _searched(args.search, model, rng, numbers["evaluations"])
+    placement = _searched(args.search, model, rng, numbers["evaluations"])
     seconds = time.perf_counter() - before
     if args.pictures:
         from shoal.dashboard import pictures
 
         Path(args.pictures).mkdir(parents=True, exist_ok=True)
-        pictures.convergence({args.search: found.curve}, model.lower_bound_s(), Path(args.pictures) / "convergence")
+        pictures.convergence({args.search: placement.curve}, model.lower_bound_s(), Path(args.pictures) / "convergence")
         print(f"drawn in {args.pictures}: convergence (png, svg)", file=sys.stderr)
     result = {
-        "total_s": found.cost.total_s,
-        "data_parallel_s": found.cost.data_parallel_s,
-        "pipeline_s": found.cost.pipeline_s,
-        "groups": found.groups,
-        "order": found.cost.order,
+        "total_s": placement.cost.total_s,
+        "data_parallel_s": placement.cost.data_parallel_s,
+        "pipeline_s": placement.cost.pipeline_s,
+        "groups": placement.groups,
+        "order": placement.cost.order,
         "lower_bound_s": model.lower_bound_s(),
-        "proven": found.proven,
-        "evaluations": found.evaluations,
+        "proven": placement.proven,
+        "evaluations": placement.evaluations,
         "seconds": seconds,
     }
     if args.json:
         print(json.dumps(result))
         return 0
     print(f"{args.dtfm}: {stages} stages of {model.size}, DT-FM's model of communication, predicted")
-    for place, stage in enumerate(found.cost.order):
-        print(f"  {place}: {', '.join(map(str, found.groups[stage]))}")
-    total, shared, hops = found.cost.total_s, found.cost.data_parallel_s, found.cost.pipeline_s
+    for place, stage in enumerate(placement.cost.order):
+        print(f"  {place}: {', '.join(map(str, placement.groups[stage]))}")
+    total, shared, hops = placement.cost.total_s, placement.cost.data_parallel_s, placement.cost.pipeline_s
     print(f"{total:.4f} s an iteration: gradients {shared:.4f} s, pipeline {hops:.4f} s")
-    bound = "proven optimal" if found.proven else f"no placement is below {model.lower_bound_s():.4f} s"
-    print(f"{bound}; {found.evaluations} evaluations in {seconds:.2f} s")
+    bound = "proven optimal" if placement.proven else f"no placement is below {model.lower_bound_s():.4f} s"
+    print(f"{bound}; {placement.evaluations} evaluations in {seconds:.2f} s")
     return 0
 
 
