@@ -15,7 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shoal.runtime.data import open_tokenizer
+    from shoal.runtime.data.tokenizer import open_tokenizer
 
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)

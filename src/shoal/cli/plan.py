@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,8 @@ import numpy as np
 from shoal import config
 from shoal.cli.config import configured
 from shoal.dashboard import plan_report
+from shoal.escaping import describe
+from shoal.launcher import preflight
 from shoal.launcher.planning import replanning
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.costs import communication
@@ -69,6 +72,7 @@ def main(args: argparse.Namespace) -> int:
     if args.dtfm:
         return _dtfm(args)
     tree = _tree(args)
+    preflight.refuse(_faults(args, tree))
     problem = problem_of(tree, args.cluster, args.wiring, args.uneven, args.swap)
     if args.check:
         given = plan.load(args.check)
@@ -123,6 +127,26 @@ def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
     print(plan_report.numbers(decided, problem))
     if any(device.losses_per_h for device in problem.cluster.devices):
         print(plan_report.churn_cost(decided, problem, tree.run.silence_s, tree.checkpoint.every))
+
+
+def _faults(args: argparse.Namespace, tree: config.Config) -> Iterator[str]:
+    """What can be seen before the model is counted, which takes seconds."""
+    if tree.device.executor != "emulated":
+        yield from preflight.model(tree)
+    try:
+        if args.cluster:
+            cluster.read(args.cluster)
+    except (ValueError, OSError) as error:
+        yield describe(error)
+    if args.out:
+        yield from preflight.writable(f"--out {args.out}", Path(args.out).parent)
+    if args.stages is not None and args.stages < 1:
+        yield f"--stages {args.stages}: a model has at least one"
+    try:
+        if args.check:
+            plan.load(args.check)
+    except (ValueError, OSError) as error:
+        yield describe(error)
 
 
 def _tree(args: argparse.Namespace) -> config.Config:

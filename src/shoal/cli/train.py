@@ -28,7 +28,7 @@ from shoal.config import Config
 from shoal.dashboard import account, plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, preflight, rundir
 from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
 
@@ -51,6 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = configured(args.words)
+    preflight.refuse(preflight.machine(config))
     directory = rundir.place(config)
     with rundir.claimed(directory):
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
