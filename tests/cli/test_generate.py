@@ -35,6 +35,18 @@ def test_the_same_seed_gives_the_same_text_after_the_prompt(model: Path, capsys:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_what_a_library_prints_is_not_on_standard_output(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    load = transformers.AutoTokenizer.from_pretrained
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: print("loading") or load(path))
+    assert program.main(["generate", str(model), "def ", "--tokens", "3", "--temperature", "0"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("def ") and "loading" not in printed.out and "loading" in printed.err
+
+
 def test_temperature_0_needs_no_seed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in (1, 2):
