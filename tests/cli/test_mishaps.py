@@ -42,7 +42,7 @@ name = "tiny"
 peers = 2
 stages = 2
 steps = 6
-hop_floor_s = 60.0
+min_request_timeout_s = 60.0
 [model]
 hidden_size = 16
 layers = 2

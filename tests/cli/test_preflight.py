@@ -87,7 +87,7 @@ def test_data_that_is_missing_empty_binary_short_or_no_json_is_refused() -> None
     Path("binary.txt").write_bytes(b"text\0" + bytes(1000))
     Path("lines.jsonl").write_text('{"words": "x"}\n')
     Path("torn.jsonl").write_text('{"text": \n')
-    for source, path, told in (
+    for source, path, words_said in (
         ("text", "none.txt", "no such file or directory"),
         ("text", "empty.txt", "one file and no text in it"),
         ("text", "short.txt", "5 bytes of text are fewer than one sample"),
@@ -95,7 +95,7 @@ def test_data_that_is_missing_empty_binary_short_or_no_json_is_refused() -> None
         ("jsonl", "lines.jsonl", "no field 'text'; it has 'words'"),
         ("jsonl", "torn.jsonl", "not a line of JSON"),
     ):
-        assert [told in line for line in faults(f"data.source={source}", f"data.path={path}")] == [True], path
+        assert [words_said in line for line in faults(f"data.source={source}", f"data.path={path}")] == [True], path
     Path("good.txt").write_text("x" * 1000)
     assert faults("data.source=text", "data.path=good.txt") == [] == faults()
 
@@ -139,8 +139,8 @@ def test_a_taken_port_and_a_foreign_address_are_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        told = list(preflight.address(settings(), port))
-        assert told[0] == f"network.port = {port} is taken on 127.0.0.1; name a free one, or 0 for any"
+        words_said = list(preflight.address(settings(), port))
+        assert words_said[0] == f"network.port = {port} is taken on 127.0.0.1; name a free one, or 0 for any"
         beside = list(preflight.address(settings(), port - 1))
         assert f"network.port = {port} (beside network.port = {port - 1}) is taken" in beside[-1]
         assert list(preflight.invited([f"127.0.0.1:{port}"])) == []
@@ -163,4 +163,4 @@ def test_a_directory_that_cannot_be_written_or_has_no_room_is_refused() -> None:
         "model.intermediate_size=262144",
     ]
     assert "a checkpoint takes" in faults(*huge)[0]
-    assert faults(*huge, "checkpoint.every=0", "checkpoint.last=false") == []
+    assert faults(*huge, "checkpoint.every=0", "checkpoint.at_end=false") == []

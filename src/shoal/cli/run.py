@@ -31,18 +31,30 @@ from shoal.planner.strategy.plan import Plan
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
-    parser.add_argument("--kill-every", type=float, metavar="S", help="SIGKILL a peer every S seconds; another joins")
     parser.add_argument(
-        "--here", type=int, metavar="N", help="start N peers here; the others of run.peers join by invite"
+        "--kill-every", type=float, metavar="S", help="SIGKILL a random peer every S seconds; another joins"
     )
-    parser.add_argument("--plan", metavar="FILE", help="stages, blocks, seats and routes from `shoal plan --out FILE`")
     parser.add_argument(
-        "--cluster", metavar="FILE", help="with --plan: give each local peer its machine's lines, modelled"
+        "--here",
+        type=int,
+        metavar="N",
+        help="start N peers on this machine (default run.peers); the others join by invite",
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="take stages, blocks, machines and routes from the plan of `shoal plan --out FILE`",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="with --plan: put each local peer behind a modelled line of its machine in this file (a rehearsal)",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest complete checkpoint of runs/NAME, or begin when there is none: the same command every time",
+        help="continue from the newest whole checkpoint; begin at step 0 only where none was ever saved, and say so. A supervisor may"
+        " repeat the command",
     )
     parser.add_argument(
         "--time", metavar="T", help="end the run after that time, such as '8 h', with a checkpoint and exit code 75"
@@ -59,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     local = cluster is None  # a rehearsal's peers have loopback addresses of their own
     address = preflight.address(config, config.network.port) if local else []
     preflight.refuse([*_options(args, config.run.peers, here), *preflight.machine(config), *address])
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory) as claim:
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:

@@ -26,7 +26,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
-from shoal.dashboard import account, plot
+from shoal.dashboard import plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
 from shoal.launcher import checkpoints, preflight, rundir
@@ -46,7 +46,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG | a.b=c", help="a TOML file, and settings that replace its own"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest whole checkpoint; begin at step 0 only where none was ever saved",
+    )
     parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
@@ -54,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = configured(args.words)
     preflight.refuse(preflight.machine(config))
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory):
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:
@@ -137,19 +141,19 @@ class LocalTraining:
         return self._conclude(early)
 
     def _step(self, terminal: Terminal) -> None:
-        def progress(done: int, count: int) -> None:
+        def show_progress(done: int, count: int) -> None:
             now = time.monotonic()
             if now - self._shown_s >= SHOW_S:
                 self._shown_s = now
                 state = f"step {self.alone.done + 1}: {done} of {count} microbatches"
                 self._show(terminal, state)
 
-        view = self.alone.step(progress)
+        view = self.alone.step(show_progress)
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
         self._output.commit(step)
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
-            self.watch.books.ahead.add(step.commit.step)  # it is applied while the next one is computed
+            self.watch.books.overlapped.add(step.commit.step)  # it is applied while the next one is computed
         self._show(terminal)
         if self.alone.due():
             self._save(terminal)
@@ -187,13 +191,8 @@ class LocalTraining:
 
     def _conclude(self, early: str) -> int:
         summary = self.watch.summary(time.monotonic(), early)
-        written = self._output.put("summary.json", account.encode(summary))
-        if summary.losses:
-            with contextlib.suppress(OSError):  # a full disk: `put` has said so
-                plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
-            print(plot.curve(summary.losses))
-        print(account.text(summary))
-        print(f"all of it is in {self.directory}" if written else f"not all of it could be written to {self.directory}")
+        written = rundir.conclude(self.directory, summary, self.config.run.name)
+        print(f"all of it is in {self.directory}")
         if not early and written:
             return 0
         return INTERRUPTED if self.stopped else FAILED

@@ -31,7 +31,7 @@ class Data(Section, frozen=True):
         str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
     ] = "bytes"
     sequence: Annotated[int, Meta(ge=1, le=2**20, description="A sample has this many tokens.")] = 128
-    within: Annotated[
+    root: Annotated[
         str, Meta(description="Files are read only below this directory; `shoal join --files` sets it.")
     ] = ""
     digest: Annotated[

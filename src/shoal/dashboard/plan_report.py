@@ -33,7 +33,7 @@ def table(plan: Plan) -> str:
 
 def numbers(plan: Plan, problem: Problem) -> str:
     predicted = plan.predicted
-    assert predicted is not None, "a new plan has its numbers"
+    assert predicted is not None, "a plan that was just made has its numbers"
     parts = f"microbatches {_seconds(predicted.microbatches_s)}, averaging {_seconds(predicted.averaging_s)}, agreeing"
     lines = [
         "",
@@ -68,12 +68,12 @@ def numbers(plan: Plan, problem: Problem) -> str:
 
 def _owners(plan: Plan) -> list[str]:
     """What each peer owns of its stage's rounds, where that follows the lines."""
-    width, lines = dict(zip(plan.seats, plan.line_rates, strict=True)) if plan.line_rates else {}, []
+    rates, owners = dict(zip(plan.seats, plan.line_rates, strict=True)) if plan.line_rates else {}, []
     for number, stage in enumerate(plan.stages):
-        if shares := layout.owned([width.get(peer, 0) for peer in stage.peers]):
+        if shares := layout.owned([rates.get(peer, 0) for peer in stage.peers]):
             predicted = [f"{peer} {own / sum(shares):.0%}" for peer, own in zip(stage.peers, shares, strict=True)]
-            lines.append(f"owners        of stage {number}'s rounds, by their lines: {', '.join(predicted)}")
-    return lines
+            owners.append(f"owners        of stage {number}'s rounds, by their lines: {', '.join(predicted)}")
+    return owners
 
 
 def _travel(plan: Plan) -> list[str]:

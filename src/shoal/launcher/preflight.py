@@ -331,7 +331,7 @@ def _existing(place: Path) -> Path:
 
 
 def _checkpoint_bytes(config: Config) -> float:
-    if config.device.executor == "emulated" or not (config.checkpoint.every or config.checkpoint.last):
+    if config.device.executor == "emulated" or not (config.checkpoint.every or config.checkpoint.at_end):
         return 0.0
     try:
         parameters = profile(problem.shape(config), problem.work(config)).parameters

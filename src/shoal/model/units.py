@@ -89,7 +89,13 @@ class HuggingFaceRow:
         if stage.last:
             after: list[ChildSlot] = [(parts.base, name, part) for name, part in parts.after.items()]
             units.append(after + [(parts.model, name, part) for name, part in parts.head.items()])
-        self._unit_slots = [[(owner, place, part, Passthrough(part)) for owner, place, part in unit] for unit in units]
+        self._unit_slots = [
+            [
+                (owner, place, part, parts.passthrough(place if isinstance(place, str) else "", part))
+                for owner, place, part in unit
+            ]
+            for unit in units
+        ]
         self._places = ParameterSlots(stage, [[part for _, _, part in unit] for unit in units])
         self.units = self._places.units
         parts.remove_parts()

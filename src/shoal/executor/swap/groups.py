@@ -125,7 +125,7 @@ class Runner:
         return value.detach().to(self.device, non_blocking=True, copy=True)
 
     def to_host(self, value: Tensor) -> Tensor:
-        """A copy on the host. With CUDA the host may read it after `settle`; later work on the device may use it at once."""
+        """A copy on the host. With CUDA the host may read it after the pass; later work on the device may use it at once."""
         with memory.host():
             copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device == "cuda")
             return copy.copy_(value.detach(), non_blocking=True)

@@ -6,7 +6,7 @@ the optimizer's state lives in the host's memory, and two of the stage's largest
 
 A server keeps both ends of its boundaries until the step is committed
 (core/server/activation_store.py), in the host's memory as
-far as network.spill_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
+far as network.activation_memory_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class StoreLimits(msgspec.Struct, frozen=True):
-    """How much of a step's boundary tensors a server keeps: network.keep_bytes and network.spill_bytes."""
+    """How much of a step's boundary tensors a server keeps: network.activation_store_bytes and network.activation_memory_bytes."""
 
     keep_bytes: float = 2.0**32
     spill_bytes: float = 2.0**30  # of these in memory; 0: all

@@ -7,6 +7,8 @@ parameters, two moments and the step's sum are fp32. Seconds come from a device'
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
 
 import msgspec
@@ -16,6 +18,7 @@ MOMENTS_BYTES = {
     "float32": 8.0,
     "8bit": 2.0 + 8.0 / 256,
 }  # per parameter, of AdamW's two, by train.moments: codes with scales
+LOGITS = 1 << 24  # exist at a time (model/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
 FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward recomputes
 
 
@@ -141,7 +144,8 @@ def profile(shape: Shape, work: Work) -> Profile:
     table = float(shape.vocabulary) * d
     embedding = Part("embedding", table, 0.0, tokens * value * float(d))
     # Logits in the compute dtype, in fp32, and their gradient.
-    head = Part("head", table + d, 2.0 * tokens * table, tokens * shape.vocabulary * (value + 8.0))
+    logits = min(tokens * shape.vocabulary, LOGITS)
+    head = Part("head", table + d, 2.0 * tokens * table, logits * (value + 8.0))
     parts = (embedding, *(msgspec.structs.replace(block, name=f"block {i}") for i in range(shape.layers)), head)
     sequence_bytes = 8.0 * (work.tokens + 1)
     return Profile(parts, float(tokens * value * d), work.sequences * sequence_bytes, shape.tied)
@@ -154,5 +158,10 @@ def spans(blocks: int, stages: int) -> tuple[range, ...]:
     base, extra = divmod(blocks, stages)
     inner_first = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
     sizes = [base + (stage in inner_first[:extra]) for stage in range(stages)]
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return consecutive(sizes)
+
+
+def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Ranges of these sizes, one after the other."""
+    ends = itertools.accumulate(sizes)
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
