@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -557,7 +558,7 @@ def page() -> str:
         except AssertionError as error:
             wrong.append(f"{mishap.what}: {error}")
         said = outcome.said if len(outcome.said) <= 160 else f"{outcome.said[:157]}..."
-        said = said.replace("|", "\\|").replace(str(PORT), "PORT")
+        said = re.sub(rf"{tempfile.gettempdir()}/tmp\w+", "DIR", said).replace("|", "\\|").replace(str(PORT), "PORT")
         words = mishap.words.replace(str(PORT), "PORT")
         cells = (number, mishap.what, f"`{words}`", said, f"{outcome.seconds:.0f}", outcome.code, outcome.lost)
         rows.append(f"| {' | '.join(map(str, cells))} |")
