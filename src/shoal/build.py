@@ -20,6 +20,7 @@ from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
+from shoal.executor.answers import known_answers
 from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
@@ -105,7 +106,7 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=settings(config, role.first_step),
+        settings=msgspec.structs.replace(settings(config, role.first_step), answers=known_answers(config)),
         seed=f"{config.run.seed}/{identity.name}",
         found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),

@@ -20,6 +20,7 @@ import msgspec
 from shoal.config import Config, from_tree, overridden
 from shoal.config.model import THEIRS
 from shoal.host import free_bytes
+from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
 
 # From the invite, the same for every peer.
@@ -46,7 +47,7 @@ MACHINE = frozenset(
     run.dir run.trace_bytes data.root
     network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
     network.links network.activation_memory_bytes network.pass_lifetime_s
-    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s
+    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.emulated_s
     device.emulated_backward_s device.emulated_values device.emulated_gradient device.machine device.threads
     """.split()
 )
@@ -241,7 +242,7 @@ def _needs(config: Config) -> Iterator[tuple[str, int]]:
         yield f"a stage of {most} blocks takes at least", 8 * most * block
     yield "the vocabulary's matrix takes at least", 8 * model.vocab_size * model.hidden_size
     yield "one block's activations take at least", 4 * tokens * max(model.hidden_size, model.intermediate_size)
-    yield "the scores of one microbatch take at least", 4 * tokens * model.vocab_size
+    yield "the scores of one microbatch take at least", 4 * min(tokens * model.vocab_size, LOGITS)
 
 
 def _refuse_out_of_bounds(config: Config) -> None:

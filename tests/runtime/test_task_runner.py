@@ -123,6 +123,21 @@ def train_microbatch(trainer: TaskRunner, servers: list[TaskRunner], step: int, 
     return loss
 
 
+def test_documents_are_kept_apart_at_every_stage_and_nothing_more_is_sent(a_runner: Maker, tmp_path: Path) -> None:
+    """Three stages have the loss of one; with borders it is another, and a peer that ends documents otherwise is refused."""
+    (tmp_path / "a.txt").write_bytes(b"one\0two\0three, and more of it\0four\0" * 40)
+    losses = []
+    for end in (0, -1):
+        config = msgspec.structs.replace(TINY, data=msgspec.structs.replace(TINY.data, document_end=end))
+        servers = [a_runner(config, stage) for stage in range(3)]
+        losses.append(train_microbatch(servers[0], servers, 0, 0))
+    one = msgspec.structs.replace(ONE, data=msgspec.structs.replace(ONE.data, document_end=0))
+    whole = a_runner(one)
+    assert losses[0] == train_microbatch(whole, [whole], 0, 0) != losses[1]
+    with pytest.raises(ValueError, match=r"ends documents with 0; set data\.document_end=0"):
+        a_runner(msgspec.structs.replace(ONE, data=msgspec.structs.replace(ONE.data, document_end=7)))
+
+
 def average(group: list[TaskRunner], step: int, round_: int) -> list[m.Result]:
     """A round of a group: cut, add, gather."""
     length = group[0]._seated().executor.length

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 19  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 20  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -315,11 +315,27 @@ class Heartbeat(Wire, frozen=True):
     loaded: Count = 0  # chunks of my stage's state that are here, while it is downloaded
 
 
+class KnownAnswers(Value, frozen=True):
+    """What a machine computes from fixed inputs (executor/answers.py). Empty where nothing is computed."""
+
+    dtype: Digest = ""  # that it computes in
+    update: Digest = ""  # SHA-256 of optimizer steps and sums: the same bits everywhere
+    codes: Digest = ""  # and of decoded values
+    forward: Annotated[tuple[float, ...], msgspec.Meta(max_length=16)] = ()  # whose last bits depend on the machine
+
+
 class Join(Wire, frozen=True):
     """To any member: let me take part. Repeated until a view names the sender. `holds`: what I still hold since I was evicted."""
 
     holds: Holding | None = None
     seat: Seat = -1  # in the run's plan
+    answers: KnownAnswers = KnownAnswers()
+
+
+class JoinRefused(Wire, frozen=True):
+    """Leader to a peer that asked to join: you do not fit this run."""
+
+    reason: Text
 
 
 class Redirect(Wire, frozen=True):
@@ -834,7 +850,7 @@ class Measured(Wire, frozen=True):
 
 
 Message = (
-    Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | Redirect | Leave | Complaint | Dismissed
+    Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | JoinRefused | Redirect | Leave | Complaint | Dismissed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
     | Query | Pending
     | BoundaryTensor | TensorRequest | TensorPending | TensorGone | Missing
@@ -1259,3 +1275,4 @@ class Settings(msgspec.Struct, frozen=True):
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
+    answers: KnownAnswers = KnownAnswers()  # of this machine

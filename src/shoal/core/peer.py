@@ -45,6 +45,7 @@ from shoal.core.messages import (
     GatherChunk,
     Heartbeat,
     Join,
+    JoinRefused,
     Lead,
     Leave,
     LoadFailed,
@@ -107,7 +108,7 @@ TO_LEADER = (
     Saved,
     Published,
 )
-ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
+ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
 FROM_LEADER = (Round, SaveRequest, PublishRequest)
 SERVER = (
     Forward,
@@ -315,6 +316,8 @@ class PeerMachine:
                 return self.relay.take(message, now)
             case Redirect():
                 return self.admission.on_redirect(peer, message)
+            case JoinRefused():
+                return self.admission.on_refused(peer, message, now)
         return []
 
     def _about_work(self, event: Received, now: float) -> list[Command]:

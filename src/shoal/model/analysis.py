@@ -71,7 +71,10 @@ def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
     parts_counted.append(_count_part(parts, fake, config, "head", range(0), first=False, last=True))
     scaled = tuple(
         msgspec.structs.replace(
-            part, activation_bytes=factor * part.activation_bytes, working_bytes=factor * part.working_bytes
+            part,
+            activation_bytes=factor * part.activation_bytes,
+            working_bytes=factor * part.working_bytes,
+            input_bytes=factor * part.input_bytes,
         )
         for part in parts_counted
     )
@@ -125,6 +128,7 @@ def _count_part(
         float(forward),
         saved_bytes,
         max(0.0, memory.most - saved_bytes - values * model.dtype.itemsize),
+        float(x.nbytes) if blocks else 0.0,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.core.allreduce.layout import fenced
+from shoal.core.leader.answers import unfit
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
 from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Pauses, Verdict
 from shoal.core.leader.history import History
@@ -25,6 +26,7 @@ from shoal.core.messages import (
     Heartbeat,
     Index,
     Join,
+    JoinRefused,
     Leave,
     LoadFailed,
     Member,
@@ -34,6 +36,7 @@ from shoal.core.messages import (
     Reduced,
     RoundFailed,
     RoundWaits,
+    Send,
     Settings,
     View,
     Wire,
@@ -295,6 +298,9 @@ class Facts:
             self.changed = True
         match message:
             case Join():
+                fault = unfit(self.settings.answers, message.answers)
+                if fault and not present:
+                    return [Send(peer, JoinRefused(fault))]
                 if not present and (peer in self.requests.joins or len(self.requests.joins) < JOINS):
                     self.requests.joins[peer] = message
             case _ if not present:

@@ -86,6 +86,7 @@ def of_seat(config: Config, plan: Plan, number: int, cluster: Cluster | None) ->
     stage = plan.stages[plan.seats[name]]
     if config.device.executor != "emulated":
         tree["device"]["executor"] = stage.executor
+        tree["device"]["checkpointing"] = stage.checkpointing
     elif config.device.emulated_s == 0 and plan.peers:
         _rehearse(tree, plan, number)
     if cluster is not None:

@@ -62,6 +62,7 @@ class Part(msgspec.Struct, frozen=True):
     flops: float  # of one forward, per microbatch
     activation_bytes: float  # kept for its backward, per microbatch
     working_bytes: float = 0.0  # beyond that, at the worst moment
+    input_bytes: float = 0.0  # of a block: what activation checkpointing keeps instead of activation_bytes
 
 
 COUNTED = "FLOPs and bytes counted on the meta device"
@@ -89,6 +90,7 @@ class Profile(msgspec.Struct, frozen=True):
                 flops=factor * part.flops,
                 activation_bytes=factor * part.activation_bytes,
                 working_bytes=factor * part.working_bytes,
+                input_bytes=factor * part.input_bytes,
             )
             for part in self.parts
         )
@@ -118,6 +120,9 @@ class Profile(msgspec.Struct, frozen=True):
             sum(part.flops for part in held),
             sum(part.activation_bytes for part in held) + max((part.working_bytes for part in held), default=0.0),
             max((part.parameters for part in held), default=0.0),
+            sum(part.input_bytes for part in held)
+            + max((part.activation_bytes + part.working_bytes for part in held), default=0.0),
+            sum(part.flops for part in held if part.input_bytes),
         )
 
 
@@ -126,6 +131,8 @@ class StageProfile(msgspec.Struct, frozen=True):
     flops: float  # of one forward, per microbatch
     activation_bytes: float
     largest_parameters: float  # of its largest part: what swapping must hold at once
+    checkpointed_bytes: float = 0.0  # activation_bytes with activation checkpointing of its blocks
+    block_flops: float = 0.0  # what that computes again, per microbatch
 
 
 @cache
@@ -140,6 +147,7 @@ def profile(shape: Shape, work: Work) -> Profile:
         flops=tokens * (2 * weights + 4.0 * work.tokens * queries),
         # Two norms and their outputs, two residuals; q, k, v before and after rotation; the attention's output; the MLP's inside.
         activation_bytes=tokens * value * (6.0 * d + 3 * queries + 3 * keys + (matrices + 1) * shape.intermediate),
+        input_bytes=float(tokens * value * d),
     )
     table = float(shape.vocabulary) * d
     embedding = Part("embedding", table, 0.0, tokens * value * float(d))

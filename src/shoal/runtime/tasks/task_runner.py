@@ -44,8 +44,8 @@ from shoal.core.messages import (
     RunSave,
     Task,
 )
-from shoal.executor import base, create
-from shoal.executor.base import Executor
+from shoal.executor import create
+from shoal.executor.base import Executor, limit_threads
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint
@@ -53,6 +53,7 @@ from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
+from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.failures import DoesNotFit, Failures
 from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
@@ -98,8 +99,9 @@ class TaskRunner:
         make: Make = create,
     ) -> None:
         self._config = config
-        base.limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
+        limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
+        self._borders = Borders(config, dataset)
         self._store = store
         self._make = make
         self._seat: Seat | None = None
@@ -114,7 +116,7 @@ class TaskRunner:
         self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
-        self._lanes = {name: Lane(name, lambda: base.limit_threads(config)) for name in names}
+        self._lanes = {name: Lane(name, lambda: limit_threads(config)) for name in names}
         self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
@@ -261,15 +263,16 @@ class TaskRunner:
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
         executor = self._computing(task.stage, task.step)
-        return executor.forward(x[:, :-1] if task.stage == 0 else x)
+        return self._borders.plain(task, executor.forward(self._borders.input(task, x)))
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
         executor = self._computing(task.stage, task.step)
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
-        grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
+        grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
         if grad_x is None or not task.out:
             return Result(loss=loss)
+        grad_x = self._borders.plain(task, grad_x)
         return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
 
     def _computing(self, stage: int, step: int) -> Executor:
