@@ -24,7 +24,7 @@ from shoal import config as configuration
 from shoal import trace
 from shoal.config import Config
 from shoal.core.messages import Do, Gather
-from shoal.runtime.data import Dataset, open_dataset
+from shoal.runtime.data.dataset import Dataset, open_dataset
 
 ROOT = Path(__file__).parents[2]
 STAGES, REPLICAS = 3, 2

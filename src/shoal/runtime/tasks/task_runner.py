@@ -49,7 +49,7 @@ from shoal.executor.base import Executor, limit_threads
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
