@@ -92,7 +92,9 @@ class Launcher:
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
         self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
-        self._starter = Starter(self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step)
+        self._starter = Starter(
+            self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step, job.here
+        )
         self._majority = MajorityWatch(self.watch)
 
     @property
