@@ -85,7 +85,7 @@ configuration:
 
 # Strict: a broken link, a missing page and a module that is not there are errors.
 docs:
-	@$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || { echo "the tools of the docs are missing: make setup" >&2; exit 1; }
+	@$(PY) -c 'import mkdocs, material, mkdocstrings, mermaidx' 2>/dev/null || { echo "the tools of the docs are missing: make setup" >&2; exit 1; }
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 format:

@@ -51,7 +51,7 @@ name = "attacked"
 peers = {PEERS}
 stages = {STAGES}
 steps = {{steps}}
-hop_floor_s = 10.0
+min_request_timeout_s = 10.0
 [model]
 hidden_size = 16
 layers = 2

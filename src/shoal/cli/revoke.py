@@ -27,11 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "who",
         nargs="+",
         metavar="WHO",
-        help="invites, by id or by whom they are for (`shoal invite CONFIG --list`); peers, by label, name, key id or its beginning",
+        help="invites, by id or name (`shoal invite CONFIG --list`); peers, by label, name, key id or its beginning",
     )
     parser.add_argument("--rotate", action="store_true", help="print a new invite in the place of each that is revoked")
     add_via(parser)
-    parser.add_argument("--out", metavar="FILE", help="with --rotate: write it there, for your eyes only")
+    parser.add_argument(
+        "--out", metavar="FILE", help="with --rotate: write the new invite to this file, readable by you alone"
+    )
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -64,10 +66,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _targets(names: list[str], book: InviteBook, directory: Path) -> Targets:
-    found = [_meant(name, book, rundir.labels(directory), here(directory)) for name in names]
+    targets = [_meant(name, book, rundir.labels(directory), here(directory)) for name in names]
     return Targets(
-        invites=tuple(target for kind, target in found if kind == "invite"),
-        keys=tuple(target for kind, target in found if kind == "key"),
+        invites=tuple(target for kind, target in targets if kind == "invite"),
+        keys=tuple(target for kind, target in targets if kind == "key"),
     )
 
 
@@ -102,16 +104,16 @@ def _meant(word: str, book: InviteBook, labels: dict[str, Peer], present: tuple[
     if len(word) == KEY_ID_CHARS and word.isalnum():
         return "key", word
     known = dict.fromkeys(key_of(peer) for peer in (*labels.values(), *present))
-    found = [("invite", each) for each in invite_named(word, book)]
-    found += [("key", key) for key in known if key.startswith(word) and len(word) >= 4]
-    if len(found) != 1:
+    matches = [("invite", each) for each in invite_named(word, book)]
+    matches += [("key", key) for key in known if key.startswith(word) and len(word) >= 4]
+    if len(matches) != 1:
         many = (
-            f"may be {', '.join(f'{kind} {what}' for kind, what in found)}"
-            if found
+            f"may be {', '.join(f'{kind} {what}' for kind, what in matches)}"
+            if matches
             else "is no invite and no peer of the run"
         )
         raise ValueError(f"{word} {many}; `shoal invite CONFIG --list` names the invites, `shoal status` the peers")
-    return found[0]
+    return matches[0]
 
 
 def _still(key: str, present: tuple[Peer, ...]) -> str:

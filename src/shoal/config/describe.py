@@ -52,7 +52,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 @functools.cache
 def keys() -> dict[str, Key]:
     """Every setting by its path, in the order of the tree."""
-    found = {}
+    keys_by_path = {}
     for section, kind in sections().items():
         defaults = kind()
         for field in msgspec.structs.fields(kind):
@@ -60,8 +60,8 @@ def keys() -> dict[str, Key]:
             assert isinstance(described, inspect.Metadata), f"{section}.{field.name} is not described"
             words = (described.extra_json_schema or {}).get("description", "")
             key = Key(section, field.name, field.type, described.type, words, getattr(defaults, field.name))
-            found[key.path] = key
-    return found
+            keys_by_path[key.path] = key
+    return keys_by_path
 
 
 @functools.cache

@@ -214,7 +214,7 @@ class Launcher:
     async def _start_all(self) -> None:
         """Start all processes; introduce the founder first, and the others when it listens."""
         children = [
-            await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
+            await self._starter.start(first=self.authority is not None and n == 0) for n in range(self.job.here)
         ]
         self._starter.introduce(children[0])
         try:
@@ -284,7 +284,7 @@ class Launcher:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
-        self.watch.gone(child.label)
+        self.watch.remove(child.label)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
@@ -317,8 +317,8 @@ class Launcher:
         """A peer has ended by itself."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
-        if child is self.crew.children[0] and self.authority is not None and not self.watch.started:
-            self._give_up(f"the first peer is gone before training began: {why}\n{child.last_words()}")
+        if self.authority is not None and not self.watch.started:  # what ended it would end the next one
+            self._give_up(f"{child.label} ended before training began: {why}\n{child.last_words()}")
         elif self.spares and self.authority is not None and self.crew.living:
             self.spares -= 1
             self._starter.join_soon()

@@ -24,7 +24,7 @@ from shoal.model.cut import inputs
 from shoal.numerics.optimizer import norm_sq
 from shoal.runtime.checkpoints import checkpoint
 from shoal.runtime.checkpoints.checkpoint import Store
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 
 ME = "local"
 
@@ -89,7 +89,7 @@ class Alone:
 
     def due(self) -> bool:
         """Whether a checkpoint is due after the newest step."""
-        every, last = self._config.checkpoint.every, self._config.checkpoint.last
+        every, last = self._config.checkpoint.every, self._config.checkpoint.at_end
         ended = self.done >= self._config.run.steps
         return (ended and last) or (every > 0 and self.done % every == 0)
 

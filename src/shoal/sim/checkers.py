@@ -213,8 +213,10 @@ class Watch:
         self.commit_times.append(self._now())
         if view.step != last.step + 1:
             self.report(peer, "commit", f"step {last.step} is committed and the next is {view.step}")
-        if len(last.digests) != self.settings.stages:
+        if len(last.digests) != self.settings.stages and not last.skipped:
             self.report(peer, "commit", f"step {last.step} is committed with {len(last.digests)} digests")
+        if last.skipped and not any(step == last.step for step, _, _ in self.world.nonfinite):
+            self.report(peer, "skipped", f"step {last.step} is skipped, and its results are finite")
         below = ""
         for stage, digest in enumerate(last.digests):
             reduced = self.world.reduced.get(digest)
@@ -294,6 +296,9 @@ class Watch:
         steps = self.settings.steps - self.settings.first_step
         if account.committed != steps * self.settings.microbatches:
             self.report("", "account", f"{account} after {steps} x {self.settings.microbatches}")
+        skipped = sum(last.skipped > 0 for last in self.commits.values())
+        if account.skipped != self.settings.microbatches * skipped:
+            self.report("", "account", f"{account}, but {skipped} steps were skipped")
         if account.issued != account.committed:
             self.report("", "account", f"nothing waits, is in flight or booked, yet {account}")
         members = {one.peer for one in view.members}
@@ -313,10 +318,10 @@ def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tupl
         indices = sorted(one[1] for one in chunk)
         if indices != list(range(microbatches)):
             return f"chunk {number} holds indices {indices}", own
-        made = {(one[0], one[2], one[3], one[4]) for one in chunk}
-        if len(made) != 1:
-            return f"chunk {number} was made with different parameters: {sorted(made)}", own
-        of, under, own, _ = made.pop()
+        origins = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        if len(origins) != 1:
+            return f"chunk {number} was made with different parameters: {sorted(origins)}", own
+        of, under, own, _ = origins.pop()
         if of != step:
             return f"chunk {number} is of step {of}", own
         if under != below:

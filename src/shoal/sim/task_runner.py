@@ -70,11 +70,23 @@ class Unloadable(ValueError):
         self.older = older
 
 
+class NotFinite(ValueError):
+    """A result is not finite, whoever computes it."""
+
+
 class World:
     """What all task runners of one simulation share: the storage, and for the checkers what each digest stands for."""
 
-    def __init__(self, stages: int, values: int, staleness: int = 0, wire: Wire | None = None) -> None:
+    def __init__(
+        self,
+        stages: int,
+        values: int,
+        staleness: int = 0,
+        wire: Wire | None = None,
+        nonfinite: frozenset[tuple[int, int, int]] = frozenset(),
+    ) -> None:
         self.wire = wire
+        self.nonfinite = nonfinite  # (step, microbatch, stage)
         self.stages = stages
         self.values = values
         self.staleness = staleness
@@ -211,7 +223,8 @@ class TaskRunner:
                 raise ValueError("fault drawn by the simulation")
             result = _WORK[type(task)](self, task, inputs)
         except ValueError as error:
-            ends(m.Failed(task.id, str(error), older=error.older if isinstance(error, Unloadable) else None))
+            older = error.older if isinstance(error, Unloadable) else None
+            ends(m.Failed(task.id, str(error), nonfinite=isinstance(error, NotFinite), older=older))
             return
         ends(m.Done(task.id, result, seconds))
 
@@ -239,6 +252,7 @@ class TaskRunner:
         (x,) = inputs
         self._match(x, ("x", task.step, task.index, task.stage), "RunForward")
         _small(x)
+        self._finite(task)
         used = self._used(task.stage, task.step, "RunForward")
         self._put(task.out, ("x", task.step, task.index, task.stage + 1, used))
         return m.Result(nbytes=100)
@@ -254,11 +268,16 @@ class TaskRunner:
             above = inputs[1][4]
             _small(inputs[1])
         _small(x)
+        self._finite(task)
         used = self._used(task.stage, task.step, "RunBackward")
         self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
         if task.out:
             self._put(task.out, ("g", task.step, task.index, task.stage - 1, used))
         return m.Result(loss=1.0 + task.index / 64 if task.stage == last else None, nbytes=100)
+
+    def _finite(self, task: m.RunForward | m.RunBackward) -> None:
+        if (task.step, task.index, task.stage) in self.world.nonfinite:
+            raise NotFinite("not finite, whoever computes it")
 
     def _match(self, blob: Blob, wanted: Blob, what: str) -> None:
         if blob[: len(wanted)] != wanted:
@@ -305,6 +324,11 @@ class TaskRunner:
 
     def _apply(self, task: m.Apply, inputs: Sequence[Blob]) -> m.Result:
         self._expect(self.stage, task.step, "Apply")
+        if task.skip:
+            digest = short(self.digest, task.step, "skip")  # another one, for checkers to know the version by
+            if task.save:
+                self._saves[(self.stage, task.step + 1)] = digest
+            return self._seat(self.stage, task.step + 1, digest, self.digest)
         digest = short(self.digest, task.step, self._rounds.reduced(task.round).chunks, task.norm)
         if task.save:
             self._saves[(self.stage, task.step + 1)] = digest
@@ -400,9 +424,8 @@ class TaskRunner:
         if storage.full:
             raise ValueError("no space left on the storage")
         records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
-        if [(record["step"], record["stage"]) for record in records] != [
-            (task.step, stage) for stage in range(self.world.stages)
-        ]:
+        stages = [(record["step"], record["stage"]) for record in records]
+        if stages != [(task.step, stage) for stage in range(self.world.stages)]:
             self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
             raise ValueError("records are not one of each stage")
         storage.damaged.discard(task.step)

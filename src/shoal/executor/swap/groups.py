@@ -141,6 +141,7 @@ class Trial:
         count = config.device.sequences or config.train.microbatch
         self._tokens = torch.zeros(count, config.data.sequence + 1, dtype=torch.int64)
         (_, *rest), dtype = boundary(config)
+        rest[-1] += config.data.document_end >= 0  # the column of borders
         whole = runner.row.group(0, len(runner.row.units))
         first = (
             self._tokens[:, :-1]

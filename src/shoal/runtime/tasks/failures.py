@@ -43,7 +43,8 @@ class Failures:
         older = error.older if isinstance(error, checkpoint.Unloadable) else None
         if isinstance(error, ValueError | OSError):
             reason = str(error)[:REASON_LENGTH] or type(error).__name__
-            return Failed(task.id, reason, lost=isinstance(error, DoesNotFit), older=older)
+            lost, nonfinite = isinstance(error, DoesNotFit), isinstance(error, base.NotFinite)
+            return Failed(task.id, reason, lost=lost, nonfinite=nonfinite, older=older)
         log.error("%s failed", task, exc_info=error)
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
         if not base.alive(self._config):

@@ -14,7 +14,7 @@ from shoal.config import Config
 from shoal.core.messages import BULK, Backward, BoundaryTensor, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
-from shoal.runtime.data import vocabulary
+from shoal.runtime.data.dataset import vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.coding import Held
@@ -49,7 +49,7 @@ class Kinds:
         self._gradient = BlobSpec("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
         self._averaging = _codec(network.averaging)
         self._tokens = BlobSpec("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
-        self._most = config.network.blob_bytes // 4  # values of a gradient whose stage is still being downloaded
+        self._most = config.network.max_tensor_bytes // 4  # values of a gradient whose stage is still being downloaded
         self._bytes = BlobSpec("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
 
     def fault(self, message: Message, blobs: tuple[Blob, ...], length: int) -> str:

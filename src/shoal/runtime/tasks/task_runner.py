@@ -49,10 +49,11 @@ from shoal.executor.base import Executor, device_of, prepare_thread
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
+from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.failures import DoesNotFit, Failures
 from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
@@ -100,6 +101,7 @@ class TaskRunner:
         self._config = config
         prepare_thread(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
+        self._borders = Borders(config, dataset)
         self._store = store
         self._make = make
         self._seat: Seat | None = None
@@ -115,7 +117,7 @@ class TaskRunner:
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
         self._lanes = {name: Lane(name, lambda: prepare_thread(config)) for name in names}
-        self._blobs = Blobs(config.network.spill_bytes, config.run.directory, self._lanes["write"].put)
+        self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -261,15 +263,16 @@ class TaskRunner:
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
         executor = self._computing(task.stage, task.step)
-        return executor.forward(x[:, :-1] if task.stage == 0 else x)
+        return self._borders.plain(task, executor.forward(self._borders.input(task, x)))
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
         executor = self._computing(task.stage, task.step)
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
-        grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
+        grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
         if grad_x is None or not task.out:
             return Result(loss=loss)
+        grad_x = self._borders.plain(task, grad_x)
         return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
 
     def _computing(self, stage: int, step: int) -> Executor:
@@ -316,6 +319,8 @@ class TaskRunner:
     def _apply(self, task: Apply) -> Result:
         seat = self._seated()
         executor = self._at(seat.stage, task.step)
+        if task.skip:
+            return self._skip(task, seat, executor)
         reduced = self._sums.commit(task.step, task.round)
         if isinstance(executor, Delayed):
             executor.begin(task.step)
@@ -324,6 +329,14 @@ class TaskRunner:
             raise Later("average", lambda: self._apply_beside(task, executor, reduced))
         executor.apply(reduced, task.norm, task.step)
         executor.zero(task.step + 1)
+        seat.step = task.step + 1
+        return self._applied(task, seat)
+
+    def _skip(self, task: Apply, seat: Seat, executor: Executor) -> Result:
+        if isinstance(executor, Delayed):
+            executor.skip(task.step)
+        else:
+            executor.zero(task.step + 1)
         seat.step = task.step + 1
         return self._applied(task, seat)
 

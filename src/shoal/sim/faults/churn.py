@@ -10,7 +10,7 @@ from random import Random
 
 from shoal.core.messages import Asked, SaveAsked
 from shoal.sim.faults.injector import Fault, Injector, PlannedFault, planned_faults
-from shoal.sim.faults.preemption import found, read
+from shoal.sim.faults.preemption import read, record_path
 from shoal.sim.scenarios.scenario import Case
 
 SHIFT_S = (1200.0, 2400.0)  # into the record, when its first nodes are there
@@ -38,7 +38,7 @@ def lives(case: Case) -> list[PlannedFault]:
     scenario, rng = case.scenario, case.rng("lives")
     planned: list[PlannedFault] = []
     if scenario.record:
-        changes = read(found(scenario.record))
+        changes = read(record_path(scenario.record))
         for _ in range(scenario.copies):
             shift_s = rng.uniform(*SHIFT_S)
             planned += [

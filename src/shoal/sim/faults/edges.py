@@ -74,9 +74,9 @@ def attacks(kind: type[m.Message], facts: Facts) -> Iterator[tuple[str, m.Messag
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[types.Field, ...]:
-    found = types.type_info(kind)
-    assert isinstance(found, types.StructType)
-    return found.fields
+    info = types.type_info(kind)
+    assert isinstance(info, types.StructType)
+    return info.fields
 
 
 def _risen(base: m.Propose) -> m.Propose:

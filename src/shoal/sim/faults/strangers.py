@@ -157,8 +157,8 @@ class Strangers:
 
     def _fuzz(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         to = self._leader() if self.rng.random() < 0.4 else self._someone()
-        found = list(edges.attacks(self.rng.choice(FUZZED), self.facts(name, to)))
-        for label, message in self.rng.sample(found, min(BURST, len(found))):
+        attacks = list(edges.attacks(self.rng.choice(FUZZED), self.facts(name, to)))
+        for label, message in self.rng.sample(attacks, min(BURST, len(attacks))):
             self.context.note(f"{name:6} attacks {to} with {label}")
             yield to, message
 
