@@ -35,6 +35,7 @@ from shoal.core.messages import (
     ChunkRequest,
     Command,
     Complaint,
+    CopyRequest,
     Dismissed,
     Done,
     Drop,
@@ -94,7 +95,7 @@ CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
 TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
 TO_LEADER = (Heartbeat, Join, Leave, Complaint, Reduced, RoundFailed, RoundWaits, Booker, LoadFailed, Saved, Published)
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
-FROM_LEADER = (Round, SaveRequest, PublishRequest)
+FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest)
 SERVER = (
     Forward,
     Backward,
@@ -316,6 +317,8 @@ class PeerMachine:
             allowed = self.roster.belongs(peer)
         if not allowed:
             return _drop(event.blobs)
+        if isinstance(message, CopyRequest):
+            return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
         part = self.server if isinstance(message, FROM_LEADER + SERVER) else self.trainer
         return part.on_message(peer, message, event.blobs, event.fault, now)
 

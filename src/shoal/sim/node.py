@@ -113,7 +113,7 @@ class Node:
         self.name = process.name
         settings = context.settings_of(process.key)
         self.machine = PeerMachine(self.name, settings, case.rng(self.name), process.founder)
-        self.runner = TaskRunner(context.world, self._later, self._now)
+        self.runner = TaskRunner(context.world, self._later, self._now, settings.place)
         self.runner.forward_s, self.runner.backward = case.forward_s, case.scenario.backward
         self.runner.rounds, self.runner.states = case.rounds, case.states
         self.runner.slowness = case.speeds[process.key % len(case.speeds)]
@@ -295,7 +295,7 @@ class Node:
         self._report_tasks()
         if isinstance(result, m.Done) and result.result.record.startswith("checkpoints/") and self.mask is None:
             step = int(result.result.record.rpartition("-")[2])
-            self.context.watch.published(self.name, step, self.context.world.storage.published[step])
+            self.context.watch.published(self.name, step, self.runner.storage.published[step])
         self.receive(result)
         if isinstance(result, m.Done) and result.result.digest and self.mask is None:
             self._report_state()
@@ -327,6 +327,8 @@ class Node:
         self.finish = command
 
     def _note(self, command: m.Note) -> None:
+        if command.kind == "checkpoint" and self.mask is None:
+            self.context.watch.durability.reported(self.name, command.text)
         if self.context.notes is not None:
             self.context.note(f"{self.name:6} {command.kind}: {command.text}")
 

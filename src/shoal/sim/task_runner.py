@@ -29,9 +29,12 @@ After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, wi
 SECONDS: dict[type, float] = {
     m.Fetch: 0.01, m.Cut: 0.01, m.AddRow: 0.02, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
+    m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
-MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
+MAY_FAIL = (
+    m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk, m.RunCopy,
+)  # fmt: skip
 
 
 def short(*parts: object) -> str:
@@ -53,21 +56,27 @@ class Reduced(msgspec.Struct, frozen=True):
 
 
 class Storage:
-    """The run's checkpoint storage, shared by all peers. `full` fails every write."""
+    """A place for checkpoints: one that all peers share, or a machine's own. `full` fails every write."""
 
     def __init__(self) -> None:
         self.full = False
         self.damaged: set[int] = set()  # steps of published checkpoints that nobody can load
-        self.shards: dict[tuple[int, int], str] = {}
-        self.published: dict[int, tuple[str, ...]] = {}
+        self.shards: dict[tuple[int, int], str] = {}  # by step and stage, of checkpoints that are not published yet
+        self.published: dict[int, tuple[str, ...]] = {}  # what training.json says of every stage
+        self.held: dict[int, set[int]] = {}  # the stages of a published checkpoint whose shards are here
+
+    def has(self, step: int, stage: int, digest: str) -> bool:
+        """A whole shard of a published checkpoint."""
+        whole = step in self.published and step not in self.damaged and stage in self.held[step]
+        return whole and self.published[step][stage] == digest
 
 
 class Unloadable(ValueError):
-    """A checkpoint is no good; `older`: the step of the newest older one that is whole, 0 for none."""
+    """A checkpoint is no good here; `older`: the step of the newest older one that is whole, 0 for none."""
 
-    def __init__(self, reason: str, older: int) -> None:
+    def __init__(self, reason: str, older: int, lack: m.Lack) -> None:
         super().__init__(reason)
-        self.older = older
+        self.older, self.lack = older, lack
 
 
 class World:
@@ -78,10 +87,30 @@ class World:
         self.stages = stages
         self.values = values
         self.staleness = staleness
-        self.storage = Storage()
+        self.storages: dict[str, Storage] = {}  # by place
         self.reduced: dict[str, Reduced] = {}
         self.versions: dict[tuple[int, str], int] = {}  # (stage, parameters) -> gradients that are in them
         self.faults: list[str] = []  # what no machine may ever ask for; the swarm makes violations of them
+
+    @property
+    def storage(self) -> Storage:
+        """The one of a run whose peers share it."""
+        return self.storage_of("")
+
+    def storage_of(self, place: str) -> Storage:
+        return self.storages.setdefault(place, Storage())
+
+    def copies(self, step: int, digests: Sequence[str]) -> int:
+        """Of that checkpoint's rarest shard."""
+        return min(
+            sum(storage.has(step, stage, digest) for storage in self.storages.values())
+            for stage, digest in enumerate(digests)
+        )
+
+    def readable(self) -> dict[int, tuple[str, ...]]:
+        """By step, the published checkpoints of which every shard is whole somewhere."""
+        known = {(step, digests) for storage in self.storages.values() for step, digests in storage.published.items()}
+        return {step: digests for step, digests in sorted(known) if self.copies(step, digests)}
 
     def length(self, stage: int) -> int:
         return self.values + 7 * stage
@@ -90,8 +119,9 @@ class World:
 class TaskRunner:
     """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
 
-    def __init__(self, world: World, after: After, now: Callable[[], float]) -> None:
+    def __init__(self, world: World, after: After, now: Callable[[], float], place: str = "") -> None:
         self.world = world
+        self.place = place
         self.blobs: dict[str, Blob] = {}
         self.slowness = 1.0  # seconds per second of a usual peer
         self.forward_s = 0.1
@@ -113,6 +143,11 @@ class TaskRunner:
         self._copy: tuple[int, int, str, str] | None = None  # (version, stage, digest, previous) exported
         self._kept: dict[int, Blob] = {}  # chunks of a download
         self._saves: dict[tuple[int, int], str] = {}
+        self._written: dict[tuple[int, str], dict[int, Blob]] = {}  # chunks of a checkpoint's shard, by step and shard
+
+    @property
+    def storage(self) -> Storage:
+        return self.world.storage_of(self.place)
 
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
@@ -153,7 +188,9 @@ class TaskRunner:
                 raise ValueError("fault drawn by the simulation")
             result = _WORK[type(task)](self, task, inputs)
         except ValueError as error:
-            ends(m.Failed(task.id, str(error), older=error.older if isinstance(error, Unloadable) else None))
+            unloadable = error if isinstance(error, Unloadable) else None
+            lacks = (unloadable.lack,) if unloadable else ()
+            ends(m.Failed(task.id, str(error), older=unloadable.older if unloadable else None, lacks=lacks))
             return
         ends(m.Done(task.id, result, seconds))
 
@@ -292,13 +329,15 @@ class TaskRunner:
         if task.step == 0:
             digest = short("init", task.stage)
             return self._build(task.stage, 0, digest, digest)
-        storage = self.world.storage
+        storage = self.storage
         saved = storage.published.get(task.step)
-        if saved is None or task.step in storage.damaged:
+        if saved is None or not storage.has(task.step, task.stage, saved[task.stage]):
             older = max(
                 (step for step in storage.published if step < task.step and step not in storage.damaged), default=0
             )
-            raise Unloadable(f"there is no whole checkpoint of step {task.step}", older)
+            name = shard_name(task.step, task.stage, saved[task.stage]) if saved is not None else m.ABOUT
+            why = f"there is no whole checkpoint of step {task.step}"
+            raise Unloadable(why, older, m.Lack(task.stage if saved is not None else 0, name))
         return self._build(task.stage, task.step, saved[task.stage], saved[task.stage])
 
     def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
@@ -352,28 +391,101 @@ class TaskRunner:
         return self._build(task.stage, task.step, digest, previous)
 
     def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
-        if self.world.storage.full:
-            raise ValueError("no space left on the storage")
+        self._need_room()
         digest = self._saves.get((task.stage, task.step))
         if digest is None and (self.stage, self.version) == (task.stage, task.step):
             digest = self.digest
         if digest is None:
             raise ValueError(f"no copy of stage {task.stage} version {task.step}")
-        self.world.storage.shards[(task.step, task.stage)] = digest
-        return m.Result(record=json.dumps({"step": task.step, "stage": task.stage, "digest": digest}))
+        self.storage.shards[(task.step, task.stage)] = digest
+        record = json.dumps({"step": task.step, "stage": task.stage, "digest": digest})
+        return m.Result(record=record, digest=shard_name(task.step, task.stage, digest))
+
+    def _need_room(self) -> None:
+        if self.storage.full:
+            raise ValueError("no space left on the storage")
 
     def _publish(self, task: m.RunPublish, inputs: Sequence[Blob]) -> m.Result:
-        storage = self.world.storage
-        if storage.full:
-            raise ValueError("no space left on the storage")
+        storage = self.storage
+        self._need_room()
         records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
         found = [(record["step"], record["stage"]) for record in records]
         if found != [(task.step, stage) for stage in range(self.world.stages)]:
             self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
             raise ValueError("records are not one of each stage")
+        digests = tuple(record["digest"] for record in records)
+        here = {stage for stage in range(self.world.stages) if not task.copies or self.place in task.copies[stage]}
+        missing = [stage for stage in here if storage.shards.get((task.step, stage)) != digests[stage]]
+        if missing and not all(storage.has(task.step, stage, digests[stage]) for stage in missing):
+            raise ValueError(f"shards {missing} of step {task.step} are not here")
         storage.damaged.discard(task.step)
-        storage.published[task.step] = tuple(record["digest"] for record in records)
+        storage.published[task.step], storage.held[task.step] = digests, here
         return m.Result(record=f"checkpoints/step-{task.step}")
+
+    # ------------------------------------------------------------------------------------------ copies of checkpoints
+
+    def _find_shard(self, task: m.OfferShard | m.ReadShard | m.RunCopy) -> Blob:
+        """What that shard holds, if it is whole here."""
+        storage, step = self.storage, task.step
+        published = storage.published.get(step)
+        if task.shard == m.ABOUT and published is not None and step not in storage.damaged:
+            return published
+        for digest in (storage.shards.get((step, task.stage)), published[task.stage] if published else None):
+            if digest is not None and shard_name(step, task.stage, digest) == task.shard:
+                if storage.shards.get((step, task.stage)) == digest or storage.has(step, task.stage, digest):
+                    return (digest,)
+        raise ValueError(f"shard {task.stage} of step {step} is not here")
+
+    def _offer_shard(self, task: m.OfferShard, inputs: Sequence[Blob]) -> m.Result:
+        held = self._find_shard(task)
+        hashes = tuple(short(("shard", task.shard, held, chunk)) for chunk in range(CHUNKS))
+        return m.Result(manifest=m.Manifest(hashes, (1000,) * CHUNKS))
+
+    def _read_shard(self, task: m.ReadShard, inputs: Sequence[Blob]) -> m.Result:
+        self._put(task.out, ("shard", task.shard, self._find_shard(task), task.chunk))
+        return m.Result(nbytes=1000)
+
+    def _write_chunk(self, task: m.WriteChunk, inputs: Sequence[Blob]) -> m.Result:
+        self._need_room()
+        if short(inputs[0]) != task.digest:
+            return m.Result()
+        self._written.setdefault((task.step, task.shard), {})[task.start] = inputs[0]
+        return m.Result(nbytes=1000)
+
+    def _copy_shard(self, task: m.RunCopy, inputs: Sequence[Blob]) -> m.Result:
+        chunks = self._written.pop((task.step, task.shard), {})
+        storage = self.storage
+        if not chunks:
+            if task.record:
+                draft = storage.shards.get((task.step, task.stage))
+                if draft is None or shard_name(task.step, task.stage, draft) != task.shard:
+                    raise ValueError("it is not here yet")
+            else:
+                self._find_shard(task)
+            return m.Result(record=task.record)
+        held = {chunk[2] for chunk in chunks.values() if chunk[:2] == ("shard", task.shard)}
+        if len(chunks) != CHUNKS or len(held) != 1:
+            raise ValueError(f"chunks {chunks} make no shard")
+        self._need_room()
+        (content,) = held
+        if task.shard == m.ABOUT:
+            storage.published[task.step] = content
+            storage.held.setdefault(task.step, set())
+            if task.step in storage.damaged:  # which of its files are, each peer finds when it loads
+                storage.damaged.discard(task.step)
+                storage.held[task.step] = set()
+            return m.Result()
+        if shard_name(task.step, task.stage, *content) != task.shard:
+            raise ValueError("its content is another than its name says")
+        if task.record:
+            storage.shards[(task.step, task.stage)] = content[0]
+        else:
+            storage.held[task.step].add(task.stage)
+        return m.Result(record=task.record)
+
+
+def shard_name(step: int, stage: int, digest: str) -> str:
+    return short("shard", step, stage, digest)
 
 
 def _small(blob: Blob) -> None:
@@ -410,4 +522,8 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.Blend: TaskRunner._blend,
     m.RunSave: TaskRunner._save,
     m.RunPublish: TaskRunner._publish,
+    m.OfferShard: TaskRunner._offer_shard,
+    m.ReadShard: TaskRunner._read_shard,
+    m.WriteChunk: TaskRunner._write_chunk,
+    m.RunCopy: TaskRunner._copy_shard,
 }
