@@ -31,14 +31,14 @@ RUN = frozenset(
     train.outer_rate train.outer_momentum train.staleness
     network.transport network.discovery network.blob_bytes network.activations network.gradients network.averaging
     network.keep_bytes
-    checkpoint.every checkpoint.last checkpoint.keep
+    checkpoint.every checkpoint.last checkpoint.keep checkpoint.copies
     plan.allow
     """.split()
 )
 # Never from an invite: each machine decides.
 MACHINE = frozenset(
     """
-    run.dir run.trace_bytes data.within
+    run.dir run.trace_bytes data.within checkpoint.disk_bytes
     network.host network.port network.delay_s network.bandwidth_Bps network.faults network.up_Bps network.down_Bps
     network.links network.spill_bytes network.pass_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s

@@ -65,7 +65,9 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
     directory = rundir.place(config)
     with rundir.claimed(directory) as claim:
-        resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
+        resumed = Resumed()
+        if args.resume:
+            resumed = rundir.resume(config, directory, adopt=args.adopt, others=here < peers)
         if not args.resume:
             checkpoints.begin(config, directory, adopt=args.adopt)
             rundir.set_aside(directory)

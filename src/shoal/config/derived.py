@@ -53,6 +53,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         queue_limit=run.queue_limit,
         save_every=config.checkpoint.every,
         save_last=config.checkpoint.last,
+        copies=config.checkpoint.copies,
         beat_s=run.beat_s,
         silence_s=run.silence_s,
         hop_floor_s=run.hop_floor_s,

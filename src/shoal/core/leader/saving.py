@@ -34,6 +34,7 @@ from shoal.core.messages import (
 
 PUBLISHER = -1  # in the place of a stage
 SOURCE = "replica"  # in the place of a place
+REPEAT_BEATS, DOUBLED = 4, 4  # requests are repeated, since messages vanish: after so many beats, then after twice as many, so many times
 HOLDERS = 4  # that a copy is downloaded from
 
 Place = str
@@ -65,7 +66,7 @@ class Saving:
         self.unable: dict[int, dict[Peer, str]] = {}  # per stage, or PUBLISHER: who could not, and why
         self.refused: dict[tuple[int, Place], str] = {}  # copies of that stage's shard are not kept there
         self.paths: dict[Place, str] = {}  # where it is visible
-        self.asked: dict[tuple[int, Place], tuple[Peer, float]] = {}  # stage and SOURCE or place -> whom and when
+        self.asked: dict[tuple[int, Place], tuple[Peer, float, int]] = {}  # stage and SOURCE or place -> whom, when, how often
 
     @property
     def idle(self) -> bool:
@@ -167,17 +168,21 @@ class Saving:
         shard = self.shards.get(stage)
         if shard is None:
             return []
-        others = {place: member.peer for member, place in reversed(seats) if place and place not in shard.places}
-        able = [place for _, place in seats if place in others and (stage, place) not in self.refused]
-        wanted = list(dict.fromkeys(able))[: max(0, self.settings.copies - len(shard.places))]
+        others: dict[Place, list[Peer]] = {}
+        for member, place in seats:
+            if place and place not in shard.places:
+                others.setdefault(place, []).append(member.peer)
+        able = [place for place in others if (stage, place) not in self.refused]
+        wanted = able[: max(0, self.settings.copies - len(shard.places))]
         if not wanted:
             return None
         assert self.step is not None
         holders = tuple(member.peer for member, place in seats if place in shard.places)[:HOLDERS]
         request = CopyRequest(self.epoch, self.step, stage, shard.record, shard.shard, holders)
         commands: list[Command] = []
-        for place in wanted:
-            commands += self._ask(stage, place, others[place], request, now)
+        for place in wanted:  # a place's peers share the work
+            last, peers = self.asked.get((stage, place), ("",))[0], others[place]
+            commands += self._ask(stage, place, last if last in peers else peers[stage % len(peers)], request, now)
         return commands
 
     def _publish(self, seats: list[tuple[Member, Place]], now: float) -> list[Command]:
@@ -228,10 +233,12 @@ class Saving:
     def _ask(
         self, stage: int, place: Place, peer: Peer, message: SaveRequest | CopyRequest | PublishRequest, now: float
     ) -> list[Command]:
-        asked = self.asked.get((stage, place))
-        if asked is not None and asked[0] == peer and now - asked[1] < 4 * self.settings.beat_s:
-            return []
-        self.asked[stage, place] = (peer, now)
+        last, at, times = self.asked.get((stage, place), ("", 0.0, 0))
+        if last != peer:
+            times = 0
+        elif now - at < REPEAT_BEATS * 2 ** min(times - 1, DOUBLED) * self.settings.beat_s:
+            return []  # a shard may take minutes, and its record may be as large as a chunk
+        self.asked[stage, place] = (peer, now, times + 1)
         return [Send(peer, message)]
 
     def _give_up(self, reasons: Mapping[Peer, str], what: str) -> list[Command]:

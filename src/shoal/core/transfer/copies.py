@@ -163,6 +163,8 @@ class Copier:
         jobs = [self._job, *self._queue] if self._job is not None else self._queue
         if any(known.shard == job.shard and known.leader for known in jobs):
             return []
+        if self._job is not None and self._job.leader and self._job.shard.step != message.step:
+            self._drop()  # that checkpoint was given up
         self._queue = [known for known in self._queue if not known.leader or known.shard.step == message.step]
         self._saved = {known: saved for known, saved in self._saved.items() if known[:2] == key[:2]}
         self._queue.append(job)

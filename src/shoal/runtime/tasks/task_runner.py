@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -35,20 +36,25 @@ from shoal.core.messages import (
     Import,
     Init,
     Message,
+    OfferShard,
     ReadChunk,
+    ReadShard,
     Reset,
     Result,
     RunBackward,
+    RunCopy,
     RunForward,
     RunPublish,
     RunSave,
     Task,
+    WriteChunk,
 )
 from shoal.executor import base, create
 from shoal.executor.base import Executor
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
-from shoal.runtime.checkpoints import checkpoint
+from shoal.runtime.checkpoints import checkpoint, marker
+from shoal.runtime.checkpoints.copies import Copies
 from shoal.runtime.data import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
@@ -118,6 +124,11 @@ class TaskRunner:
         self._lanes = {name: Lane(name, self._threads) for name in names}
         directory = Path(config.run.dir) / config.run.name
         self._blobs = Blobs(config.network.spill_bytes, directory, self._lanes["write"].put)
+
+    @property
+    def place(self) -> str:
+        """The name of the place where checkpoints are written; '' when nothing can be written there."""
+        return self._store.place if self._store is not None else ""
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -201,8 +212,9 @@ class TaskRunner:
             self._lanes[later.lane].put(lambda: self._carry_out(again, task, done, spent_s))
             return
         except (ValueError, OSError) as error:
-            older = error.older if isinstance(error, checkpoint.Unloadable) else None
-            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__, older=older)
+            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__)
+            if isinstance(error, checkpoint.Unloadable):
+                answer = msgspec.structs.replace(answer, older=error.older, lacks=error.lacks)
         except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
             log.exception("%s failed", task)
             reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
@@ -250,6 +262,14 @@ class TaskRunner:
                 raise Later("write", lambda: self._write(task, lambda: self._save(task, copy)))
             case RunPublish():
                 return self._write(task, lambda: self._publish(task))
+            case OfferShard():
+                return Result(manifest=self._copies.offer(task))
+            case ReadShard():
+                return self._give(task.out, torch.frombuffer(self._copies.read(task), dtype=torch.uint8))
+            case WriteChunk():
+                return Result(nbytes=self._copies.write(task, raw(take(task.blob))))
+            case RunCopy():
+                return Result(record=self._copies.finish(task))
 
     def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
         def take(name: str, device: str = "cpu") -> torch.Tensor:
@@ -436,19 +456,24 @@ class TaskRunner:
         record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
         if self._saved is copy:
             self._saved = None  # the record is all that will be asked for again
-        return Result(record=record)
+        files = msgspec.json.decode(record, type=checkpoint.Record)
+        return Result(record=record, digest=marker.content_of((files.model, files.optimizer)))
 
     def _publish(self, task: RunPublish) -> Result:
         store = self._place()
         if self._about is None:
             digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
             self._about = checkpoint.about(self._config, digest, note)
-        path = store.publish(task.step, task.records, self._about)
+        path = store.publish(task.step, task.records, self._about, task.copies)
         try:
             store.prune(self._config.checkpoint.keep)
         except OSError as error:  # the new one is there; the old ones are only in the way
             log.warning("older checkpoints could not be deleted: %s", error)
         return Result(record=path)
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies(self._place(), self._config.run.stages)
 
     def _place(self) -> checkpoint.Store:
         if self._store is None:
