@@ -30,7 +30,7 @@ class Checkpoint(Section, frozen=True):
         Meta(
             ge=1,
             le=16,
-            description="Each part of a checkpoint is kept by so many machines, if there are so many; one that several reach counts as one.",
+            description="Each part of a checkpoint is kept by so many machines, if there are so many; a shared directory counts once.",
         ),
     ] = 2
     url: Annotated[
@@ -38,7 +38,12 @@ class Checkpoint(Section, frozen=True):
         Meta(description='This machine keeps checkpoints in this path or fsspec URL; "" is checkpoints/ of the run.'),
     ] = ""
     disk_bytes: Annotated[
-        int, Meta(ge=0, le=2**50, description="Checkpoints take at most this much there, if it is a path; 0: what its disk has.")
+        int,
+        Meta(
+            ge=0,
+            le=2**50,
+            description="Checkpoints take at most this much there, if it is a path; 0: what its disk has.",
+        ),
     ] = 0
 
 

@@ -26,6 +26,7 @@ Stage = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Seat = Annotated[int, msgspec.Meta(ge=-1, lt=2**20)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Digest = Annotated[str, msgspec.Meta(max_length=128)]
+Places = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=16)]  # that hold a copy
 
 ABOUT = "about"  # the shard of a checkpoint that holds its small files: configuration, tokenizer, training.json
 
@@ -311,7 +312,9 @@ class Heartbeat(Wire, frozen=True):
     work: Count = 0  # the step whose books these are
     closed: tuple[Booking, ...] = ()  # with delayed updates, those of the step before, until it is committed
     loaded: Count = 0  # chunks of my stage's state that are here, while it is downloaded
-    place: Digest = ""  # where I write checkpoints: peers that name the same one share it; "": nothing can be written there
+    place: Digest = (
+        ""  # where I write checkpoints: peers that name the same one share it; "": nothing can be written there
+    )
 
 
 class Join(Wire, frozen=True):
@@ -785,7 +788,9 @@ class PublishRequest(Wire, frozen=True):
     epoch: Count
     step: Count
     records: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)]
-    copies: Annotated[tuple[Annotated[tuple[Digest, ...], msgspec.Meta(max_length=16)], ...], msgspec.Meta(max_length=4096)] = ()  # of each shard: places
+    copies: Annotated[
+        tuple[Places, ...], msgspec.Meta(max_length=4096)
+    ] = ()  # of each shard; none: all share one place
 
 
 class Published(Wire, frozen=True):

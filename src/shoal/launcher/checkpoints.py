@@ -89,7 +89,8 @@ def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0, othe
     training = entry.training if entry is not None else None
     step = training.step if training is not None else 0
     if others and saved > step:
-        _refuse_unread(catalog, step, refused)
+        unmarked = f"foreign: no {marker.MARKER}"  # it is the run's own, if what is left of it is
+        _refuse_unread(catalog, step, [one for one in refused if (one.step, one.wrong) != (saved, unmarked)])
         here = next((one.wrong for one in refused if one.step == saved), "nothing of it is here")
         print(escaped(f"the checkpoint of step {saved} is downloaded from the machines that join: {here}"))
         _set_damaged_aside(catalog, [one for one in refused if one.step > saved])

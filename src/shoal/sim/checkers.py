@@ -294,7 +294,9 @@ class Durability:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._reported: dict[int, tuple[m.Peer, int, int]] = {}  # by step: who said so, copies, machines that died since
+        self._reported: dict[
+            int, tuple[m.Peer, int, int]
+        ] = {}  # by step: who said so, copies, machines that died since
 
     def reported(self, peer: m.Peer, text: str) -> None:
         found = re.fullmatch(r"step (\d+) saved at .*?(?: in (\d+) copies)?", text)
@@ -315,7 +317,11 @@ class Durability:
         readable = world.readable()
         for step, (peer, copies, died) in list(self._reported.items()):
             have = world.copies(step, readable[step]) if step in readable else 0
-            if died < copies and have < copies - died and not any(step in one.damaged for one in world.storages.values()):
+            if (
+                died < copies
+                and have < copies - died
+                and not any(step in one.damaged for one in world.storages.values())
+            ):
                 text = f"step {step} was reported saved in {copies} copies, {died} machines have died since, and {have} are left"
                 self.watch.report(peer, "durability", text)
                 del self._reported[step]

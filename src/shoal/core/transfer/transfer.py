@@ -209,7 +209,9 @@ class StateTransfer:
         match message:
             case CopyRequest():
                 return self._copier.copy(peer, message, now)
-            case Offer(shard=shard) | Chunk(shard=shard) | StateRequest(shard=shard) | ChunkRequest(shard=shard) if shard:
+            case Offer(shard=shard) | Chunk(shard=shard) | StateRequest(shard=shard) | ChunkRequest(shard=shard) if (
+                shard
+            ):
                 return self._on_shard(peer, message, blobs, fault, now)
             case Offer():
                 if self._build.id or self._server.has_state or self._view is None:
@@ -223,9 +225,7 @@ class StateTransfer:
                 return self._donor.on_chunk_request(peer, message)
         return []
 
-    def _on_shard(
-        self, peer: Peer, message: Wire, blobs: tuple[BlobRef, ...], fault: str, now: float
-    ) -> list[Command]:
+    def _on_shard(self, peer: Peer, message: Wire, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         """About a shard of a checkpoint. Only those of the view receive any."""
         present = self._view is not None and member_of(self._view.members + self._view.joining, peer) is not None
         match message:
@@ -265,7 +265,10 @@ class StateTransfer:
             if failed.lacks and target is not None:
                 self._unloadable, self.downloader.retry_at = failed, None
                 note = Note("state", f"asks the others for what is missing here: {failed.reason}")
-                return [note, *self._repaired(self._copier.repair(failed.lacks, target.epoch, self._build.step, now), now)]
+                return [
+                    note,
+                    *self._repaired(self._copier.repair(failed.lacks, target.epoch, self._build.step, now), now),
+                ]
             return self._cannot_load(failed, failed.reason)
         if self.downloader.is_checking(failed.id):
             return self.downloader.on_wrong(failed.id, failed.reason, now)

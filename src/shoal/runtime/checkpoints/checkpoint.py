@@ -154,7 +154,9 @@ class Store:
         draft = self.unfinished(step)
         training = _training(step, shards, about, files, self.catalog.authority or "", copies)
         for name, file in files.items():
-            if (not copies or training.belongs(name, self.place)) and self._storage.size(f"{draft}/{name}") != file.bytes:
+            if (not copies or training.belongs(name, self.place)) and self._storage.size(
+                f"{draft}/{name}"
+            ) != file.bytes:
                 raise ValueError(f"{name} of step {step} is not at {self.url}")
         for name, content in {**about.files, INDEX: _index(shards)}.items():
             files[name] = self._storage.write(f"{draft}/{name}", [memoryview(content)])

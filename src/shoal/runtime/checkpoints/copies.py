@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.core.messages import ABOUT, Manifest, OfferShard, ReadShard, RunCopy, WriteChunk
+from shoal.core.messages import ABOUT, Manifest, OfferShard, ReadShard, Result, RunCopy, WriteChunk
 from shoal.runtime.checkpoints import marker
 from shoal.runtime.checkpoints.catalog import folder
 from shoal.runtime.checkpoints.checkpoint import Record, Store
@@ -53,8 +53,15 @@ class Copies:
         self._store, self._stages = store, stages
         self._storage, self._catalog = store.catalog.storage, store.catalog
         self._about: dict[int, bytes] = {}  # the bundle of small files, by step
-        self._offered: dict[tuple[int, str], tuple[list[tuple[str, int]], int]] = {}  # names and sizes; bytes of a chunk
+        self._offered: dict[
+            tuple[int, str], tuple[list[tuple[str, int]], int]
+        ] = {}  # names and sizes; bytes of a chunk
         self._incoming: dict[tuple[int, str], Incoming] = {}
+
+    def carry_out(self, task: OfferShard | RunCopy) -> Result:
+        if isinstance(task, OfferShard):
+            return Result(manifest=self.offer(task))
+        return Result(record=self.finish(task))
 
     # ----------------------------------------------------------------------------------------------------- for others
 
@@ -138,7 +145,9 @@ class Copies:
             if fault := self._catalog.fault(step, name, file):
                 raise ValueError(f"damaged: {fault}")
         names = [MARKER, *small]
-        return msgspec.msgpack.encode({name: self._storage.read(f"{folder(step)}/{name}", ABOUT_BYTES) for name in names})
+        return msgspec.msgpack.encode(
+            {name: self._storage.read(f"{folder(step)}/{name}", ABOUT_BYTES) for name in names}
+        )
 
     # ----------------------------------------------------------------------------------------------------------- here
 
@@ -163,7 +172,7 @@ class Copies:
         return len(data)
 
     def finish(self, task: RunCopy) -> str:
-        """Put the shard in its place. ValueError: nothing of it was written, and it is not there already; or it is not what it should be."""
+        """Put the shard in its place. ValueError: nothing of it was written and it is not there already, or its content is wrong."""
         incoming = self._incoming.pop((task.step, task.shard), None)
         if incoming is None:
             self._look(task)
@@ -171,7 +180,9 @@ class Copies:
         try:
             for name, file in incoming.files.items():
                 if (found := _hash(incoming.path(name))) != file.sha256 and task.shard != ABOUT:
-                    raise ValueError(f"{name} of step {task.step} came with SHA-256 {found[:16]}, not {file.sha256[:16]}")
+                    raise ValueError(
+                        f"{name} of step {task.step} came with SHA-256 {found[:16]}, not {file.sha256[:16]}"
+                    )
             if task.shard == ABOUT:
                 self._unbundle(task.step, incoming.path(ABOUT).read_bytes())
                 return ""
@@ -248,7 +259,11 @@ class Copies:
             if SMALL.fullmatch(name) is None or hashlib.sha256(value).hexdigest() != small[name].sha256:
                 raise ValueError(f"{name[:80]!r} of step {step} is not what {MARKER} says")
         self._store.refuse_full(len(data))
-        self._store.refuse_taken(step)
+        if self._storage.size(f"{folder(step)}/{MARKER}") is not None or any(
+            self._storage.size(f"{folder(step)}/{name}") is not None and self._catalog.fault(step, name, file)
+            for name, file in small.items()
+        ):
+            self._store.refuse_taken(step)  # without a marker it is this run's if its files are
         for name, value in ((MARKER, text), *content.items()):  # killed in between, what is missing is known
             self._storage.write(f"{folder(step)}/{name}", [memoryview(value)])
 

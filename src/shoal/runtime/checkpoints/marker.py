@@ -53,7 +53,6 @@ class Training(msgspec.Struct, frozen=True):
     adopted: tuple[str, ...] = ()  # keys of the runs whose it was before, by `--adopt`
     seal: str = "0" * 64  # SHA-256 of this file, with zeros here; before November 2026 there was none
 
-
     def shard_files(self, shard: int) -> dict[str, File]:
         """A shard's files. KeyError: there is no such shard."""
         return {name: self.files[name] for name in shard_names(shard, self.stages)}

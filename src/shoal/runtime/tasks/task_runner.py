@@ -127,7 +127,7 @@ class TaskRunner:
 
     @property
     def place(self) -> str:
-        """The name of the place where checkpoints are written; '' when nothing can be written there."""
+        """Names where checkpoints are written; '' when nothing can be."""
         return self._store.place if self._store is not None else ""
 
     # -------------------------------------------------------------------------------------------------------- blobs
@@ -262,14 +262,12 @@ class TaskRunner:
                 raise Later("write", lambda: self._write(task, lambda: self._save(task, copy)))
             case RunPublish():
                 return self._write(task, lambda: self._publish(task))
-            case OfferShard():
-                return Result(manifest=self._copies.offer(task))
+            case OfferShard() | RunCopy():
+                return self._copies.carry_out(task)
             case ReadShard():
                 return self._give(task.out, torch.frombuffer(self._copies.read(task), dtype=torch.uint8))
             case WriteChunk():
                 return Result(nbytes=self._copies.write(task, raw(take(task.blob))))
-            case RunCopy():
-                return Result(record=self._copies.finish(task))
 
     def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
         def take(name: str, device: str = "cpu") -> torch.Tensor:

@@ -32,7 +32,8 @@ MOMENTS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "applying": ((m.Apply,), ()),
     "saving": ((m.RunSave, m.RunPublish), (m.Saved, m.Published)),
     "copying": (
-        (m.OfferShard, m.ReadShard, m.WriteChunk, m.RunCopy), (m.CopyRequest, m.Saved, m.PublishRequest, m.Published),
+        (m.OfferShard, m.ReadShard, m.WriteChunk, m.RunCopy),
+        (m.CopyRequest, m.Saved, m.PublishRequest, m.Published),
     ),
     "downloading": ((m.CheckChunk, m.Import), (m.ChunkRequest,)),
     "uploading": ((m.Export, m.ReadChunk), (m.Offer, m.Chunk)),

@@ -99,7 +99,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     strikes: Strikes = Strikes()
     strangers: tuple[int, int] = (0, 0)  # hostile peers (faults/strangers.py)
     acts: tuple[str, ...] = ()  # what those do, as role/act; empty: anything
-    places: tuple[int, int] = (0, 0)  # machines that each have a disk of their own for checkpoints; 0: all peers share one
+    places: tuple[int, int] = (0, 0)  # machines with a disk of their own for checkpoints; 0: all peers share one
     regions: tuple[int, int] = (1, 1)  # links within one are fast, between two slow
     faults_s: float = 25.0  # counted from the start of training; then everything heals
     start_s: float = 90.0  # the run must have started by then
