@@ -47,17 +47,20 @@ class Machines:
             launcher.kill()
             launcher.wait()
 
-    def save(self, step: int) -> None:
-        """Train until that step is saved on both machines, and kill everything."""
-        self.train("run.steps=1000", "train.schedule=constant")
-        wait_for(
-            lambda: self.host.poll() is not None or all((store / f"step-{step}").exists() for store in self.stores)
-        )
+    def save(self, step: int) -> int:
+        """Train until that step or a later one is saved on both machines, and kill everything. Returns the newest that both hold; what
+        one of them has made visible since then is removed."""
+        self.train("run.steps=100000")
+        wait_for(lambda: self.host.poll() is not None or max(self.common(), default=0) >= step)
         self.kill()
+        newest = max(self.common())
+        for store in self.stores:
+            for later in [found for found in steps_in(store) if found > newest]:
+                shutil.rmtree(store / f"step-{later}")
+        return newest
 
-    def newest(self) -> int:
-        found = [int(path.name[5:]) for path in self.stores[0].glob("step-*")]
-        return max(found, default=0)
+    def common(self) -> set[int]:
+        return steps_in(self.stores[0]) & steps_in(self.stores[1])
 
     def goes_on(self, steps: int) -> str:
         self.train(f"run.steps={steps}", "--resume")
@@ -66,6 +69,10 @@ class Machines:
         found = summary(self.place)
         assert (found["balanced"], found["lost"], found["steps"], found["saved"]) == (True, 0, steps, steps), said
         return said
+
+
+def steps_in(store: Path) -> set[int]:
+    return {int(path.name[5:]) for path in store.glob("step-*")}
 
 
 def flip(path: Path) -> None:
@@ -83,10 +90,9 @@ def machines(start: Start, tmp_path: Path) -> Machines:
 
 
 def test_two_machines_save_on_both_are_killed_and_go_on(machines: Machines) -> None:
-    machines.save(4)
-    step = machines.newest()
+    step = machines.save(4)
     for store in machines.stores:
-        names = [path.name for path in every_file(store / "step-4")]
+        names = [path.name for path in every_file(store / f"step-{step}")]
         assert [name for name in names if name.endswith(".safetensors")] == [
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
@@ -99,28 +105,25 @@ def test_two_machines_save_on_both_are_killed_and_go_on(machines: Machines) -> N
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_either_machine_may_have_lost_its_checkpoints(machines: Machines, lost: int) -> None:
-    machines.save(4)
+    step = machines.save(4)
     shutil.rmtree(machines.stores[lost])
-    step = max(int(path.name[5:]) for path in machines.stores[1 - lost].glob("step-*"))
     said = machines.goes_on(step + 4)
     if not lost:
         assert "is downloaded from the machines that join" in said
-    assert summary(machines.place)["first_step"] >= 4
+    assert summary(machines.place)["first_step"] >= step - 2
 
 
 def test_the_founders_whole_machine_may_be_gone(machines: Machines) -> None:
-    machines.save(4)
+    step = machines.save(4)
     shutil.rmtree(machines.place / "runs")
     words = (*WORDS, *machines.words, f"checkpoint.url={machines.stores[1]}")
-    step = max(int(path.name[5:]) for path in machines.stores[1].glob("step-*"))
     end(machines.start("run", "tiny.toml", *words, "--resume", "--adopt", f"run.steps={step + 4}"))
     found = summary(machines.place)
     assert (found["balanced"], found["lost"], found["taken_over"], found["first_step"]) == (True, 0, step, step)
 
 
 def test_a_bit_in_every_file_of_one_machine_is_found_and_repaired(machines: Machines) -> None:
-    machines.save(4)
-    step = machines.newest()
+    step = machines.save(4)
     whole = {path.name: path.read_bytes() for path in every_file(machines.stores[1] / f"step-{step}")}
     for path in every_file(machines.stores[0] / f"step-{step}"):
         flip(path)
@@ -131,8 +134,7 @@ def test_a_bit_in_every_file_of_one_machine_is_found_and_repaired(machines: Mach
 
 
 def test_what_no_machine_has_whole_is_refused_by_name_and_the_run_goes_further_back(machines: Machines) -> None:
-    machines.save(4)
-    step = machines.newest()
+    step = machines.save(4)
     for store in machines.stores:
         flip(store / f"step-{step}/model-00002-of-00002.safetensors")
     said = machines.goes_on(step + 4)
