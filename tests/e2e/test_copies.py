@@ -133,12 +133,20 @@ def test_a_bit_in_every_file_of_one_machine_is_found_and_repaired(machines: Mach
     assert [name for name in needed if repaired[name] != whole[name]] in ([], [n for n in needed if "00001" in n])
 
 
-def test_what_no_machine_has_whole_is_refused_by_name_and_the_run_goes_further_back(machines: Machines) -> None:
+def test_what_no_machine_has_whole_is_refused_by_name_and_the_next_time_an_older_one_is_taken(
+    machines: Machines,
+) -> None:
     step = machines.save(4)
     for store in machines.stores:
         flip(store / f"step-{step}/model-00002-of-00002.safetensors")
+    machines.train(f"run.steps={step + 4}", "--resume")
+    said = end(machines.host, code=1)
+    assert "damaged: model-00002-of-00002.safetensors" in said and "no other peer has it" in said
+    assert f"the newest whole one is of step {step - 2}" in said
+    end(machines.guest, code=1)
     said = machines.goes_on(step + 4)
-    assert "model-00002-of-00002.safetensors" in said and f"back to the state of step {step - 2}" in said
+    assert f"no machine could load the checkpoint of step {step}; an older one is taken" in said
+    assert summary(machines.place)["first_step"] == step - 2
 
 
 def test_a_guest_without_room_is_told_of_and_the_founder_keeps_all_that_it_can(start: Start, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ cannot be decided without losing something is a ValueError that names every chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,9 +72,20 @@ class Beginning(msgspec.Struct, frozen=True):
     training: Training | None = None
 
 
-def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0, others: bool = False) -> Beginning:
-    """The checkpoint to go on from, every byte of which was checked. `saved`: the step of the newest, according to the run's commits.
-    `others`: other machines will join, and what is missing or damaged here is downloaded from them."""
+class Wanted(msgspec.Struct, frozen=True):
+    """What is known before a run is resumed. `saved`: the step of the newest checkpoint, according to the run's commits. `others`: other
+    machines will join, and what is missing or damaged here is downloaded from them. `before`: no machine could load the checkpoint of
+    that step."""
+
+    adopt: bool = False
+    saved: int = 0
+    others: bool = False
+    before: float = math.inf
+
+
+def newest(config: Config, directory: Path, wanted: Wanted) -> Beginning:
+    """The checkpoint to go on from, every byte of which was checked."""
+    adopt, saved, others = wanted.adopt, wanted.saved, wanted.others
     run = authority(directory)
     catalog = Catalog(url_of(config), run)
     foreign = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
@@ -85,9 +97,10 @@ def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0, othe
         )
     if foreign:
         _take_over(catalog, config, foreign)
-    entry, refused = catalog.soundest_entry(others=others)
+    entry, refused = catalog.soundest_entry(wanted.before, others)
     training = entry.training if entry is not None else None
     step = training.step if training is not None else 0
+    refused += tuple(_passed_over(catalog, one) for one in catalog.entries() if one.step >= wanted.before)
     if others and saved > step:
         unmarked = f"foreign: no {marker.MARKER}"  # it is the run's own, if what is left of it is
         _refuse_unread(catalog, step, [one for one in refused if (one.step, one.wrong) != (saved, unmarked)])
@@ -111,6 +124,12 @@ def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0, othe
         what = entry.wrong or f"{', '.join(entry.elsewhere)} are kept by other machines"
         print(escaped(f"{entry.path}: {what}; what is needed here is downloaded from the machines that join"))
     return Beginning(step, training)
+
+
+def _passed_over(catalog: Catalog, entry: Entry) -> Entry:
+    """A checkpoint that no machine could load, with what is wrong with it here."""
+    read = entry if entry.wrong else catalog.read(entry)
+    return read if read.wrong else msgspec.structs.replace(read, wrong="damaged: no machine could load it")
 
 
 def saved_by(config: Config, run: str) -> int:

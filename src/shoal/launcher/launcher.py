@@ -179,6 +179,8 @@ class Launcher:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         replace(self.directory / "summary.json", account.encode(summary))
+        if self.watch.failed and self.watch.books.view is not None:
+            rundir.pass_over(self.directory, self.watch.books.view.step)
         if summary.losses:
             plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
             print(plot.curve(summary.losses))

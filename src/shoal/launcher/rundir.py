@@ -9,6 +9,7 @@
     invites.json   invites that were issued, renewed, revoked
     names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
     session.json   what this session began with, when it resumed an earlier one
+    unloadable     the step of the checkpoint for which the session before ended
 
 For `shoal run`, which writes most of it, `shoal join`, `shoal invite`, `shoal revoke` and `shoal status`.
 """
@@ -126,6 +127,7 @@ def claimed(directory: Path) -> Iterator[IO[str]]:
         yield lock
 
 
+UNLOADABLE = "unloadable"  # the step of a checkpoint that no machine could load
 FOUNDING = ("config.toml", "authority.key", "session.json", "plan.json")  # written once, when a session begins
 
 
@@ -191,7 +193,11 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
     directory.mkdir(parents=True, exist_ok=True)
     standing = surviving(_written(directory))
     saved = max([_summary_saved(directory), *(step.saved for step in standing)])
-    beginning = checkpoints.newest(config, directory, adopt=adopt, saved=saved, others=others)
+    before = _unloadable(directory)
+    if saved >= before:
+        print(f"--resume: no machine could load the checkpoint of step {before:.0f}; an older one is taken")
+        saved = 0
+    beginning = checkpoints.newest(config, directory, checkpoints.Wanted(adopt, saved, others, before))
     training, first = beginning.training, beginning.step
     store = Catalog(url_of(config))
     kept = tuple(step for step in standing if step.commit.step < first)
@@ -212,7 +218,20 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
     replace(directory / "session.json", msgspec.json.encode(base))
     replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
+    (directory / UNLOADABLE).unlink(missing_ok=True)
     return resumed
+
+
+def pass_over(directory: Path, step: int) -> None:
+    """No machine could load the checkpoint of that step: the next --resume goes on from an older one."""
+    replace(directory / UNLOADABLE, str(step).encode())
+
+
+def _unloadable(directory: Path) -> float:
+    try:
+        return int((directory / UNLOADABLE).read_text())
+    except (FileNotFoundError, ValueError):
+        return float("inf")
 
 
 def _summary_saved(directory: Path) -> int:
