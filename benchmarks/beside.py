@@ -72,7 +72,7 @@ def a_config(given: argparse.Namespace, text: Path) -> Config:
         data=Data(source="text", path=str(text), sequence=given.sequence),
         train=Train(batch=given.microbatches, microbatch=1, dtype=given.dtype),
         device=Device(executor="swapping", memory_bytes=1, threads=1),
-        checkpoint=Checkpoint(every=0, last=False),
+        checkpoint=Checkpoint(every=0, at_end=False),
     )
 
 

@@ -21,6 +21,7 @@ from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
+from shoal.executor.answers import known_answers
 from shoal.executor.fit import free_bytes
 from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
@@ -52,14 +53,10 @@ from shoal.transport.tls import TlsTransport
 class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     """One peer's role in a run."""
 
-    found: bool = False  # it is the run's first peer
+    first: bool = False  # it is the run's first peer
     first_step: int = 0  # of a resumed run
     port: int = 0
     trace: Path | None = None
-
-
-def run_directory(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
 
 
 def data(config: Config) -> Dataset:
@@ -141,9 +138,11 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=msgspec.structs.replace(settings(config, role.first_step), place=runner.place),
+        settings=msgspec.structs.replace(
+            settings(config, role.first_step), answers=known_answers(config), place=runner.place
+        ),
         seed=f"{config.run.seed}/{identity.name}",
-        found=role.found,
+        found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
     )
     async with AsyncExitStack() as stack:
@@ -159,7 +158,7 @@ async def peer(
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
-        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
+        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.first)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
@@ -175,7 +174,7 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         membership.take_list(passes)
     async with AsyncExitStack() as stack:
         daemon = _daemon(config, identity, invite, 0, print)
-        plain = msgspec.structs.replace(config.network, faults=False, delay_s=0.0, bandwidth_Bps=0.0)
+        plain = msgspec.structs.replace(config.network, fault_injection=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
         transport = _transport(config, identity, membership, 0, daemon, tell=print)
         await transport.start()
@@ -190,7 +189,7 @@ def _recorder(config: Config, header: trace.Header, role: PeerRole, out: IO[byte
     """The recorder, whose trace leaves room for checkpoints on the same disk."""
     catalog = Catalog(url_of(config))
     reserve = partial(catalog.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
-    return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
+    return Recorder(header, role.trace, out, config.network.fault_injection, config.run.trace_bytes, reserve)
 
 
 def _facts() -> str:
@@ -218,7 +217,7 @@ def _transport(
 ) -> Reachable:
     """The configured transport; `tell` receives changes of the route to a peer."""
     network = config.network
-    limits = Limits(blob_bytes=network.blob_bytes)
+    limits = Limits(blob_bytes=network.max_tensor_bytes)
     plain: Reachable
     if network.transport == "libp2p":
         plain = Libp2pTransport(identity.name, membership, daemon, limits)
@@ -233,8 +232,8 @@ def _transport(
         )
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)
-    if network.faults:
-        plain = Faulty(plain, run_directory(config) / FAULTS, limits)
+    if network.fault_injection:
+        plain = Faulty(plain, config.run.directory / FAULTS, limits)
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
     if not network.delay_s and not up_Bps and not down_Bps and not network.links:
         return plain

@@ -66,8 +66,8 @@ def test_the_line_tells_that_gradients_are_late() -> None:
 def test_of_a_machine_alone_no_peers_and_no_stages_are_told() -> None:
     alone = a_snapshot(stages=0, peers=())
     assert "peers" not in headline(alone)
-    found = drawn(alone, 100, 30)
-    assert "nobody" not in "".join(found) and "nobody" in "".join(drawn(a_snapshot(peers=()), 100, 30))
+    screen = drawn(alone, 100, 30)
+    assert "nobody" not in "".join(screen) and "nobody" in "".join(drawn(a_snapshot(peers=()), 100, 30))
 
 
 def test_the_time_to_go_follows_the_pace_of_late_and_not_the_start() -> None:
@@ -165,8 +165,8 @@ def test_bytes_by_kind_are_shown_and_by_peer_where_there_is_room() -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (100, 40), (40, 40)])
 def test_what_each_peer_received_and_holds_is_shown_by_kind_where_there_is_room(width: int, height: int) -> None:
     kept = StoredBytes(store=111 << 20, memory=222 << 20, disk=333 << 20)
-    came = Traffic(1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)
-    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(7 << 20), received=came, kept=kept) for i in range(4))
+    received = Traffic(1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)
+    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(7 << 20), received=received, kept=kept) for i in range(4))
     snapshot = a_snapshot(peers=peers, sent=Traffic(28 << 20))
     lines = drawn(snapshot, width, height)
     assert len(lines) <= height and all(len(line) <= width for line in lines)

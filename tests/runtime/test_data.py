@@ -57,9 +57,9 @@ def test_sample_numbers_follow_step_and_index_alone(tmp_path: Path) -> None:
 def test_windows_cover_the_corpus_and_overlap_by_the_predicted_token(tmp_path: Path) -> None:
     path = a_text(tmp_path, size=16 * 20)
     held = data.open_dataset(a_config(path=str(path)))  # 320 bytes and a separator: 20 samples
-    found = {bytes(held.sample(i).astype(np.uint8)) for i in range(20)}
+    windows = {bytes(held.sample(i).astype(np.uint8)) for i in range(20)}
     text = path.read_bytes() + b"\0"
-    assert found == {text[i * 16 : i * 16 + 17] for i in range(20)}
+    assert windows == {text[i * 16 : i * 16 + 17] for i in range(20)}
     orders = [[held.sample(epoch * 20 + i).tolist() for i in range(20)] for epoch in range(3)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert orders[0] != orders[1] != orders[2] != orders[0]

@@ -17,11 +17,15 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or the directory of a run: its newest one")
-    parser.add_argument("prompt", help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to add (default %(default)s)")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint directory, or the directory of a run, for its newest checkpoint"
+    )
+    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (default %(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="sample among so many; 0 = all (default %(default)s)")
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample among this many tokens; 0 = all (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default %(default)s)")
 
@@ -37,9 +41,9 @@ def checkpoint(place: str) -> Path:
     path = Path(place)
     if (path / "config.json").is_file():
         return path
-    found = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
-    if found:
-        return max(found, key=_step)
+    checkpoints = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
+    if checkpoints:
+        return max(checkpoints, key=_step)
     if not path.exists():
         raise ValueError(f"{place}: no such directory; give a checkpoint (runs/NAME/checkpoints/step-N) or runs/NAME")
     raise ValueError(f"{place}: holds no checkpoint (a directory with config.json, or checkpoints/step-N below it)")

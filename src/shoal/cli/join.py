@@ -32,14 +32,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the text that `shoal invite` printed, or - to read it from standard input; else --invite-file or {INVITE_VARIABLE}. "
         "As an argument it shows in `ps`. Then this machine's own settings, such as network.host",
     )
-    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from there")
+    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from this file")
     parser.add_argument(
         "--files",
         type=Path,
         metavar="DIR",
-        help="the run may read below this directory; names in the invite are looked up there",
+        help="let the run read files below this directory; file names in the invite are looked up there",
     )
-    parser.add_argument("--peers", type=int, default=1, metavar="N", help="peers to start here")
+    parser.add_argument("--peers", type=int, default=1, metavar="N", help="start this many peers on this machine (1)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     from shoal.transport.identity.invite import read_invite
 
     texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
-    text = found(texts, args.invite_file)
+    text = invite_text(texts, args.invite_file)
     invite = read_invite(text, 0.0)
     config = build.joined(invite.config, [word for word in args.words if word not in texts], args.files)
     if args.peers < 1:
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
     checkpoints.refuse_others(config, invite.run)
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory, but=checkpoints.kept(config, invite.run))
         job = RunRequest(
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         return asyncio.run(Launcher(job).run())
 
 
-def found(texts: list[str], file: str | None) -> str:
+def invite_text(texts: list[str], file: str | None) -> str:
     """The invite's text, wherever it was put. ValueError: nowhere, or in several places."""
     ways = [*texts, *(["--invite-file"] if file else [])]
     if len(ways) > 1:

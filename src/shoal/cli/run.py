@@ -30,18 +30,30 @@ from shoal.planner.strategy.plan import Plan
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
-    parser.add_argument("--kill-every", type=float, metavar="S", help="SIGKILL a peer every S seconds; another joins")
     parser.add_argument(
-        "--here", type=int, metavar="N", help="start N peers here; the others of run.peers join by invite"
+        "--kill-every", type=float, metavar="S", help="SIGKILL a random peer every S seconds; another joins"
     )
-    parser.add_argument("--plan", metavar="FILE", help="stages, blocks, seats and routes from `shoal plan --out FILE`")
     parser.add_argument(
-        "--cluster", metavar="FILE", help="with --plan: give each local peer its machine's lines, modelled"
+        "--here",
+        type=int,
+        metavar="N",
+        help="start N peers on this machine (default run.peers); the others join by invite",
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="take stages, blocks, machines and routes from the plan of `shoal plan --out FILE`",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="with --plan: put each local peer behind a modelled line of its machine in this file (a rehearsal)",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest complete checkpoint of runs/NAME, or begin when there is none: the same command every time",
+        help="continue from the newest whole checkpoint; begin at step 0 only where none was ever saved, and say so. A supervisor may"
+        " repeat the command",
     )
     parser.add_argument(
         "--time", metavar="T", help="end the run after that time, such as '8 h', with a checkpoint and exit code 75"
@@ -63,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     here = peers if args.here is None else args.here
     if not 1 <= here <= peers:
         raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory) as claim:
         resumed = Resumed()
         if args.resume:

@@ -25,7 +25,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
-from shoal.dashboard import account, plot
+from shoal.dashboard import plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
 from shoal.launcher import checkpoints, rundir
@@ -44,14 +44,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG | a.b=c", help="a TOML file, and settings that replace its own"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest whole checkpoint; begin at step 0 only where none was ever saved",
+    )
     parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = configured(args.words)
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory):
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:
@@ -137,19 +141,19 @@ class LocalTraining:
         return self._conclude(early)
 
     def _step(self, terminal: Terminal, file: IO[bytes]) -> None:
-        def told(done: int, count: int) -> None:
+        def show_progress(done: int, count: int) -> None:
             now = time.monotonic()
             if now - self._shown_s >= SHOW_S:
                 self._shown_s = now
                 state = f"step {self.alone.done + 1}: {done} of {count} microbatches"
                 self._show(terminal, state)
 
-        view = self.alone.step(told)
+        view = self.alone.step(show_progress)
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
         file.write(msgspec.json.encode(step) + b"\n")
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
-            self.watch.books.ahead.add(step.commit.step)  # it is applied while the next one is computed
+            self.watch.books.overlapped.add(step.commit.step)  # it is applied while the next one is computed
         self._show(terminal)
         if self.alone.due():
             self._save(terminal)
@@ -184,11 +188,7 @@ class LocalTraining:
 
     def _conclude(self, early: str) -> int:
         summary = self.watch.summary(time.monotonic(), early)
-        replace(self.directory / "summary.json", account.encode(summary))
-        if summary.losses:
-            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
-            print(plot.curve(summary.losses))
-        print(account.text(summary))
+        rundir.conclude(self.directory, summary, self.config.run.name)
         print(f"all of it is in {self.directory}")
         if not early:
             return 0

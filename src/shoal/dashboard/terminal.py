@@ -30,6 +30,8 @@ _STYLES = {
     "unsaved": "bold red",
     "refused": "red",
     "stall": "yellow",
+    "skipped": "bold red",
+    "spike": "yellow",
     "network": "yellow",
     "recovered": "yellow",
     "joined": "green",
@@ -216,18 +218,20 @@ def _stages(snapshot: Snapshot) -> Table:
     table.add_column("peers  (* leads, ~ loading)", no_wrap=True, overflow="ellipsis")
     for stage in [*range(snapshot.stages), None]:
         peers = [peer for peer in snapshot.peers if peer.stage == stage]
-        if stage is None and not peers:
-            continue
-        rate = sum(peer.rate for peer in peers if peer.ready)
-        queue_s = max((peer.queue_s for peer in peers), default=0.0)
-        names = "  ".join(_peer_label(peer) for peer in peers) or "nobody"
-        table.add_row(
-            "-" if stage is None else str(stage),
-            f"{rate:.1f}" if rate else "",
-            units.duration(queue_s) if queue_s else "",
-            Text(names, style="" if peers else "red"),
-        )
+        if stage is not None or peers:
+            table.add_row("-" if stage is None else str(stage), *_stage_cells(peers))
     return table
+
+
+def _stage_cells(peers: list[PeerLine]) -> tuple[str, str, Text]:
+    rate = sum(peer.rate for peer in peers if peer.ready)
+    queue_s = max((peer.queue_s for peer in peers), default=0.0)
+    names = "  ".join(_peer_label(peer) for peer in peers) or "nobody"
+    return (
+        f"{rate:.1f}" if rate else "",
+        units.duration(queue_s) if queue_s else "",
+        Text(names, style="" if peers else "red"),
+    )
 
 
 def traffic_line(sent: Traffic) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.dashboard import account, plot
+from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
@@ -178,13 +178,9 @@ class Launcher:
         if self.authority is None:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
-        replace(self.directory / "summary.json", account.encode(summary))
+        rundir.conclude(self.directory, summary, self.config.run.name)
         if self.watch.failed and self.watch.books.view is not None:
             rundir.pass_over(self.directory, self.watch.books.view.step)
-        if summary.losses:
-            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
-            print(plot.curve(summary.losses))
-        print(account.text(summary))
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
         print(f"all of it is in {self.directory}")
@@ -218,7 +214,7 @@ class Launcher:
     async def _start_all(self) -> None:
         """Start all processes; introduce the founder first, and the others when it listens."""
         children = [
-            await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
+            await self._starter.start(first=self.authority is not None and n == 0) for n in range(self.job.here)
         ]
         self._starter.introduce(children[0])
         try:
@@ -288,7 +284,7 @@ class Launcher:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
-        self.watch.gone(child.label)
+        self.watch.remove(child.label)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)

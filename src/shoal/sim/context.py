@@ -14,7 +14,8 @@ from shoal.sim.checkers import Watch
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import Network
 from shoal.sim.scenarios.scenario import Case
-from shoal.sim.task_runner import Blob, World
+from shoal.sim.storage import Blob
+from shoal.sim.task_runner import World
 
 Recorder = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
 Values = tuple[Blob, ...]  # the blobs of one message
@@ -53,7 +54,7 @@ class Context:
         self.settings = case.settings
         self.kernel = Kernel()
         values = case.wire.gradient_values if case.wire is not None else case.scenario.values
-        self.world = World(case.settings.stages, values, case.settings.staleness, case.wire)
+        self.world = World(case.settings.stages, values, case.settings.staleness, case.wire, case.nonfinite)
         self.watch = self._new_watch()
         self.network = Network(case.scenario, case.rng("network"), case.regions, case.wire)
         self.chance = case.rng("chance")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.compiled import compiled
 from shoal.planner.costs.arrays import Floats, Ints
-from shoal.planner.costs.compiled import compiled
 from shoal.planner.costs.matching import bounds, matched
 
 DRAWS = 7  # uniform numbers that a proposal takes

@@ -61,7 +61,10 @@ def _stage(problem: Problem, option: Option, number: int) -> StagePlan:
     names = tuple(devices[d].name for d in group)
     kind: Literal["swapping", "resident"] = "swapping" if option.swaps[number] else "resident"
     gradient_bytes = seats.gradient_bytes[number]
-    return StagePlan(span.start, span.stop, names, kind, memory_bytes, slowest_s, gradient_bytes, kept_bytes)
+    checkpointing = any(memory.checkpoints(need, devices[d]) for d in group)
+    return StagePlan(
+        span.start, span.stop, names, kind, checkpointing, memory_bytes, slowest_s, gradient_bytes, kept_bytes
+    )
 
 
 def _peers(problem: Problem, option: Option, memory_bytes: tuple[float, ...]) -> tuple[PeerPlan, ...]:

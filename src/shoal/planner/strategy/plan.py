@@ -29,6 +29,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
     peers: tuple[str, ...]
     executor: str = "resident"  # or swapping: some of its devices cannot hold it
+    checkpointing: bool = False  # device.checkpointing: its activations do not fit otherwise
     memory_bytes: float = 0.0  # predicted, on the device where it is most
     microbatch_s: float = 0.0  # predicted compute of one microbatch on its slowest device, forward and backward
     gradient_bytes: float = 0.0  # that its replicas average

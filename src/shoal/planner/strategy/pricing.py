@@ -33,6 +33,10 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
     """Those blocks on those devices, roughly priced; -1 is left out."""
     made, devices = problem.profile, problem.cluster.devices
     work = [made.stage(span) for span in cut]
+    checkpoints = tuple(
+        any(memory.checkpoints(_resident(problem, span), devices[d]) for d, own in enumerate(stage_of) if own == s)
+        for s, span in enumerate(cut)
+    )
     swaps = tuple(
         any(_lacks_resident(problem, span, devices[d]) > 0 for d, own in enumerate(stage_of) if own == s)
         for s, span in enumerate(cut)
@@ -45,7 +49,10 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
             return problem.emulated_s * (1.0 if direction == FORWARD else 2.0) + codec_s  # executor/emulated.py
         if stage < 0:
             return 0.0
-        compute_s = direction * work[stage].flops / devices[device].flops + codec_s
+        flops = direction * work[stage].flops
+        if direction == BACKWARD and checkpoints[stage] and not swaps[stage]:
+            flops += work[stage].block_flops
+        compute_s = flops / devices[device].flops + codec_s
         if not swaps[stage]:
             return compute_s
         # One microbatch at a time: every part is loaded for it, and its gradient stored after a backward.
@@ -124,9 +131,13 @@ def lacks_bytes(problem: Problem, span: range, device: Device) -> float:
 def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
     if problem.emulated_s:
         return 0.0
+    return memory.lacking(_resident(problem, span), device)
+
+
+def _resident(problem: Problem, span: range) -> memory.Need:
     made = problem.profile
     need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
-    return memory.lacking(_keeping(problem, span, need), device)
+    return _keeping(problem, span, need)
 
 
 def _keeping(problem: Problem, span: range, need: memory.Need) -> memory.Need:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal import units
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.inputs.profile import spans
+from shoal.planner.inputs.profile import consecutive, spans
 from shoal.planner.strategy.pricing import Option, lacks_bytes, placed
 from shoal.planner.strategy.problem import Problem, stages_text
 
@@ -103,16 +103,15 @@ def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: i
 
 def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:
     """Blocks given out one by one, each to the stage that stays the quickest with it."""
-    made = problem.profile
-    first, block, head = made.parts[0].flops, made.parts[1].flops, made.parts[-1].flops
+    parts = problem.profile.parts
+    first, block, head = parts[0].flops, parts[1].flops, parts[-1].flops
     stages = len(cut)
     counts = [1] * stages
     extra = [(first if s == 0 else 0.0) + (head if s == stages - 1 else 0.0) for s in range(stages)]
     for _ in range(problem.shape.layers - stages):
         stage = min(range(stages), key=lambda s: (((counts[s] + 1) * block + extra[s]) / rate[s], s))
         counts[stage] += 1
-    ends = [sum(counts[: s + 1]) for s in range(stages)]
-    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+    return consecutive(counts)
 
 
 def _uniform(cluster: Cluster) -> bool:
