@@ -6,14 +6,13 @@ Only this module chooses transport, directory and machine. For launcher/peer.py 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -22,14 +21,13 @@ from shoal.config import Config, settings, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
 from shoal.executor.answers import known_answers
-from shoal.executor.fit import free_bytes
 from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.checkpoints.marker import refuse_foreign
-from shoal.runtime.data import Dataset, open_dataset
+from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
@@ -102,30 +100,6 @@ def _store(config: Config, run: str | None) -> Store:
 def shared(config: Config) -> bytes:
     """The configuration in an invite, as JSON: the run's settings that are not defaults (guest.py)."""
     return msgspec.json.encode(guest.invite_settings(config, to_tree(config), to_tree(Config())))
-
-
-def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
-    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
-    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
-    config = guest.admitted(_tree(config_json), overrides, files)
-    place = Path(config.run.dir)
-    there = next(each for each in (place, *place.absolute().parents) if each.exists())
-    guest.refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
-    return config
-
-
-def visiting(config_json: bytes, overrides: Sequence[str]) -> Config:
-    """The configuration of an invited visitor, who queries the run's peers without joining."""
-    return guest.visiting(_tree(config_json), overrides)
-
-
-def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
-    try:
-        return msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
-        ) from None
 
 
 @asynccontextmanager

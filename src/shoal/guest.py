@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from shoal.config import Config, from_tree, overridden
 from shoal.config.model import THEIRS
+from shoal.host import free_bytes
 from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
 
@@ -27,10 +31,10 @@ RUN = frozenset(
     run.stage_seconds run.placement run.line_rates run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
-    data.source data.field data.split data.sequence data.digest
+    data.source data.field data.split data.sequence data.digest data.document_end
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
-    train.outer_learning_rate train.outer_momentum train.staleness
+    train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes
     checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.copies
@@ -64,6 +68,30 @@ _EXTRA_MOST = 1 << 24  # a number in model.extra; the largest that a known famil
 _PARTS_MOST = 1 << 17  # blocks times experts: each is an object in memory, on the meta device too
 _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
+
+
+def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
+    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
+    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
+    config = admitted(_tree(config_json), overrides, files)
+    place = Path(config.run.dir)
+    there = next(each for each in (place, *place.absolute().parents) if each.exists())
+    refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
+    return config
+
+
+def visitor(config_json: bytes, overrides: Sequence[str]) -> Config:
+    """The configuration of an invited visitor, who queries the run's peers without joining."""
+    return visiting(_tree(config_json), overrides)
+
+
+def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        return msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
+        ) from None
 
 
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:

@@ -57,8 +57,14 @@ def test_a_run_resumed_on_another_number_of_stages_balances_and_its_figures_are_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody can write below /proc, not even root")
 def test_a_run_that_cannot_save_says_so_all_along_and_ends_with_an_error(start: Start, tmp_path: Path) -> None:
-    words = ("checkpoint.url=/proc/shoal", "checkpoint.every=2", "run.steps=40", "device.emulated_s=0.2")
-    said = end(start("run", "tiny.toml", *PAIR, *words), code=1)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = (f"checkpoint.url={disk}/shoal", "checkpoint.every=2", "run.steps=40", "device.emulated_s=0.2")
+    launcher = start("run", "tiny.toml", *PAIR, *words)
+    wait_for(lambda: launcher.poll() is not None or (tmp_path / "runs/tiny/config.toml").exists())
+    disk.rmdir()  # it could be written when everything was checked
+    disk.symlink_to("/proc")
+    said = end(launcher, code=1)
     assert "NOT saved at step 2: " in said and "No such file or directory" in said
     lines = [line for line in said.splitlines() if line.startswith("tiny: step ")]
     late = [line for line in lines if 5 <= int(line.split()[2].split("/")[0]) < 40]

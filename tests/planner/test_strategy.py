@@ -14,7 +14,7 @@ from shoal import codec
 from shoal.planner.inputs import memory
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work, profile, spans
-from shoal.planner.strategy import plan, strategy
+from shoal.planner.strategy import plan, relaxing, strategy
 from shoal.planner.strategy.plan import Plan, StagePlan
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem, best_stages
@@ -131,7 +131,7 @@ def test_devices_that_would_hold_the_others_up_are_left_out_with_a_reason() -> N
     cluster = Cluster(quick.devices + slow, np.full((6, 6), 0.02), np.full((6, 6), 1e12))
     best = decided(problem(cluster))
     assert best.left_out == ("s0", "s1", "s2")
-    assert "3 devices are left out" in best.reason
+    assert "s0, s1, s2 are left out: with one of them a step would take " in best.reason
 
 
 def test_a_model_that_fits_nowhere_is_told_by_how_much() -> None:
@@ -155,10 +155,10 @@ def test_a_stage_too_large_for_its_device_swaps_when_it_may() -> None:
 def test_a_stage_whose_activations_do_not_fit_keeps_the_inputs_of_its_blocks() -> None:
     ample = decided(problem(machines(1, memory_bytes=80e9))).stages[0]
     assert not ample.checkpointing and ample.executor == "resident"
-    made = decided(problem(machines(1, memory_bytes=ample.memory_bytes))).stages[0]  # less the reserve
-    assert made.checkpointing and made.executor == "resident"
-    assert made.memory_bytes < ample.memory_bytes - 1e9
-    assert ample.microbatch_s < made.microbatch_s < 4 / 3 * ample.microbatch_s
+    tight_stage = decided(problem(machines(1, memory_bytes=ample.memory_bytes))).stages[0]  # less the reserve
+    assert tight_stage.checkpointing and tight_stage.executor == "resident"
+    assert tight_stage.memory_bytes < ample.memory_bytes - 1e9
+    assert ample.microbatch_s < tight_stage.microbatch_s < 4 / 3 * ample.microbatch_s
 
 
 def test_small_devices_with_much_memory_between_them_take_more_stages() -> None:
@@ -187,7 +187,7 @@ def sides(bandwidth_Bps: float) -> Cluster:
 
 
 def test_plain_data_parallelism_comes_out_for_small_models_and_many_tokens() -> None:
-    best = decided(problem(work=msgspec.structs.replace(WORK, microbatches=2048)))
+    best = decided(problem(work=msgspec.structs.replace(WORK, microbatches=4096)))
     assert "1 stage (plain data parallelism)" in best.reason
 
 
@@ -223,7 +223,7 @@ def test_large_models_on_small_machines_swap_inside_stages() -> None:
 
 def test_sensitivities_are_sorted_and_name_what_helps() -> None:
     given = problem(machines(4, bandwidth_Bps=1e6))  # narrow lines
-    sensitivities = strategy.sensitivities(given, lambda: np.random.default_rng(0), budget=20)
+    sensitivities = relaxing.sensitivities(given, decided(given), lambda: np.random.default_rng(0), budget=20)
     assert [entry[1] for entry in sensitivities] == sorted(entry[1] for entry in sensitivities)
     assert sensitivities[0][0] == "bandwidth x2"
 

@@ -154,7 +154,7 @@ def _flops(value: float) -> str:
 
 
 async def _links(args: argparse.Namespace) -> int:
-    from shoal import build
+    from shoal import build, guest
     from shoal.cli.join import invite_text
     from shoal.runtime.measure import MOST_BYTES, Meter, survey
     from shoal.transport.base import Incoming
@@ -167,7 +167,7 @@ async def _links(args: argparse.Namespace) -> int:
         )
     invite = read_invite(invite_text([args.run], None), 0.0)
     settings = [word for word in args.words if "=" in word]
-    config = build.visiting(invite.config, settings)
+    config = guest.visitor(invite.config, settings)
     async with build.operator(config, invite) as (transport, directory):
         await directory.announce()  # the peers answer over connections of their own
         meter = Meter(transport)

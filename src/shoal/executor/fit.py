@@ -7,18 +7,16 @@ available bytes and what would fit.
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from shoal.config import ROUND_COPIES, Config
 from shoal.executor.swap.groups import Runner
+from shoal.host import free_bytes
 from shoal.model import stages
 from shoal.model.cut import Stage, cut
 from shoal.numerics.eightbit import nbytes
 from shoal.units import size
 
 ROUND_BYTES = 8  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient, and its clipped copy
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def check(config: Config) -> None:
@@ -139,34 +137,3 @@ def check_host(config: Config, stage: int) -> Stage:
         + f"), {source} {size(free)}; about {fitting:,} parameters would fit"
         + (f"; try {' or '.join(hints)}" if hints else "")
     )
-
-
-def free_bytes() -> int | None:
-    """Host memory available now; None: unknown."""
-    limits = [value for value in (_meminfo(), _cgroup()) if value is not None]
-    if limits:
-        return min(limits)
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-
-
-def _meminfo() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _cgroup() -> int | None:
-    """Free bytes of a container with a limit. Pages of the file cache count as free."""
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # no cgroup of version 2, or "max"
-        return None
-    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-    return max(0, limit - used + cached)

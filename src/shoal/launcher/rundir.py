@@ -106,13 +106,21 @@ def labels(directory: Path) -> dict[str, Peer]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
 
 
-def conclude(directory: Path, summary: account.Summary, name: str) -> None:
-    """Write and print what the run adds up to, and draw its losses."""
-    replace(directory / "summary.json", account.encode(summary))
+def conclude(directory: Path, summary: account.Summary, name: str) -> bool:
+    """Write and print what the run adds up to, and draw its losses. False: it could not be written, which is said."""
+    try:
+        replace(directory / "summary.json", account.encode(summary))
+        if summary.losses:
+            plot.save(summary.losses, directory / "loss.png", name)
+        problem = ""
+    except OSError as error:  # a full disk: the account is printed all the same
+        problem = f"the account could not be written to {directory}: {error.strerror}"
     if summary.losses:
-        plot.save(summary.losses, directory / "loss.png", name)
         print(plot.curve(summary.losses))
     print(account.text(summary))
+    if problem:
+        print(problem)
+    return not problem
 
 
 def running(directory: Path) -> bool:

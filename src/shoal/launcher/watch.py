@@ -179,14 +179,16 @@ class RunMonitor:
 
     def tokens_per_s(self, recent: int | None = None) -> float:
         """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
+        step_s = self.step_s(recent)
+        tokens = self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
+        return tokens / step_s if step_s else 0.0
+
+    def step_s(self, recent: int | None = None) -> float:
+        """Between two commits of this session, over the same steps; 0.0 while there are fewer than two."""
         steps = [step for step in self.books.steps if step.commit.step >= self.resumed.first_step]
         if recent is not None:
             steps = steps[-recent:]
-        if len(steps) < 2:
-            return 0.0
-        seconds = steps[-1].heard_s - steps[0].heard_s
-        tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
-        return tokens / seconds if seconds > 0 else 0.0
+        return (steps[-1].heard_s - steps[0].heard_s) / (len(steps) - 1) if len(steps) > 1 else 0.0
 
     @property
     def unable(self) -> str:
@@ -216,6 +218,7 @@ class RunMonitor:
             first_step=self.resumed.first_step,
             losses=self.losses(),
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
+            step_s=self.step_s(RECENT_STEPS),
             issued=account.issued,
             committed=account.committed,
             redone=account.redone,

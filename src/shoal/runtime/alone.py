@@ -24,7 +24,7 @@ from shoal.model.cut import inputs
 from shoal.numerics.optimizer import norm_sq
 from shoal.runtime.checkpoints import checkpoint
 from shoal.runtime.checkpoints.checkpoint import Store
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 
 ME = "local"
 

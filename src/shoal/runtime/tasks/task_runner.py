@@ -54,7 +54,7 @@ from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.checkpoints.copies import Copies
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
