@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.sim.task_runner import Reduced, World
+from shoal.sim.task_runner import UNLIKE, Reduced, World
 
 HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
 ALL_MEET = 16  # replicas of a group, at most
@@ -245,7 +245,9 @@ class Watch:
             self.report(peer, "apply", f"{task} although step {task.step} was committed as {last}")
 
     def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None:
-        """Replicas of a stage have the same parameters at the same version."""
+        """Replicas of a stage have the same parameters at the same version, but for those of a peer that is unlike the others."""
+        if digest.startswith(UNLIKE):
+            return
         known = self._digests.setdefault((epoch, version, stage), digest)
         if known != digest:
             self.report(
@@ -257,7 +259,10 @@ class Watch:
         epochs = {epoch for epoch, version, _ in self._digests if version == step}
         stages = range(len(digests))
         wanted = [tuple(self._digests.get((epoch, step, stage), "") for stage in stages) for epoch in sorted(epochs)]
-        if not any(all(not a or a == b for a, b in zip(known, digests, strict=True)) for known in wanted):
+        if not any(
+            all(not a or a == b or b.startswith(UNLIKE) for a, b in zip(known, digests, strict=True))
+            for known in wanted
+        ):
             self.report(peer, "checkpoint", f"step {step} is published as {tuple(digests)}; known: {wanted}")
 
     # -------------------------------------------------------------------------------------------------------- the end
@@ -297,6 +302,8 @@ def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tupl
         if indices != list(range(microbatches)):
             return f"chunk {number} holds indices {indices}", own
         made = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        # An unlike peer computes until it is noticed.
+        made = {one for one in made if not one[2].startswith(UNLIKE)} or {min(made)}
         if len(made) != 1:
             return f"chunk {number} was made with different parameters: {sorted(made)}", own
         of, under, own, _ = made.pop()

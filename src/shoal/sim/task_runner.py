@@ -20,6 +20,7 @@ from shoal.sim.lines import Wire
 
 CHUNKS = 3  # of a stage's state
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
+UNLIKE = "~"  # begins the digest of a state that follows from an optimizer step with other bits
 HUGE = ("huge",)  # among what was added: finite by itself, and nothing that is made of it is
 Blob = tuple[Any, ...]
 Ends = Callable[[m.Done | m.Failed], None]
@@ -99,6 +100,7 @@ class TaskRunner:
         self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
         self.states = 1.0  # and those of downloads and checkpoints
         self.fails: Callable[[], bool] = lambda: False
+        self.unlike = False  # its optimizer has other bits than the others'
         self._after = after
         self._now = now
         self._free_s = 0.0  # when the compute is idle
@@ -272,7 +274,9 @@ class TaskRunner:
         if reduced is None:
             self.world.faults.append(f"Apply of round {task.round}, whose reduced gradient is not held")
             raise ValueError("no such round")
-        digest = short(self.digest, task.step, reduced.chunks, task.norm)
+        digest = short(self.digest, task.step, reduced.chunks, task.norm, *([UNLIKE] if self.unlike else []))
+        if self.unlike or self.digest.startswith(UNLIKE):
+            digest = UNLIKE + digest
         if task.save:
             self._saves[(self.stage, task.step + 1)] = digest
         return self._seat(self.stage, task.step + 1, digest, self.digest)
