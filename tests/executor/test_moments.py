@@ -69,9 +69,9 @@ def test_swapping_has_the_resident_executors_bits_codes_and_scales_included(dtyp
 def test_training_learns_as_with_fp32_moments() -> None:
     eight, fp32 = executor.create(a_config(), 0), executor.create(a_config(moments="float32"), 0)
     for step in range(10):
-        found = [torch.tensor(a_step(one, step)).mean() for one in (eight, fp32)]
-    assert found[0] < 3.0  # of 4.2
-    assert abs(found[0] - found[1]) < 0.01 * found[1] and found[0] != found[1]
+        losses = [torch.tensor(a_step(one, step)).mean() for one in (eight, fp32)]
+    assert losses[0] < 3.0  # of 4.2
+    assert abs(losses[0] - losses[1]) < 0.01 * losses[1] and losses[0] != losses[1]
 
 
 def test_a_checkpoint_and_a_download_go_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_host_memory_is_counted_and_what_cannot_be_is_refused() -> None:
         return low
 
     state = {kind: executor.create(a_config(moments=kind), 0).state() for kind in ("8bit", "float32")}
-    held = {kind: sum(value.nbytes for value in found.values()) for kind, found in state.items()}
+    held = {kind: sum(value.nbytes for value in state_of_kind.values()) for kind, state_of_kind in state.items()}
     for device in ({}, {"executor": "swapping"}):
         assert least("float32", **device) - least("8bit", **device) == held["float32"] - held["8bit"]
-    with pytest.raises(ValueError, match=r"run\.lost = 'neighbours' blends moments.*run\.lost=checkpoint"):
-        configuration.load(None, ["train.moments=8bit", "run.lost=neighbours"])
+    with pytest.raises(ValueError, match=r"run\.lost_stage = 'neighbours' blends moments.*run\.lost_stage=checkpoint"):
+        configuration.load(None, ["train.moments=8bit", "run.lost_stage=neighbours"])

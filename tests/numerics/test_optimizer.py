@@ -48,7 +48,7 @@ def test_a_run_of_one_step_or_without_warm_up_has_a_rate() -> None:
 
 
 def test_the_rate_rises_anew_while_the_moments_are_young() -> None:
-    train = Train(learning_rate=0.01, warmup=0, schedule="constant", local_steps=10, round_warmup=4)
+    train = Train(learning_rate=0.01, warmup=0, schedule="constant", local_steps=10, local_warmup=4)
     ages = [0, 1, 2, 3, 4, 9, None]
     assert [learning_rate(train, 100, 50, age) for age in ages] == [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01]
     assert learning_rate(Train(warmup=0, learning_rate=0.5), 10, 0, 0) == 0.5

@@ -49,6 +49,7 @@ from shoal.core.messages import (
     Lead,
     Leave,
     LoadFailed,
+    NonFinite,
     Note,
     Offer,
     Override,
@@ -93,7 +94,20 @@ if TYPE_CHECKING:
 
 CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
 TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
-TO_LEADER = (Heartbeat, Join, Leave, Complaint, Reduced, RoundFailed, RoundWaits, Booker, LoadFailed, Saved, Published)
+TO_LEADER = (
+    Heartbeat,
+    Join,
+    Leave,
+    Complaint,
+    Reduced,
+    RoundFailed,
+    RoundWaits,
+    Booker,
+    LoadFailed,
+    NonFinite,
+    Saved,
+    Published,
+)
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
 FROM_LEADER = (Round, SaveRequest, PublishRequest)
 SERVER = (
@@ -216,10 +230,8 @@ class PeerMachine:
                 return self._received(event, now)
             case Done():
                 return self._owner(event.id).on_done(event, now)
-            case Failed(
-                lost=True
-            ):  # what this peer holds of the step is void, as if it were killed: others recompute it
-                return self._finish(False, f"the device is lost: {event.reason}")
+            case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
+                return self._finish(False, event.reason)
             case Failed():
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():

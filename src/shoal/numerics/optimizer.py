@@ -31,8 +31,8 @@ SPLIT = 1 << 18  # values worth another thread: 0.1 ms of work
 def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -> float:
     """Rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then down to `final_ratio` of it at the last.
 
-    `age`: steps since the moments were empty, where those are fewer; the rate warms up again over the first `round_warmup` of these."""
-    warm_up = 1.0 if age is None or age >= train.round_warmup else (age + 1) / train.round_warmup
+    `age`: steps since the moments were empty, where those are fewer; the rate warms up again over the first `local_warmup` of these."""
+    warm_up = 1.0 if age is None or age >= train.local_warmup else (age + 1) / train.local_warmup
     return warm_up * _rate(train, steps, step)
 
 
