@@ -6,33 +6,32 @@ Only this module chooses transport, directory and machine. For launcher/peer.py 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
-from shoal.core.messages import PROTOCOL
+from shoal.core.messages import PROTOCOL, Peer
 from shoal.core.peer import PeerMachine
-from shoal.executor.fit import free_bytes
+from shoal.executor.answers import known_answers
 from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.checkpoints.marker import refuse_foreign
-from shoal.runtime.data import Dataset, open_dataset
+from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
-from shoal.runtime.records.report import Listening
+from shoal.runtime.records.report import Listening, Located
 from shoal.runtime.signing import Signing
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.auto import Address, AutoTransport
@@ -52,14 +51,10 @@ from shoal.transport.tls import TlsTransport
 class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     """One peer's role in a run."""
 
-    found: bool = False  # it is the run's first peer
+    first: bool = False  # it is the run's first peer
     first_step: int = 0  # of a resumed run
     port: int = 0
     trace: Path | None = None
-
-
-def run_directory(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
 
 
 def data(config: Config) -> Dataset:
@@ -72,7 +67,7 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return TaskRunner(config, None, Store(url_of(config), run))
+        return TaskRunner(config, None, _store(config, run))
     return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 
@@ -85,44 +80,26 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
     """Data set and checkpoint store, after every check that is possible before weights are allocated."""
     stages.check(config)
     executor.check(config)
-    dataset, store = data(config), Store(url_of(config), run)
+    dataset, store = data(config), _store(config, run)
     if config.data.digest not in ("", dataset.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
         )
     if first_step:
-        refuse_foreign(store.catalog.open(first_step), config, dataset.digest)
+        training = store.catalog.inspect(first_step).training  # None: it is downloaded from another machine
+        if training is not None:
+            refuse_foreign(training, config, dataset.digest)
     return dataset, store
+
+
+def _store(config: Config, run: str | None) -> Store:
+    return Store(url_of(config), run, config.checkpoint.disk_bytes)
 
 
 def shared(config: Config) -> bytes:
     """The configuration in an invite, as JSON: the run's settings that are not defaults (guest.py)."""
     return msgspec.json.encode(guest.invite_settings(config, to_tree(config), to_tree(Config())))
-
-
-def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
-    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
-    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
-    config = guest.admitted(_tree(config_json), overrides, files)
-    place = Path(config.run.dir)
-    there = next(each for each in (place, *place.absolute().parents) if each.exists())
-    guest.refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
-    return config
-
-
-def visiting(config_json: bytes, overrides: Sequence[str]) -> Config:
-    """The configuration of an invited visitor, who queries the run's peers without joining."""
-    return guest.visiting(_tree(config_json), overrides)
-
-
-def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
-    try:
-        return msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
-        ) from None
 
 
 @asynccontextmanager
@@ -135,9 +112,11 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=settings(config, role.first_step),
+        settings=msgspec.structs.replace(
+            settings(config, role.first_step), answers=known_answers(config), place=runner.place
+        ),
         seed=f"{config.run.seed}/{identity.name}",
-        found=role.found,
+        found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
     )
     async with AsyncExitStack() as stack:
@@ -149,11 +128,11 @@ async def peer(
         transport = _transport(config, identity, membership, role.port, daemon, tell)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(config, identity, membership, invite, transport, daemon)
+        directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, _locating(record))
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
-        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
+        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.first)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
@@ -169,12 +148,14 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         membership.take_list(passes)
     async with AsyncExitStack() as stack:
         daemon = _daemon(config, identity, invite, 0, print)
-        plain = msgspec.structs.replace(config.network, faults=False, delay_s=0.0, bandwidth_Bps=0.0)
+        plain = msgspec.structs.replace(config.network, fault_injection=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
         transport = _transport(config, identity, membership, 0, daemon, tell=print)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(config, identity, membership, invite, transport, daemon)
+        directory = _directory(
+            config, (identity, membership), invite.addresses, transport, daemon, lambda peer, host: None
+        )
         stack.push_async_callback(directory.close)
         await directory.start()
         yield transport, directory
@@ -184,7 +165,7 @@ def _recorder(config: Config, header: trace.Header, role: PeerRole, out: IO[byte
     """The recorder, whose trace leaves room for checkpoints on the same disk."""
     catalog = Catalog(url_of(config))
     reserve = partial(catalog.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
-    return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
+    return Recorder(header, role.trace, out, config.network.fault_injection, config.run.trace_bytes, reserve)
 
 
 def _facts() -> str:
@@ -212,7 +193,7 @@ def _transport(
 ) -> Reachable:
     """The configured transport; `tell` receives changes of the route to a peer."""
     network = config.network
-    limits = Limits(blob_bytes=network.blob_bytes)
+    limits = Limits(blob_bytes=network.max_tensor_bytes)
     plain: Reachable
     if network.transport == "libp2p":
         plain = Libp2pTransport(identity.name, membership, daemon, limits)
@@ -227,8 +208,8 @@ def _transport(
         )
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)
-    if network.faults:
-        plain = Faulty(plain, run_directory(config) / FAULTS, limits)
+    if network.fault_injection:
+        plain = Faulty(plain, config.run.directory / FAULTS, limits)
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
     if not network.delay_s and not up_Bps and not down_Bps and not network.links:
         return plain
@@ -236,10 +217,29 @@ def _transport(
     return Shaped(plain, AccessLink(network.delay_s, up_Bps, down_Bps, pairs))
 
 
+def _locating(record: Recorder) -> Callable[[Peer, str], None]:
+    """Reports where peers are, each address once."""
+    hosts: dict[Peer, str] = {}
+
+    def located(peer: Peer, host: str) -> None:
+        if hosts.get(peer) != host:
+            hosts[peer] = host
+            record.tell(Located(peer=peer, host=host))
+
+    return located
+
+
 def _directory(
-    config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable, daemon: Daemon
+    config: Config,
+    member: tuple[Identity, Membership],
+    bootstrap: tuple[str, ...],
+    transport: Reachable,
+    daemon: Daemon,
+    located: Callable[[Peer, str], None],
 ) -> Directory:
-    """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both."""
+    """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both. `located` receives the
+    host of every other peer."""
+    identity, membership = member
     host, port, addresses = config.network.host, 0, ()
     match config.network.transport:
         case "tls":
@@ -251,6 +251,7 @@ def _directory(
     own = PeerRecord(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
 
     def learn(record: PeerRecord) -> None:
+        located(record.peer, record.host)
         match config.network.transport:
             case "tls":
                 transport.learn(record.peer, (record.host, record.port))
@@ -260,5 +261,5 @@ def _directory(
                 transport.learn(record.peer, Address((record.host, record.port), record.addresses))
 
     if config.network.discovery == "dht":
-        return Dht(identity, membership, own, invite.addresses, learn, daemon)
-    return Gossip(identity, membership, own, invite.addresses, learn)
+        return Dht(identity, membership, own, bootstrap, learn, daemon)
+    return Gossip(identity, membership, own, bootstrap, learn)

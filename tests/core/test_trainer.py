@@ -56,9 +56,13 @@ def a_view(number: int = 2, step: int = 0, stages: int = 2, owner: str = ME, wit
 class Rig:
     """A trainer whose step has begun, with short ways to answer it."""
 
-    def __init__(self, stages: int = 2, view: View | None = None, seconds: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self, stages: int = 2, view: View | None = None, seconds: tuple[float, ...] = (), seed: int = 1
+    ) -> None:
         self.now, self.serial = 0.0, 0
-        self.trainer = Trainer(ME, Settings(stages=stages, microbatches=1, steps=9, stage_seconds=seconds), Random(1))
+        self.trainer = Trainer(
+            ME, Settings(stages=stages, microbatches=1, steps=9, stage_seconds=seconds), Random(seed)
+        )
         self.trainer.leader = "boss"
         self.trainer.on_view(View(number=1, step=0, members=()), 0.0)
         self.out = self.trainer.on_view(view or a_view(stages=stages), 0.0)
@@ -146,6 +150,16 @@ def test_a_microbatch_goes_forward_then_backward_and_is_finished() -> None:
     assert rig.answer(first, Gradient) == []
     assert rig.trainer.summary().finished == 1 and rig.trainer.deadline is None
     assert rig.trainer.on_view(a_view(3, step=1), 1.0)[:1] == [Drop((tokens,))]
+
+
+def test_the_backward_of_the_first_stage_goes_to_the_replica_of_its_forward_which_may_have_kept_it() -> None:
+    for seed in range(4):
+        rig = Rig(seed=seed)
+        rig.read()
+        forward = rig.sent(Forward)
+        rig.answer(forward, Output)
+        rig.answer(rig.sent(Backward), Gradient)
+        assert rig.sent(Backward).peer == forward.peer
 
 
 def test_with_one_stage_there_is_only_a_backward_of_the_tokens() -> None:
@@ -576,11 +590,11 @@ def test_the_leader_is_told_how_many_servers_did_not_answer() -> None:
     rig.read()
     for slow in range(1, 4):
         rig.overdue()
-        (told,) = asks(rig)
-        assert (told.peer, told.at, told.slow) == ("", rig.sent(Forward).peer, slow)
+        (questions,) = asks(rig)
+        assert (questions.peer, questions.at, questions.slow) == ("", rig.sent(Forward).peer, slow)
     rig.answer(rig.sent(Forward), Output)
-    (told,) = asks(rig)
-    assert told.slow == 0, "it got on"
+    (questions,) = asks(rig)
+    assert questions.slow == 0, "it got on"
 
 
 def test_an_heir_that_lacks_somebodys_books_says_whose() -> None:
@@ -590,8 +604,8 @@ def test_an_heir_that_lacks_somebodys_books_says_whose() -> None:
         command.peer for command in rig.out if isinstance(command, Send) and isinstance(command.message, BooksRequest)
     ]
     for peer in asked:
-        (told,) = asks(rig)
-        assert (told.peer, told.at) == ("", peer)
+        (questions,) = asks(rig)
+        assert (questions.peer, questions.at) == ("", peer)
         rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ()))
     assert asks(rig) == [Booker(0, 0, 0, 1)]
 

@@ -68,6 +68,6 @@ def test_a_family_without_fused_attention_keeps_its_scores_and_is_named() -> Non
     "family", ["qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "gpt_neox", "phi3", "olmo2"]
 )
 def test_other_families_are_counted_without_being_built(family: str) -> None:
-    made = analysis.count(config.load(None, [f"model.family={family}", "model.layers=2", "run.stages=1"]))
-    assert len(made.parts) == 4
-    assert all(part.flops > 0 and part.activation_bytes > 0 for part in made.parts[1:])
+    tree = analysis.count(config.load(None, [f"model.family={family}", "model.layers=2", "run.stages=1"]))
+    assert len(tree.parts) == 4
+    assert all(part.flops > 0 and part.activation_bytes > 0 for part in tree.parts[1:])

@@ -118,10 +118,10 @@ def test_a_cut_model_has_the_weights_logits_and_gradients_of_the_whole_bit_for_b
     for y, x in zip(reversed(ys[:-1]), reversed(xs[1:]), strict=True):
         y.backward(x.grad)
 
-    found = {name: value for part in parts for name, value in part.named_parameters()}
+    cut_parameters = {name: value for part in parts for name, value in part.named_parameters()}
     assert torch.equal(ys[-1], logits)
-    assert list(found) == list(parameters)
-    for name, value in found.items():
+    assert list(cut_parameters) == list(parameters)
+    for name, value in cut_parameters.items():
         assert torch.equal(value, parameters[name]), name
         assert value.grad is not None and torch.equal(value.grad, gradients[name]), name
 

@@ -228,7 +228,7 @@ def test_what_no_machine_may_ask_for_is_noted(break_it: Callable[[Bench, TaskRun
 def test_computing_is_one_after_the_other_and_reading_beside_it() -> None:
     bench = Bench()
     runner = bench.runner()
-    runner.forward_s = 1.0
+    runner.pace.forward_s = 1.0
     bench.do(runner, m.Init("i", 0, 0))
     began = bench.kernel.now
     ends: list[tuple[str, float]] = []

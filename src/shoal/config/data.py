@@ -37,7 +37,7 @@ class Data(Section, frozen=True):
             ge=-1, le=2**24, description="Documents end with this token and do not attend to one another; -1 lets them."
         ),
     ] = -1
-    within: Annotated[
+    root: Annotated[
         str, Meta(description="Files are read only below this directory; `shoal join --files` sets it.")
     ] = ""
     digest: Annotated[

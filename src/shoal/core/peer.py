@@ -35,6 +35,7 @@ from shoal.core.messages import (
     ChunkRequest,
     Command,
     Complaint,
+    CopyRequest,
     Dismissed,
     Done,
     Drop,
@@ -45,9 +46,11 @@ from shoal.core.messages import (
     GatherChunk,
     Heartbeat,
     Join,
+    JoinRefused,
     Lead,
     Leave,
     LoadFailed,
+    NonFinite,
     Note,
     Offer,
     Override,
@@ -92,9 +95,22 @@ if TYPE_CHECKING:
 
 CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
 TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
-TO_LEADER = (Heartbeat, Join, Leave, Complaint, Reduced, RoundFailed, RoundWaits, Booker, LoadFailed, Saved, Published)
-ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
-FROM_LEADER = (Round, SaveRequest, PublishRequest)
+TO_LEADER = (
+    Heartbeat,
+    Join,
+    Leave,
+    Complaint,
+    Reduced,
+    RoundFailed,
+    RoundWaits,
+    Booker,
+    LoadFailed,
+    NonFinite,
+    Saved,
+    Published,
+)
+ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
+FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest)
 SERVER = (
     Forward,
     Backward,
@@ -169,6 +185,19 @@ class PeerMachine:
         return self.leader_role.leadership
 
     @property
+    def alone(self) -> bool:
+        """Training has begun, and no leader was heard for long: nothing is agreed."""
+        return self.heartbeat.alone
+
+    def heard(self, now: float) -> tuple[Peer, ...]:
+        """Peers of the view that may be alive, as far as this peer can tell: all others were silent towards it."""
+        return self.roster.heard(self._alive_s, now)
+
+    @property
+    def _alive_s(self) -> float:
+        return ALIVE_SILENCES * self.settings.silence_s
+
+    @property
     def finished(self) -> bool:
         return self.departure.finished
 
@@ -215,10 +244,8 @@ class PeerMachine:
                 return self._received(event, now)
             case Done():
                 return self._owner(event.id).on_done(event, now)
-            case Failed(
-                lost=True
-            ):  # what this peer holds of the step is void, as if it were killed: others recompute it
-                return self._finish(False, f"the device is lost: {event.reason}")
+            case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
+                return self._finish(False, event.reason)
             case Failed():
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():
@@ -296,13 +323,14 @@ class PeerMachine:
             case Dismissed() if self.view is not None and self.view.finished and self.roster.belongs(peer):
                 return self._finish(True, self._run_over)
             case StandingRequest():
-                within_s = ALIVE_SILENCES * self.settings.silence_s
-                standing = self.roster.standing(self.register.term, within_s, now)
+                standing = self.roster.standing(self.register.term, self._alive_s, now)
                 return [Send(peer, standing)] if standing is not None else []
             case Override():
                 return self.relay.take(message, now)
             case Redirect():
                 return self.admission.on_redirect(peer, message)
+            case JoinRefused():
+                return self.admission.on_refused(peer, message, now)
         return []
 
     def _about_work(self, event: Received, now: float) -> list[Command]:
@@ -316,6 +344,8 @@ class PeerMachine:
             allowed = self.roster.belongs(peer)
         if not allowed:
             return _drop(event.blobs)
+        if isinstance(message, CopyRequest):
+            return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
         part = self.server if isinstance(message, FROM_LEADER + SERVER) else self.trainer
         return part.on_message(peer, message, event.blobs, event.fault, now)
 

@@ -28,8 +28,11 @@ _STYLES = {
     "removed": "red",
     "trouble": "red",
     "unsaved": "bold red",
+    "stopped": "bold red",
     "refused": "red",
     "stall": "yellow",
+    "skipped": "bold red",
+    "spike": "yellow",
     "network": "yellow",
     "recovered": "yellow",
     "joined": "green",
@@ -48,6 +51,7 @@ class PeerLine(msgspec.Struct, frozen=True):
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
     kept: StoredBytes = StoredBytes()
+    machine: str = ""  # another machine's peer: its address; its rate and bytes are not known here
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -69,10 +73,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     stages: int  # 0: a machine alone, without peers
     state: str = ""  # shown while no step is trained: 'waiting for 2 more peers', 'writing ...'
+    stopped: str = ""  # since when and why nothing can be trained, or that the run is dead
+    survives: str = ""  # how many losses the run survives now
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
     tokens_per_s: float = 0.0
-    step_s: float = 0.0  # recent seconds per step; 0 = unknown
+    step_s: float = 0.0  # between two recent commits; 0: fewer than two of this session
     issued: int = 0
     committed: int = 0
     redone: int = 0
@@ -86,11 +92,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimated seconds to the end, from the recent or the average pace; None: unknown."""
-        if self.step_s > 0:
-            return (self.steps - self.step) * self.step_s
-        steps_done = self.step - self.first_step
-        return (self.steps - self.step) * self.elapsed_s / steps_done if steps_done > 0 else None
+        """Estimated seconds to the end, from the pace of recent commits; None: unknown."""
+        return (self.steps - self.step) * self.step_s if self.step_s > 0 else None
 
 
 class Terminal:
@@ -137,9 +140,10 @@ class ProgressLines:
         self._serial = max([self._serial, *(event.serial for event in new_events)])
         due = snapshot.elapsed_s >= self._printed_s + PLAIN_EVERY_S
         ended = snapshot.step >= snapshot.steps
-        if (snapshot.step != self._step and (due or ended)) or snapshot.state != self._state:
+        state = snapshot.stopped or snapshot.state
+        if (snapshot.step != self._step and (due or ended)) or state != self._state:
             lines.append(headline(snapshot))
-            self._printed_s, self._step, self._state = snapshot.elapsed_s, snapshot.step, snapshot.state
+            self._printed_s, self._step, self._state = snapshot.elapsed_s, snapshot.step, state
         return lines
 
 
@@ -151,7 +155,7 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.tokens_per_s > 0:
         words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
     if snapshot.stages:
-        words.append(f"{len(snapshot.peers)} peers")
+        words.append(_count(snapshot.peers))
     if snapshot.staleness:
         words.append(f"gradients {snapshot.staleness} step late")
     if snapshot.redone:
@@ -161,11 +165,18 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.unsaved:
         words.append(snapshot.unsaved.partition(":")[0])
     words.append(units.duration(snapshot.elapsed_s))
-    if snapshot.remaining_s is not None and snapshot.step < snapshot.steps:
+    if snapshot.stopped:
+        words.append(snapshot.stopped)
+    elif snapshot.remaining_s is not None and snapshot.step < snapshot.steps:
         words.append(f"about {units.duration(snapshot.remaining_s)} to go")
     if snapshot.state:
         words.append(snapshot.state)
     return escaped(", ".join(words))
+
+
+def _count(peers: tuple[PeerLine, ...]) -> str:
+    machines = {peer.machine for peer in peers}
+    return f"{len(peers)} peers" + (f" on {len(machines)} machines" if len(machines) > 1 else "")
 
 
 def rows(snapshot: Snapshot) -> int:
@@ -180,6 +191,9 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         _bar(snapshot.step / max(1, snapshot.steps), width),
     ]
     room = height - 3  # headline, bar and one line kept free
+    if snapshot.stopped:
+        parts.append(Text(escaped(snapshot.stopped), style="bold red", no_wrap=True, overflow="ellipsis"))
+        room -= 1
     if snapshot.unsaved:
         parts.append(Text(escaped(snapshot.unsaved), style=_STYLES["unsaved"], no_wrap=True, overflow="ellipsis"))
         room -= 1
@@ -187,6 +201,9 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         stages = _stages(snapshot)
         parts.append(stages)
         room -= 1 + stages.row_count
+    if snapshot.survives:
+        parts.append(Text(escaped(snapshot.survives), style="dim", no_wrap=True, overflow="ellipsis"))
+        room -= 1
     if snapshot.sent.total and room > 1:
         parts.append(Text(traffic_line(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
         room -= 1
@@ -216,18 +233,20 @@ def _stages(snapshot: Snapshot) -> Table:
     table.add_column("peers  (* leads, ~ loading)", no_wrap=True, overflow="ellipsis")
     for stage in [*range(snapshot.stages), None]:
         peers = [peer for peer in snapshot.peers if peer.stage == stage]
-        if stage is None and not peers:
-            continue
-        rate = sum(peer.rate for peer in peers if peer.ready)
-        queue_s = max((peer.queue_s for peer in peers), default=0.0)
-        names = "  ".join(_peer_label(peer) for peer in peers) or "nobody"
-        table.add_row(
-            "-" if stage is None else str(stage),
-            f"{rate:.1f}" if rate else "",
-            units.duration(queue_s) if queue_s else "",
-            Text(names, style="" if peers else "red"),
-        )
+        if stage is not None or peers:
+            table.add_row("-" if stage is None else str(stage), *_stage_cells(peers))
     return table
+
+
+def _stage_cells(peers: list[PeerLine]) -> tuple[str, str, Text]:
+    rate = sum(peer.rate for peer in peers if peer.ready)
+    queue_s = max((peer.queue_s for peer in peers), default=0.0)
+    names = "  ".join(_peer_label(peer) for peer in peers) or "nobody"
+    return (
+        f"{rate:.1f}" if rate else "",
+        units.duration(queue_s) if queue_s else "",
+        Text(names, style="" if peers else "red"),
+    )
 
 
 def traffic_line(sent: Traffic) -> str:
@@ -238,7 +257,7 @@ def traffic_line(sent: Traffic) -> str:
 
 def _tables(snapshot: Snapshot, width: int) -> list[Table]:
     """Tables of each peer's bytes: sent by kind, received by kind, and stored; side by side where they fit."""
-    peers = snapshot.peers
+    peers = tuple(peer for peer in snapshot.peers if not peer.machine)
     sent = {kind: [getattr(peer.sent, kind) for peer in peers] for kind in KINDS}
     received = {kind: [getattr(peer.received, kind) for peer in peers] for kind in KINDS}
     sent["received"] = [peer.received.total for peer in peers]
@@ -262,7 +281,8 @@ def _bytes(title: str, peers: tuple[PeerLine, ...], columns: dict[str, list[int]
 
 
 def _peer_label(peer: PeerLine) -> str:
-    return escaped(f"{peer.label}{'*' if peer.leading else ''}{'' if peer.ready else '~'}")
+    machine = f"@{peer.machine}" if peer.machine else ""
+    return escaped(f"{peer.label}{machine}{'*' if peer.leading else ''}{'' if peer.ready else '~'}")
 
 
 def _event_line(event: Happening) -> str:

@@ -53,7 +53,7 @@ class Resident:
         sum_before = self.sum.clone() if len(slices) > 1 else None  # a later slice can fail
         try:
             results = [self._slice_back(*part) for part in slices]
-        except ValueError:
+        except Exception:  # such as no memory: the hop is done again elsewhere, and must not count twice
             if sum_before is not None:
                 self.sum.copy_(sum_before)
             raise

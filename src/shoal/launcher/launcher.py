@@ -19,7 +19,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.dashboard import account, plot
+from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
@@ -92,7 +92,9 @@ class Launcher:
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
         self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
-        self._starter = Starter(self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step)
+        self._starter = Starter(
+            self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step, job.here
+        )
         self._majority = MajorityWatch(self.watch)
 
     @property
@@ -178,14 +180,14 @@ class Launcher:
         if self.authority is None:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
-        replace(self.directory / "summary.json", account.encode(summary))
-        if summary.losses:
-            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
-            print(plot.curve(summary.losses))
-        print(account.text(summary))
+        rundir.conclude(self.directory, summary, self.config.run.name)
+        if self.watch.failed and self.watch.books.view is not None:
+            rundir.pass_over(self.directory, self.watch.books.view.step)
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
-        print(f"all of it is in {self.directory}")
+        print(f"all of it is in {self.directory}; the bytes of each peer: shoal status {self.directory} --peers")
+        if finished and summary.saved and self.config.device.executor != "emulated":
+            print(f'next: shoal generate {self.directory} "a few words"')
         if not finished and summary.steps and not self.watch.failed:  # its reason says what --resume does
             print(escaped_lines(self._goes_on(summary)))
         return self._exit_code(summary, finished)
@@ -216,7 +218,7 @@ class Launcher:
     async def _start_all(self) -> None:
         """Start all processes; introduce the founder first, and the others when it listens."""
         children = [
-            await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
+            await self._starter.start(first=self.authority is not None and n == 0) for n in range(self.job.here)
         ]
         self._starter.introduce(children[0])
         try:
@@ -246,6 +248,8 @@ class Launcher:
 
     def _check_majority(self, now: float) -> None:
         """Peers without a majority wait for ever, as they must: the user has to be told."""
+        if silent := self._majority.newly_silent():
+            self.watch.tell("stopped", self.watch.advice(silent, self.directory, self.authority is not None), now)
         lost_s = self._majority.lost_s({child.label for child in self.crew.living}, now)
         if lost_s == 0.0:
             self.watch.tell("trouble", f"{NO_MAJORITY}; see `shoal recover {self.directory}`", now)
@@ -286,7 +290,7 @@ class Launcher:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
-        self.watch.gone(child.label)
+        self.watch.remove(child.label)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
@@ -319,8 +323,8 @@ class Launcher:
         """A peer has ended by itself."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
-        if child is self.crew.children[0] and self.authority is not None and not self.watch.started:
-            self._give_up(f"the first peer is gone before training began: {why}\n{child.last_words()}")
+        if self.authority is not None and not self.watch.started:  # what ended it would end the next one
+            self._give_up(f"{child.label} ended before training began: {why}\n{child.last_words()}")
         elif self.spares and self.authority is not None and self.crew.living:
             self.spares -= 1
             self._starter.join_soon()

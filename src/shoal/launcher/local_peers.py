@@ -33,7 +33,7 @@ class RunPasses:
         """What a new peer is given. `addresses`: where it finds the run."""
         if self._office is None:
             return Start(invite=self._invite, passes=b"")
-        invite = self._office.local(addresses, self._config.network.pass_s, self._config.run.name)
+        invite = self._office.local(addresses, self._config.network.pass_lifetime_s, self._config.run.name)
         return Start(invite=invite, passes=self._try(self._office.pass_list))
 
     def tend(self, view: View | None) -> bytes:
@@ -66,15 +66,16 @@ class Starter:
         processes: PeerProcesses,
         passes: RunPasses,
         first_step: int,
+        here: int,
     ) -> None:
-        """`config`: of the peer with that number, from 0."""
-        self._config, self._directory, self._first_step = config, directory, first_step
+        """`config`: of the peer with that number, from 0. `here`: local peers at the start."""
+        self._config, self._directory, self._first_step, self._here = config, directory, first_step, here
         self._processes, self._passes = processes, passes
         self._started = 0
         self._joining: set[asyncio.Task[None]] = set()
 
-    async def start(self, found: bool) -> PeerProcess:
-        """Its process; it takes part when it is introduced. `found`: it founds the run."""
+    async def start(self, first: bool) -> PeerProcess:
+        """Its process; it takes part when it is introduced. `first`: it founds the run."""
         number = self._started
         self._started += 1
         return await self._processes.start(
@@ -82,9 +83,11 @@ class Starter:
                 config=configuration.to_tree(self._config(number)),
                 directory=str(self._directory),
                 label=f"p{number + 1}",
-                found=found,
+                first=first,
                 first_step=self._first_step,
                 run=self._passes.run,
+                number=number,
+                here=self._here,
             )
         )
 
@@ -94,7 +97,7 @@ class Starter:
 
     async def join(self) -> None:
         """One more peer, which joins the run."""
-        self.introduce(await self.start(found=False))
+        self.introduce(await self.start(first=False))
 
     def join_soon(self) -> None:
         task = asyncio.get_running_loop().create_task(self.join())

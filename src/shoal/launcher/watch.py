@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
+from pathlib import Path
 
 import msgspec
 
+from shoal import units
 from shoal.config import Config, microbatches
-from shoal.core.messages import Peer
+from shoal.core.messages import Peer, View
+from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.escaping import escaped, escaped_lines
+from shoal.launcher.members import Members
 from shoal.runtime.records.account import Base, CommitHistory, CommittedStep
-from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Notice, PeerProgress
+from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Located, Notice, PeerProgress
 from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
 RECENT_STEPS = 20  # that the live tokens per second are measured over
-_SAVED = re.compile(r"step (\d{1,15}) saved at (.*)", re.DOTALL)
+_SAVED = re.compile(r"step (\d{1,15}) saved at (.*?)(?: in \d+ copies)?", re.DOTALL)
 _NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+(?:\.[a-z2-7]{12}\.[0-9]+)?\b")
 
 
@@ -46,7 +50,7 @@ class RunMonitor:
             resumed.steps,
             resumed.base,
         )
-        self.labels: dict[Peer, str] = {}
+        self.everyone = Members()
         self.standing: dict[str, PeerProgress] = {}  # by label, of the peers that live
         self.carried: dict[Peer, PeerProgress] = {}  # the last that each peer told, those that are gone too
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
@@ -54,7 +58,6 @@ class RunMonitor:
         self.saved = resumed.first_step  # the step of the newest checkpoint, as the members agree
         self._unable = ""  # why a checkpoint could not be saved, until one is
         self.killed = 0
-        self._serial = 0
         self.first_step_s: float | None = None  # from the command to the first step of this session
         self._losses: tuple[int, tuple[float, ...]] = (-1, ())
 
@@ -63,34 +66,42 @@ class RunMonitor:
         match line:
             case Listening():
                 self.labels[line.peer] = label
+            case Located():
+                self.everyone.machines[line.peer] = escaped(line.host)
             case PeerProgress():
                 self.standing[label] = line
                 self.carried[line.peer] = line
+                self.everyone.update(self.standing, now)
             case Notice():
-                if line.kind == "checkpoint" and (found := _SAVED.fullmatch(line.text)):
-                    self.saved, self.checkpoint = max(self.saved, int(found[1])), escaped(found[2])
+                if line.kind == "checkpoint" and (match := _SAVED.fullmatch(line.text)):
+                    self.saved, self.checkpoint = max(self.saved, int(match[1])), escaped(match[2])
                     self._unable = ""
                 elif line.kind == "unsaved":
                     self._unable = line.text
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
-                epoch = self.books.view.epoch if self.books.view is not None else 0
-                step = self.books.agree(line.view, now)
-                if self.books.view is line.view:
-                    self._unable = "" if line.view.saved > self.saved else self._unable
-                    back = line.view.epoch != epoch
-                    self.saved = line.view.saved if back else max(self.saved, line.view.saved)
-                if step is not None and self.first_step_s is None:
-                    self.first_step_s = now - self.started_s
-                return step
+                return self._agreed(line.view, now)
             case Ended() if not line.ok and not line.user_error:  # that one is the command's own last line
                 self.tell("trouble", line.reason, now, label)
         return None
 
+    def _agreed(self, view: View, now: float) -> CommittedStep | None:
+        epoch = self.books.view.epoch if self.books.view is not None else 0
+        step = self.books.agree(view, now)
+        if self.books.view is view:
+            self._unable = "" if view.saved > self.saved else self._unable
+            back = view.epoch != epoch
+            self.saved = view.saved if back else max(self.saved, view.saved)
+        if step is not None and not step.commit.skipped and (spike := plot.spike(self.losses())):
+            self.tell("spike", f"step {step.commit.step}: {spike}", now)
+        if step is not None and self.first_step_s is None:
+            self.first_step_s = now - self.started_s
+        return step
+
     def tell(self, kind: str, text: str, now: float, label: str = "") -> None:
-        self._serial += 1
+        serial = self.happenings[-1].serial + 1 if self.happenings else 1
         text = escaped(self._named(text))
-        self.happenings.append(Happening(self._serial, now - self.started_s, escaped(kind), text, label))
+        self.happenings.append(Happening(serial, now - self.started_s, escaped(kind), text, label))
 
     def _named(self, text: str) -> str:
         """With peers' labels, or the beginnings of their names, instead of the whole."""
@@ -99,8 +110,13 @@ class RunMonitor:
                 text = text.replace(peer, known)
         return _NAME.sub(r"\1", text)
 
-    def gone(self, label: str) -> None:
+    def remove(self, label: str) -> None:
         self.standing.pop(label, None)
+
+    @property
+    def labels(self) -> dict[Peer, str]:
+        """Of this machine's peers."""
+        return self.everyone.labels
 
     @property
     def started(self) -> bool:
@@ -125,13 +141,13 @@ class RunMonitor:
     def seats(self) -> list[tuple[str, int, str]]:
         """The members of the newest view: label ('' of another machine's peer), stage, and the name of its seat in the run's
         plan, or else its label, or else the beginning of its peer's name."""
-        view, names = self.books.view, list(self.config.run.seats)
-        found = []
+        view, names = self.books.view, list(self.config.run.placement)
+        seats = []
         for member in view.members if view is not None else ():
             label = self.labels.get(member.peer, "")
             name = names[member.seat] if 0 <= member.seat < len(names) else label or member.peer[:8]
-            found.append((label, member.stage, name))
-        return found
+            seats.append((label, member.stage, name))
+        return seats
 
     def voters(self) -> list[str]:
         """Labels of those whose majority decides."""
@@ -165,19 +181,24 @@ class RunMonitor:
 
     def losses(self) -> tuple[float, ...]:
         if self._losses[0] != self.books.changes:
-            self._losses = self.books.changes, tuple(step.commit.loss for step in self.books.steps)
+            self._losses = (
+                self.books.changes,
+                tuple(step.commit.loss for step in self.books.steps if not step.commit.skipped),
+            )
         return self._losses[1]
 
     def tokens_per_s(self, recent: int | None = None) -> float:
         """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
+        step_s = self.step_s(recent)
+        tokens = self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
+        return tokens / step_s if step_s else 0.0
+
+    def step_s(self, recent: int | None = None) -> float:
+        """Between two commits of this session, over the same steps; 0.0 while there are fewer than two."""
         steps = [step for step in self.books.steps if step.commit.step >= self.resumed.first_step]
         if recent is not None:
             steps = steps[-recent:]
-        if len(steps) < 2:
-            return 0.0
-        seconds = steps[-1].heard_s - steps[0].heard_s
-        tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
-        return tokens / seconds if seconds > 0 else 0.0
+        return (steps[-1].heard_s - steps[0].heard_s) / (len(steps) - 1) if len(steps) > 1 else 0.0
 
     @property
     def unable(self) -> str:
@@ -207,13 +228,19 @@ class RunMonitor:
             first_step=self.resumed.first_step,
             losses=self.losses(),
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
+            step_s=self.step_s(RECENT_STEPS),
             issued=account.issued,
             committed=account.committed,
             redone=account.redone,
             undone=account.undone,
             recovered=self.books.recovered,
             staleness=self.config.train.staleness,
-            peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+            stopped=self._stopped(),
+            survives=self.everyone.survives(view),
+            peers=(
+                *(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+                *self.everyone.lines(view, self.standing),
+            ),
             sent=self._sent(),
             unsaved=self.unsaved(),
             happenings=tuple(self.happenings),
@@ -236,8 +263,9 @@ class RunMonitor:
             lost=totals.lost,
             counted_twice=totals.counted_twice,
             undone=totals.undone,
+            skipped=totals.skipped,
             recovered=totals.recovered,
-            taken_over=totals.taken_over,
+            adopted_steps=totals.adopted_steps,
             first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,
@@ -252,7 +280,7 @@ class RunMonitor:
                 for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
             },
             staleness=self.config.train.staleness,
-            ahead=len(self.books.ahead),
+            overlapped_steps=len(self.books.overlapped),
             reason="; ".join(reasons),
             early=early,
             saved=self.saved,
@@ -262,16 +290,41 @@ class RunMonitor:
     def _sent(self) -> Traffic:
         return sum((line.sent for line in self.carried.values()), start=Traffic())
 
+    def stopped_by(self) -> list[Peer]:
+        """The silent members for whose sake nothing is agreed; [] while there is a majority, as far as known here."""
+        view = self.books.view
+        if view is None or view.finished or self.everyone.stopped_at is None:
+            return []
+        silent = self.everyone.silent(view, self.standing)
+        return silent if 2 * (len(view.voters) - len(silent)) <= len(view.voters) else []
+
+    def advice(self, silent: list[Peer], directory: Path, founder: bool) -> str:
+        """What to do while these are silent. `founder`: the run's key is on this machine."""
+        view = self.books.view
+        assert view is not None
+        return self.everyone.advice(view, silent, f"shoal recover {directory}" if founder else "")
+
+    def _stopped(self) -> str:
+        silent = self.stopped_by()
+        if not silent or self.everyone.stopped_at is None:
+            return ""
+        names = ", ".join(map(self.everyone.name, silent))
+        return f"STOPPED at {units.duration(self.everyone.stopped_at - self.started_s)}: no majority without {names}"
+
     def _state(self) -> str:
         view = self.books.view
         if view is None:
-            return "starting"
+            return "looking for the run's leader" if self.labels else "starting"
         if view.finished:
             return "ended" if view.failed else "finished"
         if not view.started:
             ready = sum(standing.ready for standing in self.standing.values())
             if view.epoch:  # with whoever is left
                 return f"back at step {view.step}, a stage was lost: {ready} of {len(self.standing)} peers ready"
+            missing = self.config.run.peers - len(view.members + view.joining)
+            if missing > 0:
+                return f"waiting for {missing} of {self.config.run.peers} peers to join"
+            ready += sum(member.peer not in self.labels for member in view.members)
             return f"{ready} of {self.config.run.peers} peers ready"
         return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
 
@@ -282,6 +335,12 @@ class MajorityWatch:
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
         self._lost: tuple[int, float] | None = None  # in which view, since when
+        self._silent: list[Peer] = []  # voters without whom nothing is agreed, as last returned
+
+    def newly_silent(self) -> list[Peer]:
+        """The silent members for whose sake nothing is agreed, once."""
+        before, self._silent = self._silent, self._monitor.stopped_by()
+        return self._silent if self._silent != before else []
 
     def lost_s(self, living: set[str], now: float) -> float | None:
         """Seconds without a majority in the newest view; 0.0 once, when it was just lost; None: there is one. `living`: labels."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.model.draws import Draws
 
 
 class Stage(Protocol):
@@ -110,6 +111,6 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
     Only the CPU's generator: weights are drawn there and moved, which makes them the same for every kind of device."""
     drawn = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
-    with _DRAWING, torch.random.fork_rng(devices=[]):
+    with _DRAWING, torch.random.fork_rng(devices=[]), Draws(drawn):
         torch.default_generator.manual_seed(drawn)
         yield

@@ -75,7 +75,7 @@ def hf_config(config: Config) -> PreTrainedConfig:
 
 
 def model_class(hf: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The family's causal language model. Imports its modeling module, which takes seconds: see stages.preload."""
+    """The family's causal language model. Imports its modeling module, which takes seconds."""
     import transformers
 
     cls: type[PreTrainedModel] = getattr(transformers, _class_name(hf.model_type))  # lazily: its own module alone

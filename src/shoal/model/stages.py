@@ -125,11 +125,6 @@ class HuggingFaceStage:
         return document_starts(x, self.document_end) if self.first else x[..., -1] > 0
 
 
-def preload(config: Config) -> None:
-    """Import the family's code before `build`: it takes seconds, which can pass while peers are looked up."""
-    model_class(hf_config(config))
-
-
 def check(config: Config) -> None:
     """ValueError: `build` would refuse the model. No weights are read or allocated."""
     if config.device.executor != "emulated":

@@ -8,8 +8,6 @@ goes one task after the other, reading and writing beside it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +15,10 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.sim.lines import Wire
+from shoal.sim.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
 
-CHUNKS = 3  # of a stage's state
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
 HUGE = ("huge",)  # among what was added: finite by itself, and nothing that is made of it is
-Blob = tuple[Any, ...]
 Ends = Callable[[m.Done | m.Failed], None]
 After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
 
@@ -29,14 +26,12 @@ After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, wi
 SECONDS: dict[type, float] = {
     m.Fetch: 0.01, m.Cut: 0.01, m.AddRow: 0.02, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
+    m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
-MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
-
-
-def short(*parts: object) -> str:
-    """A digest of nested tuples of plain values."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+MAY_FAIL = (
+    m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk, m.RunCopy,
+)  # fmt: skip
 
 
 def norm_sq(digest: str) -> float:
@@ -52,92 +47,173 @@ class Reduced(msgspec.Struct, frozen=True):
     chunks: tuple[tuple[Blob, ...], ...]
 
 
-class Storage:
-    """The run's checkpoint storage, shared by all peers. `full` fails every write."""
-
-    def __init__(self) -> None:
-        self.full = False
-        self.damaged: set[int] = set()  # steps of published checkpoints that nobody can load
-        self.shards: dict[tuple[int, int], str] = {}
-        self.published: dict[int, tuple[str, ...]] = {}
-
-
 class Unloadable(ValueError):
-    """A checkpoint is no good; `older`: the step of the newest older one that is whole, 0 for none."""
+    """A checkpoint is no good here; `older`: the step of the newest older one that is whole, 0 for none."""
 
-    def __init__(self, reason: str, older: int) -> None:
+    def __init__(self, reason: str, older: int, lack: m.Lack) -> None:
         super().__init__(reason)
-        self.older = older
+        self.older, self.lack = older, lack
+
+
+class NotFinite(ValueError):
+    """A result is not finite, whoever computes it."""
 
 
 class World:
     """What all task runners of one simulation share: the storage, and for the checkers what each digest stands for."""
 
-    def __init__(self, stages: int, values: int, staleness: int = 0, wire: Wire | None = None) -> None:
+    def __init__(
+        self,
+        stages: int,
+        values: int,
+        staleness: int = 0,
+        wire: Wire | None = None,
+        nonfinite: frozenset[tuple[int, int, int]] = frozenset(),
+    ) -> None:
         self.wire = wire
+        self.nonfinite = nonfinite  # (step, microbatch, stage)
         self.stages = stages
         self.values = values
         self.staleness = staleness
-        self.storage = Storage()
+        self.storages: dict[str, Storage] = {}  # by place
         self.reduced: dict[str, Reduced] = {}
         self.versions: dict[tuple[int, str], int] = {}  # (stage, parameters) -> gradients that are in them
         self.faults: list[str] = []  # what no machine may ever ask for; the swarm makes violations of them
+
+    @property
+    def storage(self) -> Storage:
+        """The one of a run whose peers share it."""
+        return self.storage_of("")
+
+    def storage_of(self, place: str) -> Storage:
+        return self.storages.setdefault(place, Storage())
+
+    def copies(self, step: int, digests: Sequence[str]) -> int:
+        """Of that checkpoint's rarest shard."""
+        return min(
+            sum(storage.has(step, stage, digest) for storage in self.storages.values())
+            for stage, digest in enumerate(digests)
+        )
+
+    def readable(self) -> dict[int, tuple[str, ...]]:
+        """By step, the published checkpoints of which every shard is whole somewhere."""
+        known = {(step, digests) for storage in self.storages.values() for step, digests in storage.published.items()}
+        return {step: digests for step, digests in sorted(known) if self.copies(step, digests)}
 
     def length(self, stage: int) -> int:
         return self.values + 7 * stage
 
 
-class TaskRunner:
-    """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
+class Pace:
+    """How long a peer's tasks take, and when its compute is idle."""
 
-    def __init__(self, world: World, after: After, now: Callable[[], float]) -> None:
-        self.world = world
-        self.blobs: dict[str, Blob] = {}
+    def __init__(self, wire: Wire | None, stages: int) -> None:
         self.slowness = 1.0  # seconds per second of a usual peer
         self.forward_s = 0.1
         self.backward = 2.5  # forwards that a backward takes
         self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
         self.states = 1.0  # and those of downloads and checkpoints
+        self.share = 1.0  # of the gradient, that a round's piece is
+        self._free_s = 0.0  # when the compute is idle
+        self._wire, self._stages = wire, stages
+
+    def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
+        """`length`: of the stage's gradient."""
+        kind = type(task)
+        if kind is m.RunForward or kind is m.RunBackward:
+            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
+        else:
+            seconds = SECONDS[kind] * self.slowness
+            if isinstance(task, m.Cut):
+                self.share = (task.bounds[-1] - task.bounds[0]) / max(1, length)
+            if task.purpose == "round":
+                seconds *= self.rounds * (1.0 if kind is m.Apply else self.share)
+            elif task.purpose == "state":
+                seconds *= self.states
+            seconds = min(seconds, LONGEST_S)
+        if self._wire is not None:
+            seconds += self._wire.codec_s(task, self._stages, inputs) * self.slowness
+        return seconds
+
+    def wait_s(self, task: m.Task, seconds: float, now: float) -> float:
+        """Until a task is done that is given `now` and takes so long: at once, or after the computing tasks before it."""
+        if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
+            return seconds
+        self._free_s = max(self._free_s, now) + seconds
+        return self._free_s - now
+
+
+class Rounds:
+    """The sums of the stage that a peer serves: pieces gathered in order, and the reduced gradients that they make."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._reduced: dict[int, Reduced] = {}
+        self._gathered: list[Blob] = []  # of the round that goes piece by piece
+
+    def gather(self, task: m.Gather, inputs: Sequence[Blob], stage: int) -> m.Result:
+        if task.start == 0:
+            self._gathered = []
+        end = self._gathered[-1][3] if self._gathered else 0
+        if task.start != end:
+            raise ValueError(f"sums from {task.start} on, where {end} are here")
+        for part in inputs:
+            if part[:3] != ("part", stage, end):
+                raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {stage}")
+            if HUGE in part[4]:
+                raise ValueError("the reduced gradient is not finite")
+            end = part[3]
+            self._gathered.append(part)
+        if not task.last:
+            return m.Result()
+        if end != self._world.length(stage):
+            raise ValueError(f"sums end at {end}, not at {self._world.length(stage)}")
+        bounds = (0, *(part[3] for part in self._gathered))
+        reduced = Reduced(stage, bounds, tuple(part[4] for part in self._gathered))
+        digest = short(reduced.stage, reduced.bounds, reduced.chunks)
+        self._world.reduced[digest] = reduced
+        self._reduced[task.round] = reduced
+        return m.Result(digest=digest, norm_sq=norm_sq(digest))
+
+    def reduced(self, round_: int) -> Reduced:
+        reduced = self._reduced.get(round_)
+        if reduced is None:
+            self._world.faults.append(f"Apply of round {round_}, whose reduced gradient is not held")
+            raise ValueError("no such round")
+        return reduced
+
+    def forget(self) -> None:
+        """The stage has other parameters: what was reduced is of no use."""
+        self._reduced.clear()
+
+
+class TaskRunner:
+    """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
+
+    def __init__(self, world: World, after: After, now: Callable[[], float], place: str = "") -> None:
+        self.world = world
+        self.copies = Copies(world.stages, place, world.storage_of, world.faults)
+        self.blobs: dict[str, Blob] = {}
+        self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
         self._after = after
         self._now = now
-        self._free_s = 0.0  # when the compute is idle
         self.stage = -1
         self.version = -1
         self.digest = ""
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
-        self._reduced: dict[int, Reduced] = {}
-        self._gathered: list[Blob] = []  # of the round that goes piece by piece
-        self._share = 1.0  # of the gradient, that the piece is
+        self._rounds = Rounds(world)
         self._copy: tuple[int, int, str, str] | None = None  # (version, stage, digest, previous) exported
         self._kept: dict[int, Blob] = {}  # chunks of a download
         self._saves: dict[tuple[int, int], str] = {}
 
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
-        kind = type(task)
-        inputs = [self._find(name, kind.__name__) for name in task.reads]
-        if kind is m.RunForward or kind is m.RunBackward:
-            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
-        else:
-            seconds = SECONDS[kind] * self.slowness
-            if isinstance(task, m.Cut):
-                self._share = (task.bounds[-1] - task.bounds[0]) / max(1, self.world.length(self.stage))
-            if task.purpose == "round":
-                seconds *= self.rounds * (1.0 if kind is m.Apply else self._share)
-            elif task.purpose == "state":
-                seconds *= self.states
-            seconds = min(seconds, LONGEST_S)
-        if self.world.wire is not None:
-            seconds += self.world.wire.codec_s(task, self.world.stages, inputs) * self.slowness
-        now = self._now()
-        if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
-            wait = seconds
-        else:
-            self._free_s = max(self._free_s, now) + seconds
-            wait = self._free_s - now
-        self._after(wait, self._end, (task, inputs, seconds, ends))
+        inputs = [self._find(name, type(task).__name__) for name in task.reads]
+        seconds = self.pace.seconds(task, inputs, self.world.length(self.stage))
+        wait_s = self.pace.wait_s(task, seconds, self._now())
+        self._after(wait_s, self._end, (task, inputs, seconds, ends))
 
     def _find(self, name: str, user: str) -> Blob:
         blob = self.blobs.get(name)
@@ -153,7 +229,9 @@ class TaskRunner:
                 raise ValueError("fault drawn by the simulation")
             result = _WORK[type(task)](self, task, inputs)
         except ValueError as error:
-            ends(m.Failed(task.id, str(error), older=error.older if isinstance(error, Unloadable) else None))
+            unloadable = error if isinstance(error, Unloadable) else None
+            older, lacks = (unloadable.older, (unloadable.lack,)) if unloadable else (None, ())
+            ends(m.Failed(task.id, str(error), nonfinite=isinstance(error, NotFinite), older=older, lacks=lacks))
             return
         ends(m.Done(task.id, result, seconds))
 
@@ -166,8 +244,8 @@ class TaskRunner:
         self.stage, self.version, self.digest, self.previous = stage, version, digest, previous
         self.world.versions.setdefault((stage, digest), version)
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
-        self._share = 1.0
-        self._reduced.clear()
+        self.pace.share = 1.0
+        self._rounds.forget()
         self._kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
 
@@ -181,6 +259,7 @@ class TaskRunner:
         (x,) = inputs
         self._match(x, ("x", task.step, task.index, task.stage), "RunForward")
         _small(x)
+        self._finite(task)
         used = self._used(task.stage, task.step, "RunForward")
         self._put(task.out, ("x", task.step, task.index, task.stage + 1, used))
         return m.Result(nbytes=100)
@@ -196,11 +275,16 @@ class TaskRunner:
             above = inputs[1][4]
             _small(inputs[1])
         _small(x)
+        self._finite(task)
         used = self._used(task.stage, task.step, "RunBackward")
         self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
         if task.out:
             self._put(task.out, ("g", task.step, task.index, task.stage - 1, used))
         return m.Result(loss=1.0 + task.index / 64 if task.stage == last else None, nbytes=100)
+
+    def _finite(self, task: m.RunForward | m.RunBackward) -> None:
+        if (task.step, task.index, task.stage) in self.world.nonfinite:
+            raise NotFinite("not finite, whoever computes it")
 
     def _match(self, blob: Blob, wanted: Blob, what: str) -> None:
         if blob[: len(wanted)] != wanted:
@@ -243,36 +327,16 @@ class TaskRunner:
         return m.Result()
 
     def _gather(self, task: m.Gather, inputs: Sequence[Blob]) -> m.Result:
-        if task.start == 0:
-            self._gathered = []
-        end = self._gathered[-1][3] if self._gathered else 0
-        if task.start != end:
-            raise ValueError(f"sums from {task.start} on, where {end} are here")
-        for part in inputs:
-            if part[:3] != ("part", self.stage, end):
-                raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {self.stage}")
-            if HUGE in part[4]:
-                raise ValueError("the reduced gradient is not finite")
-            end = part[3]
-            self._gathered.append(part)
-        if not task.last:
-            return m.Result()
-        if end != self.world.length(self.stage):
-            raise ValueError(f"sums end at {end}, not at {self.world.length(self.stage)}")
-        bounds = (0, *(part[3] for part in self._gathered))
-        reduced = Reduced(self.stage, bounds, tuple(part[4] for part in self._gathered))
-        digest = short(reduced.stage, reduced.bounds, reduced.chunks)
-        self.world.reduced[digest] = reduced
-        self._reduced[task.round] = reduced
-        return m.Result(digest=digest, norm_sq=norm_sq(digest))
+        return self._rounds.gather(task, inputs, self.stage)
 
     def _apply(self, task: m.Apply, inputs: Sequence[Blob]) -> m.Result:
         self._expect(self.stage, task.step, "Apply")
-        reduced = self._reduced.get(task.round)
-        if reduced is None:
-            self.world.faults.append(f"Apply of round {task.round}, whose reduced gradient is not held")
-            raise ValueError("no such round")
-        digest = short(self.digest, task.step, reduced.chunks, task.norm)
+        if task.skip:
+            digest = short(self.digest, task.step, "skip")  # another one, for checkers to know the version by
+            if task.save:
+                self._saves[(self.stage, task.step + 1)] = digest
+            return self._seat(self.stage, task.step + 1, digest, self.digest)
+        digest = short(self.digest, task.step, self._rounds.reduced(task.round).chunks, task.norm)
         if task.save:
             self._saves[(self.stage, task.step + 1)] = digest
         return self._seat(self.stage, task.step + 1, digest, self.digest)
@@ -292,13 +356,15 @@ class TaskRunner:
         if task.step == 0:
             digest = short("init", task.stage)
             return self._build(task.stage, 0, digest, digest)
-        storage = self.world.storage
+        storage = self.copies.storage
         saved = storage.published.get(task.step)
-        if saved is None or task.step in storage.damaged:
+        if saved is None or not storage.has(task.step, task.stage, saved[task.stage]):
             older = max(
                 (step for step in storage.published if step < task.step and step not in storage.damaged), default=0
             )
-            raise Unloadable(f"there is no whole checkpoint of step {task.step}", older)
+            name = shard_name(task.step, task.stage, saved[task.stage]) if saved is not None else m.ABOUT
+            why = f"there is no whole checkpoint of step {task.step}"
+            raise Unloadable(why, older, m.Lack(task.stage if saved is not None else 0, name))
         return self._build(task.stage, task.step, saved[task.stage], saved[task.stage])
 
     def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
@@ -323,12 +389,16 @@ class TaskRunner:
         self._kept[task.chunk] = inputs[0]
         return m.Result()
 
-    def _import(self, task: m.Import, inputs: Sequence[Blob]) -> m.Result:
-        kept = [self._kept.get(chunk) for chunk in range(task.chunks)]
-        copies = {piece[1] for piece in kept if piece is not None}
+    def _downloaded(self, wanted: range) -> tuple[int, int, str, str]:
+        """(version, stage, digest, previous) that these chunks make."""
+        kept = [self._kept.get(chunk) for chunk in wanted]
+        copies: set[tuple[int, int, str, str]] = {piece[1] for piece in kept if piece is not None}
         if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
             raise ValueError(f"the kept chunks do not make one state: {kept}")
-        version, stage, digest, previous = copies.pop()
+        return copies.pop()
+
+    def _import(self, task: m.Import, inputs: Sequence[Blob]) -> m.Result:
+        version, stage, digest, previous = self._downloaded(range(task.chunks))
         if (stage, version) != (task.stage, task.step):
             raise ValueError(f"kept: stage {stage} version {version}; wanted: {task.stage} version {task.step}")
         self.sums.clear()
@@ -336,44 +406,29 @@ class TaskRunner:
 
     def _blend(self, task: m.Blend, inputs: Sequence[Blob]) -> m.Result:
         """Both neighbours at that version: whoever makes the stage of them gets the same."""
-        made = []
+        neighbours = []
         for first, count, of in ((0, task.chunks[0], -1), (task.chunks[0], task.chunks[1], 1)):
-            kept = [self._kept.get(chunk) for chunk in range(first, first + count)]
-            copies = {piece[1] for piece in kept if piece is not None}
-            if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
-                raise ValueError(f"the kept chunks do not make one state: {kept}")
-            version, stage, digest, previous = copies.pop()
+            version, stage, digest, previous = self._downloaded(range(first, first + count))
             if (stage, version) != (task.stage + of, task.step):
                 raise ValueError(f"kept: stage {stage} version {version}, for stage {task.stage} version {task.step}")
-            made.append((digest, previous))
+            neighbours.append((digest, previous))
         self.sums.clear()
-        digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*made, strict=True))
+        digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*neighbours, strict=True))
         self.world.versions.setdefault((task.stage, previous), max(task.step - 1, 0))
         return self._build(task.stage, task.step, digest, previous)
 
     def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
-        if self.world.storage.full:
-            raise ValueError("no space left on the storage")
+        self.copies.storage.need_room()
         digest = self._saves.get((task.stage, task.step))
         if digest is None and (self.stage, self.version) == (task.stage, task.step):
             digest = self.digest
         if digest is None:
             raise ValueError(f"no copy of stage {task.stage} version {task.step}")
-        self.world.storage.shards[(task.step, task.stage)] = digest
-        return m.Result(record=json.dumps({"step": task.step, "stage": task.stage, "digest": digest}))
+        return self.copies.save(task, digest)
 
-    def _publish(self, task: m.RunPublish, inputs: Sequence[Blob]) -> m.Result:
-        storage = self.world.storage
-        if storage.full:
-            raise ValueError("no space left on the storage")
-        records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
-        found = [(record["step"], record["stage"]) for record in records]
-        if found != [(task.step, stage) for stage in range(self.world.stages)]:
-            self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
-            raise ValueError("records are not one of each stage")
-        storage.damaged.discard(task.step)
-        storage.published[task.step] = tuple(record["digest"] for record in records)
-        return m.Result(record=f"checkpoints/step-{task.step}")
+    def _read_shard(self, task: m.ReadShard, inputs: Sequence[Blob]) -> m.Result:
+        self._put(task.out, self.copies.read(task))
+        return m.Result(nbytes=1000)
 
 
 def _small(blob: Blob) -> None:
@@ -409,5 +464,9 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.Import: TaskRunner._import,
     m.Blend: TaskRunner._blend,
     m.RunSave: TaskRunner._save,
-    m.RunPublish: TaskRunner._publish,
+    m.ReadShard: TaskRunner._read_shard,
+    m.RunPublish: lambda runner, task, inputs: runner.copies.publish(task),
+    m.OfferShard: lambda runner, task, inputs: runner.copies.offer(task),
+    m.WriteChunk: lambda runner, task, inputs: runner.copies.write(task, inputs[0]),
+    m.RunCopy: lambda runner, task, inputs: runner.copies.finish(task),
 }

@@ -1,7 +1,8 @@
 """Which replica gets a hop of a microbatch, when some already hold its input. For trainer.py.
 
-A boundary tensor lies with the servers. The gradient goes back the way the activation came, so that every
-boundary is crossed once in each direction; any other replica has to be sent the input again. Who makes a tensor is told, when
+A boundary tensor lies with the servers. The gradient goes back the way the activation came: the replica that made a stage's
+output has its input, and may have kept the activations of that forward, which any other replica would recompute; so every
+boundary is crossed once in each direction, and any other replica has to be sent the input again. Who makes a tensor is told, when
 asked to, who goes on with it: that peer is chosen, and charged, one hop ahead.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 
 from shoal.core.messages import Peer, Settings
 from shoal.core.planned import Planned
-from shoal.core.trainer.microbatch import Microbatch, NextHop, after
+from shoal.core.trainer.microbatch import Kind, Microbatch, NextHop, after
 from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import FORWARD_SIZE, Routes
 
@@ -38,10 +39,11 @@ class Choice:
         self._routes, self._planned, self._reports = routes, planned, reports
 
     def peer(self, m: Microbatch, want: NextHop, active: Active, now: float, avoid: str | None = None) -> Peer:
-        """Who serves that hop: whoever was chosen ahead, or has its input, or is due by the routes; '' while nobody is."""
+        """Who serves that hop: whoever was chosen ahead, ran its forward, has its input, or is due by the routes; '' while nobody is."""
         avoid = m.avoid if avoid is None else avoid
+        above = m.x[want.stage + 1][:1] if want.kind is Kind.BACKWARD and want.stage + 1 < len(m.x) else ()
         holders = m.x[want.stage] if want.stage > 0 else ()
-        for peer in (m.next, *reversed(holders)):
+        for peer in (m.next, *above, *reversed(holders)):
             charge = 0.0 if peer == m.next else want.kind.size
             if peer and peer != avoid and self._routes.claim(peer, want.stage, now, charge):
                 return peer

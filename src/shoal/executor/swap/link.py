@@ -7,8 +7,8 @@ synchronous and in the same order, so that device memory holds the same tensors 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,7 +67,7 @@ class HostLink:
         self._loaded: list[object] = [None] * count  # mark: the slot's parameters are loaded
         self._filled: list[object] = [None] * slabs  # mark: the slab may be added to
         self._stored: list[object] = [None] * slabs  # mark: the slab's sums are on the host
-        self._streams: Streams = streams or (CudaStreams() if device == "cuda" else NoStreams())
+        self._streams: Streams = streams or (CudaStreams() if device.startswith("cuda") else NoStreams())
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +109,7 @@ class HostLink:
         self._streams.wait("compute", self._filled[group % len(self.slabs)])
 
     def close(self, group: int, into: Tensor) -> None:
-        """Copy a group's sums to the host's `into` (length,), which is valid after `settle`."""
+        """Copy a group's sums to the host's `into` (length,), which is valid after the pass."""
         place, slab, streams = group % len(self.slabs), self.slab(group), self._streams
         streams.wait("stores", streams.mark("compute"))
         with streams.on("stores", group, "sums"):
@@ -117,13 +117,16 @@ class HostLink:
                 _part(into, segment).copy_(slab[segment.device : segment.device + segment.values], non_blocking=True)
         self._stored[place] = streams.mark("stores")
 
-    def settle(self) -> None:
-        """Wait for all copies: host memory may then be read and written."""
-        self._streams.settle()
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Work and copies are issued inside. Afterwards, also after a failure, all are done: host memory may be read and written."""
+        try:
+            yield
+        finally:
+            self._streams.settle()
 
     def forget(self) -> None:
         """Call after the host's parameters changed: every group is loaded again."""
-        self.settle()
         self._group_in_slot = [None] * len(self.slots)
 
     def _load(self, group: int) -> None:
@@ -131,6 +134,7 @@ class HostLink:
         if self._group_in_slot[slot] == group:
             return
         streams = self._streams
+        self._group_in_slot[slot] = None  # until all of this one is
         streams.wait("loads", streams.mark("compute"))
         with streams.on("loads", group, "parameters"):
             for segment in self._transfers[group].parameters:
@@ -217,7 +221,7 @@ def pinned(flat: Tensor, device: str) -> Tensor:
     """Pin a host tensor for CUDA copies, for as long as the tensor lives.
 
     Registered, not allocated pinned: PyTorch's pinned allocator rounds up to a power of two, up to twice the memory."""
-    if device == "cuda":
+    if device.startswith("cuda"):
         address = flat.data_ptr()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, flat.nbytes, 0))
         weakref.finalize(flat, torch.cuda.cudart().cudaHostUnregister, address)

@@ -8,7 +8,7 @@ keeps for its backward pass. With more memory it takes more parts at once. tests
 
 A server keeps both ends of its boundaries until the step is committed
 (core/server/activation_store.py), in the host's memory as
-far as network.spill_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
+far as network.activation_memory_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class StoreLimits(msgspec.Struct, frozen=True):
-    """How much of a step's boundary tensors a server keeps: network.keep_bytes and network.spill_bytes."""
+    """How much of a step's boundary tensors a server keeps: network.activation_store_bytes and network.activation_memory_bytes."""
 
     keep_bytes: float = 2.0**32
     spill_bytes: float = 2.0**30  # of these in memory; 0: all

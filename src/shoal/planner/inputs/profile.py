@@ -7,6 +7,8 @@ parameters, two moments and the step's sum are fp32. Seconds come from a device'
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
 
 import msgspec
@@ -182,5 +184,10 @@ def spans(blocks: int, stages: int) -> tuple[range, ...]:
     base, extra = divmod(blocks, stages)
     inner_first = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
     sizes = [base + (stage in inner_first[:extra]) for stage in range(stages)]
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return consecutive(sizes)
+
+
+def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Ranges of these sizes, one after the other."""
+    ends = itertools.accumulate(sizes)
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))

@@ -243,8 +243,8 @@ def _no_json(text: str, otherwise: str) -> str:
         json.loads(text)
     except json.JSONDecodeError as error:
         there = text[error.pos : error.pos + 10].split("\n")[0]
-        found = f"found {there!r}" if there else "the line ends" if error.pos < len(text) else "the file ends"
-        return f"line {error.lineno}, column {error.colno}: {found}; {error.msg[0].lower()}{error.msg[1:]}"
+        there_text = f"found {there!r}" if there else "the line ends" if error.pos < len(text) else "the file ends"
+        return f"line {error.lineno}, column {error.colno}: {there_text}; {error.msg[0].lower()}{error.msg[1:]}"
     return otherwise  # NaN and the like, which only Python takes for JSON
 
 

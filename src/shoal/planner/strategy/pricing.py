@@ -31,8 +31,8 @@ class Option(msgspec.Struct, frozen=True):
 
 def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
     """Those blocks on those devices, roughly priced; -1 is left out."""
-    made, devices = problem.profile, problem.cluster.devices
-    work = [made.stage(span) for span in cut]
+    profile, devices = problem.profile, problem.cluster.devices
+    work = [profile.stage(span) for span in cut]
     checkpoints = tuple(
         any(memory.checkpoints(_resident(problem, span), devices[d]) for d, own in enumerate(stage_of) if own == s)
         for s, span in enumerate(cut)
@@ -70,8 +70,8 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         tuple(seconds(d, FORWARD) for d in every),
         tuple(seconds(d, BACKWARD) for d in every),
         gradient_bytes,
-        made.boundary_bytes,
-        made.tokens_bytes,
+        profile.boundary_bytes,
+        profile.tokens_bytes,
         problem.work.microbatches,
         problem.work.inflight,
         returned_bytes=problem.returned_bytes,
@@ -85,25 +85,31 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
 
 def as_planned(problem: Problem, plan: Plan) -> Seats:
     """Who serves what and what that takes, by a plan made or written for the problem."""
+    return option_of(problem, plan).seats
+
+
+def option_of(problem: Problem, plan: Plan) -> Option:
+    """A plan made or written for the problem as an option that is not played yet."""
     place = {device.name: number for number, device in enumerate(problem.cluster.devices)}
     stage_of = [-1] * len(place)
     for number, stage in enumerate(plan.stages):
         for peer in stage.peers:
             stage_of[place[peer]] = number
     cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
-    seats = placed(problem, cut, tuple(stage_of)).seats
+    option = placed(problem, cut, tuple(stage_of))
+    seats = option.seats
     order = seats.seated  # a plan's line_rates and routes speak of seats, Seats of devices
     if plan.line_rates:
         width = dict(zip(order, plan.line_rates, strict=True))
         line_rates = tuple(width.get(device, 0) for device in range(len(place)))
         seats = owning(problem, msgspec.structs.replace(seats, line_rates=line_rates))
-    if not plan.routes:
-        return seats
-    ways = {
-        order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
-        for owner, by_stage in enumerate(plan.routes)
-    }
-    return msgspec.structs.replace(seats, routes=tuple(ways.get(device, ()) for device in range(len(place))))
+    if plan.routes:
+        routes = {
+            order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
+            for owner, by_stage in enumerate(plan.routes)
+        }
+        seats = msgspec.structs.replace(seats, routes=tuple(routes.get(device, ()) for device in range(len(place))))
+    return msgspec.structs.replace(option, seats=seats)
 
 
 def owning(problem: Problem, seats: Seats) -> Seats:
@@ -123,8 +129,8 @@ def lacks_bytes(problem: Problem, span: range, device: Device) -> float:
     resident = _lacks_resident(problem, span, device)
     if resident <= 0 or not problem.swapping:
         return resident
-    made = problem.profile
-    need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    profile = problem.profile
+    need = memory.swapping(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
     return min(resident, memory.lacking(_keeping(problem, span, need), device))
 
 
@@ -135,8 +141,8 @@ def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
 
 
 def _resident(problem: Problem, span: range) -> memory.Need:
-    made = problem.profile
-    need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    profile = problem.profile
+    need = memory.resident(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
     return _keeping(problem, span, need)
 
 

@@ -54,6 +54,9 @@ def draw(scenario: Scenario, seed: int) -> Case:
         keep_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
     )
+    disks = Random(f"{scenario.name}/{seed}/places")
+    places = disks.randint(*scenario.places)
+    settings = msgspec.structs.replace(settings, copies=disks.choice((1, 2, 2, 3)) if places else 1)
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
         settings = msgspec.structs.replace(
@@ -73,9 +76,17 @@ def draw(scenario: Scenario, seed: int) -> Case:
         happenings=_some(scenario.happenings, rng, whole=True, sure=scenario.sure),
         strikes=_some(scenario.strikes, aimed, whole=True, sure=True),
         hostile=hostile.draw(scenario.strangers, scenario.acts, peers, Random(f"{scenario.name}/{seed}/strangers")),
+        nonfinite=_nonfinite(scenario, settings, Random(f"{scenario.name}/{seed}/nonfinite")),
         regions=aimed.randint(*scenario.regions),
+        places=places,
         patience=TIGHT if settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
     )
+
+
+def _nonfinite(scenario: Scenario, settings: Settings, rng: Random) -> frozenset[tuple[int, int, int]]:
+    count = min(rng.randint(*scenario.nonfinite), settings.steps)
+    steps = rng.sample(range(settings.steps), count)
+    return frozenset((step, rng.randrange(settings.microbatches), rng.randrange(settings.stages)) for step in steps)
 
 
 def _with_plan(settings: Settings, peers: int, rng: Random) -> Settings:
