@@ -128,7 +128,7 @@ def a_config(stages: int, peers: int, steps: int = 4, **train: Any) -> Config:
         run=changed(TINY.run, stages=stages, peers=peers, steps=steps),
         model=changed(TINY.model, layers=4, extra={"attention_bias": True}, tied_embeddings=stages == 1),
         train=changed(TINY.train, batch=16, **train),
-        checkpoint=changed(TINY.checkpoint, every=0, last=True),
+        checkpoint=changed(TINY.checkpoint, every=0, at_end=True),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.races import CheckedEvent, Clock, Detector, Watch, host, watch_lanes, watch_swapping
+from tests.races import CheckedEvent, Clock, Detector, Watch, host, watch_lanes, watch_optimizer, watch_swapping
 
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.core import messages as m
@@ -86,6 +86,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config,
     with monkeypatch.context() as patched, Watch(detector):
         watch_lanes(patched, detector)
         watch_swapping(patched, detector)
+        watch_optimizer(patched)
         runner = TaskRunner(config, open_dataset(config), Store("checkpoints"))
         runner._stepped = CheckedEvent(detector)
         runner._stepped.set()
