@@ -42,7 +42,8 @@ MACHINE = frozenset(
     network.host network.port network.delay_s network.bandwidth_Bps network.faults network.up_Bps network.down_Bps
     network.links network.spill_bytes network.pass_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.seat device.threads
+    device.emulated_backward_s device.emulated_values device.emulated_gradient device.kept_activations device.seat
+    device.threads
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.

@@ -13,7 +13,7 @@ from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, wi
 from shoal.config.train import Train
 
 _EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
-_REAL = ("memory_bytes", "host_bytes", "sequences")
+_REAL = ("memory_bytes", "host_bytes", "sequences", "kept_activations")
 
 
 class Device(Section, frozen=True):
@@ -48,6 +48,15 @@ class Device(Section, frozen=True):
             description="This many sequences of a microbatch are on the device at once; 0 is all of them.",
         ),
     ] = 0
+    kept_activations: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=2**20,
+            description="A resident stage keeps the activations of this many forwards, which their backwards then do not"
+            " recompute; -1 is as many as memory is left for.",
+        ),
+    ] = -1
     emulated_s: Annotated[
         float,
         Meta(ge=0, le=DAY_S, description="The emulated executor takes this long for a microbatch's forward pass."),

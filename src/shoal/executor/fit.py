@@ -44,11 +44,16 @@ def check_stage(config: Config, stage: int) -> None:
                 runner.refuse()
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    elif limit and (needed := values * resident_bytes(config) + _moments(stage_shape, config.train.moments)) > limit:
+    elif limit and (needed := stage_bytes(stage_shape, config)) > limit:
         raise ValueError(
             f"{where}: device.memory_bytes = {size(limit)}, but with device.executor = 'resident' its {values:,} parameters"
             f" take {size(needed)} before any activation; try device.executor=swapping, or more stages"
         )
+
+
+def stage_bytes(stage: Stage, config: Config) -> int:
+    """Device bytes of a resident stage besides its activations."""
+    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments)
 
 
 def _blocks(config: Config) -> tuple[range, ...]:

@@ -19,13 +19,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import Config
 from shoal.model.families import hf_config
+from shoal.model.saved import saved_by_autograd
 from shoal.model.stages import Parts, on_meta
 from shoal.planner.inputs.profile import COUNTED, Part, Profile
 
@@ -97,7 +97,7 @@ def _count_part(
             own_storages = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
             flops, memory = FlopCounterMode(display=False), _MemoryMode()
             with flops, memory:
-                with _saved_by_autograd(own_storages) as saved:
+                with saved_by_autograd(own_storages) as saved:
                     if last:
                         logits = model(**arguments).logits
                         y = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
@@ -163,23 +163,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-@contextmanager
-def _saved_by_autograd(own: set[int]) -> Iterator[dict[int, int]]:
-    """Bytes that autograd saves inside, by storage, without parameters and the part's input."""
-    sizes: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no storage address is reused
-
-    def pack(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        if storage._cdata not in own:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(value)
-        return value
-
-    with saved_tensors_hooks(pack, lambda value: value):
-        yield sizes
 
 
 class _MemoryMode(TorchDispatchMode):
