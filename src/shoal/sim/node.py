@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import msgspec
 from shoal.core import messages as m
 from shoal.core.consensus import certificates
 from shoal.core.peer import PeerMachine
+from shoal.kept import Kept
 from shoal.sim import signatures
 from shoal.sim.context import Context, Values
 from shoal.sim.faults.garbled import garble
@@ -115,6 +117,7 @@ class Node:
         self.machine = PeerMachine(self.name, settings, case.rng(self.name), process.founder)
         self.runner = TaskRunner(context.world, self._later, self._now)
         self.runner.forward_s, self.runner.backward = case.forward_s, case.scenario.backward
+        self.runner.kept = Kept(case.kept, math.inf)
         self.runner.rounds, self.runner.states = case.rounds, case.states
         self.runner.slowness = case.speeds[process.key % len(case.speeds)]
         self.runner.fails = context.task_fails

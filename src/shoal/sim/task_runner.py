@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core import messages as m
+from shoal.kept import Kept
 from shoal.sim.lines import Wire
 
 CHUNKS = 3  # of a stage's state
@@ -95,7 +97,8 @@ class TaskRunner:
         self.blobs: dict[str, Blob] = {}
         self.slowness = 1.0  # seconds per second of a usual peer
         self.forward_s = 0.1
-        self.backward = 2.5  # forwards that a backward takes
+        self.backward = 2.5  # forwards that a backward takes which recomputes
+        self.kept: Kept[Blob] = Kept(0, math.inf)  # forwards whose activations are held
         self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
         self.states = 1.0  # and those of downloads and checkpoints
         self.fails: Callable[[], bool] = lambda: False
@@ -111,7 +114,7 @@ class TaskRunner:
         self._gathered: list[Blob] = []  # of the round that goes piece by piece
         self._share = 1.0  # of the gradient, that the piece is
         self._copy: tuple[int, int, str, str] | None = None  # (version, stage, digest, previous) exported
-        self._kept: dict[int, Blob] = {}  # chunks of a download
+        self._downloaded: dict[int, Blob] = {}  # chunks of a download
         self._saves: dict[tuple[int, int], str] = {}
 
     def submit(self, task: m.Task, ends: Ends) -> None:
@@ -119,7 +122,7 @@ class TaskRunner:
         kind = type(task)
         inputs = [self._find(name, kind.__name__) for name in task.reads]
         if kind is m.RunForward or kind is m.RunBackward:
-            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
+            seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
         else:
             seconds = SECONDS[kind] * self.slowness
             if isinstance(task, m.Cut):
@@ -138,6 +141,14 @@ class TaskRunner:
             self._free_s = max(self._free_s, now) + seconds
             wait = self._free_s - now
         self._after(wait, self._end, (task, inputs, seconds, ends))
+
+    def _forwards(self, task: m.Task, x: Blob) -> float:
+        """What a hop takes, in forwards: a backward of the same input whose activations are kept does not recompute."""
+        if isinstance(task, m.RunBackward):
+            return self.backward - (1.0 if self.kept.take(lambda other: other == x) is not None else 0.0)
+        if self.kept.has_room(0.0):
+            self.kept.add(x, 0.0)
+        return 1.0
 
     def _find(self, name: str, user: str) -> Blob:
         blob = self.blobs.get(name)
@@ -168,7 +179,8 @@ class TaskRunner:
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
         self._share = 1.0
         self._reduced.clear()
-        self._kept.clear()
+        self._downloaded.clear()
+        self.kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
 
     # ------------------------------------------------------------------------------------------------------- hops
@@ -279,6 +291,7 @@ class TaskRunner:
 
     def _reset(self, task: m.Reset, inputs: Sequence[Blob]) -> m.Result:
         self.sums.clear()
+        self.kept.clear()
         return m.Result()
 
     # ------------------------------------------------------------------------------------------ state, checkpoints
@@ -320,11 +333,11 @@ class TaskRunner:
     def _check(self, task: m.CheckChunk, inputs: Sequence[Blob]) -> m.Result:
         if short(inputs[0]) != task.digest:
             raise ValueError("the chunk's digest differs")
-        self._kept[task.chunk] = inputs[0]
+        self._downloaded[task.chunk] = inputs[0]
         return m.Result()
 
     def _import(self, task: m.Import, inputs: Sequence[Blob]) -> m.Result:
-        kept = [self._kept.get(chunk) for chunk in range(task.chunks)]
+        kept = [self._downloaded.get(chunk) for chunk in range(task.chunks)]
         copies = {piece[1] for piece in kept if piece is not None}
         if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
             raise ValueError(f"the kept chunks do not make one state: {kept}")
@@ -338,7 +351,7 @@ class TaskRunner:
         """Both neighbours at that version: whoever makes the stage of them gets the same."""
         made = []
         for first, count, of in ((0, task.chunks[0], -1), (task.chunks[0], task.chunks[1], 1)):
-            kept = [self._kept.get(chunk) for chunk in range(first, first + count)]
+            kept = [self._downloaded.get(chunk) for chunk in range(first, first + count)]
             copies = {piece[1] for piece in kept if piece is not None}
             if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
                 raise ValueError(f"the kept chunks do not make one state: {kept}")
