@@ -18,6 +18,7 @@ from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
+from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
 
 
@@ -49,7 +50,7 @@ class Resident:
             with torch.no_grad():
                 ys = [self._stage.forward(part) for part in xs]
         y = ys[0] if len(ys) == 1 else torch.cat(ys)
-        if not torch.isfinite(y).all():
+        if not finite(y):
             raise NotFinite("the stage's output is not finite")
         return y
 
@@ -78,7 +79,7 @@ class Resident:
             y, grad_y, loss = outcome(self._stage, part._replace(x=x), None if graph is None else graph.y)
             y = y if loss is None else y / self._parts
             gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
-        if not torch.stack([torch.isfinite(part).all() for part in gradients]).all():
+        if not finite(*gradients):
             raise NotFinite("the stage's gradient is not finite")
         grad_x = None if self._stage.first else gradients.pop()
         torch._foreach_add_(self._sums, [part.float() for part in gradients])

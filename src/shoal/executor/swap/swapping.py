@@ -27,6 +27,7 @@ from shoal.executor.swap import memory
 from shoal.executor.swap.groups import LayerGroup, Runner
 from shoal.executor.swap.link import GroupTransfers, HostLink, Streams, pinned, segments
 from shoal.model.cut import Stage, inputs
+from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
 
 Activations = list[Tensor]  # of one slice: the input of each group, on the host; the stage's own input first
@@ -124,7 +125,7 @@ class Swapping:
         batch = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
         self._link.settle()
         ys = [activations.pop() for activations in batch]
-        if not all(torch.isfinite(y).all() for y in ys):
+        if not finite(*ys):
             raise NotFinite("the stage's output is not finite")
         self._stored.extend(batch)
         return ys

@@ -159,11 +159,6 @@ def _beyond(tensor: torch.Tensor) -> str:
     low, high = (float(bound) for bound in torch.aminmax(tensor))
     if -MOST <= low and high <= MOST:
         return ""
-    if not finite(tensor):
+    if not compress.finite(tensor):
         return "values are not finite"
     return f"values from {low:.1g} to {high:.1g}: {TOO_LARGE}"
-
-
-def finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. A finite sum proves it at a third of the cost; an infinite sum may be an overflow."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

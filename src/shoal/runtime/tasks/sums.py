@@ -13,10 +13,10 @@ import torch
 from shoal.config import Config
 from shoal.core.messages import Add, AddRow, Cut, Gather, Result
 from shoal.executor.base import Executor
+from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import norm_sq
 from shoal.runtime.state import raw
 from shoal.runtime.tasks.coding import Averaging, Held
-from shoal.runtime.tasks.kinds import finite
 
 MAX_ROUNDS = 2  # rounds whose result is stored: a commit may name the one before the running one
 
