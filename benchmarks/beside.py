@@ -30,7 +30,7 @@ from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train
 from shoal.executor.swap.swapping import Swapping
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.checkpoint import Store
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 from swapping import smallest
 
 MOST = 1.1  # of the larger of the two
@@ -72,7 +72,7 @@ def a_config(given: argparse.Namespace, text: Path) -> Config:
         data=Data(source="text", path=str(text), sequence=given.sequence),
         train=Train(batch=given.microbatches, microbatch=1, dtype=given.dtype),
         device=Device(executor="swapping", memory_bytes=1, threads=1),
-        checkpoint=Checkpoint(every=0, last=False),
+        checkpoint=Checkpoint(every=0, at_end=False),
     )
 
 

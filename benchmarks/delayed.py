@@ -52,7 +52,7 @@ def measure(values: int, staleness: int, steps: int, words: list[str]) -> tuple[
         f"device.emulated_gradient={values}",
         f"network.bandwidth_Bps={LINE_Bps}",
         "network.delay_s=10 ms",
-        "checkpoint.last=false",
+        "checkpoint.at_end=false",
         "checkpoint.every=0",
         *words,
     ]

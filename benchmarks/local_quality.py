@@ -26,7 +26,7 @@ from overhead import ROOT, environment
 from report import at_most, parse, report
 from shoal import config as configuration
 from shoal.model import stages
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 
 CONFIG = ROOT / "configs" / "quickstart.toml"
 PEERS, BATCH = 4, 8  # sequences of one step of all peers together
@@ -35,11 +35,11 @@ HELD_OUT, HELD_OUT_BATCHES = 1_000_000, 24  # a sample far beyond those that are
 LOCAL = (  # found in docs/log/ (local-steps-trained-checkpoint)
     *("run.stages=1", f"run.peers={PEERS}", f"train.microbatch={BATCH // PEERS}", "network.discovery=gossip"),
     *(
-        "train.round_warmup=5",
-        "train.outer_rate=0.7",
+        "train.local_warmup=5",
+        "train.outer_learning_rate=0.7",
         "train.outer_momentum=0.85",
-        "run.silence_s=10",
-        "run.hop_floor_s=60",
+        "run.heartbeat_timeout_s=10",
+        "run.min_request_timeout_s=60",
     ),
 )
 

@@ -29,8 +29,8 @@ CONFIG = f"""
 [run]
 name = "local"
 stages = 1
-hop_floor_s = 60.0
-silence_s = 30.0 # on a busy machine nobody may be put out: a round would be repeated
+min_request_timeout_s = 60.0
+heartbeat_timeout_s = 30.0 # on a busy machine nobody may be evicted: a round would be repeated
 [model]
 hidden_size = 64
 layers = 2
@@ -46,7 +46,7 @@ warmup = 0
 discovery = "gossip"
 [checkpoint]
 every = 0
-last = false
+at_end = false
 """
 
 

@@ -50,7 +50,7 @@ executor = "emulated"
 emulated_s = 0.0
 [checkpoint]
 every = 0
-last = false
+at_end = false
 """
 SHAPE = Shape(hidden=64, layers=6, heads=4, kv_heads=4, head_dim=16, intermediate=192, vocabulary=256)
 WORK = Work(microbatches=24, sequences=8, tokens=64, value_bytes=4)

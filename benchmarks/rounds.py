@@ -88,9 +88,9 @@ def command(case: Case, steps: int) -> list[str]:
         "device.emulated_gradient": int(case.megabytes * 1e6 / 4),
         "network.bandwidth_Bps": case.bandwidth_Bps,
         "network.delay_s": DELAY_MS / 1000,
-        "run.silence_s": SILENCE_S,
+        "run.heartbeat_timeout_s": SILENCE_S,
         "checkpoint.every": 0,
-        "checkpoint.last": "false",
+        "checkpoint.at_end": "false",
     }
     return [
         sys.executable,
@@ -127,7 +127,7 @@ def compare(directory: Path, microbatches: int, values: int, steps: int) -> None
 def struck(folder: Path, case: Case, whom: str) -> dict[str, float]:
     """One is killed in the middle of averaging step `steps`; the next is undisturbed again."""
     steps = case.steps
-    words = [*command(case, steps + 2), "network.faults=true"]  # its traces are written at once
+    words = [*command(case, steps + 2), "network.fault_injection=true"]  # its traces are written at once
     with subprocess.Popen(words, cwd=folder, env=environment(), stdout=sys.stderr) as running:
         kill(folder / RUN, running, case.peers, steps, case.bound_s / 2, whom)
         if running.wait():

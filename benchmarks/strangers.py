@@ -51,7 +51,7 @@ name = "attacked"
 peers = {PEERS}
 stages = {STAGES}
 steps = {{steps}}
-hop_floor_s = 10.0
+min_request_timeout_s = 10.0
 [model]
 hidden_size = 16
 layers = 2
@@ -249,7 +249,7 @@ class Insider(Attacker):
 
 async def as_member(config: configuration.Config, invite: Invite, given: argparse.Namespace, run: Watched) -> Phase:
     async with build.peer(config, build.PeerRole(), invite, build.runner(config), None) as node:
-        insider = Insider(node, node.directory, given.kinds)
+        insider = Insider(node, node.contacts.directory, given.kinds)
         training = asyncio.create_task(node.run())
         until_s = time.monotonic() + ADMITTED_S
         while not insider.serves and time.monotonic() < until_s:

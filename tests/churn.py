@@ -37,7 +37,7 @@ name = "NAME"
 peers = {PEERS}
 stages = {STAGES}
 steps = 1000000
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 64
 layers = 4
@@ -121,7 +121,7 @@ class Ground:
     def processes(self) -> list[int]:
         """Everything that was started from here and still runs, whoever its parent is."""
         wanted = f"{MARK}={self.token}".encode()
-        found = []
+        entries = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -131,8 +131,8 @@ class Ground:
             except OSError:
                 continue  # it has ended meanwhile, or is the kernel's
             if ours and running:
-                found.append(int(entry.name))
-        return found
+                entries.append(int(entry.name))
+        return entries
 
     def leftovers(self) -> tuple[str, ...]:
         """Processes, listening sockets, temporary files and shared memory of ours."""
@@ -198,9 +198,9 @@ def undisturbed(ground: Ground, steps: int) -> list[float]:
     """The losses of so many steps that nobody disturbs, without the modelled delay, which no loss depends on."""
     run = ground.start("run", ground.config("calm"), f"run.steps={steps}", "network.delay_s=0")
     assert run.wait(steps * 5 + PATIENCE_S) == 0
-    found: dict[str, Any] = json.loads((ground.directory / "runs/calm/summary.json").read_bytes())
-    assert found["balanced"], found["reason"]
-    return list(found["losses"])
+    account: dict[str, Any] = json.loads((ground.directory / "runs/calm/summary.json").read_bytes())
+    assert account["balanced"], account["reason"]
+    return list(account["losses"])
 
 
 def counted(steps: tuple[CommittedStep, ...]) -> tuple[int, int, int]:
@@ -231,26 +231,26 @@ def _wait(condition: Any, run: subprocess.Popen[bytes]) -> None:
 
 
 def _sockets(process: int) -> set[str]:
-    found = set()
+    entries = set()
     try:
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
             target = os.readlink(descriptor)
             if target.startswith("socket:["):
-                found.add(target[8:-1])
+                entries.add(target[8:-1])
     except OSError:
         pass  # it has ended meanwhile
-    return found
+    return entries
 
 
 def _listening() -> list[tuple[int, str]]:
     """TCP ports that somebody on this machine listens on, with the socket's inode."""
-    found = []
+    entries = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
             fields = line.split()
             if fields[3] == "0A":
-                found.append((int(fields[1].rpartition(":")[2], 16), fields[9]))
-    return found
+                entries.append((int(fields[1].rpartition(":")[2], 16), fields[9]))
+    return entries
 
 
 def _names(directory: str) -> set[str]:

@@ -19,7 +19,7 @@ from shoal.config import Config
 from shoal.core.allreduce.layout import split
 from shoal.executor import create
 from shoal.executor.delayed import Delayed
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.coding import Averaging, Held
 
@@ -62,8 +62,8 @@ class Pipeline:
     def loss(self, steps: range) -> float:
         """Mean over the microbatches of steps that are not trained, through the same codes."""
         self._compute_with(self.step + 1)  # delayed updates or not, the newest parameters
-        found = [self._loss(self.dataset.microbatch(step, i)) for step in steps for i in range(self.microbatches)]
-        return sum(found) / len(found)
+        losses = [self._loss(self.dataset.microbatch(step, i)) for step in steps for i in range(self.microbatches)]
+        return sum(losses) / len(losses)
 
     def _compute_with(self, step: int) -> None:
         for executor in self.executors:
@@ -86,16 +86,16 @@ class Pipeline:
         x = [tokens[:, :-1]]
         for executor in self.executors[:-1]:
             x.append(self._carried(executor.forward(x[-1]), network.activations))
-        found, grad, loss = [], None, None
+        outputs, grad, loss = [], None, None
         for stage in range(last, -1, -1):
             executor, ends = self.executors[stage], tokens if stage == last else None
             grad, said = executor.backward(x[stage], grad, ends)
             loss = loss if said is None else said
-            found.insert(0, executor.sum.clone())
+            outputs.insert(0, executor.sum.clone())
             executor.sum.zero_()
             grad = None if grad is None else self._carried(grad, network.gradients)
         assert loss is not None
-        return loss, found
+        return loss, outputs
 
     def _sum(self, grads: list[Tensor], stage: int) -> Tensor:
         total = torch.zeros(self.executors[stage].length)
@@ -111,16 +111,16 @@ class Pipeline:
         group = [known.setdefault(name, Averaging(self.config)) for name in names]
         outs = [tuple(f"{name}/{chunk}" for chunk in range(len(chunks.owners))) for name in names]
         parts = [one.parts(whole, chunks.bounds, out) for one, whole, out in zip(group, sums, outs, strict=True)]
-        made: list[Held] = []
+        averages: list[Held] = []
         for chunk in range(len(chunks.owners)):
             total = coding.plain(parts[0][chunk]).clone()
             for others in parts[1:]:
                 total += coding.plain(others[chunk])
             if len(names) > 1:
-                made.append(group[chunk].sum(total, tuple(out[chunk] for out in outs)))
+                averages.append(group[chunk].sum(total, tuple(out[chunk] for out in outs)))
             else:
-                made.append(total)
-        reduced = torch.cat([coding.plain(one) for one in made])
+                averages.append(total)
+        reduced = torch.cat([coding.plain(one) for one in averages])
         for one in group:
             one.applied(one.left())
         return reduced

@@ -2,7 +2,8 @@
 
 It shares with a run what defines it (first weights, samples, schedule) and takes from it one thing that only the run knows: in
 which order gradients were added, which the ledger records in every commit. No stage, executor, round or hop is in here: the
-whole Hugging Face model, torch.optim.AdamW and a loop. `follow` adds as the ledger says and must end with the run's bits; with
+whole Hugging Face model, AdamW and a loop, each operation
+rounded by itself as in a run. `follow` adds as the ledger says and must end with the run's bits; with
 `shuffled` orders it must end within rounding. For tests/e2e and benchmarks/identity.py; fp32 on the CPU.
 """
 
@@ -16,6 +17,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,7 +27,7 @@ from shoal.config import Config, local_batch, microbatches
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.model import stages
 from shoal.numerics.optimizer import learning_rate
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.records.account import CommittedStep
 
 Shares = tuple[
@@ -44,6 +46,38 @@ class Trained(msgspec.Struct, frozen=True):
     loss: float
     norm: float
     digests: tuple[str, ...]
+
+
+class SeparateAdamW(torch.optim.AdamW):
+    """Its formula as torch's documentation has it, in fp32 operations that each round once."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for value in group["params"]:
+                state = self.state[value]
+                count = state["step"] = state.get("step", 0) + 1
+                mean = state.setdefault("exp_avg", torch.zeros_like(value))
+                square = state.setdefault("exp_avg_sq", torch.zeros_like(value))
+                mean.copy_(mean * beta1 + value.grad * (1 - beta1))
+                square.copy_(square * beta2 + value.grad * value.grad * (1 - beta2))
+                root = torch.from_numpy(np.sqrt(square.numpy()))  # torch's may be MKL's, which is not rounded correctly
+                divisor = root * (1 / math.sqrt(1 - beta2**count)) + group["eps"]
+                value.copy_(value * (1 - lr * group["weight_decay"]) - mean * (lr / (1 - beta1**count)) / divisor)
+
+
+class SeparateSGD(torch.optim.SGD):
+    """With Nesterov momentum, likewise."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            keep, lr = group["momentum"], group["lr"]
+            for value in group["params"]:
+                momentum = self.state[value].setdefault("momentum_buffer", torch.zeros_like(value))
+                momentum.copy_(momentum * keep + value.grad)
+                value.copy_(value - (momentum * keep + value.grad) * lr)
 
 
 class OneProcess:
@@ -65,11 +99,10 @@ class OneProcess:
         )
         matrices = [value for value in self.parameters.values() if value.dim() >= 2]
         vectors = [value for value in self.parameters.values() if value.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = SeparateAdamW(
             [{"params": matrices, "weight_decay": config.train.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             betas=config.train.betas,
             eps=config.train.epsilon,
-            fused=True,
         )
         self.step = 0
         self.stale: Tensors | None = None  # parameters of the version before: with delayed updates they compute
@@ -79,11 +112,11 @@ class OneProcess:
         newest = {name: value.detach().clone() for name, value in self.parameters.items()}
         if self.config.train.staleness:
             self._set(newest if self.stale is None else self.stale)
-        found = [self._gradients(index) for index in range(self.microbatches)]
+        values = [self._gradients(index) for index in range(self.microbatches)]
         self._set(newest)
         self.stale = newest
         sums = [
-            self._sum([grads for _, grads in found], names, shares)
+            self._sum([grads for _, grads in values], names, shares)
             for names, shares in zip(self.names, order, strict=True)
         ]
         norm = math.sqrt(math.fsum(_squares(flat) for flat in sums) if len(sums) == 1 else sum(map(_squares, sums)))
@@ -95,7 +128,7 @@ class OneProcess:
             group["lr"] = learning_rate(self.config.train, self.config.run.steps, self.step)
         self.optimizer.step()
         self.step += 1
-        loss = sum(loss for loss, _ in found) / self.microbatches
+        loss = sum(loss for loss, _ in values) / self.microbatches
         return Trained(self.step - 1, loss, norm, tuple(self.digest(stage) for stage in range(len(self.names))))
 
     def digest(self, stage: int) -> str:
@@ -130,13 +163,13 @@ class OneProcess:
         grads = torch.autograd.grad(loss / self.parts, values, allow_unused=True, materialize_grads=True)
         return float(loss.detach()), dict(zip(self.parameters, grads, strict=True))
 
-    def _sum(self, found: Sequence[Tensors], names: Sequence[str], shares: Shares) -> Tensor:
+    def _sum(self, values: Sequence[Tensors], names: Sequence[str], shares: Shares) -> Tensor:
         """Each share by itself, from nothing, then the shares: fp32 addition depends on it."""
         parts = []
         for share in shares:
-            part = torch.zeros(sum(found[0][name].numel() for name in names))
+            part = torch.zeros(sum(values[0][name].numel() for name in names))
             for index in share:
-                part += torch.cat([found[index][name].reshape(-1) for name in names])
+                part += torch.cat([values[index][name].reshape(-1) for name in names])
             parts.append(part)
         return added(parts)
 
@@ -155,8 +188,8 @@ class ApartAndBack(OneProcess):
         self.parts = local_batch(config) // config.train.microbatch
         values = [value for names in self.names for value in (self.parameters[name] for name in names)]
         self.outer = [value.detach().clone().requires_grad_() for value in values]
-        self.sgd = torch.optim.SGD(
-            self.outer, lr=config.train.outer_rate, momentum=config.train.outer_momentum, nesterov=True
+        self.sgd = SeparateSGD(
+            self.outer, lr=config.train.outer_learning_rate, momentum=config.train.outer_momentum, nesterov=True
         )
 
     def train(self, order: Order) -> Trained:
@@ -182,16 +215,16 @@ class ApartAndBack(OneProcess):
         train, run, apart = self.config.train, self.config.run, self.config.train.local_steps
         optimizer = type(self.optimizer)(self.optimizer.param_groups)
         for group in optimizer.param_groups:
-            group.update(betas=train.betas, eps=train.epsilon, fused=True)
+            group.update(betas=train.betas, eps=train.epsilon)
         for number, first in enumerate(range(0, len(share), self.parts)):
-            found = []
+            values = []
             for index in share[first : first + self.parts]:
                 loss, grads = self._gradients(index)
                 losses[index] = loss
-                found.append(grads)
-            flat = self._sum(found, names, (tuple(range(len(found))),))
-            if len(found) < self.parts:
-                flat *= self.parts / len(found)
+                values.append(grads)
+            flat = self._sum(values, names, (tuple(range(len(values))),))
+            if len(values) < self.parts:
+                flat *= self.parts / len(values)
             norm = math.sqrt(_squares(flat))
             self._hand_out(names, flat * (min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0))
             step = self.step * apart + min(number, apart - 1)
@@ -243,7 +276,15 @@ def added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _squares(flat: Tensor) -> float:
-    return math.fsum(float(piece.double().square().sum()) for piece in flat.split(NORM_VALUES))
+    """Halves of each piece are added to each other."""
+    sums = []
+    for piece in flat.split(NORM_VALUES):
+        values = piece.double().numpy() ** 2
+        while len(values) > 1:
+            half, rest = len(values) // 2, len(values) % 2
+            values = np.append(values[:half] + values[half + rest :], values[half : half + rest])
+        sums.append(float(values.sum()))
+    return math.fsum(sums)
 
 
 # ------------------------------------------------------------------------------------------------------------ orders
@@ -283,10 +324,10 @@ def follow(config: Config, dataset: Dataset, orders: Iterable[Order]) -> tuple[O
 def commits(directory: Path) -> list[Committed]:
     """Of a finished run without rollbacks, by step."""
     lines = (directory / "commits.jsonl").read_bytes().splitlines()
-    found = {
+    commit_of = {
         step.commit.step: step.commit for step in (msgspec.json.decode(line, type=CommittedStep) for line in lines)
     }
-    return [found[step] for step in sorted(found)]
+    return [commit_of[step] for step in sorted(commit_of)]
 
 
 def checkpoint(directory: Path, step: int) -> Tensors:
@@ -313,7 +354,7 @@ def held(path: Path) -> list[Held]:
     """Every version of its stage that any peer came to hold, as the driver told its machine, from a run's trace."""
     asked: dict[tuple[Peer, str], Init | Import | Apply] = {}
     stage_of: dict[Peer, int] = {}
-    found: list[Held] = []
+    values: list[Held] = []
     for item in trace.read(path):
         if not isinstance(item, trace.TraceRecord):
             continue
@@ -321,33 +362,33 @@ def held(path: Path) -> list[Held]:
             if not isinstance(task, Apply):
                 stage_of[item.peer] = task.stage
             step = task.step + isinstance(task, Apply)
-            found.append(Held(stage_of[item.peer], step, item.peer, item.event.result.digest))
+            values.append(Held(stage_of[item.peer], step, item.peer, item.event.result.digest))
         for command in item.commands:
             if isinstance(command, Do) and isinstance(command.task, Init | Import | Apply):
                 asked[item.peer, command.task.id] = command.task
-    return found
+    return values
 
 
 # -------------------------------------------------------------------------------------------------------- comparing
 
 
-def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def differing(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that are not the same bits, or are in one of them only."""
-    both = found.keys() & wanted.keys()
-    odd = sorted(found.keys() ^ wanted.keys())
-    return odd + [name for name in sorted(both) if not _same_bits(found[name], wanted[name])]
+    both = values.keys() & wanted.keys()
+    odd = sorted(values.keys() ^ wanted.keys())
+    return odd + [name for name in sorted(both) if not _same_bits(values[name], wanted[name])]
 
 
-def relative(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+def relative(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Euclidean distance of all parameters over their norm."""
     names = sorted(name for name in wanted if name.startswith("model/"))
-    distance = math.fsum(float((found[name].double() - wanted[name].double()).square().sum()) for name in names)
+    distance = math.fsum(float((values[name].double() - wanted[name].double()).square().sum()) for name in names)
     return math.sqrt(distance / math.fsum(float(wanted[name].double().square().sum()) for name in names))
 
 
-def worst(found: Sequence[float], wanted: Sequence[float]) -> float:
+def worst(values: Sequence[float], wanted: Sequence[float]) -> float:
     """Largest relative difference of two series."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    return max(abs(a - b) / abs(b) for a, b in zip(values, wanted, strict=True))
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -97,8 +97,8 @@ class Symbols:
             self.put(out, (low, high, held))
 
     def _added(self, parts: tuple[str, ...]) -> tuple[int, int, Any]:
-        found = {self.blobs[part][:2] for part in parts}
-        assert len(found) == 1, f"parts of different chunks: {found}"
+        origins = {self.blobs[part][:2] for part in parts}
+        assert len(origins) == 1, f"parts of different chunks: {origins}"
         return self.blobs[parts[0]]
 
 

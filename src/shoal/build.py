@@ -6,14 +6,13 @@ Only this module chooses transport, directory and machine. For launcher/peer.py 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -21,14 +20,14 @@ from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.core.peer import PeerMachine
-from shoal.executor.fit import free_bytes
+from shoal.executor.answers import known_answers
 from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.checkpoints.marker import refuse_foreign
-from shoal.runtime.data import Dataset, open_dataset
+from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
@@ -52,14 +51,10 @@ from shoal.transport.tls import TlsTransport
 class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     """One peer's role in a run."""
 
-    found: bool = False  # it is the run's first peer
+    first: bool = False  # it is the run's first peer
     first_step: int = 0  # of a resumed run
     port: int = 0
     trace: Path | None = None
-
-
-def run_directory(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
 
 
 def data(config: Config) -> Dataset:
@@ -101,30 +96,6 @@ def shared(config: Config) -> bytes:
     return msgspec.json.encode(guest.invite_settings(config, to_tree(config), to_tree(Config())))
 
 
-def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
-    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
-    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
-    config = guest.admitted(_tree(config_json), overrides, files)
-    place = Path(config.run.dir)
-    there = next(each for each in (place, *place.absolute().parents) if each.exists())
-    guest.refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
-    return config
-
-
-def visiting(config_json: bytes, overrides: Sequence[str]) -> Config:
-    """The configuration of an invited visitor, who queries the run's peers without joining."""
-    return guest.visiting(_tree(config_json), overrides)
-
-
-def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
-    try:
-        return msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
-        ) from None
-
-
 @asynccontextmanager
 async def peer(
     config: Config, role: PeerRole, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
@@ -135,9 +106,9 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=settings(config, role.first_step),
+        settings=msgspec.structs.replace(settings(config, role.first_step), answers=known_answers(config)),
         seed=f"{config.run.seed}/{identity.name}",
-        found=role.found,
+        found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
     )
     async with AsyncExitStack() as stack:
@@ -153,7 +124,7 @@ async def peer(
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
-        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.found)
+        machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.first)
         signing, gate = Signing(identity, membership.run), Gate(transport, membership)
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
@@ -169,7 +140,7 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         membership.take_list(passes)
     async with AsyncExitStack() as stack:
         daemon = _daemon(config, identity, invite, 0, print)
-        plain = msgspec.structs.replace(config.network, faults=False, delay_s=0.0, bandwidth_Bps=0.0)
+        plain = msgspec.structs.replace(config.network, fault_injection=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
         transport = _transport(config, identity, membership, 0, daemon, tell=print)
         await transport.start()
@@ -184,7 +155,7 @@ def _recorder(config: Config, header: trace.Header, role: PeerRole, out: IO[byte
     """The recorder, whose trace leaves room for checkpoints on the same disk."""
     catalog = Catalog(url_of(config))
     reserve = partial(catalog.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
-    return Recorder(header, role.trace, out, config.network.faults, config.run.trace_bytes, reserve)
+    return Recorder(header, role.trace, out, config.network.fault_injection, config.run.trace_bytes, reserve)
 
 
 def _facts() -> str:
@@ -212,7 +183,7 @@ def _transport(
 ) -> Reachable:
     """The configured transport; `tell` receives changes of the route to a peer."""
     network = config.network
-    limits = Limits(blob_bytes=network.blob_bytes)
+    limits = Limits(blob_bytes=network.max_tensor_bytes)
     plain: Reachable
     if network.transport == "libp2p":
         plain = Libp2pTransport(identity.name, membership, daemon, limits)
@@ -227,8 +198,8 @@ def _transport(
         )
     else:
         plain = TlsTransport(identity, membership, network.host, port, limits)
-    if network.faults:
-        plain = Faulty(plain, run_directory(config) / FAULTS, limits)
+    if network.fault_injection:
+        plain = Faulty(plain, config.run.directory / FAULTS, limits)
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
     if not network.delay_s and not up_Bps and not down_Bps and not network.links:
         return plain

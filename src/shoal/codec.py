@@ -79,12 +79,16 @@ def parse(text: str) -> CodecSpec:
         raise ValueError(
             f"codec {text[:32]!r} is not written as {name}/{VERSION}{'/NUMBER' if expected_parts == 2 else ''}"
         )
-    number = int(rest[1]) if expected_parts == 2 else 0
+    return _checked(CodecSpec(name, int(rest[1]) if expected_parts == 2 else 0))
+
+
+def _checked(spec: CodecSpec) -> CodecSpec:
+    name, number = spec.name, spec.parameter
     if name == "int4" and number != INT4_BLOCK:
         raise ValueError(f"codec int4 with blocks of {number} values; {INT4_BLOCK} are known here")
     if name in _MOST and not 1 <= number <= _MOST[name]:
         raise ValueError(f"codec {name} with parameter {number}; 1 to {_MOST[name]} are accepted")
-    return CodecSpec(name, number)
+    return spec
 
 
 def nbytes(text: str, shape: Sequence[int], dtype: str = "float32") -> int:

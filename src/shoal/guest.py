@@ -10,49 +10,59 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from shoal.config import Config, from_tree, overridden
 from shoal.config.model import THEIRS
+from shoal.host import free_bytes
+from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
 
 # From the invite, the same for every peer.
 RUN = frozenset(
     """
-    run.name run.seed run.peers run.stages run.layers run.steps run.inflight run.queue_limit run.beat_s run.silence_s
-    run.hop_floor_s run.hold_s run.lost run.round_bytes run.lost_wait_s run.stage_seconds run.seats run.line_rates run.routes
+    run.name run.seed run.peers run.stages run.layers run.steps run.inflight run.queue_limit run.heartbeat_s run.heartbeat_timeout_s
+    run.min_request_timeout_s run.ready_timeout_s run.lost_stage run.averaging_memory_bytes run.lost_stage_wait_s
+    run.stage_seconds run.placement run.line_rates run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
-    data.source data.field data.split data.sequence data.digest
+    data.source data.field data.split data.sequence data.digest data.document_end
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
-    train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.round_warmup
-    train.outer_rate train.outer_momentum train.staleness
-    network.transport network.discovery network.blob_bytes network.activations network.gradients network.averaging
-    network.keep_bytes
-    checkpoint.every checkpoint.last checkpoint.keep
+    train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
+    train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
+    network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
+    network.activation_store_bytes
+    checkpoint.every checkpoint.at_end checkpoint.keep
     plan.allow
     """.split()
 )
 # Never from an invite: each machine decides.
 MACHINE = frozenset(
     """
-    run.dir run.trace_bytes data.within
-    network.host network.port network.delay_s network.bandwidth_Bps network.faults network.up_Bps network.down_Bps
-    network.links network.spill_bytes network.pass_s
-    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.kept_activations device.seat
-    device.threads
+    run.dir run.trace_bytes data.root
+    network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
+    network.links network.activation_memory_bytes network.pass_lifetime_s
+    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.emulated_s
+    device.emulated_backward_s device.emulated_values device.emulated_gradient device.kept_activations
+    device.machine device.threads
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
 FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
-ADAPTABLE = (MACHINE - {"data.within"}) | {*FILES, PLACE}
+ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
 # Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
-_BOUNDS = {"run.beat_s": (0.05, 3600.0), "run.hold_s": (0.0, 86400.0), "run.lost_wait_s": (0.0, 86400.0)}
+_BOUNDS = {
+    "run.heartbeat_s": (0.05, 3600.0),
+    "run.ready_timeout_s": (0.0, 86400.0),
+    "run.lost_stage_wait_s": (0.0, 86400.0),
+}
 _BOUNDS |= {"checkpoint.keep": (1, 100)}  # they lie on the guest's disk where it publishes
 _SIZES = frozenset(THEIRS.values()) - {"tie_word_embeddings"}
 _EXTRA_MOST = 1 << 24  # a number in model.extra; the largest that a known family has is a vocabulary or a context
@@ -61,24 +71,43 @@ _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
 
 
+def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
+    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
+    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
+    config = admitted(_tree(config_json), overrides, files)
+    place = Path(config.run.dir)
+    there = next(each for each in (place, *place.absolute().parents) if each.exists())
+    refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
+    return config
+
+
+def visitor(config_json: bytes, overrides: Sequence[str]) -> Config:
+    """The configuration of an invited visitor, who queries the run's peers without joining."""
+    return visiting(_tree(config_json), overrides)
+
+
+def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        return msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
+        ) from None
+
+
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:
     """The guest's configuration, from the invite and this machine's overrides. `files`: the directory that the run may read below.
     ValueError: the invite sets a machine's setting, or names files that the guest does not allow."""
-    overridden_fields = {override.partition("=")[0].strip() for override in overrides}
     config = visiting(tree, overrides)
     names = {field: str(_pop_field(tree, field) or "") for field in (*FILES, PLACE)}
     source = config.data.source
     reads = config.device.executor != "emulated"
-    unused = {"data.path": source == "python", "data.tokenizer": names["data.tokenizer"] == "bytes"}
-    requested = {
-        field: name
-        for field, name in names.items()
-        if name and field not in overridden_fields and not unused.get(field, False) and (reads or field == PLACE)
-    }
+    unused = {override.partition("=")[0].strip() for override in overrides} | _not_read(names, source, reads)
+    requested = {field: name for field, name in names.items() if name and field not in unused}
     for field, place in _look_up(requested, source, files).items():
         _set_field(tree, field, place)
         if field == "data.path" and files is not None:
-            _set_field(tree, "data.within", str(files.resolve()))
+            _set_field(tree, "data.root", str(files.resolve()))
     if not reads:  # names stay as in the invite, for display: config/data.py refuses a text source without a path
         return config
     if source != "python" and not config.data.digest:
@@ -87,6 +116,14 @@ def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None 
             " without it any file could be requested. Ask for an invite made by `shoal invite`"
         )
     return from_tree(overridden(tree, overrides))
+
+
+def _not_read(names: Mapping[str, str], source: str, reads: bool) -> set[str]:
+    """Fields whose files a run with that data source does not read here."""
+    if not reads:
+        return set(FILES)
+    bytes_only = {"data.tokenizer"} if names["data.tokenizer"] == "bytes" else set()
+    return bytes_only | ({"data.path"} if source == "python" else set())
 
 
 def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
@@ -177,18 +214,20 @@ def refuse_too_large(config: Config, free_bytes: int | None, disk_bytes: int | N
                 )
         default = Config()
         for path, limit, default_limit in (
-            ("network.blob_bytes", config.network.blob_bytes, default.network.blob_bytes),
-            ("run.round_bytes", config.run.round_bytes, default.run.round_bytes),
+            ("network.max_tensor_bytes", config.network.max_tensor_bytes, default.network.max_tensor_bytes),
+            ("run.averaging_memory_bytes", config.run.averaging_memory_bytes, default.run.averaging_memory_bytes),
         ):
             if limit > max(free, default_limit):
                 raise ValueError(
                     f"this invite lets the run take {size(limit)} of memory ({path}), {source} {size(free)}; "
                     "ask for an invite to a run with a smaller one"
                 )
-    if disk_bytes is not None and config.network.keep_bytes > max(disk_bytes, Config().network.keep_bytes):
+    if disk_bytes is not None and config.network.activation_store_bytes > max(
+        disk_bytes, Config().network.activation_store_bytes
+    ):
         raise ValueError(
-            f"this invite lets the run keep {size(config.network.keep_bytes)} of boundary tensors (network.keep_bytes); "
-            f"{size(disk_bytes)} is free on the disk of {config.run.dir}"
+            f"this invite lets the run keep {size(config.network.activation_store_bytes)} of boundary tensors"
+            f" (network.activation_store_bytes); {size(disk_bytes)} is free on the disk of {config.run.dir}"
         )
 
 
@@ -204,7 +243,7 @@ def _needs(config: Config) -> Iterator[tuple[str, int]]:
         yield f"a stage of {most} blocks takes at least", 8 * most * block
     yield "the vocabulary's matrix takes at least", 8 * model.vocab_size * model.hidden_size
     yield "one block's activations take at least", 4 * tokens * max(model.hidden_size, model.intermediate_size)
-    yield "the scores of one microbatch take at least", 4 * tokens * model.vocab_size
+    yield "the scores of one microbatch take at least", 4 * min(tokens * model.vocab_size, LOGITS)
 
 
 def _refuse_out_of_bounds(config: Config) -> None:

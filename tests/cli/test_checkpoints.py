@@ -81,10 +81,10 @@ def test_an_adopted_checkpoint_of_another_model_is_refused_and_keeps_its_owner(
 def test_checkpoints_from_before_there_were_keys_are_nobodys_until_adopted(capsys: pytest.CaptureFixture[str]) -> None:
     assert trained(CK) == 0
     for path in Path("CK").glob("step-*/training.json"):
-        found = json.loads(path.read_text())
+        record = json.loads(path.read_text())
         for name in ("authority", "model", "adopted", "seal"):
-            del found[name]
-        path.write_text(json.dumps(found))
+            del record[name]
+        path.write_text(json.dumps(record))
     assert "from before checkpoints carried their run's key" in refusal(capsys, CK, "run.steps=6", "--resume")
     assert trained(CK, "run.steps=6", "--resume", "--adopt") == 0
     assert (summary()["steps"], summary()["balanced"]) == (6, True)

@@ -85,8 +85,8 @@ def test_the_launcher_hears_of_what_commands_have_changed_once(office: Office, t
     each = issue(office)
     assert launcher.tend(()) == b"", "an invite is no news to peers"
     office.revoke([each], ["k" * 32])
-    told = listed(launcher.tend({each}))
-    assert {entry.what for entry in told.revoked} == {each, "k" * 32}
+    pass_list = listed(launcher.tend({each}))
+    assert {entry.what for entry in pass_list.revoked} == {each, "k" * 32}
     assert launcher.tend({each}) == b""
 
 
@@ -98,8 +98,10 @@ def test_a_revoked_invite_is_never_renewed_and_stays_revoked_in_the_next_session
     clock.now += 6 * DAY_S
     later = Office(tmp_path, AUTHORITY, clock)
     later.local((), 30 * DAY_S, "run")
-    told = listed(later.tend({each}))
-    assert told.version == version and not told.grants and [entry.what for entry in told.revoked] == [each]
+    pass_list = listed(later.tend({each}))
+    assert (
+        pass_list.version == version and not pass_list.grants and [entry.what for entry in pass_list.revoked] == [each]
+    )
     assert not later.renew(lambda name, _: name == each)
 
 
@@ -171,13 +173,13 @@ def test_who_is_meant_by_a_word(office: Office) -> None:
 
 def test_the_table_names_every_invite_with_its_state(office: Office, clock: Clock) -> None:
     ann, bob = issue(office, title="ann", peers=3), issue(office, days=1)
-    gone = issue(office, title="carl")
-    office.revoke([gone], ["k" * 32])
+    revoked_invite = issue(office, title="carl")
+    office.revoke([revoked_invite], ["k" * 32])
     clock.now += 1.5 * DAY_S
     text = invite_command.table(office, [f"{'a' * 32}.1.{ann}.3"])
     lines = dict(line.split(maxsplit=1) for line in text.splitlines()[1:-1])
     assert "ann" in lines[ann] and "1 of 3" in lines[ann] and "renewed while it is used" in lines[ann]
-    assert lines[bob].endswith("over") and "revoked on 2027-01-15" in lines[gone]
+    assert lines[bob].endswith("over") and "revoked on 2027-01-15" in lines[revoked_invite]
     assert f"key {'k' * 32} was revoked" in text
 
 
@@ -189,29 +191,29 @@ def test_an_invite_is_read_from_wherever_it_was_put(tmp_path: Path, monkeypatch:
     file.write_text("shoal-abc\n")
     file.chmod(0o600)
     monkeypatch.delenv(INVITE_VARIABLE, raising=False)
-    assert join.found(["shoal-x"], None) == "shoal-x"
-    assert join.found([], str(file)).strip() == "shoal-abc"
+    assert join.invite_text(["shoal-x"], None) == "shoal-x"
+    assert join.invite_text([], str(file)).strip() == "shoal-abc"
     with pytest.raises(ValueError, match="no invite"):
-        join.found([], None)
+        join.invite_text([], None)
     with pytest.raises(ValueError, match="one invite, not 2"):
-        join.found(["shoal-x"], str(file))
+        join.invite_text(["shoal-x"], str(file))
     monkeypatch.setenv(INVITE_VARIABLE, "shoal-env")
-    assert join.found([], None) == "shoal-env"
-    assert join.found(["shoal-x"], None) == "shoal-x"
+    assert join.invite_text([], None) == "shoal-env"
+    assert join.invite_text(["shoal-x"], None) == "shoal-x"
 
 
 def test_an_invite_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "invite"
     file.write_text("shoal-abc")
     file.chmod(0o644)
-    join.found([], str(file))
+    join.invite_text([], str(file))
     assert f"chmod 600 {file}" in capsys.readouterr().err
 
 
 def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INVITE_VARIABLE, "shoal-secret")
     for threads in (0, 2):
-        spec = PeerSpec(config={"device": {"threads": threads}}, directory="", label="p1", found=False)
+        spec = PeerSpec(config={"device": {"threads": threads}}, directory="", label="p1", first=False)
         assert "shoal-secret" not in _environment(spec).values()
 
 
@@ -224,7 +226,7 @@ def test_settings_and_invite_are_told_apart() -> None:
 
 def test_standard_input_is_read_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("shoal-in\n"))
-    assert join.found(["-"], None) == "shoal-in\n"
+    assert join.invite_text(["-"], None) == "shoal-in\n"
 
 
 def test_an_invite_file_is_for_its_owner_only_also_where_there_was_one(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def test_a_log_begins_anew_under_a_process_that_goes_on_writing(
     process.communicate()
     assert most <= 2 * 1000 + 50
     before, now = (tmp_path / "p1.log.1").read_text(), child.log.read_text()
-    told = [f"line {n} of the log" for n in range(300)]
-    assert (before + now).splitlines() == told[-len((before + now).splitlines()) :], (
+    log_lines = [f"line {n} of the log" for n in range(300)]
+    assert (before + now).splitlines() == log_lines[-len((before + now).splitlines()) :], (
         "the newest lines, none torn or lost"
     )
     assert "line 299" in child.last_words()

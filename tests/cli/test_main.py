@@ -119,13 +119,13 @@ def test_init_writes_a_config_named_after_its_file_and_never_overwrites(
 ) -> None:
     path = tmp_path / "mine.toml"
     assert program.main(["init", str(path), "run.stages=2"]) == 0
-    made = config.load(path)
-    assert (made.run.name, made.run.stages) == ("mine", 2)
+    tree = config.load(path)
+    assert (tree.run.name, tree.run.stages) == ("mine", 2)
     written = path.read_text()
     assert all(f"\n# {key.description}\n{key.name} = " in written for key in keys().values())
     assert program.main(["init", str(path)]) == 2
     assert "exists" in capsys.readouterr().err
-    assert config.load(path) == made
+    assert config.load(path) == tree
     assert program.main(["init", str(path), "--force", "run.stages=1"]) == 0
     assert config.load(path).run.stages == 1
 

@@ -41,12 +41,12 @@ class Narrow:
 
 
 def test_commits_wait_for_room_and_no_line_is_torn(tmp_path: Path) -> None:
-    told: list[str] = []
-    files = OutputFiles(tmp_path, told.append)
+    warnings: list[str] = []
+    files = OutputFiles(tmp_path, warnings.append)
     narrow = files._commits = Narrow(files._commits, room=100)  # type: ignore[assignment]
     for number in range(5):
         files.commit(a_step(number))
-    assert told == [f"{tmp_path / 'commits.jsonl'} cannot be written, training goes on: No space left on device"]
+    assert warnings == [f"{tmp_path / 'commits.jsonl'} cannot be written, training goes on: No space left on device"]
     narrow.room = 10_000  # type: ignore[attr-defined]
     files.flush()
     files.commit(a_step(5))
@@ -58,8 +58,8 @@ def test_commits_wait_for_room_and_no_line_is_torn(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_told_once_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    files = OutputFiles(tmp_path, told.append)
+    warnings: list[str] = []
+    files = OutputFiles(tmp_path, warnings.append)
     assert files.put("status.json", b"old")
 
     def full(*_: object) -> int:
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_written_is_told_once_until_it_can(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
         assert not files.put("status.json", b"new") and not files.put("status.json", b"newer")
-    assert len(told) == 1 and "status.json cannot be written" in told[0]
+    assert len(warnings) == 1 and "status.json cannot be written" in warnings[0]
     assert (tmp_path / "status.json").read_bytes() == b"old"
     assert files.put("status.json", b"newest") and (tmp_path / "status.json").read_bytes() == b"newest"
     files.close()
@@ -104,10 +104,10 @@ def test_status_costs_little_however_long_the_run_and_shows_the_same_curve(tmp_p
     for second in range(3600):
         status.write(a_snapshot(10_000 + second, float(second)), float(second))
     assert sum(written) <= 3600 * STATUS_BPS + max(written) and len(written) > 300
-    found = msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=Snapshot)
-    last = a_snapshot(found.step)
-    assert found.losses[-1] == last.losses[-1] and len(found.losses) == THINNED
-    assert len(curve(found.losses, 80, 5)) == pytest.approx(len(curve(last.losses, 80, 5)), abs=20)
+    snapshot = msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=Snapshot)
+    last = a_snapshot(snapshot.step)
+    assert snapshot.losses[-1] == last.losses[-1] and len(snapshot.losses) == THINNED
+    assert len(curve(snapshot.losses, 80, 5)) == pytest.approx(len(curve(last.losses, 80, 5)), abs=20)
 
     written.clear()
     for second in range(3600, 7200):

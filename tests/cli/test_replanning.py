@@ -50,8 +50,8 @@ def a_run(folder: Path, members: dict[str, int], step: int = 130) -> Path:
 
 
 def test_a_run_is_read_as_its_launcher_wrote_it_down(tmp_path: Path) -> None:
-    found = replanning.running(a_run(tmp_path, {"a": 0, "b": 1}))
-    assert (dict(found.serving), found.steps_left, found.undone_steps) == ({"a": 0, "b": 1}, 870, 30)
+    serving = replanning.running(a_run(tmp_path, {"a": 0, "b": 1}))
+    assert (dict(serving.serving), serving.steps_left, serving.undone_steps) == ({"a": 0, "b": 1}, 870, 30)
 
 
 def test_a_directory_without_a_run_a_plan_or_members_is_refused(tmp_path: Path) -> None:

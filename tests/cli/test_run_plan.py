@@ -54,10 +54,10 @@ def test_a_plan_of_a_model_with_as_many_blocks_but_of_another_size_is_refused_be
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text("[model]\nlayers = 6\nhidden_size = 64\nheads = 4\nkv_heads = 4\n")
     config = configuration.load("run.toml", [])
-    made = profile(planning_problem.shape(config), planning_problem.work(config))
+    counted = profile(planning_problem.shape(config), planning_problem.work(config))
     cut = (range(3), range(3, 6))
     stages = tuple(
-        msgspec.structs.replace(stage, gradient_bytes=gradient_bytes(made, span, "none"))
+        msgspec.structs.replace(stage, gradient_bytes=gradient_bytes(counted, span, "none"))
         for stage, span in zip(EVEN.stages, cut, strict=True)
     )
     right = msgspec.structs.replace(EVEN, stages=stages)
@@ -66,8 +66,8 @@ def test_a_plan_of_a_model_with_as_many_blocks_but_of_another_size_is_refused_be
     save_plan(right, "plan.json")
     settings = ["model.hidden_size=128", "model.heads=8", "model.kv_heads=8"]
     assert program.main(["run", "run.toml", *settings, "--plan", "plan.json"]) == 2
-    told = capsys.readouterr().err
-    assert "plan.json: stage 0 averages" in told and "the plan is for another model; plan anew" in told
+    output = capsys.readouterr().err
+    assert "plan.json: stage 0 averages" in output and "the plan is for another model; plan anew" in output
     assert not Path("runs").exists(), "nothing was started"
 
 
@@ -77,7 +77,7 @@ def test_uneven_blocks_seats_routes_and_sizes_reach_the_run() -> None:
     uneven = msgspec.structs.replace(EVEN, stages=stages, routes=routes, line_rates=(4, 5, 6), microbatch=8, inflight=2)
     config = configuration.load(None, plan_settings.decided(uneven, "plan.json"))
     assert config.run.layers == (4, 2)
-    assert (config.run.seats, config.run.routes) == ({"a": 0, "b": 0, "c": 1}, routes)
+    assert (config.run.placement, config.run.routes) == ({"a": 0, "b": 0, "c": 1}, routes)
     assert (config.train.microbatch, config.run.inflight) == (8, 2)
     assert configuration.settings(config).line_rates == (4, 5, 6)
 
@@ -91,7 +91,7 @@ def test_a_stage_that_must_swap_gets_an_executor_that_does() -> None:
         "swapping",
         "resident",
     ]
-    assert [plan_settings.of_seat(config, plan, n, None).device.seat for n in range(4)] == ["a", "b", "c", ""]
+    assert [plan_settings.of_seat(config, plan, n, None).device.machine for n in range(4)] == ["a", "b", "c", ""]
 
 
 CLUSTER = """
@@ -182,15 +182,18 @@ def test_a_run_says_that_its_activation_store_is_too_small_before_it_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_plan(msgspec.structs.replace(EVEN, boundary_bytes=1000.0), "plan.json")
-    Path("run.toml").write_text("[model]\nlayers = 6\n[network]\nkeep_bytes = 15999\n")
-    for words, told in (
+    Path("run.toml").write_text("[model]\nlayers = 6\n[network]\nactivation_store_bytes = 15999\n")
+    for words, wanted_text in (
         (["--plan", "plan.json"], "tensors of 1000 bytes"),
         (["run.stages=2"], "tensors of 262144 bytes"),
     ):
         assert program.main(["run", "run.toml", *words, "--here", "99"]) == program.USER_ERROR, "nothing is started"
         err = capsys.readouterr().err
-        assert "warning: network.keep_bytes = 15999 holds" in err and told in err
-    assert program.main(["run", "run.toml", "--plan", "plan.json", "network.keep_bytes=16000", "--here", "99"]) != 0
+        assert "warning: network.activation_store_bytes = 15999 holds" in err and wanted_text in err
+    assert (
+        program.main(["run", "run.toml", "--plan", "plan.json", "network.activation_store_bytes=16000", "--here", "99"])
+        != 0
+    )
     assert "warning" not in capsys.readouterr().err
 
 

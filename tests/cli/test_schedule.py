@@ -249,7 +249,7 @@ def test_a_dry_run_prints_the_schedule_and_needs_no_running_run(
         (["--kill-every", "5", "--slow-by", "1"], "--slow-by 1"),
         (["--trace", "x.csv"], "no run is there"),
         (["--kill-every", "5"], "no run is there"),
-        (["--cut-every", "5"], "kind = 'cut' needs a run that was started with network.faults=true"),
+        (["--cut-every", "5"], "kind = 'cut' needs a run that was started with network.fault_injection=true"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(

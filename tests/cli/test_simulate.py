@@ -17,8 +17,8 @@ from shoal.launcher import process
 
 def line(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
     assert program.main(["simulate", "calm", *words, "--json"]) == 0
-    found: dict[str, object] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
+    record: dict[str, object] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return record
 
 
 def test_a_seed_gives_the_same_digest_every_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,12 +62,12 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, capsys: pytes
 
 
 def test_seeds_played_at_once_print_what_they_print_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*words: str) -> list[dict[str, object]]:
+    def printed(*words: str) -> list[dict[str, object]]:
         assert program.main(["simulate", "calm", "seeds=0:3", "--json", *words]) == 0
         lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
         return [{key: value for key, value in line.items() if key != "events_per_s"} for line in lines]
 
-    assert told("--jobs", "2") == told()
+    assert printed("--jobs", "2") == printed()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -89,8 +89,8 @@ def test_processes_that_play_seeds_do_not_outlive_the_command(number: signal.Sig
 
 def _children(pid: int) -> list[process.Process]:
     """Every process that descends from this one."""
-    found: list[process.Process] = []
+    children: list[process.Process] = []
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         known = process.identify(child)
-        found += [*([known] if known else []), *_children(child)]
-    return found
+        children += [*([known] if known else []), *_children(child)]
+    return children

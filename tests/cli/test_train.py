@@ -14,12 +14,13 @@ import torch
 from tests import reference
 
 from shoal import config as configuration
+from shoal import host
 from shoal.cli import main, train
 from shoal.executor import fit
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 
 SMALL = (
     "run.name=one",
@@ -52,8 +53,8 @@ def trained(*words: str) -> int:
 
 
 def summary() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path("runs/one/summary.json").read_bytes())
-    return found
+    account: dict[str, Any] = json.loads(Path("runs/one/summary.json").read_bytes())
+    return account
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -65,12 +66,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize("words", [(), ("device.memory=110 kB",)], ids=["resident", "swapping"])
 def test_it_leaves_what_a_run_leaves_and_has_the_bits_of_plain_pytorch(words: tuple[str, ...]) -> None:
     assert trained(*words) == 0
-    found = summary()
-    assert found["balanced"] and (found["steps"], found["issued"], found["committed"]) == (4, 16, 16)
+    account = summary()
+    assert account["balanced"] and (account["steps"], account["issued"], account["committed"]) == (4, 16, 16)
     config = train.configured([*SMALL, *words])
     order = repeat(reference.one_after_the_other(4, 1))
     process, steps = reference.follow(config, open_dataset(config), order)
-    assert found["losses"] == [step.loss for step in steps]
+    assert account["losses"] == [step.loss for step in steps]
     commits = reference.commits(Path("runs/one"))
     assert [commit.norm for commit in commits] == [step.norm for step in steps]
     assert reference.differing(process.state(), reference.checkpoint(Path("runs/one"), 4)) == []
@@ -80,11 +81,11 @@ def test_it_leaves_what_a_run_leaves_and_has_the_bits_of_plain_pytorch(words: tu
 def test_with_delayed_updates_it_has_the_bits_of_plain_pytorch_that_is_a_step_late(words: tuple[str, ...]) -> None:
     words = (*words, "train.staleness=1")
     assert trained(*words) == 0
-    found = summary()
-    assert found["balanced"] and (found["steps"], found["staleness"], found["ahead"]) == (4, 1, 3)
+    account = summary()
+    assert account["balanced"] and (account["steps"], account["staleness"], account["overlapped_steps"]) == (4, 1, 3)
     config = train.configured([*SMALL, *words])
     process, steps = reference.follow(config, open_dataset(config), repeat(reference.one_after_the_other(4, 1)))
-    assert found["losses"] == [step.loss for step in steps]
+    assert account["losses"] == [step.loss for step in steps]
     assert reference.differing(process.state(), reference.checkpoint(Path("runs/one"), 4)) == []
 
 
@@ -100,11 +101,11 @@ def test_the_optimizer_runs_while_the_next_step_is_computed(monkeypatch: pytest.
         finish(self, reduced, norm, step)
 
     def counted(self: Swapping, batch: list[torch.Tensor]) -> list[float]:
-        found = back(self, batch)
+        result = back(self, batch)
         passes.append(True)
         if len(passes) == 4:  # two a step
             computed.set()
-        return found
+        return result
 
     monkeypatch.setattr(Delayed, "finish", finish_late)
     monkeypatch.setattr(Swapping, "backward_batch", counted)
@@ -125,9 +126,9 @@ def test_an_optimizer_that_fails_beside_the_next_step_ends_training_with_the_las
     with monkeypatch.context() as patched:
         patched.setattr(Delayed, "finish", fails)
         assert trained("train.staleness=1") == train.FAILED
-    told = capsys.readouterr().out
-    assert "the optimizer failed at the end of step 2: cannot allocate memory" in told
-    assert "the checkpoint of step 2 is whole" in told
+    output = capsys.readouterr().out
+    assert "the optimizer failed at the end of step 2: cannot allocate memory" in output
+    assert "the checkpoint of step 2 is whole" in output
     assert trained("train.staleness=1", "--resume") == 0
     assert (summary()["steps"], summary()["balanced"]) == (4, True)
 
@@ -145,8 +146,8 @@ def test_a_device_lost_in_the_middle_leaves_the_last_checkpoint_and_the_rest_goe
 
     monkeypatch.setattr(Swapping, "backward_batch", lost)
     assert trained("device.memory=110 kB") == train.FAILED
-    told = capsys.readouterr().out
-    assert "unspecified launch failure Compile with TORCH_USE_CUDA_DSA; the checkpoint of step 2 is whole" in told
+    output = capsys.readouterr().out
+    assert "unspecified launch failure Compile with TORCH_USE_CUDA_DSA; the checkpoint of step 2 is whole" in output
     assert (summary()["steps"], summary()["balanced"]) == (3, False)
     assert trained("--resume", "device.memory=110 kB") == 0
     assert (summary()["steps"], summary()["committed"], summary()["balanced"]) == (4, 16, True)
@@ -168,8 +169,8 @@ def test_a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before(
     with monkeypatch.context() as patched:
         patched.setattr(Swapping, "state", lost)
         assert trained("device.memory=110 kB") == train.FAILED
-    told = capsys.readouterr().out
-    assert "CUDA error" in told and "the checkpoint of step 2 is whole" in told
+    output = capsys.readouterr().out
+    assert "CUDA error" in output and "the checkpoint of step 2 is whole" in output
     assert trained("--resume", "device.memory=110 kB") == 0
     assert (summary()["steps"], summary()["balanced"]) == (4, True)
 
@@ -179,7 +180,7 @@ def test_a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before(
     ("fields", "complaint"),
     [
         ({"model_type": "llama", "num_hidden_layers": 0}, "the model has no repeated blocks"),
-        ({"model_type": "bloom", "n_layer": 2}, "bare: this family has no pipeline plan"),
+        ({"model_type": "gptj", "n_layer": 2}, "bare: this family has no pipeline plan"),
     ],
     ids=["no blocks", "blocks that the family does not name"],
 )
@@ -189,6 +190,7 @@ def test_a_model_without_repeated_blocks_is_refused(
     Path("bare").mkdir()
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 256}
     Path("bare/config.json").write_text(json.dumps(sizes | fields))
+    Path("bare/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     words = ["model=bare", f"device.executor={executor}", "device.memory_bytes=1 MB"]
     assert "model.hidden_size = 16 has no effect" in refused(capsys, *words), "the directory has its own"
     rest = [word for word in SMALL if not word.startswith("model.")]
@@ -218,7 +220,7 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
     class Killed(BaseException):
         """As a SIGKILL: nothing is written any more."""
 
-    told: list[str] = []
+    screens: list[str] = []
     real = train.LocalTraining._step
 
     def looked_at(self: train.LocalTraining, *given: Any) -> None:
@@ -228,14 +230,14 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
         if self.alone.done == 3:
             capsys.readouterr()
             assert main.main(["status", "runs/one"]) == 0
-            told.append(capsys.readouterr().out)
+            screens.append(capsys.readouterr().out)
             raise Killed
 
     with monkeypatch.context() as patched:
         patched.setattr(train.LocalTraining, "_step", looked_at)
         with pytest.raises(Killed):
             trained()
-    assert "one: step 3/4, loss" in told[0] and "nobody" not in told[0] and "not running" not in told[0]
+    assert "one: step 3/4, loss" in screens[0] and "nobody" not in screens[0] and "not running" not in screens[0]
     assert main.main(["status"]) == 0
     assert "`shoal train ... --resume` goes on" in capsys.readouterr().out
     assert trained("--resume") == 0
@@ -251,7 +253,7 @@ def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trai
     assert "the model: device.memory_bytes = 10,000 is too little for this stage's largest unit" in said
     assert re.search(r"unit, that of \S+weight: at least [\d,]+ bytes are needed, [\d,]+ of them for parameters", said)
     assert needed is not None
-    assert trained(f"device.memory={needed[1]}", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
+    assert trained(f"device.memory={needed[1]}", "run.steps=1", "checkpoint.at_end=false", "checkpoint.every=0") == 0
     assert "takes 17.0 KiB before any activation" not in refused(capsys, "device.memory_bytes=1 kB")
     said = refused(capsys, "device.host_bytes=20 kB")
     assert re.search(r"the model takes [\d.]+ KiB of host memory .*device\.host_bytes allows 19\.5 KiB", said)
@@ -290,7 +292,7 @@ def test_threads_are_pytorchs_choice_unless_they_are_set() -> None:
         assert train.configured([*SMALL, *words]).device.threads == threads
     before = torch.get_num_threads()
     try:
-        assert trained("device.threads=2", "run.steps=1", "checkpoint.last=false", "checkpoint.every=0") == 0
+        assert trained("device.threads=2", "run.steps=1", "checkpoint.at_end=false", "checkpoint.every=0") == 0
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -299,8 +301,8 @@ def test_threads_are_pytorchs_choice_unless_they_are_set() -> None:
 def test_free_memory_is_what_the_container_and_the_machine_both_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "CGROUP", tmp_path)
-    without = fit.free_bytes()
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    without = host.free_bytes()
     assert without is not None and without > 0
     for name, text in (
         ("memory.max", "5000"),
@@ -308,14 +310,14 @@ def test_free_memory_is_what_the_container_and_the_machine_both_have(
         ("memory.stat", "anon 1\ninactive_file 500\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert fit.free_bytes() == 2500
+    assert host.free_bytes() == 2500
     (tmp_path / "memory.max").write_text("max")
-    assert fit.free_bytes() != 2500
+    assert host.free_bytes() != 2500
 
 
 @pytest.mark.parametrize(("round_bytes", "per_parameter", "besides"), [(1 << 30, 16 + 8 + 12, 0), (1024, 16 + 8, 1024)])
 def test_a_peer_that_averages_needs_room_for_that_too(round_bytes: int, per_parameter: int, besides: int) -> None:
-    words = ["run.stages=1", "run.peers=2", f"run.round_bytes={round_bytes}"]
+    words = ["run.stages=1", "run.peers=2", f"run.averaging_memory_bytes={round_bytes}"]
     config = configuration.load(None, [*SMALL, *words])
     values = sum(value.numel() for _, value in stages.hollow(config, 0).named_parameters())
     needed = values * per_parameter + besides

@@ -84,7 +84,7 @@ def test_bytes_are_summed_over_the_living_and_the_dead() -> None:
     watch.hear(
         "p1", PeerProgress("b", sent=Traffic(activations=5), kept_most=StoredBytes(4, 5, 6)), 2.0
     )  # since it began, not since the last line
-    watch.gone("p1")
+    watch.remove("p1")
     summary, snapshot = watch.summary(10.0), watch.snapshot(10.0)
     assert summary.sent == snapshot.sent == Traffic(15, 20, 30, 40, 50)
     assert summary.traffic["p1"].sent == Traffic(activations=5)
@@ -156,3 +156,12 @@ def test_a_guest_whose_leader_is_elsewhere_sees_that_nothing_is_saved() -> None:
 
 def test_a_checkpoint_that_is_not_due_is_not_missed() -> None:
     assert a_watch(*HISTORY).summary(1.0).unsaved == ""
+
+
+def test_the_time_to_go_counts_committed_steps_and_no_start_up() -> None:
+    """The first commit comes a minute after the command, the others every second."""
+    watch = a_watch()
+    watch.hear("p0", Agreed(60.0, a_view(1, 1, loss=5.0)), 60.0)
+    assert watch.snapshot(60.0).remaining_s is None
+    watch.hear("p0", Agreed(61.0, a_view(2, 2, loss=4.0)), 61.0)
+    assert watch.snapshot(61.0).remaining_s == 2.0

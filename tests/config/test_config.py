@@ -38,22 +38,22 @@ def test_the_project_has_configs() -> None:
 def test_arguments_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text('[run]\nsteps = 7\nseed = 3\n[network]\nbandwidth_Bps = "200 Mbit/s"\n')
-    made = config.load(path, ["run.steps=9", "network.delay_s=80 ms", "network.blob_bytes=64 MiB"])
-    assert (made.run.steps, made.run.seed, made.run.stages) == (9, 3, 3)
-    assert (made.network.bandwidth_Bps, made.network.delay_s) == (25e6, 0.08)
-    assert made.network.blob_bytes == 64 << 20
-    assert isinstance(made.network.blob_bytes, int)
+    tree = config.load(path, ["run.steps=9", "network.delay_s=80 ms", "network.max_tensor_bytes=64 MiB"])
+    assert (tree.run.steps, tree.run.seed, tree.run.stages) == (9, 3, 3)
+    assert (tree.network.bandwidth_Bps, tree.network.delay_s) == (25e6, 0.08)
+    assert tree.network.max_tensor_bytes == 64 << 20
+    assert isinstance(tree.network.max_tensor_bytes, int)
 
 
 def test_an_argument_is_read_as_its_field_says() -> None:
-    made = config.load(
-        None, ["run.name=7", "train.betas=[0.8, 0.9]", "checkpoint.last=false", "train.clip=1", "model.extra.rope_theta=1e4"]
+    tree = config.load(
+        None, ["run.name=7", "train.betas=[0.8, 0.9]", "checkpoint.at_end=false", "train.clip=1", "model.extra.rope_theta=1e4"]
     )  # fmt: skip
-    assert made.run.name == "7"
-    assert made.train.betas == (0.8, 0.9)
-    assert made.checkpoint.last is False
-    assert made.train.clip == 1.0
-    assert made.model.extra == {"rope_theta": 1e4}
+    assert tree.run.name == "7"
+    assert tree.train.betas == (0.8, 0.9)
+    assert tree.checkpoint.at_end is False
+    assert tree.train.clip == 1.0
+    assert tree.model.extra == {"rope_theta": 1e4}
 
 
 def test_an_unknown_key_is_refused_with_its_path_and_a_suggestion() -> None:
@@ -83,9 +83,9 @@ def test_a_complaint_about_a_file_names_the_file(tmp_path: Path) -> None:
         ("train.clip=nan", "train.clip = nan is not a finite number"),
         ("train.clip=inf", "train.clip = inf is not a finite number"),
         ("train.betas=[0.9]", "train.betas = [0.9] must be a list of 2 numbers, such as [0.9, 0.95]"),
-        ("checkpoint.last=1", "checkpoint.last = 1 must be true or false"),
+        ("checkpoint.at_end=1", "checkpoint.at_end = 1 must be true or false"),
         ("train.schedule=cosin", "train.schedule = 'cosin' must be 'cosine' or 'linear' or 'constant'; did you mean 'cosine'?"),
-        ("run.beat_s=80 MB", "run.beat_s: '80 MB' has a unit that does not fit here; try \"80 ms\" or \"2 min\""),
+        ("run.heartbeat_s=80 MB", "run.heartbeat_s: '80 MB' has a unit that does not fit here; try \"80 ms\" or \"2 min\""),
         ("run=5", "run = 5 is a value; it must be a section [run]"),
         ("run.steps", "'run.steps' is not a setting; write section.field=value, such as run.steps=100"),
     ],
@@ -109,16 +109,16 @@ def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: s
         ("model.kv_heads=3", "model.kv_heads = 3 does not divide model.heads = 4; try 2"),
         ("model.vocab_size=100", "model.vocab_size = 100 does not cover data.tokenizer = 'bytes'; try 256"),
         ("run.name=../x", "run.name = '../x' cannot name a directory; try letters, digits, '-', '_' and '.'"),
-        ("run.silence_s=1 s", "run.silence_s = 1.0 is under three beats of run.beat_s = 0.5; try 4.0"),
+        ("run.heartbeat_timeout_s=1 s", "run.heartbeat_timeout_s = 1.0 is under three times run.heartbeat_s = 0.5; try 4.0"),
         ("data.source=text", "data.path is empty, but data.source = 'text' reads it; name a file, directory or glob"),
         ("network.port=70000", "network.port = 70000 is out of range; try 0 to 65_535"),
         ("train.learning_rate=0", "train.learning_rate = 0 is out of range; try above 0 to 100"),
-        ("network.blob_bytes=1 KiB", "network.blob_bytes = 1024 refuses boundary tensors of 264192 bytes; try 264192 or more"),
+        ("network.max_tensor_bytes=1 KiB", "network.max_tensor_bytes = 1024 refuses boundary tensors of 264192 bytes; try 264192 or more"),
         ("train.betas=[1, 0.9]", "train.betas[0] = 1 is out of range; try 0 to below 1"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_together_are_refused_with_one_that_would(override: str, words: str) -> None:
-    assert refusal(override) == words
+    assert refusal(override).startswith(words), "what follows from it may be said too"
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_settings_that_do_not_fit_together_are_refused_with_one_that_would(overr
         (["data.source=text", "data.path=texts", "data.field=body"], "data.field = 'body'"),
         (["data.source=jsonl", "data.path=texts", "data.split=test"], "data.split = 'test'"),
         (["train.schedule=constant", "train.final_ratio=0.5"], "train.final_ratio = 0.5"),
-        (["train.outer_rate=0.5"], "train.outer_rate = 0.5"),
+        (["train.outer_learning_rate=0.5"], "train.outer_learning_rate = 0.5"),
         (["train.local_batch=4"], "train.local_batch = 4"),
-        (["run.lost=wait", "run.lost_wait_s=9"], "run.lost_wait_s = 9.0"),
+        (["run.lost_stage=wait", "run.lost_stage_wait_s=9"], "run.lost_stage_wait_s = 9.0"),
         (["device.emulated_s=1"], "device.emulated_s = 1.0"),
         (["device.executor=emulated", "device.memory_bytes=1"], "device.memory_bytes = 1"),
         (["network.up_Bps=1e6", "network.down_Bps=1e6", "network.bandwidth_Bps=1e7"], "network.bandwidth_Bps = 1"),
-        (["checkpoint.every=0", "checkpoint.last=false", "checkpoint.keep=5"], "checkpoint.keep = 5"),
+        (["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.keep=5"], "checkpoint.keep = 5"),
     ],
 )  # fmt: skip
 def test_a_setting_without_effect_is_refused_with_the_reason(settings: list[str], ignored: str) -> None:
@@ -156,14 +156,16 @@ def test_a_size_is_set_in_one_place() -> None:
 
 
 def test_what_a_planner_may_still_decide_is_not_without_effect() -> None:
-    config.load(None, ["train.outer_rate=0.5", 'plan.allow=["local_steps"]'])
+    config.load(None, ["train.outer_learning_rate=0.5", 'plan.allow=["local_steps"]'])
     config.load(None, ["run.stages=1", "network.activations=int8"])
 
 
 def test_an_emulated_tensor_must_pass_the_limit_too() -> None:
     lab = ("device.executor=emulated", "device.emulated_values=1000")
-    assert config.load(None, [*lab, "network.blob_bytes=4000"]).network.blob_bytes == 4000
-    assert refusal(*lab, "network.blob_bytes=3999").endswith("refuses boundary tensors of 4000 bytes; try 4000 or more")
+    assert config.load(None, [*lab, "network.max_tensor_bytes=4000"]).network.max_tensor_bytes == 4000
+    assert refusal(*lab, "network.max_tensor_bytes=3999").endswith(
+        "refuses boundary tensors of 4000 bytes; try 4000 or more"
+    )
 
 
 def test_a_tree_made_in_python_is_checked_like_any_other() -> None:
@@ -176,11 +178,11 @@ def test_a_tree_made_in_python_is_checked_like_any_other() -> None:
 
 
 def test_the_printed_tree_reads_back_as_the_same_configuration() -> None:
-    made = config.load(
+    tree = config.load(
         None,
-        ['data.tokenizer=a "quoted" \\ path', "model.extra.a=true", "model.extra.b='x y'", "run.beat_s=80 ms", "train.epsilon=1e-12"],
+        ['data.tokenizer=a "quoted" \\ path', "model.extra.a=true", "model.extra.b='x y'", "run.heartbeat_s=80 ms", "train.epsilon=1e-12"],
     )  # fmt: skip
-    assert config.from_tree(tomllib.loads(config.text(made))) == made
+    assert config.from_tree(tomllib.loads(config.text(tree))) == tree
 
 
 def test_every_setting_is_printed_below_its_description_and_beside_what_it_takes() -> None:
@@ -196,15 +198,23 @@ def test_every_setting_is_printed_below_its_description_and_beside_what_it_takes
 
 
 def test_plain_dictionaries_carry_a_configuration_from_peer_to_peer() -> None:
-    made = config.load(None, ["run.seed=5", "train.betas=[0.8, 0.9]"])
-    assert config.from_tree(msgspec.json.decode(msgspec.json.encode(config.to_tree(made)))) == made
+    tree = config.load(None, ["run.seed=5", "train.betas=[0.8, 0.9]"])
+    assert config.from_tree(msgspec.json.decode(msgspec.json.encode(config.to_tree(tree)))) == tree
 
 
 def test_the_machines_are_told_what_the_tree_says() -> None:
-    made = config.load(None, ["run.steps=50", "run.hold_s=9 s", "checkpoint.every=5", "checkpoint.last=false"])
-    told = config.settings(made, first_step=10)
-    assert (told.stages, told.microbatches, told.steps, told.first_step, told.peers) == (3, 16, 50, 10, 6)
-    assert (told.save_every, told.save_last, told.hold_s) == (5, False, 9.0)
+    tree = config.load(
+        None, ["run.steps=50", "run.ready_timeout_s=9 s", "checkpoint.every=5", "checkpoint.at_end=false"]
+    )
+    settings = config.settings(tree, first_step=10)
+    assert (settings.stages, settings.microbatches, settings.steps, settings.first_step, settings.peers) == (
+        3,
+        16,
+        50,
+        10,
+        6,
+    )
+    assert (settings.save_every, settings.save_last, settings.hold_s) == (5, False, 9.0)
 
 
 @pytest.mark.parametrize("key", [key for key in keys().values() if key.choices], ids=lambda key: key.path)
@@ -214,31 +224,31 @@ def test_every_choice_is_accepted(key: Key) -> None:
         config.load(None, [f"{key.path}={choice}", *beside])
 
 
-SEATED = ("run.stages=2", "run.peers=3", "run.seats={a = 0, b = 1, c = 1}")
+SEATED = ("run.stages=2", "run.peers=3", "run.placement={a = 0, b = 1, c = 1}")
 
 
 def test_a_plans_seats_and_routes_reach_the_machines() -> None:
-    made = config.load(None, [*SEATED, "run.routes=[[[0], [1, 2]], [[0], [1]], [[0], [2]]]", "device.seat=c"])
-    settings = config.settings(made)
+    tree = config.load(None, [*SEATED, "run.routes=[[[0], [1, 2]], [[0], [1]], [[0], [2]]]", "device.machine=c"])
+    settings = config.settings(tree)
     assert (settings.seat, settings.seats) == (2, (0, 1, 1))
-    one = ["run.stages=1", "run.peers=2", "run.seats={a = 0, b = 0}"]
+    one = ["run.stages=1", "run.peers=2", "run.placement={a = 0, b = 0}"]
     assert config.settings(config.load(None, one)).home
     assert not config.settings(config.load(None, [*one, "run.routes=[[[0]], [[0, 1]]]"])).home, "the plan shares it out"
     assert settings.routes == (((0,), (1, 2)), ((0,), (1,)), ((0,), (2,)))
     assert config.settings(config.load(None, SEATED)).seat == -1
-    assert config.from_tree(tomllib.loads(config.text(made))) == made
+    assert config.from_tree(tomllib.loads(config.text(tree))) == tree
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("device.seat=d", "device.seat = 'd' is no machine of run.seats; try "),
-        ("run.seats={a = 0, b = 2}", "must serve all stages from 0 to 1 and no other"),
+        ("device.machine=d", "device.machine = 'd' is no machine of run.placement; try "),
+        ("run.placement={a = 0, b = 2}", "must serve all stages from 0 to 1 and no other"),
         ("run.routes=[[[0], [0]], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], [0]] must name seats 0 to 2"),
         ("run.routes=[[[0], [1]]]", "there is one entry for each seat"),
         ("run.routes=[[[0], []], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], []]"),
         ("run.routes=[[[0], [7]], [[0], [1]], [[0], [2]]]", "run.routes[0] = [[0], [7]]"),
-        ("run.line_rates=[100, 100]", "run.line_rates = [100, 100] must be one number for each of 3 run.seats"),
+        ("run.line_rates=[100, 100]", "run.line_rates = [100, 100] must be one number for each of 3 run.placement"),
         ("run.line_rates=[100, 100, -1]", "run.line_rates[2] = -1 is out of range; try 0 to"),
     ],
 )
@@ -247,8 +257,8 @@ def test_a_plan_that_does_not_fit_its_run_is_refused(override: str, words: str) 
 
 
 def test_routes_without_seats_and_links_by_host_over_libp2p_are_refused() -> None:
-    assert "run.routes without run.seats" in refusal("run.routes=[[[0]]]")
-    assert "run.line_rates without run.seats" in refusal("run.line_rates=[100]")
+    assert "run.routes without run.placement" in refusal("run.routes=[[[0]]]")
+    assert "run.line_rates without run.placement" in refusal("run.line_rates=[100]")
     links = 'network.links={"127.0.0.2" = [0.1, 1e6]}'
     assert "try network.transport=tls" in refusal(links, "network.transport=libp2p")
     assert config.load(None, [links]).network.links == {"127.0.0.2": (0.1, 1e6)}

@@ -103,5 +103,5 @@ def test_no_number_is_infinite(key: Key) -> None:
 def test_bounds_are_written_so_that_they_read_back() -> None:
     assert span(keys()["run.trace_bytes"]) == "0 B to 1024 TiB"
     assert config.load(None, ["run.trace_bytes=1024 TiB"]).run.trace_bytes == 2**50
-    assert span(keys()["run.beat_s"]) == "above 0 to 3_600"
+    assert span(keys()["run.heartbeat_s"]) == "above 0 to 3_600"
     assert span(keys()["network.port"]) == "0 to 65_535"

@@ -288,10 +288,10 @@ def _told(sender: Any, peer: str) -> Lost | None:
     return next((item for item in waiting if isinstance(item, Lost) and item.peer == peer), None)
 
 
-def _refuse_loss(to: Any, told: Any, loss: Lost | None) -> None:
+def _refuse_loss(to: Any, sender: Any, loss: Lost | None) -> None:
     if loss is not None:
         kind = Vanished if isinstance(to, Libp2pTransport) else AssertionError
-        raise kind(f"{to.name}: nothing arrives, as {told.name} was told: {loss}")
+        raise kind(f"{to.name}: nothing arrives, as {sender.name} was told: {loss}")
 
 
 def _dial(identity: Identity, address: tuple[str, int]) -> ssl.SSLSocket:

@@ -293,10 +293,10 @@ def test_an_owner_sends_tokens_alone_and_the_gradient_retraces_the_way() -> None
     assert rig.trainer.summary().finished == 1
 
 
-def left(rig: Rig, number: int, *gone: str) -> list[Send]:
+def left(rig: Rig, number: int, *leavers: str) -> list[Send]:
     """These peers are put out; what the owner then asks."""
     view = test_trainer.a_view(number=number, stages=len(rig.trainer._routes._wirings))
-    members = tuple(member for member in view.members if member.peer not in gone)
+    members = tuple(member for member in view.members if member.peer not in leavers)
     commands = rig.keep(rig.trainer.on_view(msgspec.structs.replace(view, members=members), rig.now))
     return [command for command in commands if isinstance(command, Send)]
 

@@ -657,12 +657,12 @@ def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it
 def test_a_leader_stopped_between_finding_that_a_microbatch_hangs_and_reassigning_it_asks_again() -> None:
     """What its owner answered meanwhile is still to be read."""
     leader = hanging()
-    found = leader.machine.facts.evidence
-    while not found.reassigning:
+    evidence = leader.machine.facts.evidence
+    while not evidence.reassigning:
         leader.now += 0.5
         assert leader.now < QUIET_S + 20.0
         for peer in "abcd":
-            if not found.reassigning:
+            if not evidence.reassigning:
                 leader.heartbeat(peer)
     leader.now += 60.0
     leader.machine.forgive(60.0, leader.now)

@@ -20,10 +20,10 @@ def names(count: int) -> tuple[Peer, ...]:
 
 def layouts(replicas: int, length: int, most: int = 0) -> list[Layout]:
     """Of all pieces."""
-    found = [split(length, names(replicas), most)]
-    while not found[-1].last:
-        found.append(split(length, names(replicas), most, len(found)))
-    return found
+    layouts = [split(length, names(replicas), most)]
+    while not layouts[-1].last:
+        layouts.append(split(length, names(replicas), most, len(layouts)))
+    return layouts
 
 
 @pytest.mark.parametrize("replicas", range(17, 101))
@@ -65,20 +65,20 @@ def test_what_one_brings_another_adds_and_what_one_tells_another_hears_of_it_alo
             for number, owner in {**place.sends, **place.forwards}.items():
                 assert peer in places[owner].adds[number]
             for number, bringers in place.adds.items():
-                brought = [
+                senders = [
                     places[one].sends if number not in place.receives else places[one].forwards for one in bringers
                 ]
-                assert all(one[number] == peer for one in brought)
+                assert all(one[number] == peer for one in senders)
             assert list(place.receives) == list(layout.numbers)
             for number, teller in place.receives.items():
                 assert number in place.adds if teller == peer else peer in places[teller].broadcasts[number]
-        told = Counter(
+        receivers = Counter(
             (peer, number) for place in places.values() for number, to in place.broadcasts.items() for peer in to
         )
         wanted = Counter(
             (peer, n) for peer, place in places.items() for n, one in place.receives.items() if one != peer
         )
-        assert told == wanted, "once each"
+        assert receivers == wanted, "once each"
 
 
 def neighbours(group: tuple[Peer, ...], length: int) -> dict[Peer, set[Peer]]:
@@ -91,12 +91,12 @@ def neighbours(group: tuple[Peer, ...], length: int) -> dict[Peer, set[Peer]]:
             high = low + size + (number < longer)
             spans[peer] = low, high
             low = high
-    found = {peer: set(row) - {peer} for row in rows for peer in row}
+    peers_of = {peer: set(row) - {peer} for row in rows for peer in row}
     for peer, (low, high) in spans.items():
         for other, (start, stop) in spans.items():
             if other != peer and max(low, start) < min(high, stop):
-                found[peer].add(other)
-    return found
+                peers_of[peer].add(other)
+    return peers_of
 
 
 @pytest.mark.parametrize("replicas", range(17, 101))
@@ -193,8 +193,8 @@ def test_every_replica_is_added_once_and_in_the_same_order_everywhere(replicas: 
     *_, before, last = (None, *layouts(replicas, 2000, piece_values))
     for name in group:
         place = last.role(name)
-        told = len(place.broadcasts) + (len(before.role(name).broadcasts) if before is not None else 0)
-        asked = told + sum(owner != name for owner in place.sends.values())
+        copies = len(place.broadcasts) + (len(before.role(name).broadcasts) if before is not None else 0)
+        asked = copies + sum(owner != name for owner in place.sends.values())
         assert len(held(play, name)) == asked, "what may be asked for again"
         play.carry(name, play.rounds[name].turn())
         assert held(play, name) == {}, "all is let go of"

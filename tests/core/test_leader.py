@@ -129,8 +129,8 @@ class LeaderRig:
         self.heartbeat("b", (0, 1, 2, 3))
 
     def rounds(self) -> list[Round]:
-        found = [c.message for c in self.said if isinstance(c, Send) and isinstance(c.message, Round)]
-        return list(dict.fromkeys(found))
+        messages = [c.message for c in self.said if isinstance(c, Send) and isinstance(c.message, Round)]
+        return list(dict.fromkeys(messages))
 
     def reduce(self, **digests: str) -> None:
         round_ = self.rounds()[-1]
@@ -201,13 +201,13 @@ def test_what_a_dead_member_owned_goes_to_those_who_have_least_left_to_do() -> N
     owned = {peer: [i for i, at in enumerate(leader.view.owners) if order[at] == peer] for peer in order}
     assert all(len(each) == 2 for each in owned.values())
     below, above = ([one.peer for one in leader.view.members if one.stage == stage] for stage in (0, 1))
-    gone = below[1]  # all of the other stage's second replica is done, and nothing of the others
+    dead = below[1]  # all of the other stage's second replica is done, and nothing of the others
     leader.heartbeat(below[0], tuple(owned[above[1]]))
     leader.heartbeat(above[1], tuple(owned[above[1]]))
-    leader.wait(5.0, alive=tuple(peer for peer in order if peer not in (gone, "a")))
+    leader.wait(5.0, alive=tuple(peer for peer in order if peer not in (dead, "a")))
     now = [leader.view.members[at].peer for at in leader.view.owners]
-    assert [now[index] for index in owned[gone]] == [above[1]] * 2, leader.reasons
-    assert all(now[index] == peer for peer in order if peer != gone for index in owned[peer])
+    assert [now[index] for index in owned[dead]] == [above[1]] * 2, leader.reasons
+    assert all(now[index] == peer for peer in order if peer != dead for index in owned[peer])
 
 
 def test_a_member_heard_in_time_stays() -> None:

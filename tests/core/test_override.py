@@ -27,12 +27,12 @@ def standings(*peers: Peer, heard: tuple[Peer, ...] = (), **changes: object) -> 
     return {peer: Standing(term=7, view=view, heard=heard) for peer in peers}
 
 
-def gone(*peers: Peer) -> frozenset[Peer]:
+def given_up(*peers: Peer) -> frozenset[Peer]:
     return frozenset(peers)
 
 
 def test_those_who_answer_go_on_alone_from_the_checkpoint_and_ahead_of_everybody_else() -> None:
-    view, term = decide(standings("a", "c"), gone("b", "d", "e", "j"), 8, MICROBATCHES)
+    view, term = decide(standings("a", "c"), given_up("b", "d", "e", "j"), 8, MICROBATCHES)
     assert view.members == (Member("a", 0), Member("c", 1)) and view.joining == ()
     assert (view.step, view.saved, view.started, view.last) == (8, 8, False, None)
     assert (view.number, view.epoch, term) == (30 + AHEAD, 1 + AHEAD, 7 + AHEAD)
@@ -42,32 +42,32 @@ def test_those_who_answer_go_on_alone_from_the_checkpoint_and_ahead_of_everybody
 
 
 def test_a_joiner_that_answers_goes_on_too_at_its_stage() -> None:
-    view, _ = decide(standings("a", "c", "j"), gone("b", "d", "e"), 8, MICROBATCHES)
+    view, _ = decide(standings("a", "c", "j"), given_up("b", "d", "e"), 8, MICROBATCHES)
     assert view.members == (Member("a", 0), Member("c", 1), Member("j", 0))
 
 
 def test_the_newest_of_what_survivors_know_counts() -> None:
     known = standings("a") | standings("c", number=31, step=11, account=Account(issued=48, committed=44, undone=8))
-    view, _ = decide(known, gone("b", "d", "e", "j"), 8, MICROBATCHES)
+    view, _ = decide(known, given_up("b", "d", "e", "j"), 8, MICROBATCHES)
     assert view.number == 31 + AHEAD and view.account.undone == 8 + 3 * MICROBATCHES
 
 
 @pytest.mark.parametrize(
     ("answering", "given_up", "saved", "said"),
     [
-        (standings(), gone("a"), 8, "no peer of the run answers"),
-        (standings("a", "b", "c"), gone("d", "e", "j"), 8, "3 of 5 voters answer, which is a majority"),
-        (standings("a", "c"), gone("b", "d"), 8, "e, j do not answer"),
-        (standings("a", "c"), gone("a", "b", "d", "e", "j"), 8, "a is said to be gone, but it answers"),
+        (standings(), given_up("a"), 8, "no peer of the run answers"),
+        (standings("a", "b", "c"), given_up("d", "e", "j"), 8, "3 of 5 voters answer, which is a majority"),
+        (standings("a", "c"), given_up("b", "d"), 8, "e, j do not answer"),
+        (standings("a", "c"), given_up("a", "b", "d", "e", "j"), 8, "a is said to be gone, but it answers"),
         (
             standings("a", "c", heard=("d",)),
-            gone("b", "d", "e", "j"),
+            given_up("b", "d", "e", "j"),
             8,
             "d is said to be gone, but a has just heard it",
         ),
-        (standings("x"), gone("a", "b", "c", "d", "e", "j"), 8, "nobody who answers belongs"),
-        (standings("a", "c"), gone("b", "d", "e", "j"), 12, "there is a checkpoint of step 12"),
-        (standings("a", "c", phase=Phase.FINISHED), gone("b", "d", "e", "j"), 8, "the run is finished"),
+        (standings("x"), given_up("a", "b", "c", "d", "e", "j"), 8, "nobody who answers belongs"),
+        (standings("a", "c"), given_up("b", "d", "e", "j"), 12, "there is a checkpoint of step 12"),
+        (standings("a", "c", phase=Phase.FINISHED), given_up("b", "d", "e", "j"), 8, "the run is finished"),
     ],
 )
 def test_it_is_refused_where_the_others_may_live_or_can_do_without(
@@ -81,17 +81,17 @@ def test_a_member_that_moves_votes_and_so_counts_for_the_majority() -> None:
     moving = msgspec.structs.replace(VIEW, members=VIEW.members[:4], joining=(Member("e", 0, back=True),))
     known = {peer: Standing(term=7, view=moving) for peer in ("a", "c", "e")}
     with pytest.raises(Refusal, match="3 of 5 voters answer"):
-        decide(known, gone("b", "d"), 8, MICROBATCHES)
+        decide(known, given_up("b", "d"), 8, MICROBATCHES)
 
 
 def test_no_second_side_is_chosen_beside_the_first() -> None:
-    view, term = decide(standings("a", "c"), gone("b", "d", "e", "j"), 8, MICROBATCHES)
+    view, term = decide(standings("a", "c"), given_up("b", "d", "e", "j"), 8, MICROBATCHES)
     first = Override(view=view, term=term)
     with pytest.raises(Refusal, match=r"has chosen a, c, and those who answer \(d, e\) have not heard of it"):
-        decide(standings("d", "e"), gone("a", "b", "c", "j"), 8, MICROBATCHES, first)
+        decide(standings("d", "e"), given_up("a", "b", "c", "j"), 8, MICROBATCHES, first)
     # Those whom the first has chosen may be halved again.
     later = msgspec.structs.replace(
         view, number=view.number + 9, step=9, phase=Phase.TRAINING, account=Account(committed=36)
     )
-    third, _ = decide({"c": Standing(term=term, view=later)}, gone("a"), 8, MICROBATCHES, first)
+    third, _ = decide({"c": Standing(term=term, view=later)}, given_up("a"), 8, MICROBATCHES, first)
     assert third.members == (Member("c", 1),) and third.epoch > view.epoch

@@ -172,8 +172,8 @@ def test_an_owner_that_departs_from_the_plan_says_so_once() -> None:
     out = trainer.on_unreachable("a", 1.0)
     forwards = [c.peer for c in out if isinstance(c, Send) and isinstance(c.message, Forward)]
     assert forwards == ["b"] * len(sends)
-    told = [c.text for c in out if isinstance(c, Note) and "is passed over" in c.text]
-    assert len(told) == 1 and told[0].startswith("a is passed over: it")
+    notes = [c.text for c in out if isinstance(c, Note) and "is passed over" in c.text]
+    assert len(notes) == 1 and notes[0].startswith("a is passed over: it")
 
 
 # ------------------------------------------------------------------------------------------------------------- seats
@@ -205,20 +205,20 @@ class Leading:
 
 
 def test_newcomers_get_their_seats_and_the_others_the_thinnest_stage() -> None:
-    found = Leading().join(("x", 3), ("late", -1), ("y", 2), ("z", 2), ("w", 99))
-    assert found["x"] == (1, 3) and found["y"] == (1, 2)
-    assert found["z"][1] == found["w"][1] == found["late"][1] == -1, (
+    placed = Leading().join(("x", 3), ("late", -1), ("y", 2), ("z", 2), ("w", 99))
+    assert placed["x"] == (1, 3) and placed["y"] == (1, 2)
+    assert placed["z"][1] == placed["w"][1] == placed["late"][1] == -1, (
         "a seat is held by one peer, and unknown ones by none"
     )
-    assert found["late"][0] in (0, 1) and found["z"][0] == 0, "placed where the pipeline is thinnest"
+    assert placed["late"][0] in (0, 1) and placed["z"][0] == 0, "placed where the pipeline is thinnest"
 
 
 @pytest.mark.parametrize(
     ("seat", "taken", "stage"), [(2, set(), 1), (2, {2}, None), (-1, set(), None), (4, set(), None)]
 )
 def test_a_seat_is_the_plans_and_free_or_it_is_none(seat: int, taken: set[int], stage: int | None) -> None:
-    found = planned_stage(SETTINGS, seat, taken)
-    assert (found[0] if found else None) == stage
+    placed = planned_stage(SETTINGS, seat, taken)
+    assert (placed[0] if placed else None) == stage
 
 
 def test_a_run_is_complete_with_every_seat_and_nobody_else() -> None:

@@ -44,8 +44,8 @@ def ways(moves: tuple[Move, ...]) -> list[tuple[int, int]]:
 
 def after(fleet: Fleet, moves: tuple[Move, ...], now: float) -> Fleet:
     """The movers have arrived; `now` is the next time that somebody asks."""
-    gone = {one.peer for one in moves}
-    members = tuple(one for one in fleet.members if one.peer not in gone)
+    movers = {one.peer for one in moves}
+    members = tuple(one for one in fleet.members if one.peer not in movers)
     members += tuple(Member(one.peer, one.stage) for one in moves)
     return msgspec.structs.replace(fleet, members=members, recent=(*fleet.recent, *moves), now=now)
 

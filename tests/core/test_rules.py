@@ -86,6 +86,8 @@ def test_the_scenarios_go_through_the_phases(monkeypatch: pytest.MonkeyPatch) ->
         (Phase.GATHERING, Phase.SAVING),
         (Phase.GATHERING, Phase.FINISHED),
         (Phase.GATHERING, Phase.FAILED),  # tests/core/test_leader.py has it
+        (Phase.TRAINING, Phase.FAILED),  # tests/core/test_divergence.py has it
+        (Phase.REOPENED, Phase.FAILED),
         (Phase.TRAINING, Phase.FINISHED),  # without a last checkpoint
     }
     for seed in range(SEEDS):

@@ -147,15 +147,15 @@ class Play:
 
     def task(self, kind: type[T]) -> T:
         """The one task of that kind that the last call asked for."""
-        (found,) = [c.task for c in self.commands if isinstance(c, Do) and isinstance(c.task, kind)]
-        return found
+        (matches,) = [c.task for c in self.commands if isinstance(c, Do) and isinstance(c.task, kind)]
+        return matches
 
     def tasks(self) -> list[Task]:
         return [command.task for command in self.commands if isinstance(command, Do)]
 
     def sends(self, kind: type[T]) -> list[tuple[str, T, tuple[str, ...]]]:
-        found = [c for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
-        return [(c.peer, c.message, c.blobs) for c in found]  # type: ignore[misc]
+        matches = [c for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
+        return [(c.peer, c.message, c.blobs) for c in matches]  # type: ignore[misc]
 
     def dropped(self) -> list[str]:
         return [blob for command in self.commands if isinstance(command, Drop) for blob in command.blobs]

@@ -52,10 +52,10 @@ class Step:
         self.now += LONG_S
         assert self.ask()
 
-    def answer(self, owner: str, index: int = 1, stage: int = 1, **told: object) -> None:
+    def answer(self, owner: str, index: int = 1, stage: int = 1, **fields: object) -> None:
         """Late by its owner's own measure, unless it is said to be in time (`slow=0`)."""
-        told = {"slow": 1} | told
-        self.stalls.on_answer(owner, msgspec.structs.replace(Booker(0, 3, index, stage), **told), self.now)
+        fields = {"slow": 1} | fields
+        self.stalls.on_answer(owner, msgspec.structs.replace(Booker(0, 3, index, stage), **fields), self.now)
 
     def judge(self, after_s: float = 0.0) -> tuple[list[str], dict[int, str]]:
         self.now += after_s

@@ -590,11 +590,11 @@ def test_the_leader_is_told_how_many_servers_did_not_answer() -> None:
     rig.read()
     for slow in range(1, 4):
         rig.overdue()
-        (told,) = asks(rig)
-        assert (told.peer, told.at, told.slow) == ("", rig.sent(Forward).peer, slow)
+        (questions,) = asks(rig)
+        assert (questions.peer, questions.at, questions.slow) == ("", rig.sent(Forward).peer, slow)
     rig.answer(rig.sent(Forward), Output)
-    (told,) = asks(rig)
-    assert told.slow == 0, "it got on"
+    (questions,) = asks(rig)
+    assert questions.slow == 0, "it got on"
 
 
 def test_an_heir_that_lacks_somebodys_books_says_whose() -> None:
@@ -604,8 +604,8 @@ def test_an_heir_that_lacks_somebodys_books_says_whose() -> None:
         command.peer for command in rig.out if isinstance(command, Send) and isinstance(command.message, BooksRequest)
     ]
     for peer in asked:
-        (told,) = asks(rig)
-        assert (told.peer, told.at) == ("", peer)
+        (questions,) = asks(rig)
+        assert (questions.peer, questions.at) == ("", peer)
         rig.say(peer, Books(0, 0, 3, int(peer[1:]) if peer != ME else 0, ()))
     assert asks(rig) == [Booker(0, 0, 0, 1)]
 

@@ -72,9 +72,9 @@ class Play:
     def offer(self, peer: str, step: int = 5, manifest: Manifest = MANIFEST) -> None:
         self.hear(peer, Offer(epoch=0, step=step, stage=1, manifest=manifest))
 
-    def chunk(self, peer: str, chunk: int, step: int = 5, *, gone: bool = False) -> None:
-        blobs = () if gone else (BlobRef(f"blob {chunk}", 100),)
-        self.hear(peer, Chunk(epoch=0, step=step, stage=1, chunk=chunk, gone=gone), blobs)
+    def chunk(self, peer: str, chunk: int, step: int = 5, *, missing: bool = False) -> None:
+        blobs = () if missing else (BlobRef(f"blob {chunk}", 100),)
+        self.hear(peer, Chunk(epoch=0, step=step, stage=1, chunk=chunk, gone=missing), blobs)
 
     def whole(self, peer: str, chunk: int) -> None:
         """That chunk comes and is right."""
@@ -89,8 +89,8 @@ class Play:
         self.take(self.transfer.tick(self.now))
 
     def task(self, kind: type[T]) -> T:
-        (found,) = [c.task for c in self.said if isinstance(c, Do) and isinstance(c.task, kind)]
-        return found
+        (tasks,) = [c.task for c in self.said if isinstance(c, Do) and isinstance(c.task, kind)]
+        return tasks
 
     def sent(self, kind: type[T]) -> list[tuple[str, T]]:
         return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]
@@ -196,7 +196,7 @@ def test_a_download_without_donors_goes_on_with_the_next_that_has_the_same_versi
     play = Play()
     play.offer("b")
     play.whole("b", 0)
-    play.chunk("b", 1, gone=True)
+    play.chunk("b", 1, missing=True)
     assert play.asked() == []
     play.wait(0.5)
     assert "b" not in [peer for peer, _ in play.sent(StateRequest)]
@@ -206,7 +206,7 @@ def test_a_download_without_donors_goes_on_with_the_next_that_has_the_same_versi
     play = Play()
     play.offer("b")
     play.whole("b", 0)
-    play.chunk("b", 1, gone=True)
+    play.chunk("b", 1, missing=True)
     play.wait(0.5)
     play.offer("c")
     assert play.asked() == [("c", 1), ("c", 2)]

@@ -59,21 +59,21 @@ def test_a_message_lost_now_and_then_is_asked_for_and_no_reason_to_complain() ->
 def test_whoever_sends_no_parts_is_named_by_all_others() -> None:
     play = played(lambda source, target, message: source == "c" and isinstance(message, ReduceChunk), until_waits=3)
     assert play.reduced == {}
-    told = waiting(play)
-    assert all(told[peer][0] == {"c"} for peer in "abd")
+    complaints = waiting(play)
+    assert all(complaints[peer][0] == {"c"} for peer in "abd")
 
 
 def test_whoever_receives_nothing_names_all_others_and_is_named_for_its_sums() -> None:
     play = played(lambda source, target, message: target == "c", until_waits=4)
-    told = waiting(play)
-    assert told["c"][0] == {"a", "b", "d"}
-    assert all(told[peer] == (set(), {"c"}) for peer in "abd")
+    complaints = waiting(play)
+    assert complaints["c"][0] == {"a", "b", "d"}
+    assert all(complaints[peer] == (set(), {"c"}) for peer in "abd")
 
 
 def test_whoever_sends_no_sums_is_named_for_them_and_for_nothing_else() -> None:
     play = played(lambda source, target, message: source == "b" and isinstance(message, GatherChunk), until_waits=3)
-    told = waiting(play)
-    assert all(told[peer] == (set(), {"b"}) for peer in "acd") and "b" not in told
+    complaints = waiting(play)
+    assert all(complaints[peer] == (set(), {"b"}) for peer in "acd") and "b" not in complaints
 
 
 def test_it_is_told_of_the_round_under_way_and_to_the_leader_alone() -> None:

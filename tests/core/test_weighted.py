@@ -20,10 +20,10 @@ def names(count: int) -> tuple[Peer, ...]:
 def layouts(line_rates: tuple[int, ...], length: int, most: int = 0) -> list[Layout]:
     """Of all pieces."""
     group = names(len(line_rates))
-    found = [split(length, group, most, 0, line_rates)]
-    while not found[-1].last:
-        found.append(split(length, group, most, len(found), line_rates))
-    return found
+    shares = [split(length, group, most, 0, line_rates)]
+    while not shares[-1].last:
+        shares.append(split(length, group, most, len(shares), line_rates))
+    return shares
 
 
 def busy_s(shares: list[float], line_rates: tuple[int, ...]) -> float:
@@ -46,8 +46,8 @@ def test_most_fleets_of_100_to_1000_megabit_gain_by_it() -> None:
 @pytest.mark.parametrize("line_rates", UNLIKE)
 def test_the_busiest_line_is_as_little_busy_as_any_shares_make_it(line_rates: tuple[int, ...]) -> None:
     """The busiest line's time is a convex function of the shares: who cannot gain by giving some to one other cannot gain at all."""
-    found = owned(line_rates)
-    shares = [share / sum(found) for share in found]
+    owned_chunks = owned(line_rates)
+    shares = [share / sum(owned_chunks) for share in owned_chunks]
     best_s = busy_s(shares, line_rates)
     assert best_s <= SPARED * busy_s([1 / len(line_rates)] * len(line_rates), line_rates)
     for giver in range(len(line_rates)):

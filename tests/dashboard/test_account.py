@@ -61,7 +61,7 @@ def test_what_was_undone_is_told_only_when_the_run_went_back() -> None:
 def test_staleness_is_told_only_where_gradients_are_late() -> None:
     assert "staleness" not in account.text(a_summary())
     assert "1 step; 198 steps were applied beside the next one's compute" in account.text(
-        a_summary(staleness=1, ahead=198)
+        a_summary(staleness=1, overlapped_steps=198)
     )
 
 
@@ -117,7 +117,7 @@ def test_what_is_no_summary_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_account_of_a_resumed_run_says_which_figures_are_of_this_session() -> None:
-    text = account.text(a_summary(first_step=60, taken_over=40, sent=Traffic(control=2048)))
+    text = account.text(a_summary(first_step=60, adopted_steps=40, sent=Traffic(control=2048)))
     assert "80 steps, 20 of them in this session of 2 min 05 s, loss 5.500 -> 2.100, now 5,200 tokens/s" in text
     assert "its first step after" in text and "since step 60: 2.0 KiB" in text
     assert "40 steps that another run committed" in text

@@ -42,3 +42,12 @@ def test_the_picture_is_a_png_put_in_place_whole(tmp_path: Path, losses: list[fl
     plot.save(losses, tmp_path / "loss.png", "a run")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_a_loss_far_above_those_before_it_is_a_spike_and_a_noisy_or_falling_one_is_not() -> None:
+    falling = [4.0 - 0.1 * step for step in range(20)]
+    assert not plot.spike(falling)
+    assert "rises to 7, where the mean of the 16 steps before is 2.85" in plot.spike([*falling, 7.0])
+    noisy = [3.0 + (step % 2) for step in range(20)]
+    assert not plot.spike([*noisy, 4.1])
+    assert not plot.spike([1.0] * 16), "too few to compare with"

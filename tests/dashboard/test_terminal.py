@@ -21,6 +21,7 @@ def a_snapshot(**changes: object) -> Snapshot:
         stages=3,
         losses=tuple(5.5 - 0.1 * i for i in range(36)),
         tokens_per_s=5212.0,
+        step_s=2.0,
         redone=3,
         peers=(*(PeerLine(f"p{i}", i % 3, i != 4, i == 2, 0.4 * i, 1.2) for i in range(6)), PeerLine("p7")),
         happenings=tuple(
@@ -66,14 +67,14 @@ def test_the_line_tells_that_gradients_are_late() -> None:
 def test_of_a_machine_alone_no_peers_and_no_stages_are_told() -> None:
     alone = a_snapshot(stages=0, peers=())
     assert "peers" not in headline(alone)
-    found = drawn(alone, 100, 30)
-    assert "nobody" not in "".join(found) and "nobody" in "".join(drawn(a_snapshot(peers=()), 100, 30))
+    screen = drawn(alone, 100, 30)
+    assert "nobody" not in "".join(screen) and "nobody" in "".join(drawn(a_snapshot(peers=()), 100, 30))
 
 
 def test_the_time_to_go_follows_the_pace_of_late_and_not_the_start() -> None:
     assert a_snapshot(step_s=2.0).remaining_s == 88.0
     assert a_snapshot(step=0, step_s=0.0).remaining_s is None
-    assert a_snapshot(first_step=18, step_s=0.0).remaining_s == pytest.approx(44 * 72 / 18)
+    assert a_snapshot(first_step=18, step_s=0.0).remaining_s is None, "a start-up is no pace"
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (40, 12), (30, 8)])
@@ -165,8 +166,8 @@ def test_bytes_by_kind_are_shown_and_by_peer_where_there_is_room() -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (100, 40), (40, 40)])
 def test_what_each_peer_received_and_holds_is_shown_by_kind_where_there_is_room(width: int, height: int) -> None:
     kept = StoredBytes(store=111 << 20, memory=222 << 20, disk=333 << 20)
-    came = Traffic(1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)
-    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(7 << 20), received=came, kept=kept) for i in range(4))
+    received = Traffic(1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)
+    peers = tuple(PeerLine(f"p{i}", i % 3, True, sent=Traffic(7 << 20), received=received, kept=kept) for i in range(4))
     snapshot = a_snapshot(peers=peers, sent=Traffic(28 << 20))
     lines = drawn(snapshot, width, height)
     assert len(lines) <= height and all(len(line) <= width for line in lines)

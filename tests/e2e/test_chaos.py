@@ -72,19 +72,19 @@ def test_a_stage_that_lost_every_replica_costs_steps_but_no_sample_and_no_bit_mo
     wait_for(lambda: launcher.poll() is not None or 5 <= len(commits(tmp_path)) < STEPS)
     lose_a_stage(tmp_path, launcher)
     output = end(launcher)
-    found = summary(tmp_path)
+    account = summary(tmp_path)
 
-    assert_balanced(found, STEPS)
-    assert found["recovered"] >= 1, output
+    assert_balanced(account, STEPS)
+    assert account["recovered"] >= 1, output
     assert "lost its last replica: back from step" in output
     written = commits(tmp_path)
     assert {step.epoch for step in written} > {0}
     standing = surviving(written)
     assert [step.commit.step for step in standing] == list(range(STEPS))
-    assert [step.commit.loss for step in standing] == found["losses"]
+    assert [step.commit.loss for step in standing] == account["losses"]
     again = len(written) - len(standing)
-    assert found["undone"] >= 4 * again  # a commit that nobody lived to report is undone too
-    assert found["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
+    assert account["undone"] >= 4 * again  # a commit that nobody lived to report is undone too
+    assert account["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
     assert reference.relative(reference.checkpoint(tmp_path / "runs/tiny", STEPS), wanted) <= 1e-5
 
 
@@ -94,14 +94,14 @@ MIDDLE = ("run.peers=6", "run.stages=3", "model.layers=3", "checkpoint.every=0",
 def of_the_middle(tmp_path: Path) -> list[int]:
     """Processes of stage 1, once it has two."""
 
-    def found() -> list[int]:
+    def in_the_middle() -> list[int]:
         run = here(tmp_path)
         labels = {seat.label for seat in run.members if seat.stage == 1} if run is not None else set()
         pids = [peer.process.pid for peer in run.peers if peer.label in labels] if run is not None else []
         return pids if len(pids) == 2 and len(commits(tmp_path)) >= 3 else []
 
-    wait_for(lambda: bool(found()))
-    return found()
+    wait_for(lambda: bool(in_the_middle()))
+    return in_the_middle()
 
 
 def leave(launcher: subprocess.Popen[str], tmp_path: Path) -> tuple[str, dict[str, Any]]:
@@ -114,7 +114,7 @@ def leave(launcher: subprocess.Popen[str], tmp_path: Path) -> tuple[str, dict[st
 
 
 def test_a_stage_whose_replicas_all_stood_still_goes_on_with_what_they_hold(start: Start, tmp_path: Path) -> None:
-    launcher = start("run", "tiny.toml", *MIDDLE, *NO_MODEL, "run.lost=wait")
+    launcher = start("run", "tiny.toml", *MIDDLE, *NO_MODEL, "run.lost_stage=wait")
     pids = of_the_middle(tmp_path)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -126,18 +126,18 @@ def test_a_stage_whose_replicas_all_stood_still_goes_on_with_what_they_hold(star
     wait_for(lambda: launcher.poll() is not None or lost())
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    output, found = leave(launcher, tmp_path)
+    output, account = leave(launcher, tmp_path)
     assert "comes back with the state of stage 1" in output
-    assert found["undone"] == 0 and found["lost"] == 0 and found["counted_twice"] == 0
+    assert account["undone"] == 0 and account["lost"] == 0 and account["counted_twice"] == 0
 
 
 def test_a_stage_in_the_middle_is_made_from_its_neighbours(start: Start, tmp_path: Path) -> None:
-    launcher = start("run", "tiny.toml", *MIDDLE, "run.lost=neighbours", "run.lost_wait_s=0")
+    launcher = start("run", "tiny.toml", *MIDDLE, "run.lost_stage=neighbours", "run.lost_stage_wait_s=0")
     for pid in of_the_middle(tmp_path):
         os.kill(pid, signal.SIGKILL)
-    output, found = leave(launcher, tmp_path)
+    output, account = leave(launcher, tmp_path)
     assert "stage 1 lost its last replica and is made from its neighbours" in output
-    assert found["undone"] == 0 and found["lost"] == 0 and found["counted_twice"] == 0
+    assert account["undone"] == 0 and account["lost"] == 0 and account["counted_twice"] == 0
 
 
 def test_a_stopped_peer_is_removed_and_comes_back_when_it_is_continued(start: Start, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_stopped_peer_is_removed_and_comes_back_when_it_is_continued(start: St
     assert "continue p2" in said
     status = tmp_path / "runs/tiny/status.json"
 
-    def told() -> list[str]:
+    def notes() -> list[str]:
         return [event["text"] for event in json.loads(status.read_bytes())["happenings"]]
 
     def member() -> bool:
@@ -186,9 +186,9 @@ def test_killed_peers_are_replaced_while_chaos_is_at_work_and_no_sample_is_lost(
     wait_for(lambda: launcher.poll() is not None or members() == {"p1", "p4", "p6", "p7", "p8", "p9"})
     launcher.send_signal(signal.SIGINT)
     output = end(launcher, code=130)
-    found = summary(tmp_path)
-    assert (found["lost"], found["counted_twice"]) == (0, 0), output
-    assert found["killed"] == 3 and found["joined"] >= 1, (
+    account = summary(tmp_path)
+    assert (account["lost"], account["counted_twice"]) == (0, 0), output
+    assert account["killed"] == 3 and account["joined"] >= 1, (
         output
     )  # who comes in at a restart or takes over is not counted
     assert not (tmp_path / "runs/tiny/wanted.json").exists()

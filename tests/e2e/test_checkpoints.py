@@ -39,8 +39,8 @@ def test_two_runs_never_touch_each_others_checkpoints(start: Start, tmp_path: Pa
     assert "the checkpoints of steps 2, 4 and 6 of run 'a'" in said and "are now this run's" in said
     said = end(start("run", *common, "run.name=a", "run.steps=8", "--resume"), code=2)
     assert "of run 'b'" in said
-    found = json.loads((tmp_path / "runs/b/summary.json").read_bytes())
-    assert (found["balanced"], found["lost"], found["taken_over"], found["committed"]) == (True, 0, 6, 32)
+    account = json.loads((tmp_path / "runs/b/summary.json").read_bytes())
+    assert (account["balanced"], account["lost"], account["adopted_steps"], account["committed"]) == (True, 0, 6, 32)
 
 
 def test_a_run_resumed_on_another_number_of_stages_balances_and_its_figures_are_apart(
@@ -57,8 +57,14 @@ def test_a_run_resumed_on_another_number_of_stages_balances_and_its_figures_are_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody can write below /proc, not even root")
 def test_a_run_that_cannot_save_says_so_all_along_and_ends_with_an_error(start: Start, tmp_path: Path) -> None:
-    words = ("checkpoint.url=/proc/shoal", "checkpoint.every=2", "run.steps=40", "device.emulated_s=0.2")
-    said = end(start("run", "tiny.toml", *PAIR, *words), code=1)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = (f"checkpoint.url={disk}/shoal", "checkpoint.every=2", "run.steps=40", "device.emulated_s=0.2")
+    launcher = start("run", "tiny.toml", *PAIR, *words)
+    wait_for(lambda: launcher.poll() is not None or (tmp_path / "runs/tiny/config.toml").exists())
+    disk.rmdir()  # it could be written when everything was checked
+    disk.symlink_to("/proc")
+    said = end(launcher, code=1)
     assert "NOT saved at step 2: " in said and "No such file or directory" in said
     lines = [line for line in said.splitlines() if line.startswith("tiny: step ")]
     late = [line for line in lines if 5 <= int(line.split()[2].split("/")[0]) < 40]
@@ -136,13 +142,13 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(start: Start, tmp_path: Pat
     wait_for(lambda: launcher.poll() is not None or steps_done(tmp_path) >= 3)
     launcher.send_signal(signal.SIGINT)
     said = end(launcher, code=130)
-    found = summary(tmp_path)
-    assert found["saved"] >= 3 and found["unsaved"] == "" and saved(tmp_path)[-1].name == f"step-{found['saved']}"
+    account = summary(tmp_path)
+    assert account["saved"] >= 3 and account["unsaved"] == "" and saved(tmp_path)[-1].name == f"step-{account['saved']}"
     assert re.search(r"interrupted: step \d+ is saved before the run ends; Ctrl-C \(again\) ends it at once", said)
-    assert f"Step {found['saved']:,} is saved" in said
+    assert f"Step {account['saved']:,} is saved" in said
     assert "The same command with --resume goes on from there." in said
-    said = end(start("run", *words, f"run.steps={found['saved'] + 2}", "--resume"))
-    assert summary(tmp_path)["first_step"] == found["saved"] and summary(tmp_path)["balanced"]
+    said = end(start("run", *words, f"run.steps={account['saved'] + 2}", "--resume"))
+    assert summary(tmp_path)["first_step"] == account["saved"] and summary(tmp_path)["balanced"]
 
 
 def test_ctrl_c_in_the_middle_of_a_long_step_saves_what_it_began_with(start: Start, tmp_path: Path) -> None:
@@ -158,6 +164,6 @@ def test_ctrl_c_in_the_middle_of_a_long_step_saves_what_it_began_with(start: Sta
 def test_a_run_whose_time_is_over_is_saved_and_goes_on(start: Start, tmp_path: Path) -> None:
     words = ("tiny.toml", *PAIR, "run.steps=100000", "device.emulated_s=0.05")
     said = end(start("run", *words, "--time", "25 s"), code=75)
-    found = summary(tmp_path)
-    assert found["saved"] > 0 and f"Step {found['saved']:,} is saved" in said and "its time is over" in said
+    account = summary(tmp_path)
+    assert account["saved"] > 0 and f"Step {account['saved']:,} is saved" in said and "its time is over" in said
     assert end(start("run", *words, "--time", "0 s"), code=2).startswith("shoal: --time 0 s: must be above 0")

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_under_churn_every_sample_counts_once_losses_stay_and_nothing_is_left_behind(tmp_path: Path) -> None:
     """The longest pause is a matter of the machine here, and printed; benchmarks/churn.py measures it."""
-    found = churned(tmp_path, seconds=90.0, every_s=15.0)
-    print(found)
-    assert found.killed >= 1, found
-    assert found.leftovers == ()
-    assert (found.lost, found.twice) == (0, 0)
-    assert found.holds, found
+    churn = churned(tmp_path, seconds=90.0, every_s=15.0)
+    print(churn)
+    assert churn.killed >= 1, churn
+    assert churn.leftovers == ()
+    assert (churn.lost, churn.twice) == (0, 0)
+    assert churn.holds, churn

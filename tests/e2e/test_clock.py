@@ -47,7 +47,7 @@ def test_members_whose_clocks_jump_by_a_day_go_on_training_together(tmp_path: Pa
             stderr=subprocess.STDOUT,
         )
     try:
-        commits, made = tmp_path / "runs/tiny/commits.jsonl", tmp_path / "runs/tiny"
+        commits, places = tmp_path / "runs/tiny/commits.jsonl", tmp_path / "runs/tiny"
 
         def trained(steps: int) -> None:
             seen = len(commits.read_bytes().splitlines()) if commits.exists() else 0
@@ -60,7 +60,7 @@ def test_members_whose_clocks_jump_by_a_day_go_on_training_together(tmp_path: Pa
             assert launcher.poll() is None, (tmp_path / "run.log").read_text()[-3000:]
 
         trained(2)
-        peers = rundir.locals_of(made).peers
+        peers = rundir.locals_of(places).peers
         leader = next(peer for peer in peers if peer.leads)
         others = [peer for peer in peers if not peer.leads]
         jumped: dict[str, float] = {}
@@ -68,12 +68,12 @@ def test_members_whose_clocks_jump_by_a_day_go_on_training_together(tmp_path: Pa
             jumped[str(peer.process.pid)] = shift_s
             shifts.write_text(json.dumps(jumped))
             trained(5)
-        members = {seat.label for seat in rundir.locals_of(made).members}
+        members = {seat.label for seat in rundir.locals_of(places).members}
         assert members == {peer.label for peer in peers}
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(LONG_S) == 130
-        found = summary(tmp_path)
-        assert (found["redone"], found["killed"], found["lost"], found["counted_twice"]) == (0, 0, 0, 0)
+        account = summary(tmp_path)
+        assert (account["redone"], account["killed"], account["lost"], account["counted_twice"]) == (0, 0, 0, 0)
         assert "put out" not in (tmp_path / "run.log").read_text()
     finally:
         if launcher.poll() is None:

@@ -20,33 +20,44 @@ __all__ = ["start"]  # a fixture
 @pytest.mark.parametrize("how", ["deleted", "moved", "with all runs"])
 def test_a_deleted_directory_is_said_and_made_anew(start: Start, tmp_path: Path, how: str) -> None:
     launcher = start("run", "tiny.toml", "run.steps=1000000", "checkpoint.every=5", *NO_MODEL)
-    made = tmp_path / "runs/tiny"
-    wait_for(lambda: launcher.poll() is not None or (steps_done(tmp_path) >= 5 and (made / "bootstrap.json").exists()))
-    key = (made / "authority.key").read_bytes()
+    run_directory = tmp_path / "runs/tiny"
+    wait_for(
+        lambda: (
+            launcher.poll() is not None or (steps_done(tmp_path) >= 5 and (run_directory / "bootstrap.json").exists())
+        )
+    )
+    key = (run_directory / "authority.key").read_bytes()
     if how == "deleted":
-        shutil.rmtree(made, ignore_errors=True)
-        shutil.rmtree(made, ignore_errors=True)  # a checkpoint was being written
+        shutil.rmtree(run_directory, ignore_errors=True)
+        shutil.rmtree(run_directory, ignore_errors=True)  # a checkpoint was being written
     elif how == "moved":
-        os.rename(made, tmp_path / "elsewhere")
+        os.rename(run_directory, tmp_path / "elsewhere")
     else:
         os.rename(tmp_path / "runs", tmp_path / "elsewhere")
-    wait_for(lambda: launcher.poll() is not None or (made / "commits.jsonl").exists())
+    wait_for(lambda: launcher.poll() is not None or (run_directory / "commits.jsonl").exists())
     seen = steps_done(tmp_path)
     wait_for(
-        lambda: launcher.poll() is not None or (steps_done(tmp_path) >= seen + 10 and (made / "status.json").exists())
+        lambda: (
+            launcher.poll() is not None
+            or (steps_done(tmp_path) >= seen + 10 and (run_directory / "status.json").exists())
+        )
     )
-    wait_for(lambda: launcher.poll() is not None or any(made.glob("checkpoints/step-*")))
+    wait_for(lambda: launcher.poll() is not None or any(run_directory.glob("checkpoints/step-*")))
     assert launcher.poll() is None
-    assert (made / "authority.key").read_bytes() == key and (made / "authority.key").stat().st_mode & 0o77 == 0
+    assert (run_directory / "authority.key").read_bytes() == key and (
+        run_directory / "authority.key"
+    ).stat().st_mode & 0o77 == 0
     assert end(start("invite", "tiny.toml", *NO_MODEL)).startswith("shoal-")
     assert "being trained now" in end(start("run", "tiny.toml", *NO_MODEL), code=2)
     launcher.send_signal(signal.SIGINT)
     output = end(launcher, code=130)
     assert output.count("was deleted or moved away; it is made anew") == 1
-    found = summary(tmp_path)
-    assert (found["lost"], found["counted_twice"]) == (0, 0) and found["steps"] > seen
-    lines = (made / "commits.jsonl").read_bytes().splitlines()
-    assert [msgspec.json.decode(line, type=CommittedStep).commit.step for line in lines] == list(range(found["steps"]))
+    account = summary(tmp_path)
+    assert (account["lost"], account["counted_twice"]) == (0, 0) and account["steps"] > seen
+    lines = (run_directory / "commits.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(line, type=CommittedStep).commit.step for line in lines] == list(
+        range(account["steps"])
+    )
 
 
 def test_a_place_that_another_launcher_has_taken_ends_the_run(start: Start, tmp_path: Path) -> None:

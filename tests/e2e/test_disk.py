@@ -84,11 +84,11 @@ def test_a_run_whose_own_directory_is_full_trains_on_and_writes_down_later_what_
     start: Start, tmp_path: Path, disk: Path
 ) -> None:
     launcher = start("run", "tiny.toml", "run.steps=100000", f"run.dir={disk}", *NO_MODEL)
-    made = disk / "tiny"
-    wait_for(lambda: launcher.poll() is not None or len(committed(made / "commits.jsonl")) >= 2)
+    run_directory = disk / "tiny"
+    wait_for(lambda: launcher.poll() is not None or len(committed(run_directory / "commits.jsonl")) >= 2)
     empty = fill(disk)
-    last = len(committed(made / "commits.jsonl"))
-    log = made / "status.json"
+    last = len(committed(run_directory / "commits.jsonl"))
+    log = run_directory / "status.json"
     before = log.read_bytes()
     # The peers' processes tell how far they are only through the launcher, whose files stand still: wait for its words.
     assert launcher.stdout is not None
@@ -101,11 +101,11 @@ def test_a_run_whose_own_directory_is_full_trains_on_and_writes_down_later_what_
     assert "cannot be written, training goes on: No space left on device" in said
     assert log.read_bytes() == before
     empty()
-    wait_for(lambda: launcher.poll() is not None or len(committed(made / "commits.jsonl")) >= last + 20)
+    wait_for(lambda: launcher.poll() is not None or len(committed(run_directory / "commits.jsonl")) >= last + 20)
     launcher.send_signal(signal.SIGINT)
     end(launcher, code=130)
-    found = committed(made / "commits.jsonl")
-    assert found == list(range(len(found))), "every commit once, in order"
+    committed_steps = committed(run_directory / "commits.jsonl")
+    assert committed_steps == list(range(len(committed_steps))), "every commit once, in order"
 
 
 def test_a_long_runs_traces_stay_within_their_room_and_replay_says_what_is_missing(
@@ -113,14 +113,14 @@ def test_a_long_runs_traces_stay_within_their_room_and_replay_says_what_is_missi
 ) -> None:
     room = 200_000
     launcher = start("run", "tiny.toml", "run.steps=100000", f"run.trace_bytes={room}", *NO_MODEL)
-    made = tmp_path / "runs/tiny"
+    run_directory = tmp_path / "runs/tiny"
     most: dict[str, int] = {}
 
     def long_enough() -> bool:
-        for label, pieces in segments(made / "traces").items():
+        for label, pieces in segments(run_directory / "traces").items():
             with contextlib.suppress(FileNotFoundError):  # packed or dropped just now
                 most[label] = max(most.get(label, 0), sum(piece.stat().st_size for piece in pieces))
-        first = {label: pieces[0].name for label, pieces in segments(made / "traces").items()}
+        first = {label: pieces[0].name for label, pieces in segments(run_directory / "traces").items()}
         return len(first) == 3 and all("000001" not in name and ".gz" in name for name in first.values())
 
     wait_for(lambda: launcher.poll() is not None or long_enough())
@@ -129,7 +129,7 @@ def test_a_long_runs_traces_stay_within_their_room_and_replay_says_what_is_missi
     assert all(size <= room for size in most.values()), most
     output = end(start("replay", "runs/tiny"), code=2)
     assert "nothing can be replayed" in output and "are not in this trace any more" in output
-    assert (made / "trace.jsonl.gz").stat().st_size <= 3 * room
+    assert (run_directory / "trace.jsonl.gz").stat().st_size <= 3 * room
 
 
 def test_a_trace_never_takes_the_room_of_a_checkpoint_or_of_the_account(
@@ -138,7 +138,7 @@ def test_a_trace_never_takes_the_room_of_a_checkpoint_or_of_the_account(
     """On a disk of 4 MiB traces would fill it within half a minute: they give way, checkpoints are saved, the account is written."""
     words = ("run.steps=100000", "checkpoint.every=5", f"run.dir={disk}", "run.trace_bytes=1GB")
     launcher = start("run", "tiny.toml", *words, *NO_MODEL)
-    made = disk / "tiny"
+    run_directory = disk / "tiny"
     # The peers' words reach the launcher, which prints them.
     assert launcher.stdout is not None
     said = ""
@@ -146,11 +146,11 @@ def test_a_trace_never_takes_the_room_of_a_checkpoint_or_of_the_account(
         said += line
         if "the trace stops here" in line:
             break
-    seen = len(committed(made / "commits.jsonl"))
-    wait_for(lambda: launcher.poll() is not None or len(committed(made / "commits.jsonl")) >= seen + 20)
+    seen = len(committed(run_directory / "commits.jsonl"))
+    wait_for(lambda: launcher.poll() is not None or len(committed(run_directory / "commits.jsonl")) >= seen + 20)
     launcher.send_signal(signal.SIGINT)
     output = said + end(launcher, code=130)
     assert "NOT saved" not in output and "cannot be written" not in output
-    found = json.loads((made / "summary.json").read_bytes())
-    assert (found["lost"], found["counted_twice"]) == (0, 0)
-    assert list(made.glob("checkpoints/step-*"))
+    account = json.loads((run_directory / "summary.json").read_bytes())
+    assert (account["lost"], account["counted_twice"]) == (0, 0)
+    assert list(run_directory.glob("checkpoints/step-*"))

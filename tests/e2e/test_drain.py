@@ -24,10 +24,10 @@ LONG_STEPS = ("run.steps=100000", "train.batch=16", *NO_MODEL, "device.emulated_
 
 def peers(tmp_path: Path) -> tuple[rundir.LocalPeer, ...]:
     try:
-        found = rundir.locals_of(tmp_path / "runs/tiny")
+        locals_file = rundir.locals_of(tmp_path / "runs/tiny")
     except ValueError:
         return ()
-    return found.peers if found.started else ()
+    return locals_file.peers if locals_file.started else ()
 
 
 def members(tmp_path: Path) -> set[str]:
@@ -51,9 +51,14 @@ def test_a_peer_told_to_go_leaves_with_nothing_redone(start: Start, tmp_path: Pa
     wait_for(lambda: launcher.poll() is not None or committed(tmp_path) >= seen + 3)
     launcher.send_signal(signal.SIGINT)
     output = end(launcher, code=130)
-    found = summary(tmp_path)
+    locals_file = summary(tmp_path)
     assert re.search(rf"left +{peer.label}: left: its launcher asks it to", output), output
-    assert (found["redone"], found["lost"], found["counted_twice"], found["killed"]) == (0, 0, 0, 0), output
+    assert (locals_file["redone"], locals_file["lost"], locals_file["counted_twice"], locals_file["killed"]) == (
+        0,
+        0,
+        0,
+        0,
+    ), output
 
 
 def guests(tmp_path: Path, start: Start) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
@@ -103,8 +108,8 @@ def test_ctrl_c_lets_a_guests_peers_leave_in_order_and_twice_ends_them_at_once(s
     wait_for(lambda: host.poll() is not None or committed(tmp_path) >= seen + 2)
     host.send_signal(signal.SIGINT)
     output = end(host, code=130)
-    found = summary(tmp_path)
-    assert (found["lost"], found["counted_twice"]) == (0, 0), output
+    locals_file = summary(tmp_path)
+    assert (locals_file["lost"], locals_file["counted_twice"]) == (0, 0), output
 
 
 def test_ctrl_c_on_the_host_hands_the_run_over_when_others_can_go_on(start: Start, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from shoal import trace
 from shoal.core.messages import Do, Done
 from shoal.launcher import rundir
 from shoal.launcher.injection_points import INJECTION_POINTS
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.records.account import CommittedStep, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -42,7 +42,7 @@ name = "big"
 peers = {PEERS}
 stages = {STAGES}
 steps = 1000000
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 192
 layers = 3
@@ -61,7 +61,7 @@ schedule = "constant"
 warmup = 3
 [network]
 discovery = "gossip"
-faults = true
+fault_injection = true
 [checkpoint]
 every = 4
 """
@@ -72,7 +72,7 @@ class Swarm:
 
     def __init__(self, directory: Path, config: str = CONFIG) -> None:
         self.directory = directory
-        self.made = directory / "runs/big"
+        self.run_directory = directory / "runs/big"
         (directory / "big.toml").write_text(config)
         (directory / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(20000)))
         self.run = self.start("run", "big.toml")
@@ -90,10 +90,10 @@ class Swarm:
 
     @property
     def locals(self) -> rundir.PeersFile:
-        return rundir.locals_of(self.made)
+        return rundir.locals_of(self.run_directory)
 
     def commits(self) -> list[CommittedStep]:
-        path = self.made / "commits.jsonl"
+        path = self.run_directory / "commits.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [msgspec.json.decode(line, type=CommittedStep) for line in lines]
 
@@ -119,11 +119,11 @@ class Swarm:
         """Those that have so many or more: two stages with two, or one with three; peers move until it is so."""
         wanted = 2 if replicas == 2 else 1
 
-        def found() -> list[int]:
+        def serving() -> list[int]:
             return sorted(stage for stage, count in self.stages().items() if count >= replicas)
 
-        wait_for(lambda: self.going() and len(found()) >= wanted)
-        return found()
+        wait_for(lambda: self.going() and len(serving()) >= wanted)
+        return serving()
 
     def chaos(self, *acts: str, options: tuple[str, ...] = ()) -> str:
         """Do these and wait for the end of the last; what was said."""
@@ -134,14 +134,14 @@ class Swarm:
         assert "is left out" not in said, said
         return said
 
-    def told(self) -> str:
+    def notes(self) -> str:
         """Every event so far, as the launcher printed it."""
         return (self.directory / "run.log").read_text()
 
     def unfinished(self, label: str, moment: str) -> bool:
         """Does that peer's trace end in the middle of such a task?"""
         begun: set[str] = set()
-        for item in trace.read(self.made / f"traces/{label}.jsonl"):
+        for item in trace.read(self.run_directory / f"traces/{label}.jsonl"):
             if isinstance(item, trace.TraceRecord):
                 if isinstance(item.event, Done):
                     begun.discard(item.event.id)
@@ -171,7 +171,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 @pytest.fixture
 def swarm(run: Swarm) -> Iterator[Swarm]:
     """The run, whole before a test and whole after it."""
-    wait_for(lambda: run.going() and (run.made / "peers.json").exists() and run.locals.started)
+    wait_for(lambda: run.going() and (run.run_directory / "peers.json").exists() and run.locals.started)
     run.whole()
     yield run
     run.whole()
@@ -202,7 +202,7 @@ def test_a_joiner_may_die_in_the_middle_of_its_download(swarm: Swarm) -> None:
         said = swarm.chaos('kind = "kill"', 'kind = "kill"\non = "download"')
         first, joiner = killed(said)
         assert first != joiner
-        if f"{joiner} serves stage" not in swarm.told() and f"{joiner}: holds stage" not in swarm.told():
+        if f"{joiner} serves stage" not in swarm.notes() and f"{joiner}: holds stage" not in swarm.notes():
             return
         swarm.whole()
     pytest.fail("no joiner was caught in the middle of its download")
@@ -241,7 +241,7 @@ def test_a_peer_may_stand_still_and_go_on(swarm: Swarm) -> None:
     said = swarm.chaos('kind = "stop"\nfor = "9 s"')
     (label,) = re.findall(r"  stop (p\d+)", said)
     assert f"continue {label}" in said
-    wait_for(lambda: swarm.going() and re.search(rf"removed .*\b{label} (silent|cannot be reached)", swarm.told()))
+    wait_for(lambda: swarm.going() and re.search(rf"removed .*\b{label} (silent|cannot be reached)", swarm.notes()))
 
 
 @pytest.mark.parametrize("direction", ["both", "out", "in"])
@@ -250,7 +250,7 @@ def test_a_peer_may_be_cut_off(swarm: Swarm, direction: str) -> None:
     said = swarm.chaos(f'kind = "cut"\ndirection = "{direction}"\nfor = "15 s"')
     (label,) = re.findall(r"  cut (p\d+)", said)
     assert f"links of {label} are as before" in said
-    wait_for(lambda: swarm.going() and re.search(rf"removed .*\b{label} silent", swarm.told()))
+    wait_for(lambda: swarm.going() and re.search(rf"removed .*\b{label} silent", swarm.notes()))
     wait_for(lambda: swarm.going() and label in {seat.label for seat in swarm.locals.members})
 
 
@@ -263,11 +263,11 @@ def test_the_leader_may_be_cut_off_from_one_peer_only(swarm: Swarm) -> None:
 def test_a_whole_stage_may_be_cut_off_and_its_side_waits_says_so_and_comes_back(swarm: Swarm) -> None:
     """Its peers still reach one another. Being no majority they commit nothing; the others go back to the newest checkpoint."""
     two = min(swarm.stages_with(2), key=lambda stage: swarm.stages()[stage])
-    before = swarm.told().count("nothing is committed until a majority")
+    before = swarm.notes().count("nothing is committed until a majority")
     said = swarm.chaos(f'kind = "cut"\nwho = "stage {two}"\nevery = true\nfor = "25 s"')
     (labels,) = re.findall(r"  cut ([p0-9, ]+) from all others", said)
     assert len(labels.split(", ")) >= 2
-    wait_for(lambda: swarm.going() and swarm.told().count("nothing is committed until a majority") > before)
+    wait_for(lambda: swarm.going() and swarm.notes().count("nothing is committed until a majority") > before)
     wait_for(lambda: swarm.going() and set(labels.split(", ")) <= {seat.label for seat in swarm.locals.members})
 
 
@@ -290,15 +290,15 @@ def test_links_may_be_ten_times_slower(swarm: Swarm) -> None:
 
 
 def test_after_all_of_that_every_loss_is_that_of_one_process(run: Swarm) -> None:
-    wait_for(lambda: run.going() and (run.made / "peers.json").exists() and run.locals.started)
+    wait_for(lambda: run.going() and (run.run_directory / "peers.json").exists() and run.locals.started)
     run.whole()
     run.run.send_signal(signal.SIGINT)
     assert run.run.wait(LONG_S) == 130
-    found = json.loads((run.made / "summary.json").read_bytes())
-    assert (found["lost"], found["counted_twice"]) == (0, 0)
+    account = json.loads((run.run_directory / "summary.json").read_bytes())
+    assert (account["lost"], account["counted_twice"]) == (0, 0)
     config = configuration.load(run.directory / "big.toml", [f"data.path={run.directory / 'a.txt'}"])
     steps = [step.commit for step in surviving(run.commits())]
     assert [commit.step for commit in steps] == list(range(len(steps)))
     _, alone = reference.follow(config, open_dataset(config), map(reference.as_recorded, steps))
-    assert [one.loss for one in alone] == [commit.loss for commit in steps] == found["losses"]
+    assert [one.loss for one in alone] == [commit.loss for commit in steps] == account["losses"]
     assert [one.norm for one in alone] == [commit.norm for commit in steps]

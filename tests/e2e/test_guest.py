@@ -61,7 +61,7 @@ def test_a_hostile_invite_is_refused_and_reads_nothing(start: Start, tmp_path: P
         ({"data": {"tokenizer": str(home)}}, (), "to load a tokenizer"),
         ({"model": {"path": str(home)}}, (), "to read a model"),
         ({"checkpoint": {"url": f"file://{home}/ck"}}, (), "to write and delete checkpoints"),
-        ({"data": {"within": str(home)}}, (), "this invite sets data.within"),
+        ({"data": {"root": str(home)}}, (), "this invite sets data.root"),
         ({"run": {"dir": str(home)}}, (), "this invite sets run.dir"),
         ({"run": {"name": "../secret"}}, (), "run.name"),
     ):

@@ -11,21 +11,21 @@ from tests.e2e.test_run import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IMPATIENT = CONFIG.replace("hop_floor_s = 20.0", "hop_floor_s = 3.0")
+IMPATIENT = CONFIG.replace("min_request_timeout_s = 20.0", "min_request_timeout_s = 3.0")
 
 
 def test_a_peer_whose_tensors_vanish_is_found_out_and_the_others_go_on(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path, IMPATIENT)
     try:
-        wait_for(lambda: swarm.going() and (swarm.made / "peers.json").exists() and swarm.locals.started)
+        wait_for(lambda: swarm.going() and (swarm.run_directory / "peers.json").exists() and swarm.locals.started)
         swarm.whole()
         (three,) = swarm.stages_with(3)[:1]
         leads = {peer.label for peer in swarm.locals.peers if peer.leads}
         able = [seat for seat in swarm.locals.members if seat.stage == three and seat.label and seat.label not in leads]
         label, began = able[0].label, len(swarm.commits())
         swarm.chaos(f'kind = "hole"\nwho = "{label}"\ndirection = "out"\nfor = "150 s"')
-        assert re.search(r"stall .* is not committed for", swarm.told()), "every screen says that it stands still"
-        assert re.search(rf"removed +{label}: removed from the run", swarm.told())
+        assert re.search(r"stall .* is not committed for", swarm.notes()), "every screen says that it stands still"
+        assert re.search(rf"removed +{label}: removed from the run", swarm.notes())
         assert len(swarm.commits()) > began + 3
         wait_for(lambda: swarm.going() and label in {seat.label for seat in swarm.locals.members})
         swarm.trained(2)

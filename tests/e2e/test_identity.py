@@ -24,7 +24,7 @@ from shoal import config as configuration
 from shoal import trace
 from shoal.config import Config
 from shoal.core.messages import Do, Gather
-from shoal.runtime.data import Dataset, open_dataset
+from shoal.runtime.data.dataset import Dataset, open_dataset
 
 ROOT = Path(__file__).parents[2]
 STAGES, REPLICAS = 3, 2
@@ -39,7 +39,7 @@ name = "real"
 peers = 6
 stages = 3
 steps = 50
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 64
 layers = 6
@@ -128,7 +128,7 @@ def a_config(stages: int, peers: int, steps: int = 4, **train: Any) -> Config:
         run=changed(TINY.run, stages=stages, peers=peers, steps=steps),
         model=changed(TINY.model, layers=4, extra={"attention_bias": True}, tied_embeddings=stages == 1),
         train=changed(TINY.train, batch=16, **train),
-        checkpoint=changed(TINY.checkpoint, every=0, last=True),
+        checkpoint=changed(TINY.checkpoint, every=0, at_end=True),
     )
 
 
@@ -158,11 +158,11 @@ def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(
         assert {frozenset(share.indices) for share in group} == owned
 
 
-@pytest.mark.parametrize("round_warmup", [0, 2])
+@pytest.mark.parametrize("local_warmup", [0, 2])
 def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_share_alone(
-    tmp_path: Path, round_warmup: int
+    tmp_path: Path, local_warmup: int
 ) -> None:
-    left = trained_in_memory(tmp_path, a_config(1, 4, steps=2, local_steps=3, local_batch=4, round_warmup=round_warmup))
+    left = trained_in_memory(tmp_path, a_config(1, 4, steps=2, local_steps=3, local_batch=4, local_warmup=local_warmup))
     assert_same_bits(left, reference.commits(left.directory))
 
 
@@ -185,7 +185,7 @@ def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
 ) -> None:
     local_batch = 4 if local_steps > 1 else 0
     config = a_config(1, 4, steps=3, local_steps=local_steps, local_batch=local_batch, staleness=staleness)
-    config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, round_bytes=8000))
+    config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, averaging_memory_bytes=8000))
     left = trained_in_memory(tmp_path, config)
     gathers = [
         command.task
@@ -223,9 +223,9 @@ def shoal_run(directory: Path, *words: str, staleness: int = 0) -> Left:
     )
     assert done.returncode == 0, done.stdout[-5000:]
     config = configuration.load(directory / "real.toml", [f"data.path={directory / 'a.txt'}"])
-    made = directory / "runs" / config.run.name
-    summary = json.loads((made / "summary.json").read_bytes())
-    return Left(directory=made, config=config, dataset=open_dataset(config), summary=summary)
+    run_directory = directory / "runs" / config.run.name
+    summary = json.loads((run_directory / "summary.json").read_bytes())
+    return Left(directory=run_directory, config=config, dataset=open_dataset(config), summary=summary)
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def test_with_kills_and_delayed_updates_every_replica_has_the_bits_of_one_proces
 ) -> None:
     left = shoal_run(tmp_path, "--kill-every", "10", staleness=1)
     assert left.summary["killed"] >= 1 and left.summary["staleness"] == 1
-    assert left.summary["ahead"] >= STEPS // 2
+    assert left.summary["overlapped_steps"] >= STEPS // 2
     assert_every_sample_once(left)
     assert_same_bits(left, reference.commits(left.directory))
     assert trace.replay(left.trace).differing == 0
@@ -289,6 +289,6 @@ def test_with_kills_and_delayed_updates_every_replica_has_the_bits_of_one_proces
 @pytest.mark.slow
 @pytest.mark.timeout(3 * RUN_S)
 def test_machines_that_are_told_what_a_disturbed_run_was_told_say_the_same(killed: Left) -> None:
-    found = trace.replay(killed.trace)
-    assert found.peers >= STAGES * REPLICAS + killed.summary["joined"]
-    assert found.differing == 0, found.first
+    replayed = trace.replay(killed.trace)
+    assert replayed.peers >= STAGES * REPLICAS + killed.summary["joined"]
+    assert replayed.differing == 0, replayed.first

@@ -55,14 +55,14 @@ def until(condition: Callable[[], object], host: subprocess.Popen[str]) -> None:
 
 
 def command_lines() -> str:
-    found = []
+    lines = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+                lines.append((entry / "cmdline").read_bytes().decode(errors="replace"))
             except OSError:
                 continue
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: Start, tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
 
     said = end(start("revoke", "tiny.toml", "bob"))
     assert f"revoked: invite {bobs} (bob)" in said and "peers have received it" in said, said
-    told = end(guest, code=1)
-    assert f"its invite {bobs} was revoked by the run's authority" in told, told
+    output = end(guest, code=1)
+    assert f"its invite {bobs} was revoked by the run's authority" in output, output
     until(lambda: bobs not in invites_in_view(tmp_path), host)
     goes_on(tmp_path, host)
     again = end(start("join", "--invite-file", "bob", "run.dir=bob-again", *GUEST), code=1)
@@ -107,7 +107,7 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
 @pytest.mark.parametrize("discovery", ["gossip", "dht"])
 def test_a_run_outlives_the_passes_that_it_began_with(start: Start, tmp_path: Path, discovery: str) -> None:
     lifetime_s = 40  # on a busy machine a guest takes 12 s from its invite to its place
-    about = (f"network.pass_s={lifetime_s}", f"network.discovery={discovery}")
+    about = (f"network.pass_lifetime_s={lifetime_s}", f"network.discovery={discovery}")
     host = start("run", "tiny.toml", "run.peers=4", "--here", "3", *about, *RUN)
     until(lambda: listening(tmp_path, 3), host)
     text = (

@@ -1,4 +1,4 @@
-"""Real processes that hold the whole model and average it in pieces, within `run.round_bytes`, one of them killed between two pieces.
+"""Real processes that hold the whole model and average it in pieces (run.averaging_memory_bytes); one is killed between two.
 
 What must hold: the losses are bit for bit those of the same run in one piece until the death, and of one process that adds in the
 recorded orders (tests/reference.py) to the end; every sample is counted once; what a peer keeps of tensors stays below the gradient.
@@ -24,7 +24,7 @@ from shoal import config as configuration
 from shoal import trace
 from shoal.core.messages import Do, Gather
 from shoal.launcher import rundir
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,7 +39,7 @@ name = "whole"
 peers = {PEERS}
 stages = 1
 steps = {STEPS}
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 16
 layers = 2
@@ -59,7 +59,7 @@ warmup = 0
 [network]
 discovery = "gossip"
 delay_s = 0.03
-faults = true # traces are written at once
+fault_injection = true # traces are written at once
 [checkpoint]
 every = 0
 """
@@ -74,23 +74,23 @@ def gathers(path: Path, peer: str = "") -> list[Gather]:
 
 def between_pieces(path: Path, peer: str, step: int) -> bool:
     """Whether a peer has gathered some pieces of that step's sum, as the last that it did, and not yet the last of them."""
-    found = gathers(path, peer)
-    return bool(found) and found[-1].step == step and not found[-1].last
+    gathered = gathers(path, peer)
+    return bool(gathered) and gathered[-1].step == step and not gathered[-1].last
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("pieces")
-    (made / "whole.toml").write_text(CONFIG)
-    (made / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
-    return made
+    run_directory = tmp_path_factory.mktemp("pieces")
+    (run_directory / "whole.toml").write_text(CONFIG)
+    (run_directory / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
+    return run_directory
 
 
 class Run:
     """`shoal run` in the background, under a name of its own."""
 
     def __init__(self, directory: Path, name: str, *words: str, plan: Path | None = None) -> None:
-        self.made = directory / "runs" / name
+        self.run_directory = directory / "runs" / name
         self._words = [f"run.name={name}", f"data.path={directory / 'a.txt'}", *words]
         self._toml, self._log = directory / "whole.toml", directory / f"{name}.log"
         planned = ["--plan", str(plan)] if plan is not None else []
@@ -110,14 +110,20 @@ class Run:
     def left(self) -> Left:
         assert self.process.wait(300) == 0, self._log.read_text()[-5000:]
         config = configuration.load(self._toml, self._words)
-        summary = json.loads((self.made / "summary.json").read_bytes())
-        return Left(directory=self.made, config=config, dataset=open_dataset(config), summary=summary)
+        summary = json.loads((self.run_directory / "summary.json").read_bytes())
+        return Left(directory=self.run_directory, config=config, dataset=open_dataset(config), summary=summary)
 
     def kill_between_pieces(self, step: int) -> str:
         """SIGKILL to a peer that stands still in the middle of that step's averaging. Its name."""
-        wait_for(lambda: self.going() and (self.made / "peers.json").exists() and rundir.locals_of(self.made).started)
-        victim = rundir.locals_of(self.made).peers[-1]
-        path = self.made / f"traces/{victim.label}.jsonl"
+        wait_for(
+            lambda: (
+                self.going()
+                and (self.run_directory / "peers.json").exists()
+                and rundir.locals_of(self.run_directory).started
+            )
+        )
+        victim = rundir.locals_of(self.run_directory).peers[-1]
+        path = self.run_directory / f"traces/{victim.label}.jsonl"
         wait_for(lambda: self.going() and path.exists() and between_pieces(path, victim.peer, step))
         os.killpg(victim.process.pid, signal.SIGSTOP)
         assert between_pieces(path, victim.peer, step), "it was not stopped in time"
@@ -132,7 +138,7 @@ def runs(directory: Path) -> Iterator[tuple[Left, Left, str]]:
     try:
         started.append(one_piece := Run(directory, "whole"))
         whole = one_piece.left()
-        started.append(pieces := Run(directory, "pieces", f"run.round_bytes={PIECES_BYTES}"))
+        started.append(pieces := Run(directory, "pieces", f"run.averaging_memory_bytes={PIECES_BYTES}"))
         died = pieces.kill_between_pieces(DIES)
         yield whole, pieces.left(), died
     finally:

@@ -23,9 +23,9 @@ def predict() -> ModuleType:
     try:
         spec = importlib.util.spec_from_file_location("predict", BENCHMARKS / "predict.py")
         assert spec is not None and spec.loader is not None
-        made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-        return made
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     finally:
         sys.path.remove(str(BENCHMARKS))
 

@@ -37,10 +37,10 @@ def test_survivors_go_on_by_the_operators_word_and_only_when_the_others_are_gone
     guest.communicate(timeout=LONG_S)
     status = tmp_path / "runs/tiny/status.json"
 
-    def told() -> str:
+    def printed() -> str:
         return "\n".join(event["text"] for event in json.loads(status.read_bytes())["happenings"])
 
-    wait_for(lambda: host.poll() is not None or "nothing is committed until a majority" in told())
+    wait_for(lambda: host.poll() is not None or "nothing is committed until a majority" in printed())
     seen = committed(tmp_path)
     refused = end(start("recover", "runs/tiny", "--wait", "30"), code=2)
     names = re.findall(r"\b[a-z2-7]{32}(?:\.\w+)+", refused.partition("do not answer")[0])
@@ -53,7 +53,12 @@ def test_survivors_go_on_by_the_operators_word_and_only_when_the_others_are_gone
     assert re.search(r"given up 3 of 5 peers: 2 go on from step \d+ back at the state of step \d+", said), said
     assert "the survivors train again" in said
     output = end(host)
-    found = summary(tmp_path)
-    assert found["balanced"], found["reason"]
-    assert (found["steps"], found["committed"], found["lost"], found["counted_twice"]) == (steps, 4 * steps, 0, 0)
-    assert found["recovered"] == 1 and "given up 3 of 5 peers" in output
+    account = summary(tmp_path)
+    assert account["balanced"], account["reason"]
+    assert (account["steps"], account["committed"], account["lost"], account["counted_twice"]) == (
+        steps,
+        4 * steps,
+        0,
+        0,
+    )
+    assert account["recovered"] == 1 and "given up 3 of 5 peers" in output

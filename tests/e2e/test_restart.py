@@ -29,7 +29,7 @@ from tests.e2e.test_run import (
 )
 
 from shoal import config as configuration
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.records.account import CommittedStep, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -77,10 +77,10 @@ def test_a_run_killed_whole_goes_on_from_its_checkpoint_when_the_same_command_is
     trained = committed(tmp_path)
     output = end(start("run", *COMMAND))
     firsts += map(int, re.findall(r"(\d+) steps that were committed after step \d+ are undone", output))
-    found = summary(tmp_path)
+    account = summary(tmp_path)
     undone = 4 * sum(firsts)
-    assert_balanced(found, STEPS)
-    assert found["undone"] == undone >= 4 * 2, "the steps before the first checkpoint at least"
+    assert_balanced(account, STEPS)
+    assert account["undone"] == undone >= 4 * 2, "the steps before the first checkpoint at least"
     assert trained[-1].commit.step < STEPS - 1, "the last kill came in time"
 
     config = configuration.load(
@@ -89,16 +89,16 @@ def test_a_run_killed_whole_goes_on_from_its_checkpoint_when_the_same_command_is
     steps = [step.commit for step in committed(tmp_path)]
     assert [commit.step for commit in steps] == list(range(STEPS))
     process, alone = reference.follow(config, open_dataset(config), map(reference.as_recorded, steps))
-    assert [one.loss for one in alone] == found["losses"]
+    assert [one.loss for one in alone] == account["losses"]
     assert [one.norm for one in alone] == [commit.norm for commit in steps]
     wanted_state = reference.checkpoint(tmp_path / "runs/tiny", STEPS)
     assert reference.differing(process.state(), wanted_state) == []
 
     again = end(start("run", *COMMAND))  # nothing left to do: a supervisor that gives it again does no harm
-    assert f"all {STEPS} steps are trained" in again and summary(tmp_path) == found
+    assert f"all {STEPS} steps are trained" in again and summary(tmp_path) == account
     (tmp_path / "runs/tiny/summary.json").unlink()  # as if the launcher had been killed before it wrote that
     assert "Every sample counted once." in end(start("run", *COMMAND))
-    assert summary(tmp_path)["losses"] == found["losses"] and summary(tmp_path)["undone"] == undone
+    assert summary(tmp_path)["losses"] == account["losses"] and summary(tmp_path)["undone"] == undone
 
 
 def damaged(path: Path) -> None:
@@ -122,9 +122,9 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_taken(start: St
     assert re.search(r"passed over \S*step-8: damaged: optimizer/stage-00002-of-00003.safetensors has SHA-256", output)
     assert re.search(r"passed over \S*step-6: damaged: model-00001-of-00003.safetensors is missing", output)
     assert "GOING BACK to step 4: its checkpoint is the newest that is whole" in output
-    found = summary(tmp_path)
-    assert_balanced(found, 8)
-    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)  # in whatever order microbatches were added
+    account = summary(tmp_path)
+    assert_balanced(account, 8)
+    assert account["losses"] == pytest.approx(whole["losses"], rel=1e-5)  # in whatever order microbatches were added
     assert sorted(path.name for path in checkpoints.glob("step-*")) == [
         "step-4",
         "step-6",

@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SOURCE = Path(__file__).parents[2] / "src"
 LONG_S = 600.0
 
-# hop_floor_s is long: on a busy machine nothing may be called slow. Silence stays short enough to notice a kill.
+# min_request_timeout_s is long: on a busy machine nothing may be called slow. Silence stays short enough to notice a kill.
 CONFIG = """
 [run]
 name = "tiny"
 peers = 3
 stages = 3
 steps = 4
-hop_floor_s = 60.0
+min_request_timeout_s = 60.0
 [model]
 hidden_size = 16
 layers = 3
@@ -95,13 +95,13 @@ def end(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def summary(tmp_path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((tmp_path / "runs/tiny/summary.json").read_bytes())
-    return found
+    account: dict[str, Any] = json.loads((tmp_path / "runs/tiny/summary.json").read_bytes())
+    return account
 
 
 def children(launcher: int) -> dict[int, str]:
     """Process ids and command lines of a launcher's peers."""
-    found = {}
+    commands = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -110,8 +110,8 @@ def children(launcher: int) -> dict[int, str]:
             except (OSError, ValueError):
                 continue  # it has ended meanwhile
             if parent == launcher and "shoal.launcher.peer" in command:
-                found[int(entry.name)] = command
-    return found
+                commands[int(entry.name)] = command
+    return commands
 
 
 def alive(process: int) -> bool:
@@ -133,22 +133,22 @@ def steps_done(tmp_path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def assert_balanced(found: dict[str, Any], steps: int) -> None:
-    assert found["balanced"], found["reason"]
-    assert (found["steps"], found["issued"], found["committed"]) == (steps, 4 * steps, 4 * steps)
-    assert (found["lost"], found["counted_twice"]) == (0, 0)
-    assert len(found["losses"]) == steps
+def assert_balanced(account: dict[str, Any], steps: int) -> None:
+    assert account["balanced"], account["reason"]
+    assert (account["steps"], account["issued"], account["committed"]) == (steps, 4 * steps, 4 * steps)
+    assert (account["lost"], account["counted_twice"]) == (0, 0)
+    assert len(account["losses"]) == steps
 
 
 def test_a_run_leaves_its_account_its_checkpoint_and_a_trace_that_replays(start: Start, tmp_path: Path) -> None:
     output = end(start("run", "tiny.toml", "network.discovery=dht"))
     assert "Every sample counted once." in output
-    found = summary(tmp_path)
-    assert_balanced(found, 4)
-    assert found["losses"][-1] < found["losses"][0]
+    account = summary(tmp_path)
+    assert_balanced(account, 4)
+    assert account["losses"][-1] < account["losses"][0]
     directory = tmp_path / "runs/tiny"
     assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert Path(found["checkpoint"]) == directory / "checkpoints/step-4"
+    assert Path(account["checkpoint"]) == directory / "checkpoints/step-4"
     assert (directory / "checkpoints/step-4/model.safetensors.index.json").exists()
     assert end(start("replay", "runs/tiny")).startswith("identical: ")
     assert "Every sample counted once." in end(start("status", "tiny.toml"))
@@ -162,10 +162,10 @@ def test_a_killed_peer_costs_no_sample_and_changes_no_loss(start: Start, tmp_pat
     wait_for(lambda: launcher.poll() is not None or 1 <= steps_done(tmp_path) < 30)
     os.kill(max(children(launcher.pid)), signal.SIGKILL)  # any one: each stage has two
     output = end(launcher)
-    found = summary(tmp_path)
+    account = summary(tmp_path)
     assert "its process ended with -9" in output
-    assert_balanced(found, 30)
-    assert found["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
+    assert_balanced(account, 30)
+    assert account["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
 
 
 def test_a_resumed_run_goes_on_at_the_next_sample_with_the_same_account(start: Start, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_wide_lines_own_the_round_and_every_bit_is_that_of_one_process(tmp_path:
     (tmp_path / "plan.json").write_text(
         json.dumps({"layers": 2, "stages": [stage], "line_rates": list(WIDTHS.values())})
     )
-    run = Run(tmp_path, "unlike", f"run.round_bytes={round_bytes}", plan=tmp_path / "plan.json")
+    run = Run(tmp_path, "unlike", f"run.averaging_memory_bytes={round_bytes}", plan=tmp_path / "plan.json")
     left = run.left()
     assert_same_bits(left, reference.commits(left.directory))
     for commit in reference.commits(left.directory):

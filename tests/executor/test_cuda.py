@@ -41,9 +41,9 @@ def freed() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def away(found: Tensor, wanted: Tensor) -> float:
+def away(values: Tensor, wanted: Tensor) -> float:
     """Euclidean distance over the norm."""
-    return float((found.cpu().double() - wanted.cpu().double()).norm() / wanted.cpu().double().norm())
+    return float((values.cpu().double() - wanted.cpu().double()).norm() / wanted.cpu().double().norm())
 
 
 @pytest.mark.gpu

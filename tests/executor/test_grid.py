@@ -36,8 +36,8 @@ def of_groups(family: str, dtype: str, tied: bool, count: int) -> Config:
     config = a_config(dtype=dtype, family=family, tied_embeddings=tied, layers=3 if count == 5 else 4)
     runner = Runner(stages.build(config, 0), config)
     spans = next(spans for spans in memory._partitions(runner.sizes) if len(spans) == count)
-    made = memory._plan(runner.sizes, spans, Trial(runner, config).live, runner.fixed_bytes, slabs=2)
-    return limited(config, made.device_bytes)
+    layout = memory._plan(runner.sizes, spans, Trial(runner, config).live, runner.fixed_bytes, slabs=2)
+    return limited(config, layout.device_bytes)
 
 
 def of_microbatches(config: Config, count: int) -> Config:

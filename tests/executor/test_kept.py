@@ -178,7 +178,7 @@ def test_no_more_than_the_set_number_and_the_memory_left_are_kept() -> None:
 
 def test_nothing_is_kept_once_half_of_the_free_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     free_bytes = 1e9
-    monkeypatch.setattr(graphs.fit, "free_bytes", lambda: free_bytes)
+    monkeypatch.setattr(graphs.host, "free_bytes", lambda: free_bytes)
     one = resident(executor.create(a_config(-1), 0))
     for tokens in BATCH[:2]:
         one.forward(inputs(tokens))

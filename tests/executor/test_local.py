@@ -33,9 +33,9 @@ def a_config(executor: str = "resident", memory_bytes: int = 0, **train: Any) ->
 
 
 def a_replica(**given: Any) -> LocalSteps:
-    made = executor.create(a_config(**given), 0)
-    assert isinstance(made, LocalSteps)
-    return made
+    replica = executor.create(a_config(**given), 0)
+    assert isinstance(replica, LocalSteps)
+    return replica
 
 
 def book(one: Executor, indices: range | list[int]) -> list[float | None]:
@@ -77,20 +77,20 @@ def test_a_step_is_taken_after_every_local_batch_and_the_rest_when_the_round_ask
     assert not torch.equal(one.forward(inputs(BATCH[5])), whole.forward(inputs(BATCH[5])))
     book(one, [2])
     before = one.forward(inputs(BATCH[5]))
-    brought = one.contribution()
+    contribution = one.contribution()
     assert not torch.equal(one.forward(inputs(BATCH[5])), before)
-    assert torch.equal(one.contribution(), brought)  # asked again, nothing more is done
+    assert torch.equal(one.contribution(), contribution)  # asked again, nothing more is done
 
 
 def test_the_learning_rate_rises_anew_in_every_round() -> None:
     for step in range(2):  # the first local step of each, at half the rate
-        found = [a_replica(), a_replica(round_warmup=2), a_replica(learning_rate=0.005)]
-        for one in found:
+        replicas = [a_replica(), a_replica(local_warmup=2), a_replica(learning_rate=0.005)]
+        for one in replicas:
             one.zero(step)
             book(one, range(2))
-        plain, warming, half = (one.contribution() for one in found)
+        plain, warming, half = (one.contribution() for one in replicas)
         assert torch.equal(warming, half) and not torch.equal(warming, plain)
-    whole, shared = a_replica(learning_rate=0.005), a_replica(learning_rate=0.005, round_warmup=1)
+    whole, shared = a_replica(learning_rate=0.005), a_replica(learning_rate=0.005, local_warmup=1)
     assert a_round([whole], [list(range(6))], 0).equal(a_round([shared], [list(range(6))], 0))
 
 
@@ -156,7 +156,7 @@ def test_a_refused_microbatch_is_not_weighed(monkeypatch: pytest.MonkeyPatch) ->
         (["run.stages=1", "train.local_batch=6"], r"train\.local_batch = 6 is no multiple .* try train\.local_batch=8"),
         (["run.stages=1", "run.peers=7"], r"train\.batch / run\.peers = 9\.14286 is no multiple"),
         (["run.stages=1", "run.peers=4", "device.executor=emulated"], "needs a model to step"),
-        (["run.stages=1", "run.peers=4", "train.round_warmup=21"], r"round_warmup = 21 does not end .* try 5"),
+        (["run.stages=1", "run.peers=4", "train.local_warmup=21"], r"local_warmup = 21 does not end .* try 5"),
         (["run.stages=1", "run.peers=4", "device.sequences=3"], r"device\.sequences = 3 does not divide"),
     ],
 )
@@ -166,7 +166,7 @@ def test_local_steps_that_cannot_work_are_refused(words: list[str], complaint: s
 
 
 def test_a_step_of_the_run_is_as_many_microbatches_as_all_its_local_steps_take() -> None:
-    found = configuration.load(None, ["run.stages=1", "run.peers=4", "train.local_steps=20"])
-    assert configuration.settings(found).microbatches == 20 * 64 // 4
-    assert configuration.local_batch(found) == 16
-    assert msgspec.structs.replace(found.train, local_steps=1) == configuration.load(None, []).train
+    tree = configuration.load(None, ["run.stages=1", "run.peers=4", "train.local_steps=20"])
+    assert configuration.settings(tree).microbatches == 20 * 64 // 4
+    assert configuration.local_batch(tree) == 16
+    assert msgspec.structs.replace(tree.train, local_steps=1) == configuration.load(None, []).train

@@ -18,11 +18,11 @@ def live(start: int, stop: int) -> int:
 
 
 def test_without_a_limit_a_stage_is_one_group_in_one_slot() -> None:
-    made = plan(SIZES, live, limit=0)
-    assert [(group.start, group.stop) for group in made.groups] == [(0, 6)]
-    assert made.slot_bytes == (4 * sum(VALUES.values()),)
-    assert made.device_bytes == made.slot_bytes[0] + made.slab_bytes[0] + 6000
-    assert (len(made.slot_bytes), len(made.slab_bytes)) == (1, 1)
+    layout = plan(SIZES, live, limit=0)
+    assert [(group.start, group.stop) for group in layout.groups] == [(0, 6)]
+    assert layout.slot_bytes == (4 * sum(VALUES.values()),)
+    assert layout.device_bytes == layout.slot_bytes[0] + layout.slab_bytes[0] + 6000
+    assert (len(layout.slot_bytes), len(layout.slab_bytes)) == (1, 1)
 
 
 def test_groups_are_the_fewest_that_fit_as_even_as_can_be() -> None:
@@ -37,15 +37,15 @@ def test_groups_are_the_fewest_that_fit_as_even_as_can_be() -> None:
 def test_every_limit_is_kept_or_refused_with_one_that_is_enough() -> None:
     for limit in range(10_000, 60_000, 777):
         try:
-            made = plan(SIZES, live, limit=limit, fixed_bytes=100)
+            layout = plan(SIZES, live, limit=limit, fixed_bytes=100)
         except ValueError as error:
             enough = int(str(error).split("try device.memory_bytes=")[1].split()[0])
             assert enough > limit
             assert plan(SIZES, live, limit=enough, fixed_bytes=100).device_bytes <= enough
         else:
-            assert made.device_bytes <= limit
-            assert [group.start for group in made.groups[1:]] == [group.stop for group in made.groups[:-1]]
-            assert (made.groups[0].start, made.groups[-1].stop) == (0, len(UNITS))
+            assert layout.device_bytes <= limit
+            assert [group.start for group in layout.groups[1:]] == [group.stop for group in layout.groups[:-1]]
+            assert (layout.groups[0].start, layout.groups[-1].stop) == (0, len(UNITS))
 
 
 def test_a_shared_parameter_lies_in_both_groups_and_is_summed_in_the_first() -> None:

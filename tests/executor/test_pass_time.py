@@ -75,10 +75,10 @@ def run(one: Swapping, slices: int) -> None:
 def drawn(rng: Random, count: int) -> list[Seconds]:
     """Where loads, stores or compute bind by turns."""
     scale = [10 ** rng.uniform(-1.0, 1.0) for _ in range(3)]
-    found = []
+    cases = []
     for _ in range(count):
         forward = scale[0] * rng.uniform(0.5, 2.0)
-        found.append(
+        cases.append(
             Seconds(
                 load=scale[1] * rng.uniform(0.5, 2.0),
                 store=scale[2] * rng.uniform(0.5, 2.0),
@@ -86,7 +86,7 @@ def drawn(rng: Random, count: int) -> list[Seconds]:
                 back=forward * rng.uniform(2.0, 4.0),
             )
         )
-    return found
+    return cases
 
 
 @pytest.mark.parametrize("seed", range(40))

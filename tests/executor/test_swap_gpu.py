@@ -24,10 +24,10 @@ def bench() -> ModuleType:
     try:
         spec = importlib.util.spec_from_file_location("swap_gpu", BENCHMARKS / "swap_gpu.py")
         assert spec is not None and spec.loader is not None
-        made = importlib.util.module_from_spec(spec)
-        sys.modules["swap_gpu"] = made  # msgspec looks its annotations up there
-        spec.loader.exec_module(made)
-        return made
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["swap_gpu"] = module  # msgspec looks its annotations up there
+        spec.loader.exec_module(module)
+        return module
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -67,27 +67,29 @@ def test_a_trace_of_the_profiler_is_read_for_copies_and_kernels_alone(bench: Mod
 @pytest.mark.slow
 def test_shapes_are_the_published_ones_and_enough_microbatches_hide_the_loads(bench: ModuleType) -> None:
     for shape, parameters in (("7b", 6.74e9), ("14b", 14.77e9)):
-        found = analysis.count(bench.a_config(a_case(bench, shape=shape, sequence=2048)))
-        assert found.parameters == pytest.approx(parameters, rel=0.01)
-        flops = bench.pass_flops(found, found.blocks)
-        assert 1.0 < flops / (8 * (found.parameters - found.parts[0].parameters) * 2048) < 1.2  # and attention
-        assert flops - bench.pass_flops(found, found.blocks - 1) == 4 * found.parts[1].flops
-        counts = [bench.microbatches(found, bench.Machine("", flops, 25e9), 2048) for flops in (71e12, 312e12, 989e12)]
+        measured = analysis.count(bench.a_config(a_case(bench, shape=shape, sequence=2048)))
+        assert measured.parameters == pytest.approx(parameters, rel=0.01)
+        flops = bench.pass_flops(measured, measured.blocks)
+        assert 1.0 < flops / (8 * (measured.parameters - measured.parts[0].parameters) * 2048) < 1.2  # and attention
+        assert flops - bench.pass_flops(measured, measured.blocks - 1) == 4 * measured.parts[1].flops
+        counts = [
+            bench.microbatches(measured, bench.Machine("", flops, 25e9), 2048) for flops in (71e12, 312e12, 989e12)
+        ]
         assert counts[0] <= 2 < counts[1] < counts[2]
 
 
 def test_a_case_on_the_cpu_is_measured_and_one_that_cannot_be_says_why(bench: ModuleType) -> None:
     case = a_case(bench)
-    found = bench.measured(case)
-    assert not found.why_not and found.layers == 4 and found.groups > 1 and found.tokens == 48
-    assert 0 < found.peak_bytes <= found.planned_bytes <= 1 << 20
+    measured = bench.measured(case)
+    assert not measured.why_not and measured.layers == 4 and measured.groups > 1 and measured.tokens == 48
+    assert 0 < measured.peak_bytes <= measured.planned_bytes <= 1 << 20
     profile = analysis.count(bench.a_config(case))
-    told = bench.line(case, found, profile, bench.Machine("cpu", 1e9, 1e9))
-    assert told["within_limit"] and told["layers"] == "4 of 4" and 0 < told["with_optimizer"] < told["tokens_per_s"]
-    assert told["utilisation"] == pytest.approx(3 * bench.pass_flops(profile, 4) / found.pass_s / 1e9, rel=1e-2)
-    assert "4 of 4 layers" in bench.words(told) and "ABOVE" not in bench.words(told)
+    line = bench.line(case, measured, profile, bench.Machine("cpu", 1e9, 1e9))
+    assert line["within_limit"] and line["layers"] == "4 of 4" and 0 < line["with_optimizer"] < line["tokens_per_s"]
+    assert line["utilisation"] == pytest.approx(3 * bench.pass_flops(profile, 4) / measured.pass_s / 1e9, rel=1e-2)
+    assert "4 of 4 layers" in bench.words(line) and "ABOVE" not in bench.words(line)
     over = bench.line(
-        case, msgspec.structs.replace(found, reserved_bytes=2 << 20), profile, bench.Machine("", 1e9, 1e9)
+        case, msgspec.structs.replace(measured, reserved_bytes=2 << 20), profile, bench.Machine("", 1e9, 1e9)
     )
     assert "ABOVE THE LIMIT" in bench.words(over)
     assert "largest unit" in bench.words(
@@ -106,17 +108,19 @@ def test_a_model_loses_layers_until_the_host_has_room(bench: ModuleType) -> None
 
 
 def test_deepspeeds_settings_add_up_the_microbatches_of_a_step(bench: ModuleType) -> None:
-    found = bench.zero3(a_case(bench))
-    assert found["gradient_accumulation_steps"] == 3 and found["zero_optimization"]["stage"] == 3
-    assert json.loads(json.dumps(found)) == found
+    measured = bench.zero3(a_case(bench))
+    assert measured["gradient_accumulation_steps"] == 3 and measured["zero_optimization"]["stage"] == 3
+    assert json.loads(json.dumps(measured)) == measured
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_a_device_it_says_so_and_ends_well() -> None:
-    found = ran()
-    assert found.returncode == 0
-    assert found.stdout == "PyTorch finds no CUDA device here, and this benchmark measures one: nothing was measured\n"
+    measured = ran()
+    assert measured.returncode == 0
+    assert (
+        measured.stdout == "PyTorch finds no CUDA device here, and this benchmark measures one: nothing was measured\n"
+    )
 
 
 @pytest.mark.slow
@@ -136,9 +140,9 @@ def test_all_systems_run_in_processes_of_their_own() -> None:
         "--steps",
         "1",
     )
-    found = ran(*words)
-    assert found.returncode == 0, found.stderr
-    *_, last = found.stdout.splitlines()
+    measured = ran(*words)
+    assert measured.returncode == 0, measured.stderr
+    *_, last = measured.stdout.splitlines()
     cases = json.loads(last)["setting"]["cases"]
     assert [case["system"] for case in cases] == ["shoal", "fsdp2", "deepspeed"]
     assert all(case["tokens_per_s"] > 0 and case["parameters"] == 172_608 for case in cases[:2])

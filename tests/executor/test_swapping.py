@@ -53,16 +53,16 @@ def limits(config: Config, stage: int = 0) -> list[int]:
     most = swapping(config, 0, stage).plan.device_bytes
     with pytest.raises(ValueError, match="largest unit") as refused:
         swapping(config, 1, stage)
-    found = re.search(r"try device\.memory_bytes=(\d+)", str(refused.value))
-    assert found is not None
-    return [most, (most + int(found[1])) // 2, int(found[1])]
+    match = re.search(r"try device\.memory_bytes=(\d+)", str(refused.value))
+    assert match is not None
+    return [most, (most + int(match[1])) // 2, int(match[1])]
 
 
 def whole_batch(one: Swapping) -> list[float | None]:
     """The losses of the batch's microbatches, run back through a model of one stage layer by layer."""
-    found = one.backward_many([inputs(tokens) for tokens in BATCH], [None] * len(BATCH), BATCH)
-    assert all(grad is None for grad, _ in found)
-    return [loss for _, loss in found]
+    results = one.backward_many([inputs(tokens) for tokens in BATCH], [None] * len(BATCH), BATCH)
+    assert all(grad is None for grad, _ in results)
+    return [loss for _, loss in results]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_gradients_and_parameters_are_the_resident_executors_bit_for_bit(family:
 
 def through(chain: list[Any], order: list[int]) -> list[Tensor | float | None]:
     """All microbatches forward, then back in `order`, one by one, as peers do: what each hop gave."""
-    ways, found = {}, []
+    ways, results = {}, []
     for index, tokens in enumerate(BATCH):
         xs = [inputs(tokens)]
         for one in chain[:-1]:
@@ -108,8 +108,8 @@ def through(chain: list[Any], order: list[int]) -> list[Tensor | float | None]:
         grad: Tensor | None = None
         for one, x in zip(reversed(chain), reversed(ways[index]), strict=True):
             grad, loss = one.backward(x, grad, BATCH[index] if one is chain[-1] else None)
-            found += [grad, loss]
-    return found
+            results += [grad, loss]
+    return results
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -153,13 +153,13 @@ def test_slices_of_a_microbatch_pass_through_each_group_before_the_next_is_loade
         [swapping(config, least[stage], stage) for stage in range(2)],
         [resident(config, s) for s in range(2)],
     )
-    found = []
+    results = []
     for first, last in (unsliced, plain, swapped):
         x = first.forward(inputs(tokens))
         grad, loss = last.backward(x, None, tokens)
         first.backward(inputs(tokens), grad, None)
-        found.append((x, grad, loss, first.sum, last.sum))
-    for ours, theirs, whole in zip(found[2], found[1], found[0], strict=True):
+        results.append((x, grad, loss, first.sum, last.sum))
+    for ours, theirs, whole in zip(results[2], results[1], results[0], strict=True):
         if isinstance(ours, Tensor):
             assert torch.equal(ours, theirs)
             assert torch.allclose(ours, whole, rtol=0.05, atol=1e-2 if dtype == "bfloat16" else 1e-6)
@@ -170,7 +170,7 @@ def test_slices_of_a_microbatch_pass_through_each_group_before_the_next_is_loade
     for one in (*plain, *swapped):
         before = one.sum.clone()
         with pytest.raises(ValueError, match=r"finite|gradient"):
-            last_x = found[0][0].clone()
+            last_x = results[0][0].clone()
             last_x[-1] = math.inf  # in the last slice
             one.backward(inputs(tokens) if one in (plain[0], swapped[0]) else last_x, last_x, tokens)
         assert torch.equal(one.sum, before)

@@ -23,10 +23,10 @@ FACTS = edges.Facts(name="p9.0", peer="p0.0", view=VIEW, term=3, round=5)
 
 @pytest.mark.parametrize("kind", edges.KINDS, ids=lambda kind: kind.__name__)
 def test_every_attack_is_let_in_and_comes_once(kind: type[m.Message]) -> None:
-    found = list(edges.attacks(kind, FACTS))
-    assert len({label for label, _ in found}) == len(found)
-    assert found == list(edges.attacks(kind, FACTS))
-    for label, message in found:
+    attacks = list(edges.attacks(kind, FACTS))
+    assert len({label for label, _ in attacks}) == len(attacks)
+    assert attacks == list(edges.attacks(kind, FACTS))
+    for label, message in attacks:
         data = msgspec.msgpack.encode(message)
         assert len(data) < MAX_CONTROL_BYTES, label
         assert msgspec.msgpack.decode(data, type=m.Message) == message, label

@@ -21,7 +21,7 @@ from shoal.transport.emulated.memory import MemoryTransport
 
 changed = msgspec.structs.replace
 # With seconds of silence: a peer that an attack has thrown out comes back by itself or not at all.
-CONFIG = changed(TINY, run=changed(TINY.run, steps=24, silence_s=4.0))
+CONFIG = changed(TINY, run=changed(TINY.run, steps=24, heartbeat_timeout_s=4.0))
 AT_ONCE = 40  # attacks between two times that the peers have their turn
 VALUES = Blob("float32", (4,), bytes(16))
 

@@ -27,6 +27,16 @@ def test_a_plain_decoder_counts_what_its_formula_says() -> None:
     assert 0.5 < kept / guessed < 2
 
 
+def test_of_a_large_vocabulary_a_slice_of_the_logits_counts_and_all_of_their_flops() -> None:
+    """All logits of 2,048 tokens take 3.2 GB."""
+    sizes = ["model.vocab_size=131072", "data.sequence=1024"]
+    tree = config.load(None, [*SMALL, *WORK, *sizes])
+    counted, formula = (each.parts[-1] for each in (analysis.count(tree), profile(shape(tree), work(tree))))
+    assert counted.flops == formula.flops == 2.0 * 2048 * 131072 * 32
+    assert formula.activation_bytes == 12 * 2**24
+    assert counted.activation_bytes + counted.working_bytes < 2 * formula.activation_bytes
+
+
 def test_parameters_are_those_of_the_stages_that_a_run_builds() -> None:
     tree = config.load(None, [*SMALL, *WORK, "run.stages=2"])
     counted = analysis.count(tree)
@@ -42,11 +52,22 @@ def test_more_tokens_are_more_flops_and_bytes_and_attention_grows_with_their_squ
     assert two.parts[1].activation_bytes == pytest.approx(2 * one.parts[1].activation_bytes, rel=0.1)
 
 
+def test_a_family_without_fused_attention_keeps_its_scores_and_is_named() -> None:
+    """Gemma 2 caps the scores, which no fused kernel of transformers does: of the same sizes, Gemma keeps less."""
+    gemma, gemma2 = (
+        analysis.count(config.load(None, [*SMALL, *WORK, "data.sequence=256", f"model.family={family}"]))
+        for family in ("gemma", "gemma2")
+    )
+    scores_bytes = 4 * 2 * 4 * 256 * 256  # one fp32 copy: of 2 sequences, 4 heads
+    assert gemma2.parts[1].activation_bytes > gemma.parts[1].activation_bytes + 2 * scores_bytes
+    assert "gemma2 attends without a fused kernel" in gemma2.basis and "fused" not in gemma.basis
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "gpt_neox", "phi3", "olmo2"]
 )
 def test_other_families_are_counted_without_being_built(family: str) -> None:
-    made = analysis.count(config.load(None, [f"model.family={family}", "model.layers=2", "run.stages=1"]))
-    assert len(made.parts) == 4
-    assert all(part.flops > 0 and part.activation_bytes > 0 for part in made.parts[1:])
+    tree = analysis.count(config.load(None, [f"model.family={family}", "model.layers=2", "run.stages=1"]))
+    assert len(tree.parts) == 4
+    assert all(part.flops > 0 and part.activation_bytes > 0 for part in tree.parts[1:])

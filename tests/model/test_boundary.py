@@ -40,10 +40,10 @@ def test_a_cut_model_with_layers_at_its_cuts_is_the_whole_bit_for_bit(kind: str,
     for executor in executors[:-1]:
         hidden.append(executor.forward(hidden[-1]))
         assert hidden[-1].shape[-1] == 32 // int(kind[-2])
-    grad, found = executors[2].backward(hidden[2], None, tokens)
+    grad, input_grad = executors[2].backward(hidden[2], None, tokens)
     grad, _ = executors[1].backward(hidden[1], grad, None)
     executors[0].backward(hidden[0], grad, None)
-    assert found == float(loss.detach())
+    assert input_grad == float(loss.detach())
     microbatches = config.train.batch // config.train.microbatch
     for executor, names in zip(executors, named, strict=True):
         wanted = torch.cat([grads[name].reshape(-1) for name in names])
@@ -73,10 +73,10 @@ def test_the_layers_have_as_many_parameters_as_the_published_ones(kind: str, val
 
 def test_maxout_keeps_the_largest_of_adjacent_features_and_what_passes_is_normalised() -> None:
     narrow = boundary.Narrow("maxout", 8, 4)
-    found = narrow(torch.tensor([[[1.0, 5.0, 2.0, 0.0, -9.0, -3.0, -4.0, -8.0]]])).detach()
-    assert found.shape == (1, 1, 2)
-    assert float(found[0, 0, 0]) == pytest.approx(1.0, abs=1e-3)
-    assert float(found[0, 0, 1]) == pytest.approx(-1.0, abs=1e-3)
+    values = narrow(torch.tensor([[[1.0, 5.0, 2.0, 0.0, -9.0, -3.0, -4.0, -8.0]]])).detach()
+    assert values.shape == (1, 1, 2)
+    assert float(values[0, 0, 0]) == pytest.approx(1.0, abs=1e-3)
+    assert float(values[0, 0, 1]) == pytest.approx(-1.0, abs=1e-3)
 
 
 def a_checkpoint(config: configuration.Config, folder: Path) -> Path:
@@ -95,9 +95,9 @@ def test_a_checkpoint_loads_with_our_module_and_is_refused_by_others(tmp_path: P
 
     config = a_config("llama", cut=3, boundary="maxout-2x")
     folder = a_checkpoint(config, tmp_path / "layered")
-    told = json.loads((folder / "config.json").read_text())
-    assert "shoal.model.boundary.load" in told["explanation"]
-    assert (told["boundary"], told["before_blocks"]) == ("maxout-2x", [1, 3])
+    written = json.loads((folder / "config.json").read_text())
+    assert "shoal.model.boundary.load" in written["explanation"]
+    assert (written["boundary"], written["before_blocks"]) == ("maxout-2x", [1, 3])
     with pytest.raises(ValueError, match="shoal_boundary_layers"):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
     x = inputs(some_tokens())
@@ -122,9 +122,9 @@ def test_a_run_starts_from_a_checkpoint_with_the_same_layers_only(tmp_path: Path
     assert boundary_of(good).shape[-1] == 16
     for stage in range(3):
         wanted = dict(stages.build(config, stage).named_parameters())
-        found = dict(stages.build(good, stage).named_parameters())
-        assert list(found) == list(wanted)
-        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+        parameters = dict(stages.build(good, stage).named_parameters())
+        assert list(parameters) == list(wanted)
+        assert all(torch.equal(value, wanted[name]) for name, value in parameters.items())
     for bad in (start(layered, "none", 3), start(layered, "maxout-4x", 3), start(layered, "maxout-2x", 2)):
         with pytest.raises(ValueError, match=r"has boundary layers maxout-2x before blocks \[1, 3\], this run"):
             stages.build(bad, 0)

@@ -37,10 +37,10 @@ def test_a_cut_sequential_has_the_weights_outputs_and_gradients_of_the_whole(sta
     parts[-1].loss(x, TOKENS).backward()
     for y, x in zip(reversed(ys), reversed(xs[1:]), strict=True):
         y.backward(x.grad)
-    found = {name: value for part in parts for name, value in part.named_parameters()}
-    assert list(found) == [name for name, _ in one.named_parameters()]
+    parameters = {name: value for part in parts for name, value in part.named_parameters()}
+    assert list(parameters) == [name for name, _ in one.named_parameters()]
     for name, value in one.named_parameters():
-        assert torch.equal(value, found[name]) and torch.equal(value.grad, found[name].grad), name
+        assert torch.equal(value, parameters[name]) and torch.equal(value.grad, parameters[name].grad), name
 
 
 def test_modules_of_the_same_shape_start_with_different_weights_and_seeds_differ() -> None:

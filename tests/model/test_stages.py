@@ -20,7 +20,7 @@ from shoal.executor import fit
 from shoal.model import stages
 from shoal.model.cut import inputs, next_token_loss, targets
 
-# Window and layer types differ between blocks, so that a block run at another block's index shows.
+# Window and layer types differ between blocks, so that a block run at another block's index shows. test_families.py has more.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
@@ -118,10 +118,10 @@ def test_a_cut_model_has_the_weights_logits_and_gradients_of_the_whole_bit_for_b
     for y, x in zip(reversed(ys[:-1]), reversed(xs[1:]), strict=True):
         y.backward(x.grad)
 
-    found = {name: value for part in parts for name, value in part.named_parameters()}
+    cut_parameters = {name: value for part in parts for name, value in part.named_parameters()}
     assert torch.equal(ys[-1], logits)
-    assert list(found) == list(parameters)
-    for name, value in found.items():
+    assert list(cut_parameters) == list(parameters)
+    for name, value in cut_parameters.items():
         assert torch.equal(value, parameters[name]), name
         assert value.grad is not None and torch.equal(value.grad, gradients[name]), name
 
@@ -210,7 +210,9 @@ def test_tied_embeddings_are_one_parameter_in_one_stage_and_refused_in_more() ->
     ("config", "message"),
     [
         (a_config(cut=5), r"run\.stages = 5.*4 blocks.*try run\.stages=4"),
-        (a_config("gpt2"), "no pipeline plan"),
+        (a_config("gptj", kv_heads=4, intermediate_size=384), "no pipeline plan.*Shoal only one of gpt2, bloom"),
+        (a_config("gpt2"), r"model\.kv_heads = 2 has no effect: gpt2 has no such field"),
+        (a_config("gpt2", kv_heads=4), r"set model\.extra\.resid_pdrop=0\.0 model\.extra\.embd_pdrop=0\.0"),
         (a_config("gemma3"), r"try model\.family=gemma3_text"),
         (a_config("lama"), "did you mean 'llama'"),
         (a_config(heads=5), r"model\.hidden_size = 32 is not a multiple of model\.heads = 5"),

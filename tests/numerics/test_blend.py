@@ -13,15 +13,15 @@ def a_stage(blocks: range, value: float, **others: torch.Tensor) -> dict[str, to
 
 
 def test_blocks_are_means_of_those_at_the_same_depth() -> None:
-    made = blend(a_stage(range(2, 4), 0.0), a_stage(range(2), 10.0), a_stage(range(4, 6), 100.0), 0.75)
-    assert made.keys() == a_stage(range(2, 4), 0.0).keys()
-    assert torch.equal(made["model/layers.2.up.weight"], torch.full((2, 3), 0.75 * 10 + 0.25 * 104))
-    assert torch.equal(made["model/layers.3.up.weight"], torch.full((2, 3), 0.75 * 11 + 0.25 * 105))
+    blended = blend(a_stage(range(2, 4), 0.0), a_stage(range(2), 10.0), a_stage(range(4, 6), 100.0), 0.75)
+    assert blended.keys() == a_stage(range(2, 4), 0.0).keys()
+    assert torch.equal(blended["model/layers.2.up.weight"], torch.full((2, 3), 0.75 * 10 + 0.25 * 104))
+    assert torch.equal(blended["model/layers.3.up.weight"], torch.full((2, 3), 0.75 * 11 + 0.25 * 105))
 
 
 def test_neighbours_of_another_length_are_stretched() -> None:
-    made = blend(a_stage(range(2, 6), 0.0), a_stage(range(2), 0.0), a_stage(range(6, 7), 0.0), 1.0)
-    assert [float(made[f"model/layers.{block}.up.weight"][0, 0]) for block in range(2, 6)] == [0.0, 0.0, 1.0, 1.0]
+    blended = blend(a_stage(range(2, 6), 0.0), a_stage(range(2), 0.0), a_stage(range(6, 7), 0.0), 1.0)
+    assert [float(blended[f"model/layers.{block}.up.weight"][0, 0]) for block in range(2, 6)] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_stage_with_an_embedding_of_its_own_is_refused() -> None:

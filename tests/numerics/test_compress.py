@@ -20,15 +20,15 @@ SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 1025, 4096, 
 
 
 def drawn(count: int, seed: int, scale: float = 1.0, outliers: bool = False) -> torch.Tensor:
-    made = torch.Generator().manual_seed(seed)
-    values = torch.randn(count, generator=made) * scale
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator) * scale
     if outliers:
         values[:: max(1, count // 7)] *= 50.0
     return values
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def relative(values: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((values.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @settings(max_examples=60, deadline=None)
@@ -40,9 +40,9 @@ def test_bytes_are_the_formulas_and_values_come_back_within_the_bound(
     code = compress.encode(values, how)
     assert code.data.numel() == codec.nbytes(code.codec, code.shape, code.dtype)
     assert compress.fault(code) == ""
-    found = compress.decode(code)
-    assert found.shape == values.shape and found.dtype == values.dtype
-    error = (found.double() - values.double()).abs()
+    decoded = compress.decode(code)
+    assert decoded.shape == values.shape and decoded.dtype == values.dtype
+    error = (decoded.double() - values.double()).abs()
     if how == "none":
         assert not error.any()
     elif how == "bf16":
@@ -60,9 +60,9 @@ def test_bytes_are_the_formulas_and_values_come_back_within_the_bound(
 def test_error_statistics_against_double_precision(how: str, most: float) -> None:
     """Normal values; int8 by block absmax and a square law, int4 by 16 levels of a rotated group."""
     values = drawn(1 << 18, 1)
-    found = compress.decode(compress.encode(values, how))
-    assert relative(found, values) < most
-    bias = float((found.double() - values.double()).mean())
+    decoded = compress.decode(compress.encode(values, how))
+    assert relative(decoded, values) < most
+    bias = float((decoded.double() - values.double()).mean())
     assert abs(bias) < 3e-4
 
 
@@ -84,11 +84,11 @@ def test_outliers_do_not_cost_their_neighbours_everything() -> None:
 def test_a_code_of_a_code_is_the_same_values_and_pieces_do_not_show(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = drawn(50_000, 3, outliers=True)
     code = compress.encode(values, how)
-    found = compress.decode(code)
+    decoded = compress.decode(code)
     monkeypatch.setattr(compress, "PIECE", 4096)
     again = compress.encode(values, how)
     assert torch.equal(again.data, code.data)
-    assert torch.equal(compress.decode(again), found)
+    assert torch.equal(compress.decode(again), decoded)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -96,9 +96,9 @@ def test_shape_and_type_are_kept(how: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((3, 5, 7), (0,), (1,), ()):
             values = torch.linspace(-1, 1, math.prod(shape)).to(dtype).view(shape)
-            found = compress.decode(compress.encode(values, how))
-            assert (found.shape, found.dtype) == (values.shape, dtype)
-            assert torch.allclose(found.float(), values.float(), atol=0.3)
+            decoded = compress.decode(compress.encode(values, how))
+            assert (decoded.shape, decoded.dtype) == (values.shape, dtype)
+            assert torch.allclose(decoded.float(), values.float(), atol=0.3)
 
 
 @pytest.mark.parametrize("how", ["bf16", "int8", "int4"])
@@ -115,9 +115,9 @@ def test_zeros_stay_zeros_and_extremes_stay_finite() -> None:
         assert not compress.decode(compress.encode(torch.zeros(5000), how)).any()
     largest = torch.finfo(torch.float32).max
     for how in ("int8", "none"):
-        found = compress.decode(compress.encode(torch.tensor([largest, -largest, 1.0]), how))
-        assert bool(torch.isfinite(found).all())
-        assert float(found[0]) > 0.99 * largest
+        decoded = compress.decode(compress.encode(torch.tensor([largest, -largest, 1.0]), how))
+        assert bool(torch.isfinite(decoded).all())
+        assert float(decoded[0]) > 0.99 * largest
     assert bool(torch.isfinite(compress.decode(compress.encode(torch.full((64,), 2.0**100), "int4"))).all())
     with pytest.raises(ValueError, match="above"):
         compress.encode(torch.full((64,), 2.0**123), "int4")

@@ -45,7 +45,7 @@ def test_codes_are_torchaos_but_for_values_in_the_middle_between_two(signed: boo
     off = (codes.int() - theirs.codes.int()).abs()
     assert off.max() <= 1 and off.float().mean() < 0.003
     theirs.codes.copy_(codes)
-    assert torch.equal(back, theirs.dequantize())
+    assert torch.allclose(back, theirs.dequantize(), rtol=1e-6, atol=0.0)
 
 
 def test_what_comes_back_is_near_and_blocks_of_zeros_stay_zeros() -> None:
@@ -72,9 +72,8 @@ def test_steps_are_those_of_torchao_and_near_those_with_fp32_moments() -> None:
     start = theirs.detach().clone()
     for step in range(20):
         gradient = drawn(100 + step, 64, 160) * 0.1 + 0.02
-        ours.grad, plain.grad = gradient.clone(), gradient.clone()
-        eight.step_(0.01, step)
-        fp32.step_(0.01, step)
+        eight.step_({"a": gradient}, 1.0, 0.01, step)
+        fp32.step_({"a": gradient}, 1.0, 0.01, step)
         single_param_adam(
             theirs.detach(), gradient, torch.tensor(step + 1.0), *moments, None, torch.tensor(0.01), 0.9, 0.95, 0.1, 1e-8, True, False
         )  # fmt: skip
@@ -87,23 +86,20 @@ def test_pieces_of_a_parameter_are_stepped_as_the_whole(monkeypatch: pytest.Monk
     whole, cut = a_parameter(), a_parameter()
     optimizers = [EightBit({"a": whole}, TRAIN), EightBit({"a": cut}, TRAIN)]
     for step in range(2):
-        for piece, parameter, optimizer in zip((1 << 20, 256 * 7), (whole, cut), optimizers, strict=True):
+        for piece, optimizer in zip((1 << 20, 256 * 7), optimizers, strict=True):
             monkeypatch.setattr(eightbit, "PIECE", piece)
-            parameter.grad = drawn(3 + step, 64, 160)
-            optimizer.step_(0.01, step)
+            optimizer.step_({"a": drawn(3 + step, 64, 160)}, 1.0, 0.01, step)
     assert torch.equal(whole, cut)
     assert all(torch.equal(a, b) for a, b in zip(*(one.moments().values() for one in optimizers), strict=True))
 
 
 def test_small_and_odd_parameters_keep_fp32_moments_and_their_bits() -> None:
     shapes = {"vector": (64,), "odd": (65, 65), "matrix": (64, 64)}
-    found = [{name: nn.Parameter(drawn(4, *shape)) for name, shape in shapes.items()} for _ in range(2)]
-    eight, fp32 = EightBit(found[0], TRAIN), AdamW(found[1], TRAIN)
-    for parameters, optimizer in zip(found, (eight, fp32), strict=True):
-        for name, value in parameters.items():
-            value.grad = drawn(5, *shapes[name])
-        optimizer.step_(0.01, 0)
-    same = [name for name in shapes if torch.equal(found[0][name], found[1][name])]
+    parameters = [{name: nn.Parameter(drawn(4, *shape)) for name, shape in shapes.items()} for _ in range(2)]
+    eight, fp32 = EightBit(parameters[0], TRAIN), AdamW(parameters[1], TRAIN)
+    for optimizer in (eight, fp32):
+        optimizer.step_({name: drawn(5, *shape) for name, shape in shapes.items()}, 1.0, 0.01, 0)
+    same = [name for name in shapes if torch.equal(parameters[0][name], parameters[1][name])]
     assert "vector" in same and "odd" in same
     moments = eight.moments()
     assert list(moments) == [
@@ -111,7 +107,7 @@ def test_small_and_odd_parameters_keep_fp32_moments_and_their_bits() -> None:
         "exp_avg_scale/matrix",
         "exp_avg_sq_scale/matrix",
     ]
-    for name, value in found[0].items():
+    for name, value in parameters[0].items():
         held = [tensor for at, tensor in moments.items() if at.endswith(f"/{name}")]
         assert sum(tensor.nbytes for tensor in held) == eightbit.nbytes(value.numel(), "8bit")
     assert moments["exp_avg/matrix"].dtype == torch.uint8 and moments["exp_avg/matrix"].shape == (64, 64)
@@ -120,12 +116,3 @@ def test_small_and_odd_parameters_keep_fp32_moments_and_their_bits() -> None:
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_the_planner_counts_the_same_bytes(moments: str) -> None:
     assert eightbit.nbytes(1 << 20, moments) == MOMENTS_BYTES[moments] * (1 << 20)
-
-
-def test_without_torchao_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else there(name))
-    with pytest.raises(
-        ValueError, match=r"needs torchao, .* try pip install 'shoal\[torchao\]', or train\.moments=float32"
-    ):
-        eightbit.require()

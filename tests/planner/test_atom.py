@@ -97,8 +97,8 @@ def test_what_stays_on_a_device_is_what_was_derived(name: str) -> None:
 def test_a_swapping_peer_needs_the_stated_memory(name: str) -> None:
     model, gpu = pair(name)
     count = math.ceil(swapping.swap_tokens(model, gpu) / model.tokens)
-    found = [swapping.swap_bytes(model) / 1e9, swapping.swap_bytes(model, microbatches=count) / 1e9]
-    assert found == pytest.approx(CASES["mem"][name], abs=0.006)
+    needed_gb = [swapping.swap_bytes(model) / 1e9, swapping.swap_bytes(model, microbatches=count) / 1e9]
+    assert needed_gb == pytest.approx(CASES["mem"][name], abs=0.006)
 
 
 def test_the_fewest_bytes_are_moved_next_to_the_formula() -> None:

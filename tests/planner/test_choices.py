@@ -34,17 +34,17 @@ def chosen(given: Problem, *allow: str, stages: int | None = None, divides: bool
     return choices.choose(given, allow, decide, lambda _: divides)
 
 
-def travel(made: Plan) -> tuple[str, str, str, int]:
-    return made.activations, made.gradients, made.averaging, made.local_steps
+def travel(plan_made: Plan) -> tuple[str, str, str, int]:
+    return plan_made.activations, plan_made.gradients, plan_made.averaging, plan_made.local_steps
 
 
 SLOW, FAST = 5e6, 1e14
 
 
 def test_nothing_that_changes_learning_is_chosen_unless_it_is_allowed() -> None:
-    made = chosen(problem(SLOW))
-    assert travel(made) == ("none", "none", "none", 1) and made.choices == ()
-    assert made == strategy.decide(problem(SLOW), np.random.default_rng(0), 0)
+    best = chosen(problem(SLOW))
+    assert travel(best) == ("none", "none", "none", 1) and best.choices == ()
+    assert best == strategy.decide(problem(SLOW), np.random.default_rng(0), 0)
     configured = problem(SLOW, travel=codec.Travel("int8", "bf16", "int8"))
     assert travel(chosen(configured)) == ("int8", "bf16", "int8", 1)
     assert travel(chosen(problem(SLOW), "int8", stages=2))[3] == 1
@@ -55,9 +55,9 @@ def test_nothing_that_changes_learning_is_chosen_unless_it_is_allowed() -> None:
 
 
 def test_on_slow_lines_what_is_allowed_is_taken_with_its_price() -> None:
-    made = chosen(problem(SLOW), "int8", "int4", stages=2)
-    assert travel(made) == ("int4", "int8", "int8", 1), "no int4 for gradients: there is none"
-    boundary = [option for option in made.choices if option.what == "boundary"]
+    best = chosen(problem(SLOW), "int8", "int4", stages=2)
+    assert travel(best) == ("int4", "int8", "int8", 1), "no int4 for gradients: there is none"
+    boundary = [option for option in best.choices if option.what == "boundary"]
     assert [option.how for option in boundary] == [
         "none there, none back",
         "int8 there, int8 back",
@@ -66,10 +66,10 @@ def test_on_slow_lines_what_is_allowed_is_taken_with_its_price() -> None:
     assert [option.taken for option in boundary] == [False, False, True]
     assert boundary[0].codec_s == 0.0 < boundary[1].codec_s < boundary[2].codec_s
     assert boundary[0].sent_bytes > boundary[1].sent_bytes > boundary[2].sent_bytes
-    averaging = [option for option in made.choices if option.what == "averaging"]
+    averaging = [option for option in best.choices if option.what == "averaging"]
     assert [(option.how, option.taken) for option in averaging] == [("none", False), ("int8", True)]
     assert averaging[0].tokens_per_s == boundary[2].tokens_per_s, "one after another"
-    assert made.predicted is not None and averaging[1].step_s == made.predicted.step_s
+    assert best.predicted is not None and averaging[1].step_s == best.predicted.step_s
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(1.04, False), (1.06, True)])
@@ -82,38 +82,38 @@ def test_what_gives_little_is_not_worth_what_it_leaves_out(gain: float, taken: b
         predicted = msgspec.structs.replace(plain.predicted, tokens_per_s=100 * rate)
         return msgspec.structs.replace(plain, predicted=predicted, activations=each.travel.activations)
 
-    made = choices.choose(problem(SLOW), ("int8",), decide, lambda _: True)
-    assert (made.activations == "int8") is taken
-    assert [option.taken for option in made.choices if option.what == "boundary"] == [not taken, taken]
+    best = choices.choose(problem(SLOW), ("int8",), decide, lambda _: True)
+    assert (best.activations == "int8") is taken
+    assert [option.taken for option in best.choices if option.what == "boundary"] == [not taken, taken]
 
 
 def test_where_lines_are_free_nothing_is_left_out_for_nothing() -> None:
-    made = chosen(problem(FAST, delay_s=0.0), *EVERYTHING, stages=1)
-    assert travel(made) == ("none", "none", "none", 1)
-    assert made.choices and all(
-        option.taken == (option.how in ("none", "none there, none back", "1")) for option in made.choices
+    best = chosen(problem(FAST, delay_s=0.0), *EVERYTHING, stages=1)
+    assert travel(best) == ("none", "none", "none", 1)
+    assert best.choices and all(
+        option.taken == (option.how in ("none", "none there, none back", "1")) for option in best.choices
     )
 
 
 def test_the_fewest_local_steps_that_bring_nearly_all_are_taken() -> None:
-    made = chosen(problem(SLOW), "local_steps")
-    local = {int(option.how): option for option in made.choices}
+    best = chosen(problem(SLOW), "local_steps")
+    local = {int(option.how): option for option in best.choices}
     assert list(local) == [1, *choices.LOCAL_STEPS]
     rates = [option.tokens_per_s for option in local.values()]
     assert rates[1:] == sorted(rates[1:]) and rates[0] > rates[1], "a pipeline beats two local steps here"
-    assert 1 < made.local_steps and len(made.stages) == 1 and not made.routes
+    assert 1 < best.local_steps and len(best.stages) == 1 and not best.routes
     enough = choices.ENOUGH * max(rates)
-    assert local[made.local_steps].tokens_per_s >= enough > local[made.local_steps // 2].tokens_per_s
-    assert [steps for steps, option in local.items() if option.taken] == [made.local_steps]
+    assert local[best.local_steps].tokens_per_s >= enough > local[best.local_steps // 2].tokens_per_s
+    assert [steps for steps, option in local.items() if option.taken] == [best.local_steps]
 
 
 def test_an_average_of_local_steps_is_encoded_where_that_pays_and_boundaries_that_are_gone_are_not() -> None:
-    made = chosen(problem(SLOW), "int8", "local_steps")
-    assert travel(made)[:3] == ("none", "none", "int8") and made.local_steps > 1
-    assert made.predicted is not None
-    assert made.predicted.tokens_per_s == max(option.tokens_per_s for option in made.choices)
+    best = chosen(problem(SLOW), "int8", "local_steps")
+    assert travel(best)[:3] == ("none", "none", "int8") and best.local_steps > 1
+    assert best.predicted is not None
+    assert best.predicted.tokens_per_s == max(option.tokens_per_s for option in best.choices)
     without = chosen(problem(SLOW), "local_steps")
-    assert without.predicted is not None and made.predicted.tokens_per_s > without.predicted.tokens_per_s
+    assert without.predicted is not None and best.predicted.tokens_per_s > without.predicted.tokens_per_s
 
 
 def test_local_steps_need_the_whole_model_on_every_peer_and_whole_microbatches() -> None:
@@ -127,10 +127,10 @@ def test_local_steps_need_the_whole_model_on_every_peer_and_whole_microbatches()
 
 def test_a_problem_with_what_was_chosen_is_the_one_that_was_planned() -> None:
     given = problem(SLOW)
-    made = chosen(given, *EVERYTHING)
-    after = choices.chosen(given, made)
-    assert (after.travel.averaging, after.local_steps) == (made.averaging, made.local_steps)
-    assert after.work.microbatches == made.local_steps * WORK.microbatches
-    assert choices.chosen(after, made) == after
-    unsaid = msgspec.structs.replace(made, activations="", gradients="", averaging="", local_steps=0)
+    best = chosen(given, *EVERYTHING)
+    after = choices.chosen(given, best)
+    assert (after.travel.averaging, after.local_steps) == (best.averaging, best.local_steps)
+    assert after.work.microbatches == best.local_steps * WORK.microbatches
+    assert choices.chosen(after, best) == after
+    unsaid = msgspec.structs.replace(best, activations="", gradients="", averaging="", local_steps=0)
     assert choices.chosen(given, unsaid) == given

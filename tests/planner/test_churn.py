@@ -32,12 +32,12 @@ def test_twice_the_hazard_costs_twice_as_much() -> None:
 
 
 def test_a_stages_only_replica_undoes_half_of_what_lies_between_two_checkpoints() -> None:
-    found = priced((0.1, 0.1, 0.1), ("p0", "p1"), ("p2",))
-    assert found.fatal_per_h == pytest.approx(0.1)
-    assert found.worst == "stage 1, whose only replica's loss undoes steps"
+    predicted = priced((0.1, 0.1, 0.1), ("p0", "p1"), ("p2",))
+    assert predicted.fatal_per_h == pytest.approx(0.1)
+    assert predicted.worst == "stage 1, whose only replica's loss undoes steps"
     safe = priced((0.1, 0.1, 0.0), ("p0", "p1"), ("p2",))
-    assert found.lost_s - safe.lost_s == pytest.approx(0.1 * (4 + 25 * 10))
-    assert priced((0.1, 0.1, 0.1), ("p0", "p1"), ("p2",), every=10).lost_s < found.lost_s
+    assert predicted.lost_s - safe.lost_s == pytest.approx(0.1 * (4 + 25 * 10))
+    assert priced((0.1, 0.1, 0.1), ("p0", "p1"), ("p2",), every=10).lost_s < predicted.lost_s
 
 
 def test_more_replicas_make_a_loss_cheaper() -> None:

@@ -44,16 +44,16 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_file_names_devices_and_links_by_region_or_name(tmp_path: Path) -> None:
-    found = read(written(tmp_path, GOOD))
-    assert [device.name for device in found.devices] == ["gpu-0", "gpu-1", "laptop"]
-    assert found.devices[0] == Device(name="gpu-0", flops=35e12, memory_bytes=24e9, region="ohio")
-    assert found.devices[2].up_Bps == 1.25e6
-    assert found.delay_s[0, 1] == 0.02 and found.delay_s[0, 2] == 0.08 and found.delay_s[2, 0] == 0.02
-    assert found.bandwidth_Bps[1, 2] == 2.5e6 and found.bandwidth_Bps[2, 1] == 25e6
+    machines = read(written(tmp_path, GOOD))
+    assert [device.name for device in machines.devices] == ["gpu-0", "gpu-1", "laptop"]
+    assert machines.devices[0] == Device(name="gpu-0", flops=35e12, memory_bytes=24e9, region="ohio")
+    assert machines.devices[2].up_Bps == 1.25e6
+    assert machines.delay_s[0, 1] == 0.02 and machines.delay_s[0, 2] == 0.08 and machines.delay_s[2, 0] == 0.02
+    assert machines.bandwidth_Bps[1, 2] == 2.5e6 and machines.bandwidth_Bps[2, 1] == 25e6
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "words"),
     [
         ('"35 TFLOP/s"', "35", 'device 1.flops = 35 has no unit; write it as text, such as "35 TFLOP/s"'),
         ('"24 GB"', "24", "device 1.memory_bytes = 24 has no unit"),
@@ -73,11 +73,11 @@ def test_a_file_names_devices_and_links_by_region_or_name(tmp_path: Path) -> Non
         ("price_per_h = 0.1", 'price_per_h = "cheap"', "device 2.price_per_h = 'cheap'"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, words: str) -> None:
     assert old in GOOD
     with pytest.raises(ValueError) as caught:
         read(written(tmp_path, GOOD.replace(old, new, 1)))
-    assert told in str(caught.value)
+    assert words in str(caught.value)
     assert "cluster.toml" in str(caught.value)
 
 
@@ -106,10 +106,10 @@ def test_a_cluster_in_parts_is_told_its_parts_and_one_with_holes_its_pairs() -> 
 
 def test_a_file_may_take_its_links_from_measured_matrices(tmp_path: Path) -> None:
     text = 'matrices = "aws10"\n[[device]]\nname = "p"\ncount = 10\nflops = "1 TFLOP/s"\n'
-    found = read(written(tmp_path, text))
+    machines = read(written(tmp_path, text))
     delay_s, bandwidth_Bps, regions = read_matrices(network("aws10"))
-    assert (found.delay_s == delay_s).all() and (found.bandwidth_Bps == bandwidth_Bps).all()
-    assert tuple(device.region for device in found.devices) == regions
+    assert (machines.delay_s == delay_s).all() and (machines.bandwidth_Bps == bandwidth_Bps).all()
+    assert tuple(device.region for device in machines.devices) == regions
     with pytest.raises(ValueError, match="10 x 10, but there are 9 devices"):
         read(written(tmp_path, text.replace("10\nflops", "9\nflops")))
     with pytest.raises(ValueError, match="both matrices and"):

@@ -41,9 +41,9 @@ def call(*words: str) -> int:
 
 def test_the_plan_is_a_table_marked_as_predicted(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(str(CONFIGS / "four-machines.toml"), "--cluster", cluster) == 0
-    told = capsys.readouterr().out
+    words = capsys.readouterr().out
     for word in ("predicted", "step ", "tokens ", "24.00 a day", "bottleneck", "next best", "run.stages="):
-        assert word in told
+        assert word in words
 
 
 def test_who_owns_what_of_a_round_is_told_where_it_follows_the_lines(
@@ -56,8 +56,8 @@ def test_who_owns_what_of_a_round_is_told_where_it_follows_the_lines(
     file.write_text(text + "".join(machine.format(name, width, width) for name, width in lines.items()))
     words = [str(CONFIGS / "quickstart.toml"), "--cluster", str(file), "--stages", "1"]
     assert call(*words) == 0
-    told = capsys.readouterr().out
-    assert "owners        of stage 0's rounds, by their lines: one 0%, two 12%, three 12%, four 75%" in told
+    output = capsys.readouterr().out
+    assert "owners        of stage 0's rounds, by their lines: one 0%, two 12%, three 12%, four 75%" in output
 
 
 def test_the_model_is_counted_and_where_it_cannot_be_the_plan_says_so(
@@ -72,9 +72,9 @@ def test_the_model_is_counted_and_where_it_cannot_be_the_plan_says_so(
 
     monkeypatch.setattr(analysis, "count", cannot)
     assert call(quickstart, "--cluster", cluster) == 0
-    told = capsys.readouterr()
-    assert "by formula for a plain decoder; FLOP/s stated" in told.out
-    assert "block 3 cannot be counted without values" in told.err
+    words = capsys.readouterr()
+    assert "by formula for a plain decoder; FLOP/s stated" in words.out
+    assert "block 3 cannot be counted without values" in words.err
 
 
 def test_a_counted_microbatch_of_another_size_is_what_counting_it_says() -> None:
@@ -92,9 +92,9 @@ def test_a_plan_is_written_checked_and_found_wrong_for_another_model(
 ) -> None:
     config, out = str(CONFIGS / "four-machines.toml"), str(tmp_path / "plan.json")
     assert call(config, "--cluster", cluster, "--out", out, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["predicted"]["tokens_per_s"] > 0
-    assert json.loads(Path(out).read_text())["stages"] == found["stages"]
+    record = json.loads(capsys.readouterr().out)
+    assert record["predicted"]["tokens_per_s"] > 0
+    assert json.loads(Path(out).read_text())["stages"] == record["stages"]
     assert call(config, "--cluster", cluster, "--check", out) == 0
     assert "the plan can run" in capsys.readouterr().out
     assert call(config, "model.layers=12", "--cluster", cluster, "--check", out) == 1
@@ -103,8 +103,8 @@ def test_a_plan_is_written_checked_and_found_wrong_for_another_model(
 
 def test_a_lab_needs_no_cluster_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(str(CONFIGS / "lab.toml"), "--stages", "3", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [len(stage["peers"]) for stage in found["stages"]] == [2, 2, 2]
+    record = json.loads(capsys.readouterr().out)
+    assert [len(stage["peers"]) for stage in record["stages"]] == [2, 2, 2]
 
 
 def test_the_lines_of_a_lab_carry_no_more_than_they_can_and_little_less(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,12 +118,12 @@ def test_the_lines_of_a_lab_carry_no_more_than_they_can_and_little_less(capsys: 
 def test_what_if_and_sensitivity_compare_with_the_plan(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     change = "bandwidth=2x, delay=5 ms, peers=6, speed=20 TFLOP/s, memory=2x, inflight=8, microbatches=2x"
     assert call(str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--what-if", change, "--sensitivity") == 0
-    told = capsys.readouterr().out
-    assert "what if" in told and "x the tokens" in told and "bandwidth x2" in told
+    words = capsys.readouterr().out
+    assert "what if" in words and "x the tokens" in words and "bandwidth x2" in words
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["--what-if", "luck=2x"], "'luck=2x' is no change; bandwidth, delay"),
         (["--what-if", "bandwidth=5 MHz"], "--what-if bandwidth: '5 MHz' has a unit that does not fit"),
@@ -133,10 +133,10 @@ def test_what_if_and_sensitivity_compare_with_the_plan(cluster: str, capsys: pyt
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(
-    cluster: str, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    cluster: str, capsys: pytest.CaptureFixture[str], words: list[str], output: str
 ) -> None:
     assert call(str(CONFIGS / "quickstart.toml"), "--cluster", cluster, *words) == program.USER_ERROR
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_without_machines_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,16 +148,16 @@ def test_without_machines_it_says_what_is_missing(capsys: pytest.CaptureFixture[
 def test_dtfms_own_problem_is_searched_and_told(search: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dtfm", "spot", "--stages", "8", "--replicas", "8", "evaluations=40", "seed=3", "--search", search]
     assert call(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["total_s"] == pytest.approx(found["data_parallel_s"] + found["pipeline_s"])
-    assert found["total_s"] >= found["lower_bound_s"] == pytest.approx(31.6342, abs=1e-4)
-    assert sorted(found["order"]) == list(range(8)) and found["evaluations"] <= 40
+    record = json.loads(capsys.readouterr().out)
+    assert record["total_s"] == pytest.approx(record["data_parallel_s"] + record["pipeline_s"])
+    assert record["total_s"] >= record["lower_bound_s"] == pytest.approx(31.6342, abs=1e-4)
+    assert sorted(record["order"]) == list(range(8)) and record["evaluations"] <= 40
     assert call(*words) == 0
     assert "s an iteration" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["--dtfm", "nowhere"], "comes along: aws10"),
         (["--dtfm", "spot", "--stages", "7"], "64 devices do not divide into 7 stages of equal size; try 1, 2, 4, 8"),
@@ -165,9 +165,9 @@ def test_dtfms_own_problem_is_searched_and_told(search: str, capsys: pytest.Capt
         (["--dtfm", "spot", "luck=9"], "'luck=9' does not go with --dtfm"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+def test_a_search_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], output: str) -> None:
     assert call(*words) == program.USER_ERROR
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_the_shape_of_a_model_directory_is_read_from_its_config(tmp_path: Path) -> None:
@@ -179,8 +179,14 @@ def test_the_shape_of_a_model_directory_is_read_from_its_config(tmp_path: Path) 
         "vocab_size": 99,
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    found = planning_problem.shape(load(None, [f"model.path={tmp_path}"]))
-    assert (found.hidden, found.layers, found.kv_heads, found.head_dim, found.tied) == (64, 2, 4, 16, False)
+    read_shape = planning_problem.shape(load(None, [f"model.path={tmp_path}"]))
+    assert (read_shape.hidden, read_shape.layers, read_shape.kv_heads, read_shape.head_dim, read_shape.tied) == (
+        64,
+        2,
+        4,
+        16,
+        False,
+    )
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
         planning_problem.shape(load(None, [f"model.path={tmp_path}"]))
@@ -206,14 +212,14 @@ def test_an_activation_store_too_small_for_the_planned_stages_is_told(
 ) -> None:
     words = [str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--stages", "2"]
     assert call(*words) == 0
-    told = capsys.readouterr()
-    assert "warning" not in told.err and "kept of a step" in told.out
+    output = capsys.readouterr()
+    assert "warning" not in output.err and "kept of a step" in output.out
     tensor_bytes = 4 * 4 * 128 * 128  # microbatch, sequence, hidden size, fp32
-    assert call(*words, f"network.keep_bytes={16 * tensor_bytes - 1}") == 0
-    told = capsys.readouterr()
-    assert f"holds 15 boundary tensors of {tensor_bytes} bytes" in told.err
-    assert f"try network.keep_bytes={16 * tensor_bytes}" in told.err, "2 * stages * inflight"
-    assert call(*words, f"network.keep_bytes={16 * tensor_bytes}") == 0
+    assert call(*words, f"network.activation_store_bytes={16 * tensor_bytes - 1}") == 0
+    output = capsys.readouterr()
+    assert f"holds 15 boundary tensors of {tensor_bytes} bytes" in output.err
+    assert f"try network.activation_store_bytes={16 * tensor_bytes}" in output.err, "2 * stages * inflight"
+    assert call(*words, f"network.activation_store_bytes={16 * tensor_bytes}") == 0
     assert "warning" not in capsys.readouterr().err
 
 
@@ -230,8 +236,8 @@ def test_what_is_allowed_is_priced_printed_and_written_and_nothing_else_is_chose
     assert call(*words) == 0
     assert "none there, none back; averaging every step, none: as configured" in capsys.readouterr().out
     assert call(*words, 'plan.allow=["int8"]') == 0
-    told = capsys.readouterr().out
-    assert "boundary    int8 there, int8 back: " in told and "averaging   int8: " in told and "(taken)" in told
+    output = capsys.readouterr().out
+    assert "boundary    int8 there, int8 back: " in output and "averaging   int8: " in output and "(taken)" in output
     assert load_plan(out).averaging == "int8"
     assert call(*words, 'plan.allow=["int2"]') == program.USER_ERROR
     assert "must be a list of 'bf16', 'int8', 'int4', 'local_steps'" in capsys.readouterr().err

@@ -33,10 +33,10 @@ def test_every_published_assignment_costs_what_the_published_program_says(name: 
     assert len(cases) == 20
     model = published(name)
     for case in cases:
-        found = model.cost(np.array(case["assignment"]))
-        assert found.total_s == pytest.approx(case["total_s"], rel=1e-9)
-        assert found.data_parallel_s == pytest.approx(case["data_parallel_s"], rel=1e-9)
-        assert found.pipeline_s == pytest.approx(case["pipeline_s"], rel=1e-9)
+        cost = model.cost(np.array(case["assignment"]))
+        assert cost.total_s == pytest.approx(case["total_s"], rel=1e-9)
+        assert cost.data_parallel_s == pytest.approx(case["data_parallel_s"], rel=1e-9)
+        assert cost.pipeline_s == pytest.approx(case["pipeline_s"], rel=1e-9)
 
 
 def test_a_batch_of_placements_costs_what_each_of_them_does() -> None:
@@ -99,9 +99,9 @@ def test_both_ways_to_match_agree_on_matrices_of_any_size() -> None:
     for n in (2, 8, 14):
         model = random_model(rng, 4, n)
         groups = rng.permutation(4 * n).reshape(4, n)
-        found = model.hops(groups)
+        cost = model.hops(groups)
         for i, j in permutations(range(4), 2):
-            assert found[i, j] == communication.bottleneck(model.hop[np.ix_(groups[i], groups[j])])
+            assert cost[i, j] == communication.bottleneck(model.hop[np.ix_(groups[i], groups[j])])
 
 
 def test_the_path_is_the_cheapest_of_all() -> None:

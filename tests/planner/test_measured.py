@@ -46,12 +46,16 @@ def test_a_measured_cluster_is_read_back_with_each_direction_of_its_own(tmp_path
     links = [MeasuredLink("lab-0", "lab-1", 0.02, 1e6), MeasuredLink("lab-1", "lab-0", 0.03, 2e6)]
     file = tmp_path / "cluster.toml"
     file.write_text(cluster_text(machines, links, ("measured",)))
-    found = cluster.read(file)
-    assert [device.name for device in found.devices] == ["lab-0", "lab-1"]
-    assert (found.devices[0].up_Bps, found.devices[0].down_Bps, found.devices[1].up_Bps) == (1.25e6, 2.5e6, 0.0)
-    assert found.devices[0].flops == GPU.flops and found.devices[0].basis == GPU.basis
-    assert found.delay_s[0, 1] == pytest.approx(0.02) and found.delay_s[1, 0] == pytest.approx(0.03)
-    assert found.bandwidth_Bps[0, 1] == pytest.approx(1e6) and found.bandwidth_Bps[1, 0] == pytest.approx(2e6)
+    read_back = cluster.read(file)
+    assert [device.name for device in read_back.devices] == ["lab-0", "lab-1"]
+    assert (read_back.devices[0].up_Bps, read_back.devices[0].down_Bps, read_back.devices[1].up_Bps) == (
+        1.25e6,
+        2.5e6,
+        0.0,
+    )
+    assert read_back.devices[0].flops == GPU.flops and read_back.devices[0].basis == GPU.basis
+    assert read_back.delay_s[0, 1] == pytest.approx(0.02) and read_back.delay_s[1, 0] == pytest.approx(0.03)
+    assert read_back.bandwidth_Bps[0, 1] == pytest.approx(1e6) and read_back.bandwidth_Bps[1, 0] == pytest.approx(2e6)
 
 
 def test_what_could_not_be_measured_is_not_made_up(tmp_path: Path) -> None:
@@ -84,9 +88,9 @@ def test_matrices_may_be_csv_and_must_be_square_numbers(tmp_path: Path) -> None:
     file.write_text(text)
     (tmp_path / "gbps.csv").write_text("0,0.8\n1.6,0\n")
     (tmp_path / "delay_ms.csv").write_text("0,20\n30,0\n")
-    found = cluster.read(file)
-    assert np.allclose(found.delay_s, [[0, 0.02], [0.03, 0]])
-    assert np.allclose(found.bandwidth_Bps, [[0, 1e8], [2e8, 0]])
+    read_back = cluster.read(file)
+    assert np.allclose(read_back.delay_s, [[0, 0.02], [0.03, 0]])
+    assert np.allclose(read_back.bandwidth_Bps, [[0, 1e8], [2e8, 0]])
     (tmp_path / "delay_ms.csv").write_text("0,20,1\n30,0,1\n")
     with pytest.raises(ValueError, match=r"delay_ms.csv is 2 x 3 and gbps.csv 2 x 2; both must be N x N"):
         cluster.read(file)

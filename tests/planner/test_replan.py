@@ -42,9 +42,9 @@ def judged(
 
 
 def test_a_fleet_that_is_as_planned_goes_on_without_a_search() -> None:
-    found = judged(machines(*"abcdef"), OLD.seats)
-    assert (found.plan, found.changed) == (None, 0.0)
-    assert "under the threshold of 20%" in found.reason
+    judgement = judged(machines(*"abcdef"), OLD.seats)
+    assert (judgement.plan, judgement.changed) == (None, 0.0)
+    assert "under the threshold of 20%" in judgement.reason
     one_less = dict(list(OLD.seats.items())[:-1])
     assert judged(machines(*one_less), one_less).plan is None
 
@@ -81,9 +81,9 @@ def test_steps_that_would_be_trained_again_and_a_narrow_storage_weigh_against_it
 
 def test_a_stage_that_nobody_serves_always_pays() -> None:
     serving = dict.fromkeys(OLD.stages[0].peers, 0)
-    found = judged(machines(*serving), serving, steps_left=1)
-    assert found.plan is not None and math.isinf(found.now_s)
-    assert "a stage is served by nobody" in found.reason
+    judgement = judged(machines(*serving), serving, steps_left=1)
+    assert judgement.plan is not None and math.isinf(judgement.now_s)
+    assert "a stage is served by nobody" in judgement.reason
 
 
 def test_a_member_that_the_cluster_does_not_have_is_named() -> None:

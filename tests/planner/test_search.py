@@ -49,21 +49,21 @@ def rng(seed: int = 0) -> np.random.Generator:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_our_search_finds_the_proven_optimum_from_every_seed(name: str) -> None:
     for seed in range(10):
-        found = anneal(published(name), rng(seed), 500)
-        assert found.cost.total_s == pytest.approx(CASES[name][0], abs=1e-4)
+        result = anneal(published(name), rng(seed), 500)
+        assert result.cost.total_s == pytest.approx(CASES[name][0], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_published_algorithm_reproduces_its_published_figures(name: str) -> None:
-    found = evolve(published(name), rng(1), 600)
-    assert found.evaluations == 600
-    assert found.cost.total_s == pytest.approx(CASES[name][1], abs=1e-3)
+    result = evolve(published(name), rng(1), 600)
+    assert result.evaluations == 600
+    assert result.cost.total_s == pytest.approx(CASES[name][1], abs=1e-3)
 
 
 def test_the_spot_case_is_proven_by_the_lower_bound() -> None:
-    found = anneal(published("spot"), rng(), 100)
-    assert found.proven
-    assert found.evaluations < 100
+    result = anneal(published("spot"), rng(), 100)
+    assert result.proven
+    assert result.evaluations < 100
 
 
 @pytest.mark.parametrize(("seed", "stages", "size"), [(2, 8, 4), (3, 8, 8), (6, 5, 7), (7, 4, 12)])
@@ -98,8 +98,12 @@ def test_200_random_instances_of_up_to_nine_devices_are_within_two_percent_of_th
         stages, size = shapes[seed % len(shapes)]
         model = irregular(seed, stages, size)
         least = exhaustive(model).cost.total_s
-        found = anneal(model, rng(seed), 3000).cost.total_s
-        assert model.lower_bound_s() * (1 - 1e-12) <= least <= found * (1 + 1e-12) <= 1.02 * least, (seed, stages, size)
+        result = anneal(model, rng(seed), 3000).cost.total_s
+        assert model.lower_bound_s() * (1 - 1e-12) <= least <= result * (1 + 1e-12) <= 1.02 * least, (
+            seed,
+            stages,
+            size,
+        )
 
 
 def test_the_chain_finds_small_optima_even_when_it_may_not_enumerate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,14 +163,14 @@ def test_pipelines_exchange_a_stretch_of_equal_length_and_the_state_stays_true()
         before, draws = state.groups.copy(), chance.random((1, swaps.DRAWS))
         draws[0, 0] = swaps.TURN + swaps.STRETCH / 2
         assert swaps.advance(model.share, model.hop, state, draws, 1e6, 0.0) == 1, "so hot that anything is taken"
-        came = [set(state.groups[stage]) - set(before[stage]) for stage in range(8)]
-        assert {len(devices) for devices in came} <= {0, 1}
-        changed = [at for at, stage in enumerate(state.order) if came[stage]]
+        entered = [set(state.groups[stage]) - set(before[stage]) for stage in range(8)]
+        assert {len(devices) for devices in entered} <= {0, 1}
+        changed = [at for at, stage in enumerate(state.order) if entered[stage]]
         half = len(changed) // 2
         for stretch in (changed[:half], changed[half:]):
             assert stretch == list(range(stretch[0], stretch[0] + half))
-        gone = [set(before[stage]) - set(state.groups[stage]) for stage in state.order[changed]]
-        assert gone == [came[stage] for stage in state.order[changed[half:] + changed[:half]]], "the other's devices"
+        left = [set(before[stage]) - set(state.groups[stage]) for stage in state.order[changed]]
+        assert left == [entered[stage] for stage in state.order[changed[half:] + changed[:half]]], "the other's devices"
         lengths.add(half)
         fresh = swaps.chain(model.share, model.hop, state.groups, state.order)
         for kept, anew in ((state.links, fresh.links), (state.means, fresh.means), (state.sums, fresh.sums)):
@@ -251,18 +255,18 @@ def test_the_same_seed_gives_the_same_placement(search: object) -> None:
 @pytest.mark.parametrize(("stages", "size"), [(14, 2), (3, 12)])
 def test_many_stages_and_many_replicas_are_searched_by_estimates_and_told_exactly(stages: int, size: int) -> None:
     model = irregular(5, stages, size)
-    found = anneal(model, rng(), 300)
-    assert sorted(device for group in found.groups for device in group) == list(range(stages * size))
-    assert found.cost == model.cost(np.array(found.groups))
-    assert found.cost.total_s <= greedy_search(model).cost.total_s
-    assert found.cost.total_s >= model.lower_bound_s()
+    result = anneal(model, rng(), 300)
+    assert sorted(device for group in result.groups for device in group) == list(range(stages * size))
+    assert result.cost == model.cost(np.array(result.groups))
+    assert result.cost.total_s <= greedy_search(model).cost.total_s
+    assert result.cost.total_s >= model.lower_bound_s()
 
 
 def test_the_curve_falls_and_ends_at_the_result() -> None:
-    found = evolve(irregular(1, 4, 4), rng(), 200)
-    costs = [total_s for _, total_s in found.curve]
+    result = evolve(irregular(1, 4, 4), rng(), 200)
+    costs = [total_s for _, total_s in result.curve]
     assert costs == sorted(costs, reverse=True)
-    assert costs[-1] == pytest.approx(found.cost.total_s)
+    assert costs[-1] == pytest.approx(result.cost.total_s)
 
 
 def test_repair_makes_stages_equal_and_moves_no_more_than_it_must() -> None:
@@ -281,8 +285,8 @@ def test_the_local_search_keeps_stages_equal() -> None:
 
 
 def test_the_replacement_that_was_meant_is_kept_apart_from_the_published_one() -> None:
-    found = evolve(published("regional"), rng(1), 400, Replacement.MEANT)
-    assert found.cost.total_s == pytest.approx(34.8020, abs=1e-3)
+    result = evolve(published("regional"), rng(1), 400, Replacement.MEANT)
+    assert result.cost.total_s == pytest.approx(34.8020, abs=1e-3)
 
 
 def test_regions_are_found_by_the_gaps_between_links() -> None:

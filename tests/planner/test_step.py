@@ -22,28 +22,28 @@ def lines(peers: int, bandwidth_Bps: float = 25e6, delay_s: float = 0.05, down_B
 
 def seats(stage_of: tuple[int, ...], **changes: object) -> Seats:
     peers, stages = len(stage_of), max(stage_of) + 1
-    made = Seats(stage_of, (0.2,) * peers, (0.4,) * peers, (0.0,) * stages, 8e6, 0.0, 24, 4)
-    return msgspec.structs.replace(made, **changes)
+    result = Seats(stage_of, (0.2,) * peers, (0.4,) * peers, (0.0,) * stages, 8e6, 0.0, 24, 4)
+    return msgspec.structs.replace(result, **changes)
 
 
-def told(given: Seats, cluster: Cluster, seed: int = 0) -> Step:
+def predicted(given: Seats, cluster: Cluster, seed: int = 0) -> Step:
     return predict(given, cluster, np.random.default_rng(seed))
 
 
 def test_one_peer_alone_takes_its_compute() -> None:
-    found = told(seats((0,)), lines(1))
-    assert found.step_s == pytest.approx(24 * 0.4)  # a single stage runs no forward of its own
-    assert found.compute_busy == pytest.approx((1.0,))
-    assert "compute of stage 0" in found.bottleneck
-    assert found.sent_bytes == (0.0,)
+    step = predicted(seats((0,)), lines(1))
+    assert step.step_s == pytest.approx(24 * 0.4)  # a single stage runs no forward of its own
+    assert step.compute_busy == pytest.approx((1.0,))
+    assert "compute of stage 0" in step.bottleneck
+    assert step.sent_bytes == (0.0,)
 
 
 def test_one_microbatch_through_two_peers_is_the_sum_of_its_hops() -> None:
     """Owner p0, stage 0 at p0 itself and stage 1 at p1: there and back once, 8 MB each way at 25 MB/s and 50 ms."""
-    found = told(seats((0, 1), microbatches=1), lines(2))
+    step = predicted(seats((0, 1), microbatches=1), lines(2))
     compute_s = 0.2 + 0.4 + 0.4
-    assert found.microbatches_s == pytest.approx(compute_s + 2 * (8e6 / 25e6 + 0.05))
-    assert found.sent_bytes == pytest.approx((8e6, 8e6))
+    assert step.microbatches_s == pytest.approx(compute_s + 2 * (8e6 / 25e6 + 0.05))
+    assert step.sent_bytes == pytest.approx((8e6, 8e6))
 
 
 def test_one_microbatch_waits_for_its_tensor_or_for_its_request_whichever_is_last() -> None:
@@ -52,13 +52,13 @@ def test_one_microbatch_waits_for_its_tensor_or_for_its_request_whichever_is_las
     Downlinks are wide: one that tokens pass while a tensor arrives takes the whole tensor after them, as in shaped.py."""
     given = seats((0, 1, 2), microbatches=1, returned_bytes=4e6)
     compute_s = 0.2 + 0.2 + 3 * 0.4
-    found = told(given, lines(3, down_Bps=1e15))
-    assert found.microbatches_s == pytest.approx(compute_s + 2 * 0.37 + 2 * 0.21)
-    assert found.sent_bytes == pytest.approx((8e6, 12e6, 4e6))
-    wide = told(given, lines(3, bandwidth_Bps=1e15))  # p0 tells itself at once: of its own hop, and of the last
+    step = predicted(given, lines(3, down_Bps=1e15))
+    assert step.microbatches_s == pytest.approx(compute_s + 2 * 0.37 + 2 * 0.21)
+    assert step.sent_bytes == pytest.approx((8e6, 12e6, 4e6))
+    wide = predicted(given, lines(3, bandwidth_Bps=1e15))  # p0 tells itself at once: of its own hop, and of the last
     assert wide.microbatches_s == pytest.approx(compute_s + (0.05 + 0.1) + (0.1 + 0.05))
     tokens = msgspec.structs.replace(given, tokens_bytes=20e6)  # come with the last stage's request: 0.8 s more
-    late = told(tokens, lines(3, down_Bps=1e15))
+    late = predicted(tokens, lines(3, down_Bps=1e15))
     assert late.microbatches_s == pytest.approx(compute_s + 0.37 + (0.05 + 0.05 + 0.8) + 2 * 0.21)
 
 
@@ -75,9 +75,9 @@ def test_hops_fill_the_lines_and_never_more_and_cross_every_boundary_once_each_w
     )
     least = 0.93 if given.stages > 2 else 0.75
     for seed in range(3):
-        found = told(given, lines(peers), seed)
-        assert least * bound < 192 / found.microbatches_s <= bound * (1 + 1e-9)
-        assert sum(found.sent_bytes) == pytest.approx(192 * 2 * (given.stages - 1) * 8e6, rel=1e-12)
+        step = predicted(given, lines(peers), seed)
+        assert least * bound < 192 / step.microbatches_s <= bound * (1 + 1e-9)
+        assert sum(step.sent_bytes) == pytest.approx(192 * 2 * (given.stages - 1) * 8e6, rel=1e-12)
 
 
 def test_a_backward_goes_to_whoever_ran_the_forward_and_tensors_go_to_whoever_is_asked() -> None:
@@ -87,28 +87,28 @@ def test_a_backward_goes_to_whoever_ran_the_forward_and_tensors_go_to_whoever_is
     ran = {(bar.microbatch, bar.stage, bar.forward): bar.device for bar in play.bars}
     assert len(play.bars) == len(ran) == 24 * 5
     assert all(device == ran[microbatch, stage, False] for (microbatch, stage, _), device in ran.items() if stage > 0)
-    came = [
+    counts = [
         sum(bar.device == device and (bar.stage, bar.forward) != (0, True) for bar in play.bars) for device in range(6)
     ]
-    assert play.lines.down_used == pytest.approx(np.array(came) * 8e6 / 25e6)
-    assert all(came)
+    assert play.lines.down_used == pytest.approx(np.array(counts) * 8e6 / 25e6)
+    assert all(counts)
 
 
 def test_one_stage_has_nothing_to_hand_on() -> None:
     """Only tokens travel: none where owners run their own, a turn's share of them where a plan shares them out."""
     for routes, shared in (((), 0), ((((0, 1),), ((1, 0),)), 12)):
         given = seats((0, 0), routes=routes, tokens_bytes=1e3)
-        found = told(given, lines(2))
-        assert sum(found.sent_bytes) == pytest.approx(shared * 1e3)
-        assert found.microbatches_s == pytest.approx(12 * 0.4, rel=0.05)
+        step = predicted(given, lines(2))
+        assert sum(step.sent_bytes) == pytest.approx(shared * 1e3)
+        assert step.microbatches_s == pytest.approx(12 * 0.4, rel=0.05)
 
 
 @pytest.mark.parametrize("peers", [2, 3, 4, 8])
 def test_averaging_fills_equal_lines_from_the_first_byte_to_the_last(peers: int) -> None:
     """Two passes of (n - 1)/n of the gradient: nobody waits for a line that all others send to first."""
-    found = told(seats((0,) * peers, gradient_bytes=(100e6,), boundary_bytes=0.0), lines(peers))
+    step = predicted(seats((0,) * peers, gradient_bytes=(100e6,), boundary_bytes=0.0), lines(peers))
     full_s = 100e6 * (peers - 1) / peers / 25e6
-    assert found.averaging_s == pytest.approx(2 * full_s + 2 * 0.05)
+    assert step.averaging_s == pytest.approx(2 * full_s + 2 * 0.05)
 
 
 NARROW = (25e6, 25e6, 12.5e6, 25e6)
@@ -117,8 +117,8 @@ NARROW = (25e6, 25e6, 12.5e6, 25e6)
 def unlike(widths_Bps: tuple[float, ...], pair_Bps: float = 1e15) -> Cluster:
     given = lines(len(widths_Bps))
     devices = zip(given.devices, widths_Bps, strict=True)
-    made = tuple(msgspec.structs.replace(device, up_Bps=width, down_Bps=width) for device, width in devices)
-    return Cluster(made, given.delay_s, np.full_like(given.bandwidth_Bps, pair_Bps))
+    result = tuple(msgspec.structs.replace(device, up_Bps=width, down_Bps=width) for device, width in devices)
+    return Cluster(result, given.delay_s, np.full_like(given.bandwidth_Bps, pair_Bps))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def test_owners_by_their_lines_come_near_what_the_narrowest_line_needs(
     even = seats((0,) * peers, gradient_bytes=(100e6,), boundary_bytes=0.0)
     by_lines = weighted(even, cluster)
     assert by_lines.line_rates == tuple(round(width / 1000) for width in widths_Bps)
-    assert told(even, cluster).averaging_s >= 2 * (peers - 1) / peers * 100e6 / 12.5e6
-    found = told(by_lines, cluster)
-    assert least_s < found.averaging_s < 1.2 * least_s + 2 * 0.05
-    assert rough_s(even, cluster) == pytest.approx(found.step_s, rel=0.2), "a search prices what will be chosen"
-    sent = [(nbytes, width) for nbytes, width in zip(found.sent_bytes, widths_Bps, strict=True)]
+    assert predicted(even, cluster).averaging_s >= 2 * (peers - 1) / peers * 100e6 / 12.5e6
+    step = predicted(by_lines, cluster)
+    assert least_s < step.averaging_s < 1.2 * least_s + 2 * 0.05
+    assert rough_s(even, cluster) == pytest.approx(step.step_s, rel=0.2), "a search prices what will be chosen"
+    sent = [(nbytes, width) for nbytes, width in zip(step.sent_bytes, widths_Bps, strict=True)]
     assert max(nbytes / width for nbytes, width in sent) == pytest.approx(least_s, rel=0.1)
 
 
@@ -147,7 +147,7 @@ def test_owners_stay_even_on_lines_alike_and_where_pairs_are_narrower_than_lines
 
 
 def test_a_group_of_one_averages_nothing() -> None:
-    assert told(seats((0, 1), gradient_bytes=(100e6, 100e6)), lines(2)).averaging_s == 0.0
+    assert predicted(seats((0, 1), gradient_bytes=(100e6, 100e6)), lines(2)).averaging_s == 0.0
 
 
 @pytest.mark.parametrize(("gradient_bytes", "averaging_s", "seen_s"), [(50e6, 2.1, 0.0), (200e6, 8.1, 8.1 + 0.2 - 4.8)])
@@ -156,26 +156,26 @@ def test_with_delayed_updates_averaging_is_seen_only_where_it_takes_longer_than_
 ) -> None:
     """Two replicas of one stage, 24 microbatches of 0.4 s; round, reduced and view take 0.2 s of delays beside them."""
     given = seats((0, 0), gradient_bytes=(gradient_bytes,), boundary_bytes=0.0)
-    in_time = told(given, lines(2))
+    in_time = predicted(given, lines(2))
     assert in_time.averaging_s == pytest.approx(averaging_s)
     late = msgspec.structs.replace(given, staleness=1)
-    found = told(late, lines(2))
-    assert (found.averaging_s, found.agreeing_s) == pytest.approx((seen_s, 0.15))
-    assert found.step_s == pytest.approx(4.8 + seen_s + 0.15) and found.step_s < in_time.step_s
-    assert rough_s(late, lines(2)) == pytest.approx(found.step_s)
+    step = predicted(late, lines(2))
+    assert (step.averaging_s, step.agreeing_s) == pytest.approx((seen_s, 0.15))
+    assert step.step_s == pytest.approx(4.8 + seen_s + 0.15) and step.step_s < in_time.step_s
+    assert rough_s(late, lines(2)) == pytest.approx(step.step_s)
 
 
 def test_with_delayed_updates_a_line_that_is_full_of_tensors_hides_no_averaging() -> None:
     given = seats((0, 0, 1, 1), boundary_bytes=50e6, inflight=12)
-    full = told(given, lines(4))
+    full = predicted(given, lines(4))
     assert "link" in full.bottleneck
-    late = told(msgspec.structs.replace(given, gradient_bytes=(200e6, 200e6), staleness=1), lines(4))
+    late = predicted(msgspec.structs.replace(given, gradient_bytes=(200e6, 200e6), staleness=1), lines(4))
     busiest = max(*full.up_busy, *full.down_busy)
     assert late.averaging_s == pytest.approx(8.0 - full.microbatches_s * (1 - busiest), abs=0.01)
 
 
 def test_agreeing_takes_six_ways_between_equally_far_peers() -> None:
-    assert told(seats((0, 0, 0)), lines(3, delay_s=0.1)).agreeing_s == pytest.approx(0.6)
+    assert predicted(seats((0, 0, 0)), lines(3, delay_s=0.1)).agreeing_s == pytest.approx(0.6)
 
 
 def test_bytes_by_stage_are_tokens_of_owners_and_what_replicas_hand_on() -> None:
@@ -184,26 +184,26 @@ def test_bytes_by_stage_are_tokens_of_owners_and_what_replicas_hand_on() -> None
     assert handed_bytes(given) == ([5.0, 8.0, 3.0], [3.0, 8.0, 5.0])
     alone = seats((0,), boundary_bytes=5.0, tokens_bytes=7.0)
     assert (request_bytes(alone), handed_bytes(alone)) == ([7.0], ([0.0], [0.0]))
-    found = told(msgspec.structs.replace(given, microbatches=24), lines(3))
+    step = predicted(msgspec.structs.replace(given, microbatches=24), lines(3))
     foreign = 24 * (14 + 7) * 2 / 3  # owners take turns, and each serves a third of the tokens' hops itself
-    assert sum(found.sent_bytes) == pytest.approx(24 * (5.0 + 8.0 + 3.0) + foreign)
+    assert sum(step.sent_bytes) == pytest.approx(24 * (5.0 + 8.0 + 3.0) + foreign)
 
 
 @pytest.mark.parametrize("stage_of", [(0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 1), (0, 1, 2, 3, 4, 5)])
 def test_no_step_is_shorter_than_its_slowest_stages_compute(stage_of: tuple[int, ...]) -> None:
     given = seats(stage_of)
-    found = told(given, lines(len(stage_of)))
+    step = predicted(given, lines(len(stage_of)))
     for stage in range(given.stages):
         hop_s = 0.4 + (0.2 if stage < given.stages - 1 else 0.0)
-        assert found.step_s >= 24 * hop_s / len(given.replicas(stage)) * (1 - 1e-9)
-    assert all(0 <= share <= 1 + 1e-9 for share in found.compute_busy + found.up_busy + found.down_busy)
+        assert step.step_s >= 24 * hop_s / len(given.replicas(stage)) * (1 - 1e-9)
+    assert all(0 <= share <= 1 + 1e-9 for share in step.compute_busy + step.up_busy + step.down_busy)
 
 
 def test_wider_lines_and_faster_devices_shorten_the_step() -> None:
     given = seats((0, 1, 2, 0, 1, 2))
-    slow, wide = told(given, lines(6, bandwidth_Bps=10e6)), told(given, lines(6, bandwidth_Bps=250e6))
+    slow, wide = predicted(given, lines(6, bandwidth_Bps=10e6)), predicted(given, lines(6, bandwidth_Bps=250e6))
     assert wide.step_s < 0.8 * slow.step_s
-    quick = told(msgspec.structs.replace(given, forward_s=(0.02,) * 6, backward_s=(0.04,) * 6), lines(6, 250e6))
+    quick = predicted(msgspec.structs.replace(given, forward_s=(0.02,) * 6, backward_s=(0.04,) * 6), lines(6, 250e6))
     assert quick.step_s < 0.5 * wide.step_s
     assert rough_s(given, lines(6, 250e6)) < rough_s(given, lines(6))
 
@@ -214,30 +214,30 @@ def test_the_rough_formula_is_near_what_is_played() -> None:
             gradients = (20e6,) * (max(stage_of) + 1)
             given = seats(stage_of, gradient_bytes=gradients, microbatches=96)
             cluster = lines(len(stage_of), bandwidth_Bps)
-            assert 0.4 < rough_s(given, cluster) / told(given, cluster).step_s < 2.0
+            assert 0.4 < rough_s(given, cluster) / predicted(given, cluster).step_s < 2.0
 
 
 def test_a_long_step_is_extended_from_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = seats((0, 1, 0, 1), microbatches=192)
-    whole = told(given, lines(4))
+    whole = predicted(given, lines(4))
     monkeypatch.setattr(play, "LONGEST", 96)
-    assert told(given, lines(4)).step_s == pytest.approx(whole.step_s, rel=0.1)
+    assert predicted(given, lines(4)).step_s == pytest.approx(whole.step_s, rel=0.1)
 
 
 def test_who_is_left_out_does_nothing_and_delays_nobody() -> None:
     far = lines(5)
     far.delay_s[4, :] = far.delay_s[:, 4] = 30.0
     given = seats((0, 1, 0, 1, -1))
-    found = told(given, far)
-    assert found.step_s == pytest.approx(told(seats((0, 1, 0, 1)), lines(4)).step_s)
-    assert found.sent_bytes[4] == 0.0 and found.compute_busy[4] == 0.0
+    step = predicted(given, far)
+    assert step.step_s == pytest.approx(predicted(seats((0, 1, 0, 1)), lines(4)).step_s)
+    assert step.sent_bytes[4] == 0.0 and step.compute_busy[4] == 0.0
 
 
 def test_a_slow_link_between_two_is_a_limit_even_when_their_lines_are_wide() -> None:
     cluster = lines(2, bandwidth_Bps=1e9)
-    wide = told(seats((0, 1)), cluster)
+    wide = predicted(seats((0, 1)), cluster)
     cluster.bandwidth_Bps[0, 1] = 1e6
-    assert told(seats((0, 1)), cluster).step_s > 3 * wide.step_s
+    assert predicted(seats((0, 1)), cluster).step_s > 3 * wide.step_s
 
 
 def test_links_of_pairs_are_filled_side_by_side_and_hold_nobody_else_up() -> None:
@@ -254,24 +254,24 @@ def test_averaging_over_narrow_pairs_takes_one_pairs_time_and_not_their_sum() ->
     """Measured so (benchmarks/averaging.py): parts and sums go to all others at once."""
     cluster = lines(6, bandwidth_Bps=1e9, delay_s=0.0)
     cluster.bandwidth_Bps[:] = 1e6
-    found = told(seats((0,) * 6, gradient_bytes=(6e6,), boundary_bytes=0.0), cluster)
-    assert found.averaging_s == pytest.approx(2 * 1.0, rel=0.01)
+    step = predicted(seats((0,) * 6, gradient_bytes=(6e6,), boundary_bytes=0.0), cluster)
+    assert step.averaging_s == pytest.approx(2 * 1.0, rel=0.01)
 
 
 def test_one_stage_is_run_by_its_owners_unless_a_plan_shares_it_out() -> None:
     """Two devices, one three times as fast, 24 microbatches: 12 each at home, 18 and 6 by routes."""
     given = seats((0, 0), forward_s=(0.1, 0.3), backward_s=(0.2, 0.6), tokens_bytes=0.0)
     wide = lines(2, bandwidth_Bps=1e12, delay_s=0.0)
-    assert told(given, wide).microbatches_s == pytest.approx(12 * 0.6)
+    assert predicted(given, wide).microbatches_s == pytest.approx(12 * 0.6)
     shared = msgspec.structs.replace(given, routes=(((0,),), ((0, 1),)))
-    assert told(shared, wide).microbatches_s == pytest.approx(18 * 0.2)
+    assert predicted(shared, wide).microbatches_s == pytest.approx(18 * 0.2)
 
 
 @pytest.mark.parametrize("replicas", [6, 20, 21])
 def test_many_replicas_are_averaged_by_formula(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
     given = seats((0,) * replicas, gradient_bytes=(60e6,))
-    played = told(given, lines(replicas))
+    played = predicted(given, lines(replicas))
     monkeypatch.setattr(averaging, "PAIRS_MOST", 0)
-    formula = told(given, lines(replicas))
+    formula = predicted(given, lines(replicas))
     assert formula.averaging_s == pytest.approx(played.averaging_s, rel=0.05)
     assert formula.sent_bytes == pytest.approx(played.sent_bytes, rel=0.05)

@@ -30,17 +30,17 @@ def cluster(peers: int, near_Bps: float = 1e9, far_Bps: float = 1e9, line_Bps: f
 
 def seats(stage_of: tuple[int, ...], **changes: object) -> Seats:
     peers, stages = len(stage_of), max(stage_of) + 1
-    made = Seats(stage_of, (0.2,) * peers, (0.4,) * peers, (0.0,) * stages, 1e6, 0.0, 24, 4)
-    return msgspec.structs.replace(made, **changes)
+    result = Seats(stage_of, (0.2,) * peers, (0.4,) * peers, (0.0,) * stages, 1e6, 0.0, 24, 4)
+    return msgspec.structs.replace(result, **changes)
 
 
 def served(given: Seats, routes: tuple[tuple[tuple[int, ...], ...], ...]) -> Counter[int]:
     """Microbatches that each device serves in one step, owners going round as core's do."""
-    owners, found = given.seated, Counter[int]()
+    owners, counts = given.seated, Counter[int]()
     for index in range(given.microbatches):
         for turns in routes[owners[index % len(owners)]]:
-            found[turns[index // len(owners) % len(turns)]] += 1
-    return found
+            counts[turns[index // len(owners) % len(turns)]] += 1
+    return counts
 
 
 @settings(deadline=None, max_examples=50)
@@ -62,12 +62,12 @@ def test_turns_are_spread_and_begin_elsewhere_for_other_owners() -> None:
 def test_replicas_get_microbatches_in_proportion_to_what_they_can_pass(stage_of: tuple[int, ...]) -> None:
     quick = tuple(0.1 if device == 1 else 0.2 for device in range(6))
     given = seats(stage_of, forward_s=quick, backward_s=tuple(2 * s for s in quick))
-    found = served(given, planned(given, cluster(6)))
+    counts = served(given, planned(given, cluster(6)))
     for stage in range(given.stages):
         group = given.replicas(stage)
         speeds = [1 / quick[device] for device in group]
         for device, wanted in zip(group, shares(24, speeds), strict=True):
-            assert found[device] == wanted
+            assert counts[device] == wanted
 
 
 def test_near_replicas_are_taken_while_they_have_room() -> None:
@@ -103,11 +103,11 @@ def test_no_more_tensors_go_far_than_must() -> None:
     sides = cluster(9, far_Bps=1e6)
 
     def crossings(routes: Routing) -> int:
-        owners, found = given.seated, 0
+        owners, far = given.seated, 0
         for index in range(given.microbatches):
             way = [turns[index // len(owners) % len(turns)] for turns in routes[owners[index % len(owners)]]]
-            found += sum(one % 2 != other % 2 for one, other in pairwise(way))
-        return found
+            far += sum(one % 2 != other % 2 for one, other in pairwise(way))
+        return far
 
     by_owners = planned(given, sides)
     by_neighbours = matched(given, sides, by_owners)

@@ -53,11 +53,19 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert sorted(missing) == []
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name != "protocol.md"],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
+def test_newcomers_questions_name_files_below_the_source_and_what_is_in_them() -> None:
+    rows = [line for line in (DOCS / "questions.md").read_text().splitlines() if line.startswith("| ")]
+    answered = [row for row in rows if "`" in row]
+    assert len(answered) >= 18
+    for row in answered:
+        paths = [ROOT / "src" / "shoal" / path for path in re.findall(r"`([a-z_/]+(?:\.py|/))`", row)]
+        assert [path for path in paths if not path.exists()] == [], row
+        for name, member in re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", row):
+            sources = [path.read_text() for path in paths if path.is_file()]
+            assert any(f"class {name}" in text and f"def {member}" in text + "def " for text in sources), name
+
+
+@pytest.mark.parametrize("page", [*TOP, *sorted(DOCS.rglob("*.md"))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_cell_of_a_table_is_an_essay(page: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
@@ -104,9 +112,9 @@ def test_a_page_that_is_made_from_the_source_is_up_to_date(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    assert made.PAGE.read_text() == made.page(), f"its source has changed: run `make {name}`"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), f"its source has changed: run `make {name}`"
 
 
 def test_the_cells_of_the_configurations_tables_are_short() -> None:

@@ -100,5 +100,5 @@ def test_every_benchmark_can_be_recorded(script: Path) -> None:
 
 def test_a_benchmark_says_what_record_does() -> None:
     command = [sys.executable, str(BENCHMARKS / "large_groups.py"), "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    assert "--record" in told
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert "--record" in result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from pathlib import Path
@@ -10,6 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORDS = ROOT / "tools" / "retired_words.txt"
+PARTICIPLES = {"found", "made", "told", "came", "brought", "gone"}  # how a value arrived; a name says what it is
+FREE_OF_THEM = [
+    *(ROOT / "src" / "shoal" / name for name in ("cli", "config", "dashboard", "launcher", "sim", "transport")),
+    ROOT / "tests",
+]
 
 
 def retired() -> dict[str, str]:
@@ -49,3 +55,14 @@ def test_every_retired_word_has_a_replacement() -> None:
 
 def test_a_word_is_found_as_a_part_of_a_name_and_over_the_end_of_a_line() -> None:
     assert occurrences("task runner") and occurrences("Task") and not occurrences("no such word in any source")
+
+
+@pytest.mark.parametrize("folder", FREE_OF_THEM, ids=lambda folder: folder.name)
+def test_variables_and_parameters_are_nouns_of_what_they_hold(folder: Path) -> None:
+    named = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+            if name in PARTICIPLES:
+                named.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}")
+    assert named == []

@@ -44,8 +44,8 @@ def test_views_may_come_twice_late_and_in_any_order() -> None:
 def test_steps_that_were_averaged_beside_the_next_ones_compute_are_counted_once() -> None:
     ahead = a_view(1, number=9, phase=Phase.OVERLAPPING)
     again = a_view(1, number=11, phase=Phase.OVERLAPPING)  # after a death had opened it again
-    assert some_books(a_view(0), a_view(1), ahead, again, a_view(2, number=12)).ahead == {1}
-    assert some_books(ahead, a_view(0, epoch=1, last=None)).ahead == set()  # all of it is trained again
+    assert some_books(a_view(0), a_view(1), ahead, again, a_view(2, number=12)).overlapped == {1}
+    assert some_books(ahead, a_view(0, epoch=1, last=None)).overlapped == set()  # all of it is trained again
 
 
 def test_a_commit_is_new_once() -> None:
@@ -291,11 +291,11 @@ def test_a_run_resumed_with_microbatches_of_another_size_balances() -> None:
 
 
 def test_steps_that_another_run_committed_are_taken_as_its_checkpoint_says() -> None:
-    books = CommitHistory(STAGES, MICROBATCHES, first_step=2, base=Base(taken_over=2))
+    books = CommitHistory(STAGES, MICROBATCHES, first_step=2, base=Base(adopted_steps=2))
     books.agree(a_view(3, account=Account(issued=4, committed=4)), 1.0)
     totals = books.totals()
-    assert (totals.taken_over, totals.lost, totals.committed, totals.balanced) == (2, 0, 12, True), totals.reason
-    assert restarted(books.steps, 3, MICROBATCHES, books.base).taken_over == 2, "in every session to come"
+    assert (totals.adopted_steps, totals.lost, totals.committed, totals.balanced) == (2, 0, 12, True), totals.reason
+    assert restarted(books.steps, 3, MICROBATCHES, books.base).adopted_steps == 2, "in every session to come"
 
 
 def _committed(stages: int, groups: tuple[tuple[Share, ...], ...], steps: int) -> tuple[CommittedStep, ...]:

@@ -24,20 +24,20 @@ def a_table(tmp_path: Path, most: int = 2 * 4 * VALUES) -> tuple[Blobs, list[Cal
 
 
 def fill(table: Blobs, count: int) -> list[torch.Tensor]:
-    made = [torch.randn(64, VALUES // 64) for _ in range(count)]
-    for number, tensor in enumerate(made):
+    tensors = [torch.randn(64, VALUES // 64) for _ in range(count)]
+    for number, tensor in enumerate(tensors):
         table.put(f"b{number}", tensor)
-    return made
+    return tensors
 
 
 def test_the_oldest_go_to_disk_and_are_the_same(tmp_path: Path) -> None:
     table, works = a_table(tmp_path)
-    made = fill(table, 5)
+    tensors = fill(table, 5)
     assert len(works) == 3 and table.memory_bytes == 5 * 4 * VALUES
     for work in works:
         work()
     assert (table.memory_bytes, table.disk_bytes) == (2 * 4 * VALUES, 3 * 4 * VALUES)
-    for number, tensor in enumerate(made):
+    for number, tensor in enumerate(tensors):
         held = table.get(f"b{number}")
         assert isinstance(held, torch.Tensor) and torch.equal(held, tensor)
         assert (held.data_ptr() == tensor.data_ptr()) is (number > 2), "the youngest stay where they are"
@@ -95,13 +95,13 @@ def test_a_full_disk_costs_nothing_but_memory(
 
     monkeypatch.setattr(blobs.tempfile, "TemporaryFile", full)
     table, works = a_table(tmp_path)
-    made = fill(table, 4)
+    tensors = fill(table, 4)
     for work in works:
         work()
     more = fill(table, 9)
     assert "No space left on device" in caplog.text and len(works) == 2, "tried, told, and left alone"
     held = table.get("b1")
-    assert isinstance(held, torch.Tensor) and torch.equal(held, more[1]) and made
+    assert isinstance(held, torch.Tensor) and torch.equal(held, more[1]) and tensors
     assert table.memory_bytes == 9 * 4 * VALUES, "what was put twice counts once"
 
 

@@ -57,14 +57,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def states(config: Config = TINY) -> list[dict[str, torch.Tensor]]:
     """Each stage's state with moments that are not zero."""
-    found = []
+    states = []
     for stage in range(config.run.stages):
         state = create(config, stage).state()
         for number, (name, tensor) in enumerate(state.items()):
             if not name.startswith("model/"):
                 tensor.fill_(stage + number / 7)
-        found.append(state)
-    return found
+        states.append(state)
+    return states
 
 
 STATES = states()
@@ -100,8 +100,8 @@ def test_another_cut_reads_it(url: str) -> None:
     for stages in (1, 2, 4):
         config = msgspec.structs.replace(TINY, run=Run(name="tiny", stages=stages, seed=9))
         for stage in range(stages):
-            found = store.load(7, create(config, stage).state())
-            assert all(torch.equal(found[name], whole[name]) for name in found)
+            loaded = store.load(7, create(config, stage).state())
+            assert all(torch.equal(loaded[name], whole[name]) for name in loaded)
 
 
 def test_transformers_loads_model_and_tokenizer(tmp_path: Path) -> None:
@@ -458,9 +458,9 @@ def test_a_checkpoint_from_before_there_were_seals_is_read(tmp_path: Path) -> No
     store = checkpoint.Store(str(tmp_path))
     a_checkpoint(store, 5)
     file = tmp_path / "step-5" / marker.MARKER
-    told = json.loads(file.read_text())
-    del told["seal"]
-    file.write_text(json.dumps(told))
+    seal = json.loads(file.read_text())
+    del seal["seal"]
+    file.write_text(json.dumps(seal))
     assert store.catalog.soundest()[0].step == 5  # type: ignore[union-attr]
 
 

@@ -57,15 +57,19 @@ class Tensors:
 
 
 @pytest.fixture
-def made() -> Iterator[list[Tensors]]:
-    found: list[Tensors] = []
-    yield found
-    for one in found:
+def groups_of_tensors() -> Iterator[list[Tensors]]:
+    gradients: list[Tensors] = []
+    yield gradients
+    for one in gradients:
         one.runner.close()
 
 
 def a_group(
-    made: list[Tensors], replicas: int, how: str = "none", piece_values: int = 0, line_rates: tuple[int, ...] = ()
+    groups_of_tensors: list[Tensors],
+    replicas: int,
+    how: str = "none",
+    piece_values: int = 0,
+    line_rates: tuple[int, ...] = (),
 ) -> Group:
     config = Config(
         run=Run(name="large", stages=1),
@@ -75,34 +79,34 @@ def a_group(
     )
 
     def runner(name: m.Peer, length: int) -> Tensors:
-        made.append(Tensors(config))
-        return made[-1]
+        groups_of_tensors.append(Tensors(config))
+        return groups_of_tensors[-1]
 
     group = tuple(f"p{number:02}" for number in range(replicas))
     return Group(group, LENGTH, piece_values, runner=runner, seed=replicas, line_rates=line_rates)
 
 
-def brought(group: Group, made: list[Tensors], seed: int) -> list[torch.Tensor]:
+def inputs_of(group: Group, groups_of_tensors: list[Tensors], seed: int) -> list[torch.Tensor]:
     """What each replica has added up, of sizes so different that the order of additions shows."""
     chance = torch.Generator().manual_seed(seed)
-    found = [torch.randn(LENGTH, generator=chance) * 10.0 ** (number % 7) for number in range(len(group.names))]
-    for one, values in zip(made, found, strict=True):
+    gradients = [torch.randn(LENGTH, generator=chance) * 10.0 ** (number % 7) for number in range(len(group.names))]
+    for one, values in zip(groups_of_tensors, gradients, strict=True):
         one.executor.sum.copy_(values)
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("piece_values", [0, 2100])
 @pytest.mark.parametrize("replicas", [16, 17, 20, pytest.param(24, marks=pytest.mark.slow)])
 def test_a_round_is_the_sum_in_its_recorded_order_bit_for_bit(
-    made: list[Tensors], replicas: int, piece_values: int
+    groups_of_tensors: list[Tensors], replicas: int, piece_values: int
 ) -> None:
-    group = a_group(made, replicas, piece_values=piece_values)
-    values = brought(group, made, seed=replicas)
+    group = a_group(groups_of_tensors, replicas, piece_values=piece_values)
+    values = inputs_of(group, groups_of_tensors, seed=replicas)
     group.begin()
     group.run()
     assert len(group.reduced) == replicas and not group.failures
     wanted = reference.added(values)
-    assert all(torch.equal(one.reduced(7), wanted) for one in made)
+    assert all(torch.equal(one.reduced(7), wanted) for one in groups_of_tensors)
     flat = values[0].clone()
     for part in values[1:]:
         flat += part
@@ -111,17 +115,17 @@ def test_a_round_is_the_sum_in_its_recorded_order_bit_for_bit(
 
 @pytest.mark.parametrize("piece_values", [0, 2100])
 def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
-    made: list[Tensors], piece_values: int
+    groups_of_tensors: list[Tensors], piece_values: int
 ) -> None:
-    group = a_group(made, len(UNLIKE), piece_values=piece_values, line_rates=UNLIKE)
-    values = brought(group, made, seed=1)
+    group = a_group(groups_of_tensors, len(UNLIKE), piece_values=piece_values, line_rates=UNLIKE)
+    values = inputs_of(group, groups_of_tensors, seed=1)
     group.begin()
     group.run()
     wanted = values[0].clone()
     for part in values[1:]:
         wanted += part
     assert len(group.reduced) == len(UNLIKE) and not group.failures
-    assert all(torch.equal(one.reduced(7), wanted) for one in made)
+    assert all(torch.equal(one.reduced(7), wanted) for one in groups_of_tensors)
 
 
 @pytest.mark.parametrize("how", ["bf16", "int8"])
@@ -135,27 +139,27 @@ def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
     ],
 )
 def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
-    made: list[Tensors], how: str, replicas: int, piece_values: int, line_rates: tuple[int, ...]
+    groups_of_tensors: list[Tensors], how: str, replicas: int, piece_values: int, line_rates: tuple[int, ...]
 ) -> None:
     """What two rounds have applied, and what all have left to send, is together all that was ever brought."""
-    group = a_group(made, replicas, how, piece_values, line_rates)
+    group = a_group(groups_of_tensors, replicas, how, piece_values, line_rates)
     total, applied = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH, dtype=torch.float64)
     for number in (7, 8):
-        values = brought(group, made, seed=number)
+        values = inputs_of(group, groups_of_tensors, seed=number)
         total += torch.stack(values).double().sum(0)
         group.reduced.clear()
         group.begin(number=number)
         group.run()
         digests = {one.digest for one in group.reduced.values()}
         assert len(group.reduced) == replicas and len(digests) == 1
-        for name, one in zip(group.names, made, strict=True):
+        for name, one in zip(group.names, groups_of_tensors, strict=True):
             gathered = one.runner._sums.reduced[STEP, number]
             one.runner._sums.averaging.applied(gathered.left)
             group.carry(name, group.rounds[name].end("committed"))
-        applied += made[0].reduced(number).double()
+        applied += groups_of_tensors[0].reduced(number).double()
     left = sum(
         one.runner._sums.averaging._residual.double()
-        for one in made
+        for one in groups_of_tensors
         if one.runner._sums.averaging._residual is not None
     )
     assert float((applied + left - total).norm() / total.norm()) < 1e-6

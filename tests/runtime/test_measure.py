@@ -26,7 +26,7 @@ async def meters(*links: AccessLink) -> AsyncIterator[list[Meter]]:
     for number, link in enumerate(links):
         plain = MemoryTransport(hub, f"p{number}")
         transports.append(Shaped(plain, link) if link != AccessLink() else plain)  # type: ignore[arg-type]
-    made = [Meter(transport) for transport in transports]
+    running = [Meter(transport) for transport in transports]
 
     async def receive(meter: Meter, transport: Any) -> None:
         while True:
@@ -36,10 +36,10 @@ async def meters(*links: AccessLink) -> AsyncIterator[list[Meter]]:
 
     for transport in transports:
         await transport.start()
-    tasks = [asyncio.create_task(receive(m, t)) for m, t in zip(made, transports, strict=True)]
-    tasks += [asyncio.create_task(meter.serve()) for meter in made]
+    tasks = [asyncio.create_task(receive(m, t)) for m, t in zip(running, transports, strict=True)]
+    tasks += [asyncio.create_task(meter.serve()) for meter in running]
     try:
-        yield made
+        yield running
     finally:
         for task in tasks:
             task.cancel()
@@ -113,11 +113,11 @@ def test_a_modelled_line_is_measured_never_quicker_than_it_is() -> None:
     async def story() -> None:
         async with meters(AccessLink(0.02, 4e6, 4e6), AccessLink(0.02, 1e6, 1e6)) as (fast, slow):
             there, back = await asyncio.gather(fast.link("p1", 1 << 20), slow.link("p0", 1 << 20))
-            for found in (there, back):
-                assert not found.reason
-                assert found.delay_s >= 0.02  # a busy machine adds to it, nothing takes away
+            for link in (there, back):
+                assert not link.reason
+                assert link.delay_s >= 0.02  # a busy machine adds to it, nothing takes away
                 assert (
-                    0 < found.bandwidth_Bps <= 2e6
+                    0 < link.bandwidth_Bps <= 2e6
                 )  # the slow line, either way; a late ping on a busy machine makes it look quicker
 
     run(story)
@@ -127,16 +127,18 @@ def test_a_visitor_learns_of_all_pairs_and_what_each_peers_machine_is(monkeypatc
     monkeypatch.setattr(measure, "ANSWER_S", 60.0)
 
     async def story() -> None:
-        async with meters(AccessLink(), AccessLink(0.0, 8e6, 8e6), AccessLink(0.0, 8e6, 8e6), AccessLink()) as found:
-            found[1].facts = "one"
-            told: list[str] = []
-            result = await survey(found[0], ["p1", "p2", "p3"], 1 << 20, told.append)
+        async with meters(
+            AccessLink(), AccessLink(0.0, 8e6, 8e6), AccessLink(0.0, 8e6, 8e6), AccessLink()
+        ) as survey_text:
+            survey_text[1].facts = "one"
+            notes: list[str] = []
+            result = await survey(survey_text[0], ["p1", "p2", "p3"], 1 << 20, notes.append)
             assert result.peers == ["p1", "p2", "p3"] and result.facts["p1"] == "one"
             assert sorted(result.links) == [(f"p{a}", f"p{b}") for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
             assert not any(link.reason for link in result.links.values())
             assert result.links["p1", "p2"].bandwidth_Bps <= 16e6
             assert result.up_Bps["p1"] <= 16e6 and result.down_Bps["p2"] <= 16e6
-            assert told and "round 1 of 3" in told[0]
+            assert notes and "round 1 of 3" in notes[0]
 
     run(story)
 
@@ -147,9 +149,9 @@ def test_a_peer_that_is_silent_is_told_and_left_out(monkeypatch: pytest.MonkeyPa
     async def story() -> None:
         async with meters(AccessLink(), AccessLink()) as (visitor, other):
             assert (await other.link("p9", 1000)).reason.startswith("no answer")
-            told: list[str] = []
-            result = await survey(visitor, ["p9"], 1000, told.append)
-            assert result.peers == [] and any("left out" in text for text in told)
+            notes: list[str] = []
+            result = await survey(visitor, ["p9"], 1000, notes.append)
+            assert result.peers == [] and any("left out" in text for text in notes)
 
     run(story)
 

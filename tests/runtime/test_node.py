@@ -51,8 +51,8 @@ from shoal.core.peer import PeerMachine
 from shoal.executor import base
 from shoal.executor.swap import memory
 from shoal.numerics import optimizer
-from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.node import Node, admissible
 from shoal.runtime.records.account import CommitHistory
 from shoal.runtime.records.record import Recorder
@@ -68,13 +68,22 @@ from shoal.transport.emulated.memory import Hub, MemoryTransport
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority
 
-# hop_floor_s and silence_s are long: nothing here may be called slow or dead because the machine is busy.
+# min_request_timeout_s and heartbeat_timeout_s are long: nothing here may be called slow or dead because the machine is busy.
 TINY = Config(
-    run=Run(name="tiny", peers=4, stages=2, steps=3, seed=3, beat_s=0.05, silence_s=60.0, hop_floor_s=60.0),
+    run=Run(
+        name="tiny",
+        peers=4,
+        stages=2,
+        steps=3,
+        seed=3,
+        heartbeat_s=0.05,
+        heartbeat_timeout_s=60.0,
+        min_request_timeout_s=60.0,
+    ),
     model=Model(hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24),
     data=Data(source="text", path="a.txt", sequence=8),
     train=Train(batch=8, microbatch=2, warmup=0),
-    checkpoint=Checkpoint(every=0, last=False),
+    checkpoint=Checkpoint(every=0, at_end=False),
     device=Device(threads=1),
 )
 LONG_S = 100.0
@@ -119,7 +128,7 @@ class Swarm:
         self.names: list[Peer] = []
         self.nodes: list[Node] = []
         self.records: list[Heard] = []
-        self.dataset = data.open_dataset(config)
+        self.dataset = open_dataset(config)
         self.directory = directory
 
     def add(self) -> Node:
@@ -193,7 +202,7 @@ def test_replicas_keep_equal_parameters_and_blobs_do_not_pile_up(tmp_path: Path)
         assert record.views[-1].finished
         server = node.machine.server
         digests.setdefault((server.stage, server.step), set()).add(server.digest)
-    assert all(len(found) == 1 for found in digests.values())
+    assert all(len(digest) == 1 for digest in digests.values())
     # Of one step at most: input, output and gradient of every microbatch at every stage, and a round's parts.
     a_step = 4 * TINY.run.stages * 3 + 8
     assert max(node.runner.held() for node in swarm.nodes) <= a_step
@@ -261,7 +270,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
         swarm = Swarm(
             changed(
                 TINY,
-                run=changed(TINY.run, stages=1, steps=2, round_bytes=round_bytes),
+                run=changed(TINY.run, stages=1, steps=2, averaging_memory_bytes=round_bytes),
                 model=changed(TINY.model, hidden_size=32, layers=4),
                 train=changed(TINY.train, local_steps=local_steps, local_batch=2 if local_steps > 1 else 0),
             ),
@@ -269,12 +278,12 @@ def test_a_round_takes_no_more_memory_than_it_may(
         )
         for _ in range(TINY.run.peers):
             swarm.add()
-        found: list[int] = []
+        peaks: list[int] = []
         put, run = TaskRunner.put, TaskRunner._run
 
         def counted_put(self: TaskRunner, name: str, value: Held) -> int:
             nbytes = put(self, name, value)
-            found.append(in_memory(self))
+            peaks.append(in_memory(self))
             return nbytes
 
         def counted_run(self: TaskRunner, task: Task, held: dict[str, Held]) -> Result:
@@ -283,8 +292,8 @@ def test_a_round_takes_no_more_memory_than_it_may(
             before = in_memory(self)
             with memory.MemoryMeter("cpu") as watch:
                 result = run(self, task, held)
-            made = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
-            found.append(before + watch.peak - made)
+            room_bytes = 4 * self._seated().executor.length if isinstance(task, Gather) and task.start == 0 else 0
+            peaks.append(before + watch.peak - room_bytes)
             return result
 
         with monkeypatch.context() as patched:
@@ -294,7 +303,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
             finishes = asyncio.run(swarm.run())
         swarm.close()
         assert all(finish.ok for finish in finishes)
-        return max(found), 4 * swarm.nodes[0].runner._seated().executor.length
+        return max(peaks), 4 * swarm.nodes[0].runner._seated().executor.length
 
     limit = 60_000
     peak, gradient_bytes = most(limit)
@@ -330,18 +339,18 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(tmp_path: Path) -> None:
                     gradients += gradient
                 case ReduceChunk(chunk=chunk) | GatherChunk(chunk=chunk):
                     averaging += codec.nbytes("int8/1/1024", (bounds[chunk + 1] - bounds[chunk],))
-        sent, came = node.tally.totals()
-        received += came
+        sent, received_bytes = node.reporter.tally.totals()
+        received += received_bytes
         assert (sent.activations, sent.gradients, sent.averaging) == (activations, gradients, averaging)
         assert sent.control > 0
         carried = [item for item in items if isinstance(item, trace.TrafficRecord)]
         assert [item.step for item in carried] == sorted(item.step for item in carried)
-        assert (carried[-1].sent, carried[-1].received) == (sent, came)
-        assert carried[-1].kept == node.kept_most
-        assert node.kept_most.memory >= max(node.kept_most.store, activation)
-        assert node.kept_most.store > 0
-        assert node.kept == StoredBytes()
-    totals = [node.tally.totals()[0] for node in swarm.nodes]
+        assert (carried[-1].sent, carried[-1].received) == (sent, received_bytes)
+        assert carried[-1].kept == node.reporter.kept_most
+        assert node.reporter.kept_most.memory >= max(node.reporter.kept_most.store, activation)
+        assert node.reporter.kept_most.store > 0
+        assert node.reporter.kept == StoredBytes()
+    totals = [node.reporter.tally.totals()[0] for node in swarm.nodes]
     assert sum(sent.activations for sent in totals) == received.activations > 0
     assert sum(sent.gradients for sent in totals) == received.gradients > 0
     assert sum(sent.averaging for sent in totals) == received.averaging > 0
@@ -360,7 +369,7 @@ def test_replicas_that_encode_everything_keep_equal_parameters(tmp_path: Path) -
     for node in swarm.nodes:
         server = node.machine.server
         digests.setdefault((server.stage, server.step), set()).add(server.digest)
-    assert all(len(found) == 1 for found in digests.values())
+    assert all(len(digest) == 1 for digest in digests.values())
 
 
 @pytest.mark.slow
@@ -368,7 +377,7 @@ def test_replicas_that_encode_everything_keep_equal_parameters(tmp_path: Path) -
 @pytest.mark.parametrize("round_bytes", [1 << 30, 1 << 15], ids=["at once", "in pieces"])
 def test_eighteen_replicas_of_the_whole_model_have_one_processs_bits(round_bytes: int, tmp_path: Path) -> None:
     """More than stand in one row: what they sum up is told by the commits' order of additions, and by nothing else."""
-    run = msgspec.structs.replace(TINY.run, peers=18, stages=1, steps=2, round_bytes=round_bytes)
+    run = msgspec.structs.replace(TINY.run, peers=18, stages=1, steps=2, averaging_memory_bytes=round_bytes)
     train = msgspec.structs.replace(TINY.train, batch=48)  # 24 microbatches: some peers bring two
     config = msgspec.structs.replace(TINY, run=run, train=train)
     swarm = Swarm(config, tmp_path)
@@ -393,9 +402,9 @@ def test_what_was_recorded_replays_without_a_difference(swarm: Swarm, tmp_path: 
     asyncio.run(swarm.run())
     swarm.close()
     trace.merge([[path] for path in sorted(tmp_path.glob("*.jsonl"))], tmp_path / "all.jsonl")
-    found = trace.replay(tmp_path / "all.jsonl")
-    assert found.peers == 4 and found.commands > 100
-    assert found.differing == 0, found.first
+    replayed = trace.replay(tmp_path / "all.jsonl")
+    assert replayed.peers == 4 and replayed.commands > 100
+    assert replayed.differing == 0, replayed.first
 
 
 def test_a_lone_peer_that_serves_the_whole_model_talks_to_itself(tmp_path: Path) -> None:

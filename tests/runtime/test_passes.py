@@ -47,11 +47,11 @@ class Peer:
         self.name = self.identity.name
         self.transport = MemoryTransport(hub, self.name)
         self.gate = Gate(self.transport, self.membership)
-        self.told: list[str] = []
+        self.warnings: list[str] = []
         self.refused: list[str] = []
         self.passed: list[Incoming] = []
         self.changes = 0
-        self.gate.tell, self.gate.refused, self.gate.changed = self.told.append, self.refused.append, self._changed
+        self.gate.tell, self.gate.refused, self.gate.changed = self.warnings.append, self.refused.append, self._changed
 
     def _changed(self) -> None:
         self.changes += 1
@@ -194,8 +194,8 @@ def test_people_are_warned_a_fifth_of_the_lifetime_before_a_pass_ends(days: floa
     ann.now = NOW + days * DAY_S
     for _ in range(3):  # as serve() does every few seconds
         ann.gate._check_own_pass(3600.0)
-    assert len(ann.told) == int(warned) and not ann.refused
-    assert not warned or "`shoal invite CONFIG --renew`" in ann.told[0]
+    assert len(ann.warnings) == int(warned) and not ann.refused
+    assert not warned or "`shoal invite CONFIG --renew`" in ann.warnings[0]
 
 
 def test_a_renewed_pass_is_warned_of_again_only_before_its_own_end() -> None:
@@ -204,12 +204,12 @@ def test_a_renewed_pass_is_warned_of_again_only_before_its_own_end() -> None:
         ann = Peer(Hub(), invite)
         ann.now = NOW + 25 * DAY_S
         async with together(ann, knowing=lambda _: ()):
-            await until(lambda: len(ann.told) == 1)
+            await until(lambda: len(ann.warnings) == 1)
             longer = RUN.renewed(invite.grant, NOW + 25 * DAY_S, NOW + 55 * DAY_S)
             ann.gate.hear(RUN.pass_list(1, (longer,), ()))
             await until(lambda: ann.changes)
             ann.now = NOW + 50 * DAY_S
-            await until(lambda: len(ann.told) == 2)
+            await until(lambda: len(ann.warnings) == 2)
 
     asyncio.run(story())
 
@@ -222,7 +222,7 @@ def test_a_newcomer_whose_invite_is_over_and_was_not_renewed_says_so_and_ends(mo
         ann.now = bob.now = NOW + 31 * DAY_S
         ann.gate.inside = lambda: False  # bob has been let in before: it stays as long as it is connected
         async with together(ann, bob, knowing=lambda _: ()):
-            await until(lambda: ann.refused and bob.told)
+            await until(lambda: ann.refused and bob.warnings)
             assert "expired at 2027-02-14" in ann.refused[0] and "new invite" in ann.refused[0]
             assert not bob.refused
 
@@ -231,13 +231,13 @@ def test_a_newcomer_whose_invite_is_over_and_was_not_renewed_says_so_and_ends(mo
 
 def test_why_others_refuse_is_told_once_for_each_reason() -> None:
     gate = Peer(Hub(), an_invite()).gate
-    told: list[str] = []
-    gate.tell = told.append
+    reasons: list[str] = []
+    gate.tell = reasons.append
     for number in range(100):
         gate.lost("a", "it refuses: its pass is expired")
         gate.lost("a", "connection refused")
         gate.lost("b", f"it refuses: {number}")
-    assert told[0] == "a: it refuses: its pass is expired" and len(told) == passes.REFUSALS
+    assert reasons[0] == "a: it refuses: its pass is expired" and len(reasons) == passes.REFUSALS
 
 
 def test_messages_about_passes_are_bounded() -> None:

@@ -48,9 +48,9 @@ def test_a_full_disk_ends_the_trace_and_nothing_else() -> None:
         record.event(1.0, Tick(), [])  # the writing thread finds out in its own time
     record.event(2.0, Tick(), [Note("route", "still here")])
     record.close()
-    told = [line for line in out.lines() if isinstance(line, Notice)]
-    assert "the trace stops here, training goes on" in told[0].text
-    assert told[-1].text == "still here"
+    notices = [line for line in out.lines() if isinstance(line, Notice)]
+    assert "the trace stops here, training goes on" in notices[0].text
+    assert notices[-1].text == "still here"
 
 
 def test_a_reader_that_is_gone_does_not_stop_the_trace(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def test_a_state_survives_its_chunks_whatever_their_size(chunk_bytes: int) -> No
     assert [len(chunk) for chunk in chunks] == list(manifest.sizes)
     assert all(1 <= size <= chunk_bytes for size in manifest.sizes)
     assert not any(state.check_chunk(c, h) for c, h in zip(chunks, manifest.hashes, strict=True))
-    found, note = state.join(chunks)
-    assert equal(found, a_state())
+    joined, note = state.join(chunks)
+    assert equal(joined, a_state())
     assert note == {"step": "3"}
 
 
@@ -52,8 +52,8 @@ def test_the_stream_is_what_safetensors_reads_and_writes() -> None:
     written = b"".join(state.stream(a_state(), {"format": "pt"}))
     assert equal(safetensors.torch.load(written), a_state())
     assert (len(state.header(a_state(), {})) % 8) == 0
-    found, note = state.join([safetensors.torch.save(a_state(), {"format": "pt"})])
-    assert equal(found, a_state())
+    joined, note = state.join([safetensors.torch.save(a_state(), {"format": "pt"})])
+    assert equal(joined, a_state())
     assert note == {"format": "pt"}
 
 
@@ -86,8 +86,8 @@ def test_a_chunk_beyond_the_limit_is_not_made() -> None:
             copy.read(chunk)
 
 
-def framed(told: object, values: bytes = b"") -> list[bytes]:
-    text = told if isinstance(told, bytes) else json.dumps(told).encode()
+def framed(header: object, values: bytes = b"") -> list[bytes]:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return [len(text).to_bytes(8, "little") + text + values]
 
 

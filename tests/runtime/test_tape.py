@@ -25,8 +25,8 @@ HEADER = trace.Header(PROTOCOL, "p1", Settings(stages=1, microbatches=1, steps=1
 def lines(count: int, first: int = 0) -> list[bytes]:
     """What a founder's machine says that waits for others."""
     machine = PeerMachine("p1", HEADER.settings, Random(HEADER.seed), True)
-    told = [trace.line_of(n * 0.25, "p1", Tick(), machine.handle(Tick(), n * 0.25)) for n in range(first + count)]
-    return told[first:]
+    written = [trace.line_of(n * 0.25, "p1", Tick(), machine.handle(Tick(), n * 0.25)) for n in range(first + count)]
+    return written[first:]
 
 
 def disk_bytes(directory: Path) -> int:
@@ -47,13 +47,13 @@ def place(tmp_path: Path) -> Path:
 
 def test_a_trace_of_a_month_stays_within_its_room_and_keeps_its_newest_part(place: Path) -> None:
     limit, each = 64 << 10, lines(1)[0]
-    told = Tape(place / "p1.jsonl", HEADER, limit)
+    recording = Tape(place / "p1.jsonl", HEADER, limit)
     count, most = 40 * limit // len(each), 0
     for n in range(count):
-        assert told.write([each.replace(b"0.0", f"{n}.0".encode(), 1)]) == ""
+        assert recording.write([each.replace(b"0.0", f"{n}.0".encode(), 1)]) == ""
         if n % 1000 == 0:
             most = max(most, disk_bytes(place))
-    told.close()
+    recording.close()
     assert max(most, disk_bytes(place)) <= limit
     header, *kept = trace.read(merged(place))
     assert isinstance(header, trace.Header) and header.before == count - len(kept) > 0
@@ -66,13 +66,13 @@ def test_a_trace_of_a_month_stays_within_its_room_and_keeps_its_newest_part(plac
 def test_a_trace_in_several_segments_that_lacks_nothing_replays(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Tape(place / "p1.jsonl", HEADER, 32 << 10)
+    recording = Tape(place / "p1.jsonl", HEADER, 32 << 10)
     for line in lines(400):
-        told.write([line])
-    told.close()
+        recording.write([line])
+    recording.close()
     assert len(segments(place)["p1"]) > 2
-    found = trace.replay(merged(place, "trace.jsonl.gz"))
-    assert (found.events, found.differing, found.missing) == (400, 0, {})
+    replayed = trace.replay(merged(place, "trace.jsonl.gz"))
+    assert (replayed.events, replayed.differing, replayed.missing) == (400, 0, {})
     assert main.main(["replay", str(place.parent)]) == 0
     assert "identical" in capsys.readouterr().out
 
@@ -81,8 +81,8 @@ def test_what_is_missing_is_said_and_replayed_up_to_there(place: Path, capsys: p
     for number, (first, count) in enumerate(((0, 100), (150, 50)), start=1):
         header = msgspec.structs.replace(HEADER, before=first)
         (place / f"p1.{number:06}.jsonl").write_bytes(trace.line(header) + b"".join(lines(count, first)))
-    found = trace.replay(merged(place, "trace.jsonl"))
-    assert (found.events, found.differing, found.missing) == (100, 0, {"p1": 50})
+    replayed = trace.replay(merged(place, "trace.jsonl"))
+    assert (replayed.events, replayed.differing, replayed.missing) == (100, 0, {"p1": 50})
     assert main.main(["replay", str(place.parent)]) == 0
     assert "50 lines of 1 peers are not in this trace any more" in capsys.readouterr().out
     (place / "p1.000001.jsonl").unlink()
@@ -92,14 +92,14 @@ def test_what_is_missing_is_said_and_replayed_up_to_there(place: Path, capsys: p
 
 
 def test_half_a_compressed_segment_counts_as_far_as_it_goes(place: Path) -> None:
-    told = Tape(place / "p1.jsonl", HEADER, 64 << 10)
+    recording = Tape(place / "p1.jsonl", HEADER, 64 << 10)
     for line in lines(600):
-        told.write([line])
-    told.close()
+        recording.write([line])
+    recording.close()
     [packed, *_] = sorted(place.glob("*.gz"))
     packed.write_bytes(packed.read_bytes()[:-40])
-    found = trace.replay(merged(place))
-    assert 0 < found.events < 600 and found.differing == 0 and found.missing["p1"] > 0
+    replayed = trace.replay(merged(place))
+    assert 0 < replayed.events < 600 and replayed.differing == 0 and replayed.missing["p1"] > 0
 
 
 def test_the_trace_gives_way_to_the_next_checkpoint_and_goes_on_when_there_is_room(
@@ -110,20 +110,20 @@ def test_the_trace_gives_way_to_the_next_checkpoint_and_goes_on_when_there_is_ro
     monkeypatch.setattr(tape, "CHECK_S", 0.0)
     monkeypatch.setattr(tape, "RETRY_S", 0.0)
     checkpoint = 10 << 20
-    told = Tape(place / "p1.jsonl", HEADER, 64 << 10, lambda: checkpoint)
+    recording = Tape(place / "p1.jsonl", HEADER, 64 << 10, lambda: checkpoint)
     for line in lines(300):
-        assert told.write([line]) == ""
+        assert recording.write([line]) == ""
     wanted = checkpoint + tape.ACCOUNT_BYTES
     free[0] = wanted + 20_000  # room for the newest segment and no more
-    assert told.write(lines(1, 300)) == ""
+    assert recording.write(lines(1, 300)) == ""
     assert 0 < disk_bytes(place) <= 20_000
     free[0] = wanted - 1
-    said = told.write(lines(1, 301))
+    said = recording.write(lines(1, 301))
     assert said.startswith("the trace stops here, training goes on") and f"take {wanted:,}" in said
-    assert [told.write([line]) for line in lines(5, 302)] == [""] * 5, "told once"
+    assert [recording.write([line]) for line in lines(5, 302)] == [""] * 5, "told once"
     free[0] = 1 << 30
-    assert told.write(lines(1, 307)) == "there is room again: the trace goes on, with a gap"
-    told.close()
+    assert recording.write(lines(1, 307)) == "there is room again: the trace goes on, with a gap"
+    recording.close()
     *_, header, last = trace.read(merged(place))
     assert isinstance(header, trace.Header) and header.before == 307
     assert isinstance(last, trace.TraceRecord) and last.time_s == 307 * 0.25
@@ -146,18 +146,18 @@ class Narrow:
 
 
 def test_a_full_disk_costs_the_oldest_segments_and_leaves_no_torn_line(place: Path) -> None:
-    told = Tape(place / "p1.jsonl", HEADER, 64 << 10)
+    recording = Tape(place / "p1.jsonl", HEADER, 64 << 10)
     for line in lines(300):
-        told.write([line])
-    assert told._compressor is not None
-    told._compressor.join()
+        recording.write([line])
+    assert recording._compressor is not None
+    recording._compressor.join()
     room = disk_bytes(place) + 100
-    told._file = Narrow(told._file, place, room)  # type: ignore[assignment]
+    recording._file = Narrow(recording._file, place, room)  # type: ignore[assignment]
     for line in lines(20, 300):
-        told.write([line])
-    told.close()
-    found = list(trace.read(merged(place)))
-    assert isinstance(found[-1], trace.TraceRecord) and found[-1].time_s == 319 * 0.25
+        recording.write([line])
+    recording.close()
+    items = list(trace.read(merged(place)))
+    assert isinstance(items[-1], trace.TraceRecord) and items[-1].time_s == 319 * 0.25
 
 
 def test_a_peer_without_a_trace_writes_none(tmp_path: Path) -> None:
@@ -186,18 +186,18 @@ def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monk
         record.event(float(n), Tick(), [])
     go.set()
     record.close()
-    found = trace.replay(tmp_path / "t.jsonl")
-    assert 1 < found.events < 101, "what was in memory, and no more"
+    replayed = trace.replay(tmp_path / "t.jsonl")
+    assert 1 < replayed.events < 101, "what was in memory, and no more"
 
 
 def test_a_file_of_somebody_else_at_its_place_is_left_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a run's directory was moved away and another run has begun there."""
     monkeypatch.setattr(tape, "RETRY_S", 0.0)
-    told = Tape(place / "p1.jsonl", HEADER, 32 << 10)
+    recording = Tape(place / "p1.jsonl", HEADER, 32 << 10)
     os.rename(place, place.with_name("elsewhere"))
     place.mkdir()
     (place / "p1.jsonl").write_bytes(b"another's")
-    said = [told.write([line]) for line in lines(300)]
+    said = [recording.write([line]) for line in lines(300)]
     assert sum("deleted or moved away" in text for text in said) == 1
-    told.close()
+    recording.close()
     assert [(path.name, path.read_bytes()) for path in place.iterdir()] == [("p1.jsonl", b"another's")]

@@ -24,8 +24,8 @@ from shoal.executor.base import Executor, boundary
 from shoal.executor.delayed import Delayed
 from shoal.executor.master import Master
 from shoal.numerics import compress
-from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.tasks import coding, kinds, sums, task_runner
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.base import Blob
@@ -54,18 +54,18 @@ Maker = Callable[..., TaskRunner]
 
 @pytest.fixture
 def a_runner() -> Iterator[Maker]:
-    made: list[TaskRunner] = []
+    runners: list[TaskRunner] = []
 
     def make(config: Config = TINY, stage: int | None = 0, *, store: Store | None = None, **given: Any) -> TaskRunner:
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path="a.txt"))
-        dataset = None if config.device.executor == "emulated" else data.open_dataset(config)
-        made.append(TaskRunner(config, dataset, store, **given))
+        dataset = None if config.device.executor == "emulated" else open_dataset(config)
+        runners.append(TaskRunner(config, dataset, store, **given))
         if stage is not None:
-            done(made[-1], m.Init("init", stage, 0))
-        return made[-1]
+            done(runners[-1], m.Init("init", stage, 0))
+        return runners[-1]
 
     yield make
-    for each in made:
+    for each in runners:
         each.close()
 
 
@@ -123,6 +123,21 @@ def train_microbatch(trainer: TaskRunner, servers: list[TaskRunner], step: int, 
     return loss
 
 
+def test_documents_are_kept_apart_at_every_stage_and_nothing_more_is_sent(a_runner: Maker, tmp_path: Path) -> None:
+    """Three stages have the loss of one; with borders it is another, and a peer that ends documents otherwise is refused."""
+    (tmp_path / "a.txt").write_bytes(b"one\0two\0three, and more of it\0four\0" * 40)
+    losses = []
+    for end in (0, -1):
+        config = msgspec.structs.replace(TINY, data=msgspec.structs.replace(TINY.data, document_end=end))
+        servers = [a_runner(config, stage) for stage in range(3)]
+        losses.append(train_microbatch(servers[0], servers, 0, 0))
+    one = msgspec.structs.replace(ONE, data=msgspec.structs.replace(ONE.data, document_end=0))
+    whole = a_runner(one)
+    assert losses[0] == train_microbatch(whole, [whole], 0, 0) != losses[1]
+    with pytest.raises(ValueError, match=r"ends documents with 0; set data\.document_end=0"):
+        a_runner(msgspec.structs.replace(ONE, data=msgspec.structs.replace(ONE.data, document_end=7)))
+
+
 def average(group: list[TaskRunner], step: int, round_: int) -> list[m.Result]:
     """A round of a group: cut, add, gather."""
     length = group[0]._seated().executor.length
@@ -146,11 +161,11 @@ def test_what_the_codes_of_a_gradients_pieces_leave_out_is_fed_back_in_its_place
     one, whole = coding.Averaging(config), torch.randn(2000, generator=torch.Generator().manual_seed(1))
 
     def sent(values: torch.Tensor, name: str) -> torch.Tensor:
-        made = []
+        residuals = []
         for bounds in ((0, 400, 1000), (1000, 1500, 2000)):
             outs = tuple(f"{name}{start}" for start in bounds[:-1])
-            made += one.parts(values[bounds[0] : bounds[-1]].clone(), bounds, outs, 2000)
-        return torch.cat([coding.plain(part) for part in made])
+            residuals += one.parts(values[bounds[0] : bounds[-1]].clone(), bounds, outs, 2000)
+        return torch.cat([coding.plain(part) for part in residuals])
 
     first = sent(whole, "a")
     left = one.left()
@@ -166,7 +181,7 @@ def test_what_the_codes_of_a_gradients_pieces_leave_out_is_fed_back_in_its_place
     assert torch.allclose(second + again, whole - first + left_of_sum, atol=1e-6)
 
 
-@pytest.mark.parametrize("lives", [True, False], ids=["too little memory", "device lost"])
+@pytest.mark.parametrize("lives", [True, False], ids=["one operator", "device lost"])
 def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
     a_runner: Maker, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +196,10 @@ def test_a_task_that_a_device_fails_says_whether_the_device_is_lost(
         patched.setattr(base, "alive", lambda config: lives)
         answer = outcome(held, m.RunBackward("b", 0, 0, 0, "tokens", "", ""))
     assert isinstance(answer, m.Failed)
-    assert (answer.lost, answer.reason) == (not lives, "RuntimeError: CUDA error")
+    assert (answer.lost, answer.reason) == (
+        not lives,
+        "the device is lost: " * (not lives) + "RuntimeError: CUDA error",
+    )
     assert base.alive(ONE)
     assert done(held, m.RunBackward("again", 0, 0, 0, "tokens", "", "")).loss is not None
 
@@ -321,12 +339,12 @@ def test_a_task_that_breaks_is_answered_and_the_next_one_runs(
 ) -> None:
     def make(config: Config, stage: int) -> Executor:
         if stage == 1:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("broken")
         return create(config, stage)
 
     held = a_runner(TINY, None, make=make)
     with caplog.at_level(logging.CRITICAL):
-        assert failed(held, m.Init("i", 1, 0)) == "RuntimeError: out of memory"
+        assert failed(held, m.Init("i", 1, 0)) == "RuntimeError: broken"
     assert done(held, m.Init("i", 0, 0)).length == create(TINY, 0).length
 
 
@@ -366,9 +384,9 @@ def test_a_tensor_is_the_same_after_the_network(dtype: torch.dtype, shape: tuple
     blob = kinds.blob_of(tensor)
     shifted = memoryview(b"x" + bytes(blob.data))[1:]
     for given in (blob.data, bytes(blob.data), bytearray(blob.data), shifted):
-        found = kinds.tensor_of(Blob(blob.dtype, blob.shape, given))
-        assert found.dtype == dtype
-        assert torch.equal(found, tensor)
+        decoded = kinds.tensor_of(Blob(blob.dtype, blob.shape, given))
+        assert decoded.dtype == dtype
+        assert torch.equal(decoded, tensor)
 
 
 def test_blobs_share_memory_both_ways() -> None:
@@ -527,8 +545,8 @@ def test_replicas_average_codes_to_equal_bits_and_feed_back_what_was_left_out(a_
     """The sums of many steps come to what they would be without codecs; one step by itself does not."""
     group = [a_runner(coded(averaging=how), 1) for _ in range(3)]
     length = group[0]._seated().executor.length
-    made = torch.Generator().manual_seed(1)
-    grads = [torch.randn(length, generator=made) for _ in group]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(length, generator=generator) for _ in group]
     wanted = grads[0] + grads[1] + grads[2]
     total, errors = torch.zeros(length, dtype=torch.float64), []
     for step in range(12):
@@ -610,9 +628,9 @@ def output(held: TaskRunner, step: int) -> torch.Tensor:
     """Of a middle stage, for the same input always."""
     held.put("x", torch.ones(boundary(held._config).shape))
     done(held, m.RunForward("f", step, 0, 1, "x", "y"))
-    made = held.get("y")
-    assert isinstance(made, torch.Tensor)
-    return made
+    tensor = held.get("y")
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
 
 
 def download(giver: TaskRunner, taker: TaskRunner, stage: int, step: int) -> int:
@@ -682,7 +700,7 @@ def test_a_checkpoint_is_written_by_each_stage_and_trained_on_from_there(
     records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
     path = done(servers[1], m.RunPublish("s/p", 1, records)).record
     assert path == str(tmp_path / "checkpoints" / "step-1")
-    assert store.catalog.open(1).data == data.open_dataset(servers[0]._config).digest
+    assert store.catalog.open(1).data == open_dataset(servers[0]._config).digest
     again = [a_runner(config, None, store=store) for _ in range(3)]
     assert [done(held, m.Init("y/i", k, 1)).digest for k, held in enumerate(again)] == digests
     assert [a_step(held, 1).digest for held in again] == after

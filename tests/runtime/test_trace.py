@@ -109,20 +109,20 @@ def test_traces_are_merged_by_time_with_all_headers_first(tmp_path: Path) -> Non
 
 def test_a_replay_says_the_same(tmp_path: Path) -> None:
     records = a_lone_run(tmp_path / "t.jsonl")
-    found = trace.replay(tmp_path / "t.jsonl")
+    replayed = trace.replay(tmp_path / "t.jsonl")
     said = sum(len(record.commands) for record in records)
     assert said > 0
-    assert found == trace.Replay(peers=1, events=len(records), commands=said, differing=0)
+    assert replayed == trace.Replay(peers=1, events=len(records), commands=said, differing=0)
 
 
 def test_a_replay_shows_the_first_command_that_differs(tmp_path: Path) -> None:
     records = a_lone_run(tmp_path / "t.jsonl")
     at = next(n for n, record in enumerate(records) if record.commands)
     records[at] = msgspec.structs.replace(records[at], commands=(*records[at].commands, Note("route", "never said")))
-    found = trace.replay(write(tmp_path / "t.jsonl", a_header(), *records))
-    assert found.differing == 1
-    assert "never said" in found.first
-    assert "p1 at" in found.first
+    replayed = trace.replay(write(tmp_path / "t.jsonl", a_header(), *records))
+    assert replayed.differing == 1
+    assert "never said" in replayed.first
+    assert "p1 at" in replayed.first
 
 
 def test_a_trace_of_another_protocol_is_refused(tmp_path: Path) -> None:

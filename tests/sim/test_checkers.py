@@ -42,7 +42,7 @@ def a_commit(watch: Watch, gradients: tuple[Reduced, ...], step: int = 0) -> m.V
     return a_view(number=6, step=step + 1, last=last)
 
 
-def found(watch: Watch) -> set[str]:
+def violations(watch: Watch) -> set[str]:
     return {violation.checker for violation in watch.violations}
 
 
@@ -60,7 +60,7 @@ def test_a_right_commit_is_no_violation() -> None:
 def test_a_commit_that_lacks_or_doubles_a_microbatch_is_caught(indices: tuple[int, ...]) -> None:
     watch = a_watch()
     watch.agreed("a", a_commit(watch, (a_gradient(0), a_gradient(1, indices))))
-    assert found(watch) == {"exactly once"}
+    assert violations(watch) == {"exactly once"}
 
 
 def test_one_chunk_that_lacks_a_microbatch_is_caught() -> None:
@@ -74,7 +74,7 @@ def test_one_chunk_that_lacks_a_microbatch_is_caught() -> None:
 def test_additions_in_another_order_than_the_commit_lists_are_caught() -> None:
     watch = a_watch()
     watch.agreed("a", a_commit(watch, (a_gradient(0, (0, 2, 1)), a_gradient(1))))
-    assert found(watch) == {"order"}
+    assert violations(watch) == {"order"}
 
 
 def met(group: str, *others: str) -> set[str]:
@@ -84,7 +84,7 @@ def met(group: str, *others: str) -> set[str]:
     for to in others:
         watch.sent("a", to, m.ReduceChunk(epoch=0, step=0, round=7, chunk=1))
         watch.sent("a", to, m.GatherChunk(epoch=0, step=0, round=7, chunk=1))
-    return found(watch)
+    return violations(watch)
 
 
 def test_whoever_meets_more_of_a_large_group_than_a_round_needs_is_caught() -> None:
@@ -98,7 +98,7 @@ def test_whoever_meets_more_of_a_large_group_than_a_round_needs_is_caught() -> N
 def test_gradients_of_another_step_or_of_other_parameters_are_caught() -> None:
     watch = a_watch()
     watch.agreed("a", a_commit(watch, (a_gradient(0, step=1), a_gradient(1))))
-    assert found(watch) == {"exactly once"}
+    assert violations(watch) == {"exactly once"}
     chunk = (an_addition(0, 1), an_addition(1, 1), (0, 2, "w0", "stale", ""))
     assert "different parameters" in contents(Reduced(1, (0, 100), (chunk,)), 0, MICROBATCHES, "w0")[0]
     assert "the stage below" in contents(a_gradient(1), 0, MICROBATCHES, "other")[0]
@@ -111,7 +111,7 @@ def test_two_different_commits_of_one_step_are_caught() -> None:
     assert view.last is not None
     other = msgspec.structs.replace(view, number=7, last=msgspec.structs.replace(view.last, round=8))
     watch.agreed("b", other)
-    assert "commit" in found(watch)
+    assert "commit" in violations(watch)
 
 
 def test_two_different_views_of_one_number_are_caught() -> None:
@@ -120,7 +120,7 @@ def test_two_different_views_of_one_number_are_caught() -> None:
     watch.agreed("b", a_view())
     assert not watch.violations
     watch.agreed("b", a_view(reason="another"))
-    assert found(watch) == {"agreement"}
+    assert violations(watch) == {"agreement"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_view_that_does_not_follow_is_caught(changes: dict[str, object]) -> No
     watch = a_watch()
     watch.agreed("a", a_view())
     watch.agreed("a", a_view(number=6, **changes))
-    assert found(watch) == {"view"}
+    assert violations(watch) == {"view"}
 
 
 def test_a_step_that_is_computed_beside_the_one_before_is_caught_where_updates_are_not_delayed() -> None:
@@ -150,9 +150,9 @@ def test_a_step_that_is_computed_beside_the_one_before_is_caught_where_updates_a
         watch = a_watch(staleness)
         watch.agreed("a", a_view())
         watch.agreed("a", a_view(**ahead))
-        assert found(watch) == wanted
+        assert violations(watch) == wanted
     watch.agreed("a", a_view(**ahead | {"number": 7, "step": 1}))  # and on to the next but one without a commit between
-    assert found(watch) == {"view"}
+    assert violations(watch) == {"view"}
 
 
 @pytest.mark.parametrize(("staleness", "versions"), [(0, {0: 0, 1: 1, 2: 2}), (1, {0: 0, 1: 0, 2: 1})])
@@ -162,14 +162,14 @@ def test_a_gradient_that_is_older_or_younger_than_declared_is_caught(staleness: 
             watch = a_watch(staleness)
             watch.world.versions = {(stage, f"w{stage}"): version for stage in range(STAGES)}
             watch.agreed("a", a_commit(watch, (a_gradient(0, step=step), a_gradient(1, step=step)), step))
-            assert found(watch) == (set() if version == right else {"staleness"}), (step, version)
+            assert violations(watch) == (set() if version == right else {"staleness"}), (step, version)
 
 
 def test_a_move_that_empties_a_stage_is_caught_and_a_death_is_not() -> None:
     watch = a_watch()
     watch.agreed("a", a_view())
     watch.agreed("a", a_view(number=6, step=1, members=(m.Member("a", 0), m.Member("b", 0), m.Member("c", 0))))
-    assert found(watch) == {"staffed"}
+    assert violations(watch) == {"staffed"}
     watch = a_watch()
     watch.agreed("a", a_view())
     watch.agreed("a", a_view(number=6, members=(m.Member("a", 0), m.Member("b", 0)), owners=(0, 1, 0)))
@@ -185,7 +185,7 @@ def test_an_attempt_sent_to_two_peers_is_caught() -> None:
     watch.sent("c", "a", request)  # another owner's count
     assert not watch.violations
     watch.sent("a", "c", request)
-    assert found(watch) == {"attempt"}
+    assert violations(watch) == {"attempt"}
 
 
 def a_heartbeat(*indices: int, stage: int = 0) -> m.Heartbeat:
@@ -203,7 +203,7 @@ def test_a_microbatch_booked_at_two_members_is_caught() -> None:
     watch.sent("a", "b", a_heartbeat(0, 2))
     assert not watch.violations
     watch.sent("b", "b", a_heartbeat(1, 2))
-    assert found(watch) == {"booked twice"}
+    assert violations(watch) == {"booked twice"}
 
 
 def test_an_average_with_a_fenced_peer_is_caught() -> None:
@@ -211,7 +211,7 @@ def test_an_average_with_a_fenced_peer_is_caught() -> None:
     members = (m.Member("a", 0), m.Member("c", 1))
     watch.agreed("a", a_view(members=members, owners=(0, 1, 0)))
     watch.agreed("a", a_commit(watch, (a_gradient(0), a_gradient(1))))
-    assert "fenced" in found(watch)
+    assert "fenced" in violations(watch)
 
 
 def test_two_leaders_of_one_term_are_caught() -> None:
@@ -220,7 +220,7 @@ def test_two_leaders_of_one_term_are_caught() -> None:
     watch.sent("b", "a", m.Lead(term=4, number=1))
     assert not watch.violations
     watch.sent("b", "a", m.Lead(term=3, number=1))
-    assert found(watch) == {"leader"}
+    assert violations(watch) == {"leader"}
 
 
 def test_an_apply_without_its_commit_is_caught() -> None:
@@ -235,7 +235,7 @@ def test_an_apply_without_its_commit_is_caught() -> None:
         watch.violations.clear()
         task = msgspec.structs.replace(m.Apply(id="s/1", step=0, round=7, norm=1.0, save=False), **wrong)
         watch.applying("a", view, task)
-        assert found(watch) == {"apply"}
+        assert violations(watch) == {"apply"}
 
 
 def test_replicas_that_differ_are_caught() -> None:
@@ -246,7 +246,7 @@ def test_replicas_that_differ_are_caught() -> None:
     watch.holds("b", 1, 1, 3, "another epoch")
     assert not watch.violations
     watch.holds("b", 0, 1, 3, "other")
-    assert found(watch) == {"replicas"}
+    assert violations(watch) == {"replicas"}
 
 
 def test_a_checkpoint_of_other_parameters_is_caught() -> None:
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_other_parameters_is_caught() -> None:
     watch.published("a", 2, ("epoch1stage0", "epoch1stage1"))
     assert not watch.violations
     watch.published("a", 2, ("epoch0stage0", "epoch1stage1"))  # halves of two histories
-    assert found(watch) == {"checkpoint"}
+    assert violations(watch) == {"checkpoint"}
 
 
 def a_last_view(**changes: object) -> m.View:
@@ -284,15 +284,15 @@ def test_an_account_that_does_not_add_up_is_caught(account: m.Account, checker: 
     watch = a_watch()
     watch.agreed("a", msgspec.structs.replace(a_last_view(), account=account))
     watch.end(finished=("a", "b", "c"), alive=())
-    assert found(watch) == {checker}
+    assert violations(watch) == {checker}
 
 
 def test_a_run_or_a_member_that_never_finishes_is_caught() -> None:
     watch = a_watch()
     watch.agreed("a", a_view())
     watch.end(finished=(), alive=("a", "b", "c"))
-    assert found(watch) == {"progress"}
+    assert violations(watch) == {"progress"}
     watch = a_watch()
     watch.agreed("a", a_last_view())
     watch.end(finished=("a", "b"), alive=("c", "d"))
-    assert found(watch) == {"progress"}
+    assert violations(watch) == {"progress"}

@@ -133,9 +133,9 @@ def test_a_region_dies_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def looked(*arguments: Any) -> None:
         before = set(swarm.nodes)
         strikes.a_region(*arguments)
-        if gone := before - set(swarm.nodes):
-            died.append(gone)
-            (number,) = {region(name, regions) for name in gone}
+        if dead := before - set(swarm.nodes):
+            died.append(dead)
+            (number,) = {region(name, regions) for name in dead}
             assert not any(region(name, regions) == number for name in swarm.nodes)
 
     monkeypatch.setitem(HAPPEN, "regions", looked)

@@ -229,7 +229,7 @@ def test_what_no_machine_may_ask_for_is_noted(break_it: Callable[[Bench, TaskRun
 def test_computing_is_one_after_the_other_and_reading_beside_it() -> None:
     bench = Bench()
     runner = bench.runner()
-    runner.forward_s = 1.0
+    runner.pace.forward_s = 1.0
     bench.do(runner, m.Init("i", 0, 0))
     began = bench.kernel.now
     ends: list[tuple[str, float]] = []
@@ -246,7 +246,7 @@ def test_computing_is_one_after_the_other_and_reading_beside_it() -> None:
 def test_a_backward_whose_activations_are_kept_takes_one_forward_less() -> None:
     bench = Bench()
     runner = bench.runner()
-    runner.forward_s, runner.backward, runner.kept = 1.0, 3.0, Kept(1, 1.0)
+    runner.pace.forward_s, runner.pace.backward, runner.pace.kept = 1.0, 3.0, Kept(1, 1.0)
     bench.do(runner, m.Init("i", 0, 0))
     taken_s = []
     for index in range(3):

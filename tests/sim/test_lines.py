@@ -40,11 +40,11 @@ def arrivals(wire: Wire, *sent: tuple[str, str, int, int]) -> list[float]:
     for place, (source, target, nbytes, rank) in enumerate(sent):
         (at,) = network.arrivals(source, target, nbytes, 0.0, rank)
         reached.append((at, place))
-    found = {
+    arrival_of = {
         place: network.through(sent[place][0], sent[place][1], sent[place][2], sent[place][3], at)
         for at, place in sorted(reached)
     }
-    return [found[place] - DELAY_S for place in range(len(sent))]
+    return [arrival_of[place] - DELAY_S for place in range(len(sent))]
 
 
 def test_a_tensor_alone_takes_its_bytes_time_once() -> None:
@@ -106,11 +106,11 @@ def test_codecs_take_the_seconds_of_what_a_task_encodes_and_decodes() -> None:
 
 def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = Swarm(msgspec.structs.replace(draw(load("lines"), 0), wire=a_wire(), messages=Messages()))
-    came: list[int] = []
+    arrivals: list[int] = []
 
     def arrive(self: Delivery, parcel: Parcel) -> None:
         if isinstance(parcel[2], m.BoundaryTensor):
-            came.append(parcel[2].index)
+            arrivals.append(parcel[2].index)
 
     monkeypatch.setattr(Delivery, "_arrive", arrive)
     monkeypatch.setattr(TaskRunner, "submit", lambda *_: None)
@@ -121,7 +121,7 @@ def test_what_had_not_left_when_its_sender_died_never_comes(monkeypatch: pytest.
         swarm.carry(one.name, other.name, m.BoundaryTensor(0, 0, index, 1, False), (BOUNDARY,))
     swarm.kernel.after(2.5, lambda _: swarm.kill(one))
     swarm.kernel.run(until=20.0, events=10_000)
-    assert came == [0, 1]
+    assert arrivals == [0, 1]
 
 
 def lab(bandwidth_Bps: float, forward_s: float = 0.05, peers: int = 6) -> Case:

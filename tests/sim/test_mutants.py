@@ -208,11 +208,9 @@ def adds_the_rows_but_for_the_last(patch: Patch) -> None:
     place = Layout.role
 
     def short(self: Layout, peer: str) -> Role:
-        found = place(self, peer)
-        fewer = {
-            number: peers[: len(self.rows) - 1] for number, peers in found.adds.items() if number in found.receives
-        }
-        return msgspec.structs.replace(found, adds=found.adds | fewer)
+        role = place(self, peer)
+        fewer = {number: peers[: len(self.rows) - 1] for number, peers in role.adds.items() if number in role.receives}
+        return msgspec.structs.replace(role, adds=role.adds | fewer)
 
     patch.setattr(Layout, "role", short)
 
@@ -222,9 +220,9 @@ def adds_as_it_comes(patch: Patch) -> None:
     place = Layout.role
 
     def own_first(self: Layout, peer: str) -> Role:
-        found = place(self, peer)
-        turned = {number: tuple(sorted(peers, key=lambda one: one != peer)) for number, peers in found.adds.items()}
-        return msgspec.structs.replace(found, adds=turned)
+        role = place(self, peer)
+        turned = {number: tuple(sorted(peers, key=lambda one: one != peer)) for number, peers in role.adds.items()}
+        return msgspec.structs.replace(role, adds=turned)
 
     patch.setattr(Layout, "role", own_first)
 
@@ -317,8 +315,8 @@ def test_a_mutant_is_caught_by_one_who_means_harm(
     for seed in (*known, *(seed for seed in range(SEEDS) if seed not in known)):
         with monkeypatch.context() as patch:
             mutant(patch)
-            found = caught(seed)
-        if found:
+            violation = caught(seed)
+        if violation:
             assert not caught(seed)
             return
     pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")

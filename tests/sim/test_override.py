@@ -62,11 +62,11 @@ class Lost(Swarm):
         for node in self.survivors:
             assert node.machine.view is not None
             standings[node.name] = m.Standing(term=node.machine.register.term, view=node.machine.view)
-        gone = frozenset(one.peer for one in newest.members + newest.joining) - standings.keys()
+        silent = frozenset(one.peer for one in newest.members + newest.joining) - standings.keys()
         saved = max((step for step in self.world.storage.published), default=0)
         if saved > newest.step:  # the other side has gone on, on the same storage: the command refuses
             saved = max((step for step in self.world.storage.published if step <= newest.step), default=0)
-        view, term = decide(standings, gone, saved, self.case.settings.microbatches)
+        view, term = decide(standings, silent, saved, self.case.settings.microbatches)
         self.overridden = view
         self.survivors[0].deliver(DESK, m.Override(view=view, term=term), ())  # it passes it on
         if self.cut_off:

@@ -88,9 +88,9 @@ def test_a_seed_is_one_history_whatever_the_hash_seed() -> None:
 def test_a_recorded_simulation_replays_to_the_same_commands(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     outcome = run.record(load("chaos"), 4, path)
-    found = trace.replay(path)
-    assert (found.differing, found.first) == (0, "")
-    assert found.events == outcome.events
+    replayed = trace.replay(path)
+    assert (replayed.differing, replayed.first) == (0, "")
+    assert replayed.events == outcome.events
 
 
 def test_a_failure_prints_its_rerun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

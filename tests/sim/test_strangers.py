@@ -105,5 +105,5 @@ def test_hostile_histories_repeat() -> None:
 def test_coups_hold_what_ended_runs() -> None:
     from tests.fuzz.test_edges import FACTS
 
-    found = list(strangers.coups(FACTS))
-    assert len(found) == len({repr(one) for one in found}) > 30
+    coups = list(strangers.coups(FACTS))
+    assert len(coups) == len({repr(one) for one in coups}) > 30

@@ -195,14 +195,14 @@ class World:
         if not node.tasks:
             return
         task, values = node.tasks.pop(0)
-        made: Value | None = None
+        value: Value | None = None
         match task:
             case Fetch():
-                made = ("x", node.view.epoch, task.step, task.index, 0)
+                value = ("x", node.view.epoch, task.step, task.index, 0)
             case RunForward():
                 (x,) = values
                 assert (x[0], *x[2:]) == ("x", task.step, task.index, task.stage), f"{task} of {x}"
-                made = ("x", x[1], task.step, task.index, task.stage + 1)
+                value = ("x", x[1], task.step, task.index, task.stage + 1)
             case RunBackward():
                 x, grad = values
                 last = task.stage == self.settings.stages - 1
@@ -210,13 +210,13 @@ class World:
                 wanted = ("x", task.step, task.index, 0) if last else ("g", task.step, task.index, task.stage)
                 assert (grad[0], *grad[2:]) == wanted, f"{task} with {grad}"
                 assert grad[1] == x[1], "tensors of two epochs"
-                made = ("g", x[1], task.step, task.index, task.stage - 1) if task.out else None
+                value = ("g", x[1], task.step, task.index, task.stage - 1) if task.out else None
         owner = node.trainer if task.asker == "trainer" else node.hops
         if fails and not isinstance(task, Fetch):
             commands = node.hops.on_failed(Failed(task.id, "no memory"))
         else:
-            if made is not None:
-                node.blobs[task.out] = made  # type: ignore[union-attr]
+            if value is not None:
+                node.blobs[task.out] = value  # type: ignore[union-attr]
             done = Done(task.id, Result(nbytes=NBYTES), 0.1)
             commands = (
                 node.trainer.on_done(done, self.now) if owner is node.trainer else node.hops.on_done(done, self.now)
@@ -239,12 +239,15 @@ class World:
     def remove(self, dies: bool) -> None:
         """A member is voted out. It is dead, or goes on with the view it knows."""
         members = self.views[-1].members
-        gone = self.rng.choice(members)
-        if sum(member.stage == gone.stage and member.peer in self.nodes for member in members if member != gone) == 0:
+        leaver = self.rng.choice(members)
+        if (
+            sum(member.stage == leaver.stage and member.peer in self.nodes for member in members if member != leaver)
+            == 0
+        ):
             return
         if dies:
-            self.nodes.pop(gone.peer, None)
-        self.agree(tuple(member for member in members if member != gone), self.views[-1].step)
+            self.nodes.pop(leaver.peer, None)
+        self.agree(tuple(member for member in members if member != leaver), self.views[-1].step)
 
     def learn(self, peer: str, skip: bool) -> None:
         known = self.views.index(self.nodes[peer].view)
@@ -322,10 +325,10 @@ class World:
                 ("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.store._held
             ]
             assert [(value[0], *value[2:]) for value in held] == keys, f"{peer} keeps a tensor under another's name"
-            made = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.store._held)
+            gradients = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.store._held)
             assert node.hops.store.nbytes == NBYTES * len(held)
             most = self.settings.keep_bytes + NBYTES * (4 * self.settings.queue_limit + self.settings.microbatches + 4)
-            assert node.hops.store.nbytes - NBYTES * made <= most, f"{peer} keeps {node.hops.store.nbytes} bytes"
+            assert node.hops.store.nbytes - NBYTES * gradients <= most, f"{peer} keeps {node.hops.store.nbytes} bytes"
 
     def complete(self) -> bool:
         return len(self.booked()) == self.settings.stages * self.settings.microbatches
@@ -414,9 +417,9 @@ def books_what_it_said_was_missing(patch: Patch) -> None:
 
     def stubborn(self: Hops) -> Any:
         queued = dict(self._queue)
-        told = tell(self)
+        commands = tell(self)
         self._queue.update(queued)
-        return [command for command in told if not isinstance(command, Drop)]
+        return [command for command in commands if not isinstance(command, Drop)]
 
     patch.setattr(Hops, "_send_missing", stubborn)
 

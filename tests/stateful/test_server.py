@@ -230,12 +230,12 @@ class ServerAmongOwners(RuleBasedStateMachine):
     def the_stage_below_sends_an_input(self, index: int, arrives: bool) -> None:
         self.send("a", BoundaryTensor(0, self.view.step, index, 1, False), arrives)
 
-    @rule(gone=SELDOM)
-    def the_stage_below_is_asked_for_an_input(self, gone: bool) -> None:
+    @rule(missing=SELDOM)
+    def the_stage_below_is_asked_for_an_input(self, missing: bool) -> None:
         if self.pulls:
             pull = self.pulls.pop(0)
             fields = pull.epoch, pull.step, pull.index, pull.stage, pull.gradient
-            self.send("a", TensorGone(*fields) if gone else BoundaryTensor(*fields, pull.call), True)
+            self.send("a", TensorGone(*fields) if missing else BoundaryTensor(*fields, pull.call), True)
 
     @rule(arrives=MOSTLY)
     def every_owner_sends_what_is_free(self, arrives: bool) -> None:
@@ -321,12 +321,12 @@ class ServerAmongOwners(RuleBasedStateMachine):
     @precondition(lambda self: any(member.peer == "b" for member in self.view.members))
     @rule(arrives=MOSTLY, first=st.booleans(), really=SELDOM)
     def an_owner_vanishes_and_another_adopts(self, arrives: bool, first: bool, really: bool) -> None:
-        gone = "b"
-        running = any(isinstance(task, RunBackward) and self.owner(task.index) == gone for task in self.tasks)
+        former = "b"
+        running = any(isinstance(task, RunBackward) and self.owner(task.index) == former for task in self.tasks)
         if not really and not running:
             return
-        lost = [index for index in range(INDICES) if self.owner(index) == gone]
-        members = tuple(member for member in self.view.members if member.peer != gone)
+        lost = [index for index in range(INDICES) if self.owner(index) == former]
+        members = tuple(member for member in self.view.members if member.peer != former)
         self.agree(members=members, owners=(0,) * INDICES)
         for index in lost:
             if self.plans[index].state != "elsewhere":

@@ -337,22 +337,22 @@ class Swarm(RuleBasedStateMachine):
     def remove(self, at: int, lives_on: bool) -> None:
         """A peer is voted out; it is dead, or goes on with the view it knows."""
         members = self.views[-1].members
-        gone = members[at % len(members)]
-        if self.can_lose(gone):
-            self.agree(tuple(member for member in members if member != gone), self.views[-1].step)
+        leaver = members[at % len(members)]
+        if self.can_lose(leaver):
+            self.agree(tuple(member for member in members if member != leaver), self.views[-1].step)
             if not lives_on:
-                self.nodes.pop(gone.peer, None)
+                self.nodes.pop(leaver.peer, None)
 
     @rule(at=st.integers(0, 1000))
     def crash(self, at: int) -> None:
         """A peer dies, and the view does not know yet."""
         members = self.views[-1].members
-        gone = members[at % len(members)]
-        if self.can_lose(gone):
-            self.nodes.pop(gone.peer, None)
+        leaver = members[at % len(members)]
+        if self.can_lose(leaver):
+            self.nodes.pop(leaver.peer, None)
 
-    def can_lose(self, gone: Member) -> bool:
-        others = [m for m in self.views[-1].members if m.stage == gone.stage and m != gone]
+    def can_lose(self, leaver: Member) -> bool:
+        others = [m for m in self.views[-1].members if m.stage == leaver.stage and m != leaver]
         return any(member.peer in self.nodes for member in others)
 
     @rule(at=st.integers(0, 1000), skip=st.booleans())

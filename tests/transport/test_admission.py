@@ -13,14 +13,14 @@ from shoal.transport.streams.engine import Connection
 
 @pytest.fixture
 def links() -> object:
-    made = []
+    connections = []
 
     def make() -> Connection:
-        made.append(Connection(socket.socket(), lambda error: None))
-        return made[-1]
+        connections.append(Connection(socket.socket(), lambda error: None))
+        return connections[-1]
 
     yield make
-    for link in made:
+    for link in connections:
         link.sock.close()
 
 
@@ -29,8 +29,8 @@ def test_the_oldest_silent_caller_of_the_crowded_address_gives_way(links: object
     honest = links()
     held.add_pending(honest, "10.0.0.1")
     silent = [links() for _ in range(admission.MAX_PENDING + 50)]
-    gone = [held.add_pending(link, "10.0.0.66") for link in silent]
-    assert [link for link in gone if link is not None] == silent[:51], "never the honest one"
+    closed = [held.add_pending(link, "10.0.0.66") for link in silent]
+    assert [link for link in closed if link is not None] == silent[:51], "never the honest one"
     assert held.counts == (admission.MAX_PENDING, 0)
     assert held.admit(honest, "a" * 32, "a.1", "control") == []
 
@@ -51,11 +51,11 @@ def test_a_hundred_peers_behind_one_address_come_in_while_others_are_silent_ther
 
 def test_a_key_has_few_names_at_a_time_the_newest(links: object) -> None:
     held = Admission()
-    gone = []
+    closed = []
     for number in range(10):
         for kind in ("control", "bulk"):
-            gone += held.admit(links(), "key", f"key.{number}", kind)
-    assert {caller.peer for caller in gone} == {f"key.{number}" for number in range(10 - admission.NAMES)}
+            closed += held.admit(links(), "key", f"key.{number}", kind)
+    assert {caller.peer for caller in closed} == {f"key.{number}" for number in range(10 - admission.NAMES)}
     assert held.counts == (0, 2 * admission.NAMES)
 
 
@@ -77,8 +77,8 @@ def test_when_all_room_is_taken_the_address_that_took_it_gets_no_more(links: obj
     assert len(taken) == 16
     link = links()
     held.add_pending(link, "10.0.0.2")
-    (gone,) = held.admit(link, "late", "late.1", "control")
-    assert gone.peer == taken[-1] and held.counts == (0, 20)
+    (closed_one,) = held.admit(link, "late", "late.1", "control")
+    assert closed_one.peer == taken[-1] and held.counts == (0, 20)
 
 
 def test_what_has_come_in_part_is_bounded_and_the_greediest_goes() -> None:

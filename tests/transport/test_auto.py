@@ -34,8 +34,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(kind: type[Daemon] = Daemon) -> tuple[AutoTransport, list[str]]:
-    identity, told = Identity.new(), list[str]()
-    return AutoTransport(identity, INVITE.membership(identity), kind(identity), report=told.append), told
+    identity, reports = Identity.new(), list[str]()
+    return AutoTransport(identity, INVITE.membership(identity), kind(identity), report=reports.append), reports
 
 
 def control(index: int) -> Cancelled:
@@ -90,13 +90,13 @@ async def arrives(a: AutoTransport, b: AutoTransport, index: int) -> None:
 @pytest.mark.slow
 def test_a_pair_that_reaches_one_another_talks_over_tls_alone() -> None:
     async def story() -> None:
-        (a, told), (b, _) = make(), make()
+        (a, reports), (b, _) = make(), make()
         await asyncio.gather(a.start(), b.start())
         a.learn(b.name, b.address)
         b.learn(a.name, a.address)
         await arrives(a, b, 1)
         await arrives(b, a, 2)
-        assert families(a) == families(b) == {socket.AF_INET} and not told
+        assert families(a) == families(b) == {socket.AF_INET} and not reports
         await asyncio.gather(a.close(), b.close())
         assert not processes(str(a._both.libp2p.daemon.directory))
 
@@ -105,7 +105,7 @@ def test_a_pair_that_reaches_one_another_talks_over_tls_alone() -> None:
 
 def test_a_peer_without_an_open_port_sends_over_tls_and_is_answered_over_libp2p() -> None:
     async def story() -> None:
-        (a, told), (hidden, its) = make(), make(Hidden)
+        (a, reports), (hidden, its) = make(), make(Hidden)
         await asyncio.gather(a.start(), hidden.start())
         hidden.learn(a.name, a.address)
         a.learn(hidden.name, msgspec.structs.replace(hidden.address, direct=closed_port()))
@@ -113,7 +113,7 @@ def test_a_peer_without_an_open_port_sends_over_tls_and_is_answered_over_libp2p(
         assert families(a) == {socket.AF_INET} and not its
         await arrives(a, hidden, 2)
         assert families(hidden) == {socket.AF_UNIX}
-        assert told and "cannot be reached at 127.0.0.1:" in told[0] and "refused" in told[0]
+        assert reports and "cannot be reached at 127.0.0.1:" in reports[0] and "refused" in reports[0]
         await asyncio.gather(a.close(), hidden.close())
 
     asyncio.run(story())
@@ -124,12 +124,12 @@ def test_an_address_that_does_not_even_say_no_is_given_up_after_a_while(monkeypa
     monkeypatch.setattr(auto, "DIRECT_S", 0.3)
 
     async def story() -> None:
-        (a, told), (b, _) = make(), make()
+        (a, reports), (b, _) = make(), make()
         await asyncio.gather(a.start(), b.start())
         with mute() as address:
             a.learn(b.name, msgspec.structs.replace(b.address, direct=address))
             await arrives(a, b, 1)
-        assert families(b) == {socket.AF_UNIX} and "no answer in time" in told[0]
+        assert families(b) == {socket.AF_UNIX} and "no answer in time" in reports[0]
         await asyncio.gather(a.close(), b.close())
 
     asyncio.run(story())
@@ -138,11 +138,11 @@ def test_an_address_that_does_not_even_say_no_is_given_up_after_a_while(monkeypa
 @pytest.mark.slow
 def test_another_peer_at_its_address_is_told_nothing_and_libp2p_finds_the_right_one() -> None:
     async def story() -> None:
-        (a, told), (b, _), (other, _) = make(), make(), make()
+        (a, reports), (b, _), (other, _) = make(), make(), make()
         await asyncio.gather(a.start(), b.start(), other.start())
         a.learn(b.name, msgspec.structs.replace(b.address, direct=other.address.direct))
         await arrives(a, b, 1)
-        assert families(b) == {socket.AF_UNIX} and "another peer answers" in told[0]
+        assert families(b) == {socket.AF_UNIX} and "another peer answers" in reports[0]
         assert not families(other)
         await asyncio.gather(a.close(), b.close(), other.close())
 
@@ -152,7 +152,7 @@ def test_another_peer_at_its_address_is_told_nothing_and_libp2p_finds_the_right_
 @pytest.mark.slow
 def test_a_peer_that_is_gone_is_lost_once_and_nothing_is_said_of_detours() -> None:
     async def story() -> None:
-        (a, told), (b, _) = make(), make()
+        (a, reports), (b, _) = make(), make()
         await asyncio.gather(a.start(), b.start())
         a.learn(b.name, b.address)
         a.send(b.name, control(1))
@@ -161,7 +161,7 @@ def test_a_peer_that_is_gone_is_lost_once_and_nothing_is_said_of_detours() -> No
         assert isinstance(await a.receive(), Lost)
         a.send(b.name, control(2))
         assert isinstance(await a.receive(), Lost)
-        assert not told and not any(a._receive_queue._lanes)
+        assert not reports and not any(a._receive_queue._lanes)
         await a.close()
 
     asyncio.run(story())
@@ -180,21 +180,21 @@ class Book:
 def test_it_goes_directly_again_after_a_while_or_to_a_new_address(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(auto.time, "monotonic", lambda: clock[0])
-    told: list[str] = []
+    reports: list[str] = []
     direct, over = Book(("10.0.0.1", 1)), Book(Route(b"connect", b"open"))
-    both = EitherCarrier(direct, over, told.append)  # type: ignore[arg-type]
+    both = EitherCarrier(direct, over, reports.append)  # type: ignore[arg-type]
     assert both.route("p") == direct.known
     assert both.failed("p", direct.known, "refused") and both.route("p") == over.known
     both.reached("p", over.known)
     both.reached("p", over.known)
-    assert told == ["p cannot be reached at 10.0.0.1:1 (refused): libp2p to it instead of TLS"]
+    assert reports == ["p cannot be reached at 10.0.0.1:1 (refused): libp2p to it instead of TLS"]
     clock[0] += auto.AGAIN_S
     assert both.route("p") == direct.known
     assert both.failed("p", direct.known, "refused") and both.route("p") == over.known
     direct.known = ("10.0.0.2", 1)
     assert both.route("p") == direct.known
     both.reached("p", direct.known)
-    assert told[1:] == ["p is reached directly again: TLS to it from now on"]
+    assert reports[1:] == ["p is reached directly again: TLS to it from now on"]
     assert both.failed("p", direct.known, "refused")
     assert not both.failed("p", over.known, "nor so") and both.route("p") == direct.known
     over.known = None

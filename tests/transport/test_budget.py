@@ -64,5 +64,5 @@ def test_the_first_warnings_are_told_in_full_then_one_line_with_their_number(cap
     assert texts[: budget.FIRST] == [f"refused number {number}" for number in range(budget.FIRST)]
     assert len(texts) <= budget.FIRST + 50 / budget.SUMMARY_S + 1
     assert texts[-1] == "something else"
-    told = [int(text.split()[1]) for text in texts if "more in" in text]
-    assert sum(told) >= 7_900, "what is kept back is counted"
+    counts = [int(text.split()[1]) for text in texts if "more in" in text]
+    assert sum(counts) >= 7_900, "what is kept back is counted"

@@ -42,8 +42,8 @@ class Line:
                 before, self.sent = self.sent // ACK_BYTES, self.sent + room
                 if self.sent // ACK_BYTES > before:
                     held = 0.1 if self._chance.random() < self.late else 0.0
-                    came = self.free + self.trip_s + held
-                    self._acks.append(max(came, self._acks[-1] if self._acks else came))  # in order
+                    arrival_s = self.free + self.trip_s + held
+                    self._acks.append(max(arrival_s, self._acks[-1] if self._acks else arrival_s))  # in order
             assert self._acks, "nothing is on its way and nothing may be sent"
             self.now = max(self.now, self._acks.popleft())
             self.window.acknowledged(1, self.now)

@@ -323,8 +323,8 @@ def test_a_call_beyond_what_strangers_have_is_refused_before_it_is_parsed(
 ) -> None:
     none, few = Allowance(1e9, 1e9), Allowance(per_s=1e-9, at_once=100_000.0)
     monkeypatch.setattr(dht, "STRANGERS", dht.CallBudgets((none, none), (few, few), (none, none)))
-    made = [record_of(Identity.new()) for _ in range(100)]
-    values = [seal(Identity.new(), Membership(INVITE.run, b"x" * 300), one) for one in made]
+    records = [record_of(Identity.new()) for _ in range(100)]
+    values = [seal(Identity.new(), Membership(INVITE.run, b"x" * 300), one) for one in records]
 
     async def story() -> None:
         async with swarm(2) as (a, b):
@@ -334,7 +334,7 @@ def test_a_call_beyond_what_strangers_have_is_refused_before_it_is_parsed(
             answers = []
             for _ in range(10):
                 packed = [rogue.protocol.serializer.dumps(value) for value in values]
-                ends, names = [one.expires_s for one in made], [one.peer for one in made]
+                ends, names = [one.expires_s for one in records], [one.peer for one in records]
                 answers.append(await rogue.protocol.call_store(victim, [key] * 100, packed, ends, names))
             assert answers[0] == [False] * 100 and answers[-1] is None
             await until({a.name, b.name}, b)  # members have a budget of their own

@@ -170,12 +170,12 @@ def test_whoever_is_revoked_is_no_longer_listed_nor_passed_on(ann: Someone, bob:
 # -------------------------------------------------------------------------------------------------------- who may call
 
 
-async def called(directory: Gossip, told: list[bytes]) -> bytes:
+async def called(directory: Gossip, records: list[bytes]) -> bytes:
     """What a caller is told; b'' when it is hung up on."""
     host, _, port = directory.addresses[0].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        words = msgspec.msgpack.encode(told)
+        words = msgspec.msgpack.encode(records)
         writer.write(len(words).to_bytes(4, "big") + words)
         return await reader.read()
     except ConnectionError:
@@ -190,10 +190,10 @@ def renamed(peer: str, incarnation: str) -> str:
 
 
 def forgeries(run: str, proof: bytes, count: int) -> list[bytes]:
-    made = [Identity.new() for _ in range(count)]
+    forged = [Identity.new() for _ in range(count)]
     return [
         seal(one, Membership(run, proof), PeerRecord(run, one.name, "127.0.0.1", 5, expires_s=time.time() + TTL_S))
-        for one in made
+        for one in forged
     ]
 
 
@@ -211,15 +211,15 @@ def test_who_brings_no_good_record_is_told_nothing_and_costs_a_budget_of_signatu
     ann: Someone, bob: Someone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "RECORDS_FROM_ONE", Allowance(per_s=1e-9, at_once=30.0))
-    made = forgeries(ann.membership.run, ann.membership.proof, 200)
+    forged = forgeries(ann.membership.run, ann.membership.proof, 200)
 
     async def run() -> None:
         async with serving(ann) as there:
             assert await called(there, []) == b""
-            for at in range(0, len(made), 4):
-                assert await called(there, made[at : at + 4]) == b""
+            for at in range(0, len(forged), 4):
+                assert await called(there, forged[at : at + 4]) == b""
             assert there._records.verified <= 30
-            assert await called(there, made) == b"", "more than a caller may bring"
+            assert await called(there, forged) == b"", "more than a caller may bring"
 
     asyncio.run(asyncio.wait_for(run(), LONG_S))
 
@@ -233,8 +233,8 @@ def test_a_revoked_caller_is_told_of_one_peer_that_will_tell_it_why(
         async with serving(ann, learnt) as there:
             assert await called(there, [carl.seal()])
             ann.membership.take_list(authority.pass_list(1, (), (authority.revoked(bob.identity.key_id, 1.0),)))
-            told = await called(there, [bob.seal()])
-            (data,) = msgspec.msgpack.decode(told[4:], type=list[bytes])
+            answer = await called(there, [bob.seal()])
+            (data,) = msgspec.msgpack.decode(answer[4:], type=list[bytes])
             assert unseal(data, bob.membership, time.time()).peer == ann.identity.name
             forged = seal(stranger.identity, ann.membership, bob.record())
             assert await called(there, [forged]) == b"", "who only says to be that peer"
@@ -247,8 +247,8 @@ def test_a_member_is_told_everything_and_comes_to_be_known(ann: Someone, bob: So
     async def run() -> None:
         learnt: list[PeerRecord] = []
         async with serving(ann, learnt) as there:
-            told = await called(there, [bob.seal()])
-            records = msgspec.msgpack.decode(told[4:], type=list[bytes])
+            answer = await called(there, [bob.seal()])
+            records = msgspec.msgpack.decode(answer[4:], type=list[bytes])
             names = {unseal(data, ann.membership, time.time()).peer for data in records}
             assert names == {ann.identity.name, bob.identity.name}
             assert [record.peer for record in learnt] == [bob.identity.name]
@@ -278,21 +278,21 @@ def test_forty_peers_behind_one_address_find_one_another_beside_silent_callers_f
     monkeypatch.setattr(directory, "EXCHANGE_S", 600.0)
 
     async def run() -> None:
-        found: list[Gossip] = []
+        directories: list[Gossip] = []
         silent: list[socket.socket] = []
         for _ in range(40):
             one = Someone(authority)
-            bootstrap = found[0].addresses if found else ()
-            found.append(Gossip(one.identity, one.membership, one.record(), bootstrap, lambda _: None))
-            await found[-1].start()
-            if len(found) == 1:
-                host, _, port = found[0].addresses[0].rpartition(":")
+            bootstrap = directories[0].addresses if directories else ()
+            directories.append(Gossip(one.identity, one.membership, one.record(), bootstrap, lambda _: None))
+            await directories[-1].start()
+            if len(directories) == 1:
+                host, _, port = directories[0].addresses[0].rpartition(":")
                 silent = [socket.create_connection((host, int(port)), 60) for _ in range(directory.CALLERS)]
-        await asyncio.gather(*(each.announce() for each in found))
-        for each in found:
-            while len(await each.peers()) < len(found):
+        await asyncio.gather(*(each.announce() for each in directories))
+        for each in directories:
+            while len(await each.peers()) < len(directories):
                 pass
-        for each in found:
+        for each in directories:
             await each.close()
         for sock in silent:
             sock.close()
@@ -303,12 +303,12 @@ def test_forty_peers_behind_one_address_find_one_another_beside_silent_callers_f
 def test_nine_thousand_names_of_one_key_leave_look_ups_as_they_were(ann: Someone, bob: Someone) -> None:
     async def run() -> None:
         async with serving(ann) as there:
-            made = [
+            forged = [
                 seal(bob.identity, bob.membership, bob.record(peer=renamed(bob.identity.name, f"{number:x}")))
                 for number in range(100)
             ]
-            for at in range(0, len(made), 4):
-                await called(there, made[at : at + 4])
+            for at in range(0, len(forged), 4):
+                await called(there, forged[at : at + 4])
             assert len(await there.peers()) <= 1 + KEY_RECORDS
 
     asyncio.run(asyncio.wait_for(run(), LONG_S))
@@ -316,7 +316,7 @@ def test_nine_thousand_names_of_one_key_leave_look_ups_as_they_were(ann: Someone
 
 def test_the_nodes_own_loop_does_nothing_of_it(ann: Someone) -> None:
     """Whatever strangers bring is read, parsed and verified in another thread."""
-    made = forgeries(ann.membership.run, ann.membership.proof, 40)
+    forged = forgeries(ann.membership.run, ann.membership.proof, 40)
     host_of: dict[str, int] = {}
 
     async def run() -> None:
@@ -328,8 +328,8 @@ def test_the_nodes_own_loop_does_nothing_of_it(ann: Someone) -> None:
                 return plain(*args, **more)  # type: ignore[arg-type]
 
             there._records.add = add  # type: ignore[method-assign,assignment]
-            for at in range(0, len(made), 4):
-                await called(there, made[at : at + 4])
+            for at in range(0, len(forged), 4):
+                await called(there, forged[at : at + 4])
             assert host_of["thread"] != threading.get_ident()
 
     asyncio.run(asyncio.wait_for(run(), LONG_S))

@@ -19,9 +19,9 @@ from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    made = Engine("test", yields=True)
-    yield made
-    made.stop()
+    running_engine = Engine("test", yields=True)
+    yield running_engine
+    running_engine.stop()
 
 
 def alive(engine: Engine) -> bool:

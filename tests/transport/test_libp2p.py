@@ -56,7 +56,7 @@ async def take(transport: Libp2pTransport) -> Any:
 
 def processes(marker: str) -> list[int]:
     """Those that have `marker` in their command line; a zombie has none."""
-    found = []
+    numbers = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -64,8 +64,8 @@ def processes(marker: str) -> list[int]:
             except OSError:  # it is over
                 continue
             if marker.encode() in words:
-                found.append(int(entry.name))
-    return found
+                numbers.append(int(entry.name))
+    return numbers
 
 
 def test_two_peers_talk_and_nothing_is_left_of_their_daemons() -> None:
@@ -183,10 +183,10 @@ def test_a_daemon_that_is_killed_runs_again_and_both_ways_are_open_again(with_it
     """Several times, under the same address; the end and the new beginning are told. Nothing is left behind."""
 
     async def story() -> None:
-        told: list[str] = []
+        notes: list[str] = []
         identity = Identity.new()
         membership = INVITE.membership(identity)  # from here on its name says by which invite it came
-        a = Libp2pTransport(identity.name, membership, Daemon(identity, tell=told.append))
+        a = Libp2pTransport(identity.name, membership, Daemon(identity, tell=notes.append))
         b = make()
         await a.start()
         await b.start()
@@ -200,9 +200,9 @@ def test_a_daemon_that_is_killed_runs_again_and_both_ways_are_open_again(with_it
                 daemon._process.stdin.close()  # type: ignore[union-attr]  # its shell ends and takes all with it
             else:
                 kill_daemon(daemon)
-            while len(told) < 2 * time_ + 2 or daemon.ended:
+            while len(notes) < 2 * time_ + 2 or daemon.ended:
                 await asyncio.sleep(0.02)
-            assert "has ended" in told[2 * time_] and "runs again" in told[2 * time_ + 1]
+            assert "has ended" in notes[2 * time_] and "runs again" in notes[2 * time_ + 1]
             assert a.address == address
             for one, other in ((a, b), (b, a)):
                 number = 0

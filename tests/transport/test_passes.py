@@ -134,11 +134,11 @@ def test_whoever_slept_through_a_renewal_or_comes_with_an_old_text_is_handed_it_
 def test_a_list_renews_my_own_pass_and_says_so() -> None:
     invite = an_invite()
     ann = Member(invite)
-    told: list[bool] = []
-    ann.membership.on_change = lambda: told.append(True)
+    changes: list[bool] = []
+    ann.membership.on_change = lambda: changes.append(True)
     before = ann.membership.proof
     assert ann.membership.take_list(a_list(1, (renewed(invite),)))
-    assert told == [True] and ann.membership.proof != before
+    assert changes == [True] and ann.membership.proof != before
     Member(an_invite()).membership.check(ann.membership.proof, ann.name, NOW + 59 * DAY_S)
 
 

@@ -34,17 +34,17 @@ def test_a_full_inbox_says_so_for_its_kind_only_and_tells_when_there_is_room(mon
     monkeypatch.setattr(receive_queue, "BULK_LIMIT_BYTES", 10)
 
     async def story() -> None:
-        told: list[bool] = []
-        queue = ReceiveQueue(on_space=lambda: told.append(queue.full(bulk=True)))
+        calls: list[bool] = []
+        queue = ReceiveQueue(on_space=lambda: calls.append(queue.full(bulk=True)))
         queue.put(BULK[0], 6)
         assert not queue.full(bulk=True)
         queue.put(BULK[1], 6)
-        assert queue.full(bulk=True) and not queue.full(bulk=False) and not told
+        assert queue.full(bulk=True) and not queue.full(bulk=False) and not calls
         await taken(queue, 1)
-        assert told == [False]
+        assert calls == [False]
         queue.put(BULK[2], 6)
         queue.drop(lambda item: item.peer == "b")
-        assert told == [False, False]
+        assert calls == [False, False]
 
     asyncio.run(story())
 
@@ -71,8 +71,8 @@ def test_senders_take_turns_and_one_that_floods_has_its_part_only(monkeypatch: p
     monkeypatch.setattr(receive_queue, "CONTROL_LIMIT_BYTES", 8000)
 
     async def story() -> None:
-        told: list[int] = []
-        queue = ReceiveQueue(on_space=lambda: told.append(1))
+        calls: list[int] = []
+        queue = ReceiveQueue(on_space=lambda: calls.append(1))
         flood = [Incoming(f"rogue.{index % 7}", Cancelled(0, 1, index, 0, 0)) for index in range(20)]
         sent = 0
         for item in flood:
@@ -84,7 +84,7 @@ def test_senders_take_turns_and_one_that_floods_has_its_part_only(monkeypatch: p
         queue.put(Incoming("honest.1", Cancelled(0, 1, 99, 0, 0)), 100)
         items = await taken(queue, 2)
         assert "honest.1" in {item.peer for item in items}, "it waited for all of the flood"
-        assert not told
+        assert not calls
         rest = await taken(queue, 9)
         assert (
             [item.message for item in (*items, *rest) if item.peer != "honest.1"]
@@ -92,7 +92,7 @@ def test_senders_take_turns_and_one_that_floods_has_its_part_only(monkeypatch: p
                 item.message for item in flood[:10]
             ]
         ), "each sender's own are in order"
-        assert told == [1], "its readers go on when half is taken"
+        assert calls == [1], "its readers go on when half is taken"
         assert queue._bytes == (0, 0)
 
     asyncio.run(story())

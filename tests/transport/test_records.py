@@ -33,21 +33,21 @@ def a_record(identity: Identity, invite: Any = INVITE, **changes: Any) -> bytes:
 
 def a_table(**changes: Any) -> tuple[Records, list[str], list[str]]:
     learnt: list[str] = []
-    gone: list[str] = []
+    removed: list[str] = []
     membership = INVITE.membership(Identity.new())
-    table = Records(membership, lambda record: learnt.append(record.peer), gone.append, **changes)
-    return table, learnt, gone
+    table = Records(membership, lambda record: learnt.append(record.peer), removed.append, **changes)
+    return table, learnt, removed
 
 
 def forged(count: int) -> list[bytes]:
     """Each signed by its own key, under a pass of the run that is another's."""
     proof = INVITE.membership(Identity.new()).proof
-    made = [Identity.new() for _ in range(count)]
-    for one in made:
+    identities = [Identity.new() for _ in range(count)]
+    for one in identities:
         one.tag = INVITE.grant.tag
     return [
         seal(one, Membership(INVITE.run, proof), PeerRecord(INVITE.run, one.name, "h", 5, expires_s=NOW + 50))
-        for one in made
+        for one in identities
     ]
 
 
@@ -127,16 +127,16 @@ def test_what_was_not_looked_at_is_taken_when_it_comes_again() -> None:
 
 
 def test_of_nine_thousand_names_of_one_key_few_are_held_and_few_verified() -> None:
-    table, learnt, gone = a_table()
+    table, learnt, removed = a_table()
     honest = [Identity.new() for _ in range(3)]
     for one in honest:
         table.add(a_record(one), "10.0.0.1", NOW)
     key = Identity.new().key
     before = table.verified
-    made = [a_record(Identity(key, f"{number:x}"), expires_s=NOW + 50 + number / 1000) for number in range(400)]
+    identities = [a_record(Identity(key, f"{number:x}"), expires_s=NOW + 50 + number / 1000) for number in range(400)]
     for number in range(9000):
         try:
-            table.add(made[number % 400], f"10.0.{number % 9}.1", NOW + number / 1000)  # nine seconds
+            table.add(identities[number % 400], f"10.0.{number % 9}.1", NOW + number / 1000)  # nine seconds
         except ValueError:
             continue
     names = [peer for peer in table.held if peer not in {one.name for one in honest}]
@@ -144,17 +144,17 @@ def test_of_nine_thousand_names_of_one_key_few_are_held_and_few_verified() -> No
     assert all(one.name in table.held for one in honest)
     assert len(learnt) <= 3 + records.KEY_NEWS.at_once + 9 * records.KEY_NEWS.per_s + 1
     assert table.verified - before <= 20, "beyond what a key may tell nothing is verified"
-    assert len(gone) == len(learnt) - 3 - len(names)
+    assert len(removed) == len(learnt) - 3 - len(names)
 
 
 def test_a_restarted_peer_is_held_though_its_key_has_names_enough() -> None:
-    table, _, gone = a_table()
+    table, _, removed = a_table()
     key = Identity.new().key
     started = [Identity(key, f"{number}") for number in range(KEY_RECORDS + 1)]
     for number, one in enumerate(started):
         table.add(a_record(one, expires_s=NOW + 40 + number), "s", NOW)
     names = [one.name for one in started]
-    assert set(table.held) == set(names[1:]) and gone == names[:1]
+    assert set(table.held) == set(names[1:]) and removed == names[:1]
 
 
 def test_where_the_table_is_full_the_invite_that_filled_it_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,14 +209,14 @@ def test_a_changed_body_under_a_good_pass_is_refused_once_it_is_looked_at() -> N
 def test_a_revocation_counts_at_once_and_a_renewal_too_whatever_was_looked_at_before() -> None:
     invite, member = an_invite(), Identity.new()
     membership = INVITE.membership(Identity.new())
-    gone: list[str] = []
-    table = Records(membership, lambda _: None, gone.append)
+    removed: list[str] = []
+    table = Records(membership, lambda _: None, removed.append)
     data, next_one = a_record(member, invite), a_record(member, invite, expires_s=NOW + TTL_S + 1)
     table.add(data, "s", NOW)
     membership.take_list(RUN.pass_list(1, (), (RUN.revoked(invite.grant.id, NOW),)))
-    for told in (data, next_one):
-        assert "its invite" in refused(table, told)
-    assert table.fresh(NOW) == [] and gone == [member.name] and table.verified == 4
+    for pass_list in (data, next_one):
+        assert "its invite" in refused(table, pass_list)
+    assert table.fresh(NOW) == [] and removed == [member.name] and table.verified == 4
     membership.take_list(RUN.pass_list(2, (), ()))
     table.add(next_one, "s", NOW)
     assert member.name in table.held

@@ -82,13 +82,13 @@ def call(held: ExitStack, victim: TlsTransport, identity: Identity, kind: Any = 
 
 
 def _exactly(sock: ssl.SSLSocket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        piece = sock.recv(count - len(found))
+    received = b""
+    while len(received) < count:
+        piece = sock.recv(count - len(received))
         if not piece:
             raise ConnectionError("closed by the other side")
-        found += piece
-    return found
+        received += piece
+    return received
 
 
 async def message_of(victim: TlsTransport, peer: str) -> int:
@@ -166,8 +166,8 @@ def test_a_key_takes_no_more_connections_by_taking_more_names(held: ExitStack) -
         async with started(make()) as (victim,):
             key = Identity.new().key
             socks = [call(held, victim, Identity(key, f"{number}")) for number in range(8)]
-            gone = await asyncio.to_thread(lambda: [_is_closed(sock) for sock in socks[: -admission.NAMES]])
-            assert all(gone) and victim._admission.counts == (0, admission.NAMES)
+            closed = await asyncio.to_thread(lambda: [_is_closed(sock) for sock in socks[: -admission.NAMES]])
+            assert all(closed) and victim._admission.counts == (0, admission.NAMES)
 
     asyncio.run(story())
 

@@ -159,7 +159,7 @@ def in_pieces(frame: Frame, sizes: list[int], bulk: bool = True, limits: Limits 
         while data:
             room = arriving.room(len(data))
             room[:] = data[: room.nbytes]
-            arriving.came(room.nbytes)
+            arriving.advance(room.nbytes)
             data, at = data[room.nbytes :], at + room.nbytes
     return arriving
 
@@ -171,9 +171,9 @@ def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[byt
     frame = encode(BoundaryTensor(0, 1, 2, 1, False), blobs, LIMITS)
     arrived = in_pieces(frame, sizes)
     assert arrived.whole and arrived.nbytes == frame.nbytes
-    message, found = arrived.message()
+    message, arrived_blobs = arrived.message()
     assert message == BoundaryTensor(0, 1, 2, 1, False)
-    assert [bytes(blob.data) for blob in found] == data
+    assert [bytes(blob.data) for blob in arrived_blobs] == data
 
 
 def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
@@ -201,11 +201,11 @@ def test_a_message_that_is_larger_than_its_kind_needs_is_refused_before_it_is_th
     for kind, head in heads.items():
         one = Arriving(LIMITS, bulk=False)
         one.room(1 << 20)[:] = len(head).to_bytes(4, "big")
-        one.came(4)
+        one.advance(4)
         assert one.room(1 << 20).nbytes == PEEK_BYTES
         one.room(1 << 20)[:] = head[:PEEK_BYTES]
         with pytest.raises(Malformed, match=f"a {kind} of {len(head)} bytes"):
-            one.came(PEEK_BYTES)
+            one.advance(PEEK_BYTES)
         with pytest.raises(Malformed, match="bytes"):
             decode(len(head).to_bytes(4, "big") + head, LIMITS)
 

@@ -4,7 +4,7 @@ what it did and why.
 What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (launcher/schedule.py). Peers
 are signalled from here, each as the very process that its launcher wrote down (launcher/process.py), and nothing else is; the launcher
 starts those that are to come (rundir.WantedPeers). Links are cut by the peers themselves (transport/emulated/faulty.py),
-in a run with network.faults. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
+in a run with network.fault_injection. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
 """
 
 from __future__ import annotations
@@ -48,45 +48,65 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="the directory of a run that is being trained, such as runs/quickstart")
     parser.add_argument("--schedule", metavar="FILE", help=f"a TOML file of acts: {schedule.EXAMPLE}")
     parser.add_argument(
-        "--trace", metavar="CSV", help="a record of spot instances, such as configs/traces/aws-g4dn-spot.csv"
+        "--trace", metavar="CSV", help="replay a record of spot instances, such as configs/traces/aws-g4dn-spot.csv"
     )
-    parser.add_argument("--compress", type=float, default=60.0, metavar="X", help="the trace runs X times faster (60)")
-    parser.add_argument("--one-of", type=int, default=1, metavar="K", help="every K-th node of the trace only")
     parser.add_argument(
-        "--as", dest="manner", choices=("kill", "cut"), default="kill", help="a node taken away is killed, or cut off"
+        "--compress", type=float, default=60.0, metavar="X", help="replay the record X times faster (60)"
+    )
+    parser.add_argument(
+        "--one-of", type=int, default=1, metavar="K", help="replay every K-th node of the record only (1)"
+    )
+    parser.add_argument(
+        "--as",
+        dest="manner",
+        choices=("kill", "cut"),
+        default="kill",
+        help="what happens to the peer of a node that the record takes away (kill)",
     )
     parser.add_argument("--kill-every", metavar="S", help="SIGKILL a peer every S seconds on average; another joins")
     parser.add_argument(
         "--stop-every", metavar="S", help="SIGSTOP a peer every S seconds on average, and SIGCONT it later"
     )
-    parser.add_argument("--slow-every", metavar="S", help="slow a peer every S seconds on average")
-    parser.add_argument("--cut-every", metavar="S", help="cut a peer off every S seconds on average (network.faults)")
+    parser.add_argument("--slow-every", metavar="S", help="slow a peer process every S seconds on average")
     parser.add_argument(
-        "--hole-every", metavar="S", help="let a peer's messages with tensors vanish every S seconds on average"
+        "--cut-every",
+        metavar="S",
+        help="cut all links of a peer every S seconds on average; needs network.fault_injection, as --hole-every and --lag-every do",
+    )
+    parser.add_argument(
+        "--hole-every",
+        metavar="S",
+        help="drop a peer's messages with tensors, not its heartbeats, every S seconds on average",
     )
     parser.add_argument("--lag-every", metavar="S", help="slow a peer's links every S seconds on average")
     parser.add_argument(
         "--stop-for", default=str(schedule.STOP_S), metavar="S", help="how long a peer stays stopped (8)"
     )
     parser.add_argument("--slow-for", default=str(schedule.SLOW_S), metavar="S", help="how long a peer stays slow (20)")
-    parser.add_argument("--cut-for", default=str(schedule.CUT_S), metavar="S", help="how long it stays cut off (12)")
-    parser.add_argument("--hole-for", default=str(schedule.HOLE_S), metavar="S", help="how long they vanish (120)")
+    parser.add_argument("--cut-for", default=str(schedule.CUT_S), metavar="S", help="how long its links stay cut (12)")
+    parser.add_argument("--hole-for", default=str(schedule.HOLE_S), metavar="S", help="how long they are dropped (120)")
     parser.add_argument(
         "--cut-direction",
         choices=("both", "out", "in", "any"),
         default="any",
-        help="which direction is cut, or has a hole; any = drawn (any)",
+        help="which direction --cut-every and --hole-every disturb; any draws one each time (any)",
     )
     parser.add_argument("--lag-for", default=str(schedule.LAG_S), metavar="S", help="how long links stay slow (20)")
     parser.add_argument(
-        "--slow-by", type=float, default=schedule.SLOW_BY, metavar="X", help="how many times slower (10)"
+        "--slow-by",
+        type=float,
+        default=schedule.SLOW_BY,
+        metavar="X",
+        help="with --slow-every: how many times slower (10)",
     )
     parser.add_argument(
-        "--for", dest="lasting", default="10 min", metavar="S", help="how long it goes on at random (10 min)"
+        "--for", dest="lasting", default="10 min", metavar="S", help="how long random acts continue (10 min)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
-    parser.add_argument("--lose-stages", action="store_true", help="a stage may lose its last replica")
-    parser.add_argument("--dry-run", action="store_true", help="print the schedule and touch nothing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (0)")
+    parser.add_argument(
+        "--lose-stages", action="store_true", help="let a stage lose its last replica; else such an act is delayed"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the schedule and change nothing")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -131,10 +151,12 @@ def _refuse_unwatched(acts: tuple[Act, ...], directory: Path) -> None:
     """A run obeys nobody about its links, and writes no trace at once, unless it was started so."""
     needed = next((act for act in acts if act.kind in LINKS or act.on), None)
     written = directory / "config.toml"
-    if needed is None or (written.exists() and configuration.load(written).network.faults):
+    if needed is None or (written.exists() and configuration.load(written).network.fault_injection):
         return
     what = f"on = {needed.on!r}" if needed.on else f"kind = {needed.kind!r}"
-    raise ValueError(f"{what} needs a run that was started with network.faults=true, which {directory} was not")
+    raise ValueError(
+        f"{what} needs a run that was started with network.fault_injection=true, which {directory} was not"
+    )
 
 
 def _rates(args: argparse.Namespace) -> Rates:

@@ -7,8 +7,10 @@ it shows that the cut model and what was trained are what every other program wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
+import sys
 from pathlib import Path
 
 from shoal.escaping import escaped_lines
@@ -17,18 +19,24 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or the directory of a run: its newest one")
-    parser.add_argument("prompt", help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to add (default %(default)s)")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint directory, or the directory of a run, for its newest checkpoint"
+    )
+    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (default %(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="sample among so many; 0 = all (default %(default)s)")
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample among this many tokens; 0 = all (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default %(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
     _check(args)
-    print(escaped_lines(sample(checkpoint(args.checkpoint), args)))  # a model says whatever its data did
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the text
+        text = sample(checkpoint(args.checkpoint), args)
+    print(escaped_lines(text))  # a model says whatever its data did
     return 0
 
 
@@ -37,9 +45,9 @@ def checkpoint(place: str) -> Path:
     path = Path(place)
     if (path / "config.json").is_file():
         return path
-    found = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
-    if found:
-        return max(found, key=_step)
+    checkpoints = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
+    if checkpoints:
+        return max(checkpoints, key=_step)
     if not path.exists():
         raise ValueError(f"{place}: no such directory; give a checkpoint (runs/NAME/checkpoints/step-N) or runs/NAME")
     raise ValueError(f"{place}: holds no checkpoint (a directory with config.json, or checkpoints/step-N below it)")
@@ -50,6 +58,7 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import torch
     import transformers
 
+    import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
     from shoal.model import boundary
 
     transformers.logging.set_verbosity_error()

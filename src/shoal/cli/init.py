@@ -19,10 +19,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     path = Path(args.file)
-    made = config.load(args.like, [f"run.name={path.stem}", *args.settings])
+    tree = config.load(args.like, [f"run.name={path.stem}", *args.settings])
     try:
         with open(path, "w" if args.force else "x", encoding="utf-8") as file:
-            file.write(f"# Made by `shoal init`. Fields left out keep these values.\n\n{config.text(made)}")
+            file.write(f"# Made by `shoal init`. Fields left out keep these values.\n\n{config.text(tree)}")
     except FileExistsError:
         raise ValueError(f"{path} exists; choose another name, or --force to overwrite it") from None
     print(

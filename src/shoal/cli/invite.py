@@ -33,21 +33,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         dest="lifetime",
         default="7 d",
         metavar="TIME",
-        help='how long it is good, such as "12 h"; renewed for as long again while somebody takes part by it',
+        help='how long the invite is valid, such as "12 h" (7 days); it is renewed for as long again while a peer takes part by it',
     )
-    parser.add_argument("--no-renew", action="store_true", help="it ends then, whoever takes part by it")
     parser.add_argument(
-        "--peers", type=int, default=PEERS, metavar="N", help=f"peers that may take part by it at a time ({PEERS})"
+        "--no-renew", action="store_true", help="let the invite end then, even while peers take part by it"
     )
-    parser.add_argument("--name", default="", help="whom it is for; shown by --list")
-    parser.add_argument("--out", metavar="FILE", help="write it there, for your eyes only, instead of printing it")
+    parser.add_argument(
+        "--peers", type=int, default=PEERS, metavar="N", help=f"how many peers may take part by it at a time ({PEERS})"
+    )
+    parser.add_argument("--name", default="", help="name of the person or machine it is for; shown by --list")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the invite to this file, readable by you alone, instead of printing it"
+    )
     add_via(parser)
-    parser.add_argument("--list", action="store_true", help="which invites there are, and make none")
+    parser.add_argument("--list", action="store_true", help="list the invites, and make none")
     parser.add_argument("--renew", action="store_true", help="renew every invite that was not revoked, and make none")
 
 
 def main(args: argparse.Namespace) -> int:
-    directory = rundir.place(configuration.load(args.config, args.settings))
+    directory = configuration.load(args.config, args.settings).run.directory
     if args.list:
         print(table(Office(directory, _authority(directory)), here(directory)))
         return 0
@@ -69,7 +73,8 @@ def add_via(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="of a peer of the run that listens, where none does on this machine any more: from bootstrap.json on a guest's",
+        help="address of a listening peer of the run, from bootstrap.json on a guest's machine; needed where no peer listens on this"
+        " machine",
     )
 
 
@@ -100,23 +105,23 @@ class Founded:
 
     def distribute(self, data: bytes) -> None:
         """Send the list to the run's peers, and print how many have received it."""
-        received, found = 0, 0
+        received, reached = 0, 0
         if self.addresses:
             try:
-                received, found = asyncio.run(
+                received, reached = asyncio.run(
                     distribute(self.config, self.office.authority, self.addresses, data, DISTRIBUTE_S)
                 )
             except ValueError as error:  # a directory that nobody answers from
                 print(error)
-        if not found:
+        if not reached:
             print(
                 "no peer of the run answers. The list is saved, and sent when `shoal run` goes on here; if guests go on without this "
                 "machine, send it to them now: `shoal invite CONFIG --renew --via ADDRESS`, of one of them"
             )
         else:
             print(
-                f"{received} of {found} peers have received it"
-                + ("" if received == found else "; they send it to the others")
+                f"{received} of {reached} peers have received it"
+                + ("" if received == reached else "; they send it to the others")
             )
 
     def _with_digest(self) -> Config:

@@ -13,12 +13,14 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.launcher import checkpoints, rundir
+from shoal import guest
+from shoal.launcher import checkpoints, preflight, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.launcher.launcher import Launcher, RunRequest
-from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
+from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX, read_invite
 from shoal.transport.identity.passes import date
 
 HOW = f"name it as `--invite-file FILE`, `-` (standard input), {INVITE_VARIABLE} in the environment, or as it is (then `ps` shows it)"
@@ -32,37 +34,37 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the text that `shoal invite` printed, or - to read it from standard input; else --invite-file or {INVITE_VARIABLE}. "
         "As an argument it shows in `ps`. Then this machine's own settings, such as network.host",
     )
-    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from there")
+    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from this file")
     parser.add_argument(
         "--files",
         type=Path,
         metavar="DIR",
-        help="the run may read below this directory; names in the invite are looked up there",
+        help="let the run read files below this directory; file names in the invite are looked up there",
     )
-    parser.add_argument("--peers", type=int, default=1, metavar="N", help="peers to start here")
+    parser.add_argument("--peers", type=int, default=1, metavar="N", help="start this many peers on this machine (1)")
 
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
-    from shoal import build
-    from shoal.transport.identity.invite import read_invite
 
     texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
-    text = found(texts, args.invite_file)
+    text = invite_text(texts, args.invite_file)
     invite = read_invite(text, 0.0)
-    config = build.joined(invite.config, [word for word in args.words if word not in texts], args.files)
-    if args.peers < 1:
-        raise ValueError(f"--peers {args.peers}: at least one takes part")
-    if args.peers > invite.grant.peers:
-        raise ValueError(
-            f"--peers {args.peers}: this invite is for {invite.grant.peers} at a time; ask for one with more"
-        )
+    config = guest.joined(invite.config, [word for word in args.words if word not in texts], args.files)
+    preflight.refuse(
+        [
+            *_too_many(args.peers, invite.grant.peers),
+            *preflight.machine(config),
+            *preflight.address(config, 0),
+            *preflight.invited(invite.addresses),
+        ]
+    )
     if invite.grant.ends_s <= time.time():
         print(
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
     checkpoints.refuse_others(config, invite.run)
-    directory = rundir.place(config)
+    directory = config.run.directory
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory)
         job = RunRequest(
@@ -71,7 +73,14 @@ def main(args: argparse.Namespace) -> int:
         return asyncio.run(Launcher(job).run())
 
 
-def found(texts: list[str], file: str | None) -> str:
+def _too_many(peers: int, most: int) -> Iterator[str]:
+    if peers < 1:
+        yield f"--peers {peers}: at least one takes part"
+    if peers > most:
+        yield f"--peers {peers}: this invite is for {most} at a time; ask for one with more"
+
+
+def invite_text(texts: list[str], file: str | None) -> str:
     """The invite's text, wherever it was put. ValueError: nowhere, or in several places."""
     ways = [*texts, *(["--invite-file"] if file else [])]
     if len(ways) > 1:

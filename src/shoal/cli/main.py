@@ -7,7 +7,7 @@ none of them), with two functions:
     main(args: argparse.Namespace) -> int                  does it; the result is the exit code
 
 Heavy imports (torch, transformers, hivemind) belong inside `main`. What the user can mend is raised as ValueError, or
-is an OSError that names a file: one line, exit code 2. Ctrl-C is exit code 130. Anything else is our mistake and is
+is an OSError that names a file: one line, or a list of them, exit code 2. Ctrl-C is exit code 130. Anything else is our mistake and is
 shown in full.
 """
 
@@ -18,24 +18,24 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from shoal.escaping import describe
+from shoal.escaping import listed
 
 COMMANDS = {
-    "run": "train: start local peers from a config and watch them",
-    "train": "train the whole model on this machine alone, also one larger than its device",
+    "run": "train: start local peers from a configuration and show their progress",
+    "train": "train a whole model on this machine alone, even one larger than its device's memory",
     "config": "print the whole effective configuration, each setting described",
-    "init": "write a config to copy from",
+    "init": "write a configuration file to edit",
     "invite": "make a signed, expiring invite to a run; list and renew them",
-    "revoke": "shut an invite or a peer out of a run",
-    "join": "take part in a run by its invite",
-    "status": "look at a run",
+    "revoke": "revoke an invite or a peer of a run",
+    "join": "take part in a run with an invite",
+    "status": "show the state of a run",
     "generate": "sample text from a checkpoint",
     "probe": "measure this machine, or the links between the peers of a run, for `shoal plan`",
-    "plan": "say how to run a model on given machines, how fast that will be and what limits it",
-    "chaos": "kill, stop and slow the peers of a run and cut its links, on a schedule, at random or as spot instances go",
-    "recover": "let the survivors of a run go on when most of its peers are gone for good",
-    "simulate": "play a scenario in virtual time",
-    "replay": "feed a recorded run to the machines again and compare",
+    "plan": "choose how to run a model on given machines; predict its speed and what limits it",
+    "chaos": "inject faults into a run: kill, stop and slow peers, cut links; on a schedule, at random or from a spot record",
+    "recover": "let the survivors continue when most peers of a run are lost for good",
+    "simulate": "simulate a whole swarm and its faults in virtual time",
+    "replay": "repeat every decision of a recorded run from its trace and compare",
 }
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if "--traceback" in words:
             raise
-        print(f"shoal: {describe(error)}", file=sys.stderr)
+        print(f"shoal: {listed(error)}", file=sys.stderr)
         return USER_ERROR
 
 

@@ -18,21 +18,24 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from shoal import config
-from shoal.cli.config import configured
+from shoal.cli.config import configured, load
 from shoal.dashboard import plan_report
+from shoal.escaping import describe
+from shoal.launcher import preflight
 from shoal.launcher.planning import replanning
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
 from shoal.planner.prediction import play
 from shoal.planner.search import anneal, dtfm, greedy, placements
-from shoal.planner.strategy import choices, plan, strategy
+from shoal.planner.strategy import choices, plan, relaxing, strategy
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.what_if import what_if
@@ -43,32 +46,52 @@ SEED, BUDGET = 0, 400  # of the search; evaluations
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     configured(parser, required=False)
-    parser.add_argument("--cluster", metavar="FILE", help="TOML: devices and links (docs in planner/inputs/cluster.py)")
-    parser.add_argument("--stages", type=int, metavar="S", help="price only this number of stages")
     parser.add_argument(
-        "--wiring", choices=("best", "planned", "stochastic"), default="best", help="fixed routes, or by measured times"
+        "--cluster", metavar="FILE", help="a TOML file of machines and links, as `shoal probe` writes it"
     )
-    parser.add_argument("--sizes", action="store_true", help="choose train.microbatch too")
+    parser.add_argument("--stages", type=int, metavar="S", help="consider this number of stages only")
+    parser.add_argument(
+        "--wiring",
+        choices=("best", "planned", "stochastic"),
+        default="best",
+        help="planned: fixed routes; stochastic: chosen by measured times while it runs; best: the faster",
+    )
+    parser.add_argument("--sizes", action="store_true", help="choose train.microbatch, too")
     parser.add_argument("--uneven", action="store_true", help="let stages differ in blocks by more than one")
     parser.add_argument("--swap", action="store_true", help="let a stage be larger than its device")
-    parser.add_argument("--what-if", metavar="TEXT", help='e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"')
-    parser.add_argument("--sensitivity", action="store_true", help="what doubling each resource would give")
-    parser.add_argument("--check", metavar="PLAN", help="say what is wrong with this plan instead of making one")
-    parser.add_argument("--replan", metavar="RUN", help="a run's directory: is another plan worth changing over to?")
-    parser.add_argument("--out", metavar="PLAN", help="write the plan there, as JSON")
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
-    parser.add_argument("--dtfm", metavar="NETWORK", help="search DT-FM's own model: an .npz, or worldwide, spot, ...")
-    parser.add_argument("--replicas", type=int, metavar="N", help="devices per stage, with --dtfm")
     parser.add_argument(
-        "--pictures", metavar="DIR", help="map and timeline of the plan, or a search's convergence: PNG, SVG, Perfetto"
+        "--what-if",
+        metavar="TEXT",
+        help='also plan for changed machines, e.g. "bandwidth=500 Mbit/s, delay=2x, peers=64, inflight=8"',
     )
-    parser.add_argument("--search", choices=SEARCHES, default="anneal", help="which search, with --dtfm")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also predict what doubling each resource would give"
+    )
+    parser.add_argument("--check", metavar="PLAN", help="check this plan instead of making one")
+    parser.add_argument(
+        "--replan", metavar="RUN", help="for this run's directory: is another plan worth the change? Exit code 3: yes"
+    )
+    parser.add_argument("--out", metavar="PLAN", help="write the plan to this file, for `shoal run --plan`")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON line")
+    parser.add_argument(
+        "--dtfm",
+        metavar="NETWORK",
+        help="search a placement in the DT-FM paper's model instead: an .npz, or a built-in network such as worldwide",
+    )
+    parser.add_argument("--replicas", type=int, metavar="N", help="with --dtfm: devices per stage")
+    parser.add_argument(
+        "--pictures",
+        metavar="DIR",
+        help="draw the plan's map and timeline, or with --dtfm the search's convergence, into this directory (PNG, SVG, Perfetto)",
+    )
+    parser.add_argument("--search", choices=SEARCHES, default="anneal", help="with --dtfm: the search (anneal)")
 
 
 def main(args: argparse.Namespace) -> int:
     if args.dtfm:
         return _dtfm(args)
-    tree = _tree(args)
+    tree = load(args)  # the plan chooses run.stages and run.peers, so the file's own need not fit one another
+    preflight.refuse(_faults(args, tree))
     problem = problem_of(tree, args.cluster, args.wiring, args.uneven, args.swap)
     if args.check:
         given = plan.load(args.check)
@@ -91,8 +114,10 @@ def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> in
     tensor_bytes = max(problem.profile.boundary_bytes, problem.returned_bytes)
     if warning := config.narrow_store(tree, tensor_bytes, len(decided.stages), decided.inflight):
         print(f"warning: {warning}", file=sys.stderr)
-    other = _other(args, problem)
-    sensitivities = strategy.sensitivities(problem, lambda: np.random.default_rng(SEED)) if args.sensitivity else []
+    other = _other(args, problem, decided)
+    sensitivities = []
+    if args.sensitivity:
+        sensitivities = relaxing.sensitivities(problem, decided, lambda: np.random.default_rng(SEED))
     if args.pictures:
         _draw(decided, problem, Path(args.pictures))
     if args.json:
@@ -108,10 +133,11 @@ def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> in
     return 0
 
 
-def _other(args: argparse.Namespace, problem: Problem) -> plan.Plan | None:
+def _other(args: argparse.Namespace, problem: Problem, decided: plan.Plan) -> plan.Plan | None:
     if not args.what_if:
         return None
-    return strategy.decide(what_if(problem, args.what_if), np.random.default_rng(SEED), BUDGET, args.stages)
+    changed = what_if(problem, args.what_if)
+    return relaxing.decide_from(problem, decided, changed, np.random.default_rng(SEED), BUDGET, args.stages)
 
 
 def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
@@ -119,15 +145,27 @@ def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
     print(plan_report.table(decided))
     print(plan_report.numbers(decided, problem))
     if any(device.losses_per_h for device in problem.cluster.devices):
-        print(plan_report.churn_cost(decided, problem, tree.run.silence_s, tree.checkpoint.every))
+        print(plan_report.churn_cost(decided, problem, tree.run.heartbeat_timeout_s, tree.checkpoint.every))
 
 
-def _tree(args: argparse.Namespace) -> config.Config:
-    files = [word for word in args.words if "=" not in word]
-    if len(files) > 1:
-        raise ValueError(f"two configurations, {files[0]} and {files[1]}; a setting is written section.field=value")
-    # The plan chooses run.stages and run.peers, so the file's own need not fit one another.
-    return config.load(files[0] if files else None, [word for word in args.words if "=" in word])
+def _faults(args: argparse.Namespace, tree: config.Config) -> Iterator[str]:
+    """What can be seen before the model is counted, which takes seconds."""
+    if tree.device.executor != "emulated":
+        yield from preflight.model(tree)
+    try:
+        if args.cluster:
+            cluster.read(args.cluster)
+    except (ValueError, OSError) as error:
+        yield describe(error)
+    if args.out:
+        yield from preflight.writable(f"--out {args.out}", Path(args.out).parent)
+    if args.stages is not None and args.stages < 1:
+        yield f"--stages {args.stages}: a model has at least one"
+    try:
+        if args.check:
+            plan.load(args.check)
+    except (ValueError, OSError) as error:
+        yield describe(error)
 
 
 def _shares_out(tree: config.Config, peers: int) -> bool:
@@ -136,14 +174,14 @@ def _shares_out(tree: config.Config, peers: int) -> bool:
     return bool(train.local_batch) or (train.batch % peers == 0 and train.batch // peers % train.microbatch == 0)
 
 
-def _draw(made: plan.Plan, problem: Problem, folder: Path) -> None:
+def _draw(decided: plan.Plan, problem: Problem, folder: Path) -> None:
     from shoal.dashboard import pictures  # matplotlib: only who draws waits for it
 
     folder.mkdir(parents=True, exist_ok=True)
-    bars = play.timeline(as_planned(problem, made), problem.cluster, np.random.default_rng(0))
-    pictures.plan_map(made, problem.cluster, folder / "map")
-    pictures.gantt(bars, made, problem.cluster, folder / "timeline")
-    (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, made, problem.cluster))
+    bars = play.timeline(as_planned(problem, decided), problem.cluster, np.random.default_rng(0))
+    pictures.plan_map(decided, problem.cluster, folder / "map")
+    pictures.gantt(bars, decided, problem.cluster, folder / "timeline")
+    (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, decided, problem.cluster))
     print(f"drawn in {folder}: map, timeline (png, svg), timeline.perfetto.json (ui.perfetto.dev)", file=sys.stderr)
 
 
@@ -164,8 +202,8 @@ def _replan(args: argparse.Namespace, problem: Problem) -> int:
 def _check(given: plan.Plan, problem: Problem) -> int:
     problems = plan.validate(given, problem.profile, problem.cluster, problem.work.value_bytes)
     problems = problems or strategy.of_another_model(problem, given)
-    for found in problems:
-        print(found)
+    for problem_text in problems:
+        print(problem_text)
     if not problems:
         print(f"the plan can run: {len(given.stages)} stages, {sum(len(stage.peers) for stage in given.stages)} peers")
     return 1 if problems else 0
@@ -189,35 +227,35 @@ def _dtfm(args: argparse.Namespace) -> int:
     model = communication.Model(delay_s, bandwidth_Bps, stages, communication.PUBLISHED)
     rng = np.random.default_rng(numbers["seed"])
     before = time.perf_counter()
-    found = _searched(args.search, model, rng, numbers["evaluations"])
+    placement = _searched(args.search, model, rng, numbers["evaluations"])
     seconds = time.perf_counter() - before
     if args.pictures:
         from shoal.dashboard import pictures
 
         Path(args.pictures).mkdir(parents=True, exist_ok=True)
-        pictures.convergence({args.search: found.curve}, model.lower_bound_s(), Path(args.pictures) / "convergence")
+        pictures.convergence({args.search: placement.curve}, model.lower_bound_s(), Path(args.pictures) / "convergence")
         print(f"drawn in {args.pictures}: convergence (png, svg)", file=sys.stderr)
     result = {
-        "total_s": found.cost.total_s,
-        "data_parallel_s": found.cost.data_parallel_s,
-        "pipeline_s": found.cost.pipeline_s,
-        "groups": found.groups,
-        "order": found.cost.order,
+        "total_s": placement.cost.total_s,
+        "data_parallel_s": placement.cost.data_parallel_s,
+        "pipeline_s": placement.cost.pipeline_s,
+        "groups": placement.groups,
+        "order": placement.cost.order,
         "lower_bound_s": model.lower_bound_s(),
-        "proven": found.proven,
-        "evaluations": found.evaluations,
+        "proven": placement.proven,
+        "evaluations": placement.evaluations,
         "seconds": seconds,
     }
     if args.json:
         print(json.dumps(result))
         return 0
     print(f"{args.dtfm}: {stages} stages of {model.size}, DT-FM's model of communication, predicted")
-    for place, stage in enumerate(found.cost.order):
-        print(f"  {place}: {', '.join(map(str, found.groups[stage]))}")
-    total, shared, hops = found.cost.total_s, found.cost.data_parallel_s, found.cost.pipeline_s
+    for place, stage in enumerate(placement.cost.order):
+        print(f"  {place}: {', '.join(map(str, placement.groups[stage]))}")
+    total, shared, hops = placement.cost.total_s, placement.cost.data_parallel_s, placement.cost.pipeline_s
     print(f"{total:.4f} s an iteration: gradients {shared:.4f} s, pipeline {hops:.4f} s")
-    bound = "proven optimal" if found.proven else f"no placement is below {model.lower_bound_s():.4f} s"
-    print(f"{bound}; {found.evaluations} evaluations in {seconds:.2f} s")
+    bound = "proven optimal" if placement.proven else f"no placement is below {model.lower_bound_s():.4f} s"
+    print(f"{bound}; {placement.evaluations} evaluations in {seconds:.2f} s")
     return 0
 
 

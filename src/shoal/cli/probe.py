@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from shoal import config as configuration
 from shoal import units
+from shoal.cli.config import divided
 from shoal.config import Config
 from shoal.escaping import escaped
 from shoal.planner.inputs import measured
@@ -42,17 +43,26 @@ SMALL_WORK = ("data.sequence=256", "train.microbatch=4", "train.batch=4")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="CONFIG | section.field=value", help="measure with this model")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG | section.field=value",
+        help="a TOML file and settings: compute with that model's sizes",
+    )
     parser.add_argument(
         "--run",
         metavar="INVITE",
-        help="measure the links between the peers of that run instead; - reads the invite from standard input, as `ps` shows arguments",
+        help="measure the links between the peers of that run instead; - reads the invite from standard input, since `ps` shows arguments",
     )
-    parser.add_argument("--out", metavar="FILE", help="device.toml, or cluster.toml with --run")
-    parser.add_argument("--name", help="what this machine is called; else its host name")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to compute")
-    parser.add_argument("--most", default="16 MB", metavar="SIZE", help="bytes of one transfer, with --run")
-    parser.add_argument("--peers", type=int, metavar="N", help="wait for so many peers, with --run")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file to write; default device.toml, or cluster.toml with --run"
+    )
+    parser.add_argument("--name", help="name of this machine in the file; default its host name")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long to compute (10)")
+    parser.add_argument(
+        "--most", default="16 MB", metavar="SIZE", help="with --run: most bytes of one transfer (16 MB)"
+    )
+    parser.add_argument("--peers", type=int, metavar="N", help="with --run: wait for this many peers")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -74,17 +84,14 @@ def _probed(words: list[str]) -> Config:
     """The configuration to compute with: the model's own sizes, two blocks, one stage."""
     import torch
 
-    files = [word for word in words if "=" not in word]
-    given = [word for word in words if "=" in word]
-    if len(files) > 1:
-        raise ValueError(f"two configurations, {files[0]} and {files[1]}; a setting is written section.field=value")
-    if not any(word.startswith("device.kind=") for word in given) and not files and torch.cuda.is_available():
+    file, given = divided(words)
+    if not any(word.startswith("device.kind=") for word in given) and not file and torch.cuda.is_available():
         given.append("device.kind=cuda")
     fixed = ["run.stages=1", "device.executor=resident"]
-    if files:
-        tree = configuration.load(files[0], [*given, *fixed])
+    if file:
+        tree = configuration.load(file, [*given, *fixed])
         short = ["model.layers=2"] if not tree.model.path else ["model.extra.num_hidden_layers=2"]
-        return configuration.load(files[0], [*given, *fixed, *short])
+        return configuration.load(file, [*given, *fixed, *short])
     large = "device.kind=cuda" in given
     sizes, work = (LARGE, LARGE_WORK) if large else (SMALL, SMALL_WORK)
     if any(word.startswith("model.path=") for word in given):
@@ -147,8 +154,8 @@ def _flops(value: float) -> str:
 
 
 async def _links(args: argparse.Namespace) -> int:
-    from shoal import build
-    from shoal.cli.join import found as found_invite
+    from shoal import build, guest
+    from shoal.cli.join import invite_text
     from shoal.runtime.measure import MOST_BYTES, Meter, survey
     from shoal.transport.base import Incoming
     from shoal.transport.identity.invite import read_invite
@@ -158,9 +165,9 @@ async def _links(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--most {args.most!r}: 1 B to {units.size(MOST_BYTES)}, which a peer answers at most; try '16 MB'"
         )
-    invite = read_invite(found_invite([args.run], None), 0.0)
+    invite = read_invite(invite_text([args.run], None), 0.0)
     settings = [word for word in args.words if "=" in word]
-    config = build.visiting(invite.config, settings)
+    config = guest.visitor(invite.config, settings)
     async with build.operator(config, invite) as (transport, directory):
         await directory.announce()  # the peers answer over connections of their own
         meter = Meter(transport)
@@ -173,22 +180,22 @@ async def _links(args: argparse.Namespace) -> int:
 
         receiving = asyncio.create_task(receive())
         try:
-            peers = await _found(directory, transport.name, args.peers)
+            peers = await _discover(directory, transport.name, args.peers)
             print(escaped(f"{invite.title}: {len(peers)} peers, at most {units.size(most)} a transfer"), flush=True)
             before = time.monotonic()
-            found = await survey(meter, peers, most, lambda text: print(escaped(f"  {text}"), flush=True))
+            results = await survey(meter, peers, most, lambda text: print(escaped(f"  {text}"), flush=True))
         finally:
             receiving.cancel()
-    if len(found.peers) < 2:
-        raise ValueError(f"{len(found.peers)} of {len(peers)} peers answered; a link needs two")
+    if len(results.peers) < 2:
+        raise ValueError(f"{len(results.peers)} of {len(peers)} peers answered; a link needs two")
     out = Path(args.out or "cluster.toml")
-    out.write_text(_cluster(found, invite.title), encoding="utf-8")
-    print(_told(found))
+    out.write_text(_cluster(results, invite.title), encoding="utf-8")
+    print(_summary(results))
     print(f"wrote {out} after {units.duration(time.monotonic() - before)}; next: shoal plan CONFIG --cluster {out}")
     return 0
 
 
-async def _found(directory: Directory, me: str, wanted: int | None) -> list[str]:
+async def _discover(directory: Directory, me: str, wanted: int | None) -> list[str]:
     """The run's peers, once no more of them turn up."""
     names: list[str] = []
     began = still = time.monotonic()
@@ -210,23 +217,23 @@ async def _found(directory: Directory, me: str, wanted: int | None) -> list[str]
         await asyncio.sleep(0.5)
 
 
-def _cluster(found: Survey, title: str) -> str:
+def _cluster(results: Survey, title: str) -> str:
     devices: list[Device | None] = []
-    for peer in found.peers:
+    for peer in results.peers:
         try:
-            devices.append(measured.device_from(found.facts[peer]))
+            devices.append(measured.device_from(results.facts[peer]))
         except ValueError as error:  # another machine's file
             print(escaped(f"  {peer}: its device.toml cannot be read: {error}"))
             devices.append(None)
     names = measured.named(devices)
-    name_of = dict(zip(found.peers, names, strict=True))
+    name_of = dict(zip(results.peers, names, strict=True))
     machines = [
-        measured.Machine(name, device, found.up_Bps.get(peer, 0.0), found.down_Bps.get(peer, 0.0))
-        for peer, name, device in zip(found.peers, names, devices, strict=True)
+        measured.Machine(name, device, results.up_Bps.get(peer, 0.0), results.down_Bps.get(peer, 0.0))
+        for peer, name, device in zip(results.peers, names, devices, strict=True)
     ]
     links = [
         measured.MeasuredLink(name_of[a], name_of[b], link.delay_s, link.bandwidth_Bps, link.reason)
-        for (a, b), link in sorted(found.links.items(), key=lambda item: (name_of[item[0][0]], name_of[item[0][1]]))
+        for (a, b), link in sorted(results.links.items(), key=lambda item: (name_of[item[0][0]], name_of[item[0][1]]))
     ]
     notes = [
         f"Measured between the peers of {escaped(title)} by `shoal probe --run` at {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
@@ -241,13 +248,13 @@ def _cluster(found: Survey, title: str) -> str:
     return measured.cluster_text(machines, links, notes)
 
 
-def _told(found: Survey) -> str:
-    good = [link for link in found.links.values() if not link.reason]
+def _summary(results: Survey) -> str:
+    good = [link for link in results.links.values() if not link.reason]
     if not good:
         return "no link could be measured"
     delays, rates = sorted(link.delay_s for link in good), sorted(link.bandwidth_Bps for link in good)
     loaded = sorted(link.loaded_s for link in good)
     return (
         f"delay         {delays[0] * 1e3:.3g} to {delays[-1] * 1e3:.3g} ms one way; while bytes move up to {loaded[-1] * 1e3:.3g} ms\n"
-        f"bandwidth     {8e-6 * rates[0]:.4g} to {8e-6 * rates[-1]:.4g} Mbit/s over {len(good)} of {len(found.links)} links"
+        f"bandwidth     {8e-6 * rates[0]:.4g} to {8e-6 * rates[-1]:.4g} Mbit/s over {len(good)} of {len(results.links)} links"
     )

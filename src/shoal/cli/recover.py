@@ -37,12 +37,16 @@ RELOAD_S = 300.0  # for survivors to load the checkpoint and begin
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="the run's directory on the machine that founded it, such as runs/quickstart")
     parser.add_argument(
-        "--gone", nargs="+", default=[], metavar="P", help="peers that are gone for good: labels such as p3, or names"
+        "--gone",
+        nargs="+",
+        default=[],
+        metavar="P",
+        help="give up these peers: labels such as p3, names or how names begin",
     )
     parser.add_argument(
         "--wait", type=float, default=20.0, metavar="S", help="how long to wait for peers to answer (20)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -57,16 +61,16 @@ def main(args: argparse.Namespace) -> int:
     authority = Authority.load(directory / "authority.key")
     addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
     saved = checkpoints.saved_by(config, authority.run)
-    labels = _labels(directory)
+    labels = rundir.labels(directory)
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
 
     async def recover() -> int:
         async with operator(config, invite, Office(directory, authority).pass_list()) as (transport, peers):
             desk = Desk(transport, peers)
             standings = await desk.ask(args.wait)
-            gone = frozenset(_named(word, standings, labels) for word in args.gone)
-            _refuse_running(directory, gone, labels)
-            view, term = decide(standings, gone, saved, _microbatches(config), _before(directory))
+            lost_peers = frozenset(_named(word, standings, labels) for word in args.gone)
+            _refuse_running(directory, lost_peers, labels)
+            view, term = decide(standings, lost_peers, saved, _microbatches(config), _before(directory))
             print(escaped(f"{view.reason}; this undoes {view.account.undone} microbatches in all"))
             if args.dry_run:
                 return 0
@@ -145,33 +149,27 @@ def _before(directory: Path) -> Override | None:
     return msgspec.json.decode(path.read_bytes(), type=Override) if path.exists() else None
 
 
-def _labels(directory: Path) -> dict[str, Peer]:
-    """The names of this machine's peers by their labels, those that have ended too."""
-    path = directory / "names.json"
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
-
-
 def _named(word: str, standings: dict[Peer, Standing], labels: dict[str, Peer]) -> Peer:
     """The one peer that is meant by a label, a name or the beginning of one."""
     if word in labels:
         return labels[word]
     known = {member.peer for standing in standings.values() for member in standing.view.members + standing.view.joining}
-    found = sorted(peer for peer in known if peer.startswith(word))
-    if len(found) != 1:
+    matches = sorted(peer for peer in known if peer.startswith(word))
+    if len(matches) != 1:
         raise Refusal(
-            f"--gone {word}: {len(found)} peers of the run are called so; name one of {', '.join(sorted(known))}"
+            f"--gone {word}: {len(matches)} peers of the run are called so; name one of {', '.join(sorted(known))}"
         )
-    return found[0]
+    return matches[0]
 
 
-def _refuse_running(directory: Path, gone: frozenset[Peer], labels: dict[str, Peer]) -> None:
+def _refuse_running(directory: Path, lost_peers: frozenset[Peer], labels: dict[str, Peer]) -> None:
     """Local processes are looked at, not only asked."""
     try:
         here = rundir.locals_of(directory).peers
     except ValueError:  # its launcher has ended, and its peers with it
         return
     for peer in here:
-        if labels.get(peer.label, peer.peer) in gone and process.lives(peer.process):
+        if labels.get(peer.label, peer.peer) in lost_peers and process.lives(peer.process):
             raise Refusal(
                 f"{peer.label} is said to be gone, but its process {peer.process.pid} is there: kill -9 it first"
             )

@@ -19,19 +19,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     path = Path(args.trace)
-    found = trace.replay(trace.find(path) if path.is_dir() else path)
-    counted = f"{found.commands:,} commands on {found.events:,} events of {found.peers:,} peers"
-    if found.missing:
+    replayed = trace.replay(trace.find(path) if path.is_dir() else path)
+    counted = f"{replayed.commands:,} commands on {replayed.events:,} events of {replayed.peers:,} peers"
+    if replayed.missing:
         print(
-            f"{sum(found.missing.values()):,} lines of {len(found.missing)} peers are not in this trace any more (run.trace_bytes);"
+            f"{sum(replayed.missing.values()):,} lines of {len(replayed.missing)} peers are not in this trace any more (run.trace_bytes);"
             " those peers were replayed up to there"
         )
-    if found.events == 0 and found.missing:
+    if replayed.events == 0 and replayed.missing:
         raise ValueError(
             f"{path}: none of its peers has its beginning, so nothing can be replayed; it can be read (trace.read)"
         )
-    if found.differing == 0:
+    if replayed.differing == 0:
         print(f"identical: {counted}")
         return 0
-    print(escaped_lines(f"{found.differing:,} differing: {counted}\nfirst: {found.first}"))
+    print(escaped_lines(f"{replayed.differing:,} differing: {counted}\nfirst: {replayed.first}"))
     return 1

@@ -27,11 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "who",
         nargs="+",
         metavar="WHO",
-        help="invites, by id or by whom they are for (`shoal invite CONFIG --list`); peers, by label, name, key id or its beginning",
+        help="invites, by id or name (`shoal invite CONFIG --list`); peers, by label, name, key id or its beginning",
     )
     parser.add_argument("--rotate", action="store_true", help="print a new invite in the place of each that is revoked")
     add_via(parser)
-    parser.add_argument("--out", metavar="FILE", help="with --rotate: write it there, for your eyes only")
+    parser.add_argument(
+        "--out", metavar="FILE", help="with --rotate: write the new invite to this file, readable by you alone"
+    )
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class Targets(msgspec.Struct, frozen=True):
 def main(args: argparse.Namespace) -> int:
     settings = [word for word in args.who if "=" in word]
     names = [word for word in args.who if "=" not in word]
-    run = Founded(rundir.place(configuration.load(args.config, settings)), args.via)
+    run = Founded(configuration.load(args.config, settings).run.directory, args.via)
     book = run.office.book()
     if not names:
         raise ValueError(f"whom? There are these invites:\n{table(run.office, here(run.directory))}")
@@ -64,10 +66,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _targets(names: list[str], book: InviteBook, directory: Path) -> Targets:
-    found = [_meant(name, book, _labels(directory), here(directory)) for name in names]
+    targets = [_meant(name, book, rundir.labels(directory), here(directory)) for name in names]
     return Targets(
-        invites=tuple(target for kind, target in found if kind == "invite"),
-        keys=tuple(target for kind, target in found if kind == "key"),
+        invites=tuple(target for kind, target in targets if kind == "invite"),
+        keys=tuple(target for kind, target in targets if kind == "key"),
     )
 
 
@@ -102,25 +104,19 @@ def _meant(word: str, book: InviteBook, labels: dict[str, Peer], present: tuple[
     if len(word) == KEY_ID_CHARS and word.isalnum():
         return "key", word
     known = dict.fromkeys(key_of(peer) for peer in (*labels.values(), *present))
-    found = [("invite", each) for each in invite_named(word, book)]
-    found += [("key", key) for key in known if key.startswith(word) and len(word) >= 4]
-    if len(found) != 1:
+    matches = [("invite", each) for each in invite_named(word, book)]
+    matches += [("key", key) for key in known if key.startswith(word) and len(word) >= 4]
+    if len(matches) != 1:
         many = (
-            f"may be {', '.join(f'{kind} {what}' for kind, what in found)}"
-            if found
+            f"may be {', '.join(f'{kind} {what}' for kind, what in matches)}"
+            if matches
             else "is no invite and no peer of the run"
         )
         raise ValueError(f"{word} {many}; `shoal invite CONFIG --list` names the invites, `shoal status` the peers")
-    return found[0]
+    return matches[0]
 
 
 def _still(key: str, present: tuple[Peer, ...]) -> str:
     """The invite by which the key's holder could join again."""
     by = sorted({invite_of(peer) for peer in present if key_of(peer) == key})
     return f"; its invite {by[0]} still stands: revoke that too, or its holder can come again" if by else ""
-
-
-def _labels(directory: Path) -> dict[str, Peer]:
-    """The names of this machine's peers by their labels, those that have ended too."""
-    path = directory / "names.json"
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}

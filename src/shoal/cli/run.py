@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from shoal import config as configuration
@@ -17,7 +18,7 @@ from shoal import units
 from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, preflight, rundir
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
@@ -30,18 +31,30 @@ from shoal.planner.strategy.plan import Plan
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
-    parser.add_argument("--kill-every", type=float, metavar="S", help="SIGKILL a peer every S seconds; another joins")
     parser.add_argument(
-        "--here", type=int, metavar="N", help="start N peers here; the others of run.peers join by invite"
+        "--kill-every", type=float, metavar="S", help="SIGKILL a random peer every S seconds; another joins"
     )
-    parser.add_argument("--plan", metavar="FILE", help="stages, blocks, seats and routes from `shoal plan --out FILE`")
     parser.add_argument(
-        "--cluster", metavar="FILE", help="with --plan: give each local peer its machine's lines, modelled"
+        "--here",
+        type=int,
+        metavar="N",
+        help="start N peers on this machine (default run.peers); the others join by invite",
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="take stages, blocks, machines and routes from the plan of `shoal plan --out FILE`",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="with --plan: put each local peer behind a modelled line of its machine in this file (a rehearsal)",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest complete checkpoint of runs/NAME, or begin when there is none: the same command every time",
+        help="continue from the newest whole checkpoint; begin at step 0 only where none was ever saved, and say so. A supervisor may"
+        " repeat the command",
     )
     parser.add_argument(
         "--time", metavar="T", help="end the run after that time, such as '8 h', with a checkpoint and exit code 75"
@@ -54,16 +67,11 @@ def main(args: argparse.Namespace) -> int:
     plan, config, cluster = _configured(args)
     if text := _slow_store(config, plan):
         print(f"warning: {text}", file=sys.stderr)
-    kill_every_s, peers = args.kill_every, config.run.peers
-    if kill_every_s is not None and not kill_every_s > 0:
-        raise ValueError(f"--kill-every {kill_every_s}: seconds between kills must be above 0; try 20")
-    time_s = units.parse(args.time, "_s") if args.time else None
-    if time_s is not None and not time_s > 0:
-        raise ValueError(f"--time {args.time}: must be above 0; try '8 h'")
-    here = peers if args.here is None else args.here
-    if not 1 <= here <= peers:
-        raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
-    directory = rundir.place(config)
+    here = config.run.peers if args.here is None else args.here
+    local = cluster is None  # a rehearsal's peers have loopback addresses of their own
+    address = preflight.address(config, config.network.port) if local else []
+    preflight.refuse([*_options(args, config.run.peers, here), *preflight.machine(config), *address])
+    directory = config.run.directory
     with rundir.claimed(directory) as claim:
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:
@@ -81,10 +89,23 @@ def main(args: argparse.Namespace) -> int:
             resumed=resumed,
             plan=plan,
             cluster=cluster,
-            kill_every_s=kill_every_s,
-            time_s=time_s,
+            kill_every_s=args.kill_every,
+            time_s=units.parse(args.time, "_s") if args.time else None,
         )
         return asyncio.run(Launcher(job).run())
+
+
+def _options(args: argparse.Namespace, peers: int, here: int) -> Iterator[str]:
+    """What is wrong with options that do not concern the configuration."""
+    if args.kill_every is not None and not args.kill_every > 0:
+        yield f"--kill-every {args.kill_every}: seconds between kills must be above 0; try 20"
+    try:
+        if args.time and not units.parse(args.time, "_s") > 0:
+            yield f"--time {args.time}: must be above 0; try '8 h'"
+    except ValueError as error:
+        yield f"--time: {error}"
+    if not 1 <= here <= peers:
+        yield f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}"
 
 
 def _configured(args: argparse.Namespace) -> tuple[Plan | None, Config, Cluster | None]:
@@ -108,7 +129,10 @@ def _slow_store(config: Config, plan: Plan | None) -> str:
     known_bytes = plan.boundary_bytes if plan is not None else 0.0
     try:
         size_bytes = known_bytes or tensor_bytes(config)
-    except ValueError:  # a family whose shape only transformers knows: its tensors' size is not known here
+    except (
+        ValueError,
+        OSError,
+    ):  # no such model, which is said elsewhere; or only transformers knows the family's shape
         return ""
     return configuration.narrow_store(config, size_bytes, config.run.stages, config.run.inflight)
 

@@ -14,13 +14,19 @@ _SEEDS = re.compile(r"\d+(:\d+)?")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", help="a built-in name (calm, churn, network, chaos, ...), all, or a TOML file")
-    parser.add_argument("seeds", nargs="?", default="seed=0", metavar="seed=N | seeds=A:B", help="default: seed=0")
+    parser.add_argument(
+        "seeds", nargs="?", default="seed=0", metavar="seed=N | seeds=A:B", help="one seed, or seeds A to B-1 (seed=0)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line per seed")
     parser.add_argument("--notes", action="store_true", help="print what the peers decided and why, with virtual times")
-    parser.add_argument("--trace", metavar="FILE", help="write the last seed's trace there, for `shoal replay`")
-    parser.add_argument("--staleness", choices=("0", "1"), help="1: delayed updates; else drawn by the seed")
+    parser.add_argument("--trace", metavar="FILE", help="write the last seed's trace to this file, for `shoal replay`")
+    parser.add_argument(
+        "--staleness", choices=("0", "1"), help="0 or 1 (delayed updates) for every seed; default drawn from the seed"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that fails")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="seeds played at once, one process each")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="play this many seeds at once, one process each (1)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -43,10 +43,10 @@ def main(args: argparse.Namespace) -> int:
 def _directory(args: argparse.Namespace) -> Path:
     path = Path(args.run)
     if path.is_file():
-        return rundir.place(configuration.load(path, args.settings))
+        return configuration.load(path, args.settings).run.directory
     if (path / "status.json").exists():
         return path
-    runs = sorted(path.glob("*/status.json"), key=lambda found: found.stat().st_mtime)
+    runs = sorted(path.glob("*/status.json"), key=lambda file: file.stat().st_mtime)
     if not runs:
         raise ValueError(f"{path}: no run is or was there; name a run's directory or its TOML file")
     return runs[-1].parent

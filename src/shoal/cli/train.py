@@ -11,6 +11,7 @@ here, so PyTorch takes as many threads as it thinks right, unless device.threads
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import time
 import tomllib
@@ -18,17 +19,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal import config as configuration
 from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
-from shoal.dashboard import account, plot
+from shoal.dashboard import plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, preflight, rundir
+from shoal.launcher.output_files import OutputFiles
 from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
 
@@ -44,14 +46,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG | a.b=c", help="a TOML file, and settings that replace its own"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of runs/NAME")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest whole checkpoint; begin at step 0 only where none was ever saved",
+    )
     parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = configured(args.words)
-    directory = rundir.place(config)
+    preflight.refuse(preflight.machine(config))
+    directory = config.run.directory
     with rundir.claimed(directory):
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
         if not args.resume:
@@ -112,6 +119,7 @@ class LocalTraining:
     def __init__(self, config: Config, directory: Path, watch: RunMonitor, alone: Alone) -> None:
         self.config, self.directory, self.watch, self.alone = config, directory, watch, alone
         self.stopped = False
+        self._output = OutputFiles(directory, self._warn)
         self._shown_s = self._written_s = float("-inf")
 
     def run(self) -> int:
@@ -119,14 +127,10 @@ class LocalTraining:
 
         replace(self.directory / "config.toml", configuration.text(self.config).encode())
         early = ""
-        with (
-            Terminal() as terminal,
-            _asked_to_stop(self),
-            open(self.directory / "commits.jsonl", "ab", buffering=0) as file,
-        ):
+        with Terminal() as terminal, _asked_to_stop(self), contextlib.closing(self._output):
             try:
                 while self.alone.done < self.config.run.steps and not self.stopped:
-                    self._step(terminal, file)
+                    self._step(terminal)
                 if self.stopped and self.alone.done < self.config.run.steps:
                     self._save(terminal)
                     early = f"it was asked to stop; {self._left()}"
@@ -136,20 +140,20 @@ class LocalTraining:
             self._show(terminal)
         return self._conclude(early)
 
-    def _step(self, terminal: Terminal, file: IO[bytes]) -> None:
-        def told(done: int, count: int) -> None:
+    def _step(self, terminal: Terminal) -> None:
+        def show_progress(done: int, count: int) -> None:
             now = time.monotonic()
             if now - self._shown_s >= SHOW_S:
                 self._shown_s = now
                 state = f"step {self.alone.done + 1}: {done} of {count} microbatches"
                 self._show(terminal, state)
 
-        view = self.alone.step(told)
+        view = self.alone.step(show_progress)
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
-        file.write(msgspec.json.encode(step) + b"\n")
+        self._output.commit(step)
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
-            self.watch.books.ahead.add(step.commit.step)  # it is applied while the next one is computed
+            self.watch.books.overlapped.add(step.commit.step)  # it is applied while the next one is computed
         self._show(terminal)
         if self.alone.due():
             self._save(terminal)
@@ -163,7 +167,7 @@ class LocalTraining:
         if now - self._written_s >= SHOW_S:
             self._written_s = now
             snapshot = msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses))
-            replace(self.directory / "status.json", escaped_json(msgspec.json.encode(snapshot)))
+            self._output.put("status.json", escaped_json(msgspec.json.encode(snapshot)))
 
     def _save(self, terminal: Terminal) -> None:
         if self.alone.saved == self.alone.done:
@@ -177,6 +181,9 @@ class LocalTraining:
             "checkpoint", f"step {self.alone.done} saved at {self.watch.checkpoint} in {now - begun_s:.1f} s", now
         )
 
+    def _warn(self, text: str) -> None:
+        self.watch.tell("trouble", text, time.monotonic())
+
     def _left(self) -> str:
         if self.alone.saved is None:
             return "no checkpoint was written yet"
@@ -184,13 +191,9 @@ class LocalTraining:
 
     def _conclude(self, early: str) -> int:
         summary = self.watch.summary(time.monotonic(), early)
-        replace(self.directory / "summary.json", account.encode(summary))
-        if summary.losses:
-            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
-            print(plot.curve(summary.losses))
-        print(account.text(summary))
+        written = rundir.conclude(self.directory, summary, self.config.run.name)
         print(f"all of it is in {self.directory}")
-        if not early:
+        if not early and written:
             return 0
         return INTERRUPTED if self.stopped else FAILED
 

@@ -21,7 +21,7 @@ class Checkpoint(Section, frozen=True):
             description="A checkpoint is written each time this many steps are done; 0 writes none on the way.",
         ),
     ] = 50
-    last: Annotated[bool, Meta(description="A checkpoint is written at the end of the run.")] = True
+    at_end: Annotated[bool, Meta(description="A checkpoint is written at the end of the run.")] = True
     keep: Annotated[
         int, Meta(ge=1, le=2**20, description="This many checkpoints are kept, and older ones are deleted.")
     ] = 3
@@ -31,6 +31,6 @@ class Checkpoint(Section, frozen=True):
 
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
-    if not checkpoint.every and not checkpoint.last:
-        why = "checkpoint.every = 0 and checkpoint.last = false write no checkpoint"
+    if not checkpoint.every and not checkpoint.at_end:
+        why = "checkpoint.every = 0 and checkpoint.at_end = false write no checkpoint"
         yield from without_effect(checkpoint, "checkpoint", ["keep"], why)

@@ -26,17 +26,18 @@ def slices(config: Config) -> int:
 
 
 def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int) -> str:
-    """What is wrong with network.keep_bytes for boundary tensors of that size, in words; '' when it is wide enough.
+    """What is wrong with network.activation_store_bytes for boundary tensors of that size, in words; '' when it is wide enough.
 
     Below 2 * stages * inflight tensors servers answer Busy while they wait for one another, and a run is slow and right
     without saying why (docs/design/2026-11-21-direct-hops.md). A step that keeps fewer needs no more."""
     wanted = min(2 * stages * inflight, 3 * microbatches(config.train))
-    if stages == 1 or config.network.keep_bytes >= wanted * tensor_bytes:
+    store_bytes = config.network.activation_store_bytes
+    if stages == 1 or store_bytes >= wanted * tensor_bytes:
         return ""
     return (
-        f"network.keep_bytes = {config.network.keep_bytes} holds {int(config.network.keep_bytes / tensor_bytes)} boundary"
-        f" tensors of {math.ceil(tensor_bytes)} bytes; with {stages} stages and {inflight} microbatches in flight fewer than"
-        f" {wanted} make the run slow; try network.keep_bytes={math.ceil(wanted * tensor_bytes)}"
+        f"network.activation_store_bytes = {store_bytes} holds {int(store_bytes / tensor_bytes)} boundary tensors of"
+        f" {math.ceil(tensor_bytes)} bytes; with {stages} stages and {inflight} microbatches in flight fewer than"
+        f" {wanted} make the run slow; try network.activation_store_bytes={math.ceil(wanted * tensor_bytes)}"
     )
 
 
@@ -52,20 +53,21 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         inflight=run.inflight,
         queue_limit=run.queue_limit,
         save_every=config.checkpoint.every,
-        save_last=config.checkpoint.last,
-        beat_s=run.beat_s,
-        silence_s=run.silence_s,
-        hop_floor_s=run.hop_floor_s,
-        hold_s=run.hold_s,
-        lost=run.lost,
-        lost_wait_s=run.lost_wait_s,
+        save_last=config.checkpoint.at_end,
+        beat_s=run.heartbeat_s,
+        silence_s=run.heartbeat_timeout_s,
+        hop_floor_s=run.min_request_timeout_s,
+        hold_s=run.ready_timeout_s,
+        lost=run.lost_stage,
+        lost_wait_s=run.lost_stage_wait_s,
         staleness=config.train.staleness,
-        keep_bytes=config.network.keep_bytes,
+        keep_bytes=config.network.activation_store_bytes,
+        nonfinite=config.train.on_nonfinite,
         stage_seconds=run.stage_seconds,
-        piece_values=min(run.round_bytes // ROUND_COPIES, config.network.blob_bytes) // 4,
+        piece_values=min(run.averaging_memory_bytes // ROUND_COPIES, config.network.max_tensor_bytes) // 4,
         home=run.stages == 1 and not run.routes,
-        seat=list(run.seats).index(config.device.seat) if config.device.seat else -1,
-        seats=tuple(run.seats.values()),
+        seat=list(run.placement).index(config.device.machine) if config.device.machine else -1,
+        seats=tuple(run.placement.values()),
         routes=run.routes,
         line_rates=run.line_rates,
     )

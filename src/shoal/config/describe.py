@@ -52,7 +52,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 @functools.cache
 def keys() -> dict[str, Key]:
     """Every setting by its path, in the order of the tree."""
-    found = {}
+    keys_by_path = {}
     for section, kind in sections().items():
         defaults = kind()
         for field in msgspec.structs.fields(kind):
@@ -60,8 +60,8 @@ def keys() -> dict[str, Key]:
             assert isinstance(described, inspect.Metadata), f"{section}.{field.name} is not described"
             words = (described.extra_json_schema or {}).get("description", "")
             key = Key(section, field.name, field.type, described.type, words, getattr(defaults, field.name))
-            found[key.path] = key
-    return found
+            keys_by_path[key.path] = key
+    return keys_by_path
 
 
 @functools.cache
@@ -93,27 +93,33 @@ def numbers(kind: inspect.Type) -> Iterator[Number]:
 
 def out_of_bounds(kind: inspect.Type, value: Any, where: str) -> Iterator[tuple[str, Any, Number]]:
     """The numbers in a value that are outside of the bounds of its type, and where they stand. NaN and infinity are in none."""
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not _within(kind, value):
+            yield where, value, kind
+        return
+    for part in _parts(kind, value, where):
+        yield from out_of_bounds(*part)
+
+
+def _parts(kind: inspect.Type, value: Any, where: str) -> Iterator[tuple[inspect.Type, Any, str]]:
     match kind:
-        case inspect.IntType() | inspect.FloatType():
-            if isinstance(value, int | float) and not isinstance(value, bool) and not _within(kind, value):
-                yield where, value, kind
         case inspect.Metadata():
-            yield from out_of_bounds(kind.type, value, where)
+            yield kind.type, value, where
         case inspect.VarTupleType() if isinstance(value, Sequence):
             for place, item in enumerate(value):
-                yield from out_of_bounds(kind.item_type, item, f"{where}[{place}]")
+                yield kind.item_type, item, f"{where}[{place}]"
         case inspect.TupleType() if isinstance(value, Sequence):
             for place, (item_kind, item) in enumerate(zip(kind.item_types, value, strict=False)):
-                yield from out_of_bounds(item_kind, item, f"{where}[{place}]")
+                yield item_kind, item, f"{where}[{place}]"
         case inspect.DictType() if isinstance(value, Mapping):
             for key, item in value.items():
-                yield from out_of_bounds(kind.value_type, item, f"{where}.{key}")
+                yield kind.value_type, item, f"{where}.{key}"
         case inspect.UnionType():
             wanted = inspect.IntType if isinstance(value, int) else inspect.FloatType
             for choice in kind.types:
                 inner = choice.type if isinstance(choice, inspect.Metadata) else choice
                 if isinstance(inner, wanted):
-                    yield from out_of_bounds(inner, value, where)
+                    yield inner, value, where
 
 
 def _within(kind: Number, value: float) -> bool:

@@ -13,7 +13,7 @@ from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, wi
 from shoal.config.train import Train
 
 _EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
-_REAL = ("memory_bytes", "host_bytes", "sequences", "kept_activations")
+_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing", "kept_activations")
 
 
 class Device(Section, frozen=True):
@@ -48,6 +48,13 @@ class Device(Section, frozen=True):
             description="This many sequences of a microbatch are on the device at once; 0 is all of them.",
         ),
     ] = 0
+    checkpointing: Annotated[
+        bool,
+        Meta(
+            description="The backward pass keeps only the inputs of blocks and computes each block again; a plan sets it where"
+            " memory lacks."
+        ),
+    ] = False
     kept_activations: Annotated[
         int,
         Meta(
@@ -71,9 +78,11 @@ class Device(Section, frozen=True):
     emulated_gradient: Annotated[
         int, Meta(ge=1, le=2**40, description="An emulated stage averages this many float32 values.")
     ] = 256
-    seat: Annotated[
+    machine: Annotated[
         str,
-        Meta(description='This peer takes this seat of run.seats; with "" the leader places it where it is needed.'),
+        Meta(
+            description='This peer is this machine of run.placement; with "" the leader places it where it is needed.'
+        ),
     ] = ""
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="A peer computes with this many CPU threads; 0 leaves it to PyTorch.")
@@ -89,11 +98,11 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
     if device.sequences and train.microbatch % device.sequences:
         near = nearest_divisor(train.microbatch, device.sequences)
         yield f"device.sequences = {device.sequences} does not divide train.microbatch = {train.microbatch}; try {near}"
-    if device.seat and device.seat not in run.seats:
-        names = list(run.seats)
-        near_names = difflib.get_close_matches(device.seat, names, n=1) or names[:6]
-        advice = " or ".join(near_names) if near_names else "device.seat="
-        yield f"device.seat = {device.seat!r} is no machine of run.seats; try {advice}"
+    if device.machine and device.machine not in run.placement:
+        names = list(run.placement)
+        near_names = difflib.get_close_matches(device.machine, names, n=1) or names[:6]
+        advice = " or ".join(near_names) if near_names else "device.machine="
+        yield f"device.machine = {device.machine!r} is no machine of run.placement; try {advice}"
     if device.executor == "emulated":
         if train.local_steps > 1:
             yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"

@@ -15,6 +15,7 @@ from shoal.config.train import Train
 
 DelayS = Annotated[float, Meta(ge=0, le=3600)]
 RateBps = Annotated[float, Meta(ge=0, le=MOST_Bps)]
+LEAST_Bps = 1000.0  # of a modelled line: less is a unit that was forgotten, and a run that seems to hang
 
 
 class Network(Section, frozen=True):
@@ -55,10 +56,10 @@ class Network(Section, frozen=True):
             description="The modelled link to the peer at each of these hosts has this delay in s and rate in B/s, 0 for any."
         ),
     ] = {}
-    blob_bytes: Annotated[
+    max_tensor_bytes: Annotated[
         int, Meta(ge=1, le=MOST_BYTES, description="A larger tensor than this is not accepted from a peer.")
     ] = 1 << 30
-    pass_s: Annotated[
+    pass_lifetime_s: Annotated[
         float,
         Meta(
             gt=0,
@@ -66,7 +67,9 @@ class Network(Section, frozen=True):
             description="Passes of the peers of `shoal run` last this long, and are renewed after half of it.",
         ),
     ] = 2_592_000.0
-    faults: Annotated[bool, Meta(description="`shoal chaos` may cut and slow this machine's links, for tests.")] = False
+    fault_injection: Annotated[
+        bool, Meta(description="`shoal chaos` may cut and slow this machine's links, for tests.")
+    ] = False
     activations: Annotated[
         Literal["none", "bf16", "int8", "int4"],
         Meta(description="Boundary tensors travel in this code; none sends them as they are."),
@@ -81,18 +84,19 @@ class Network(Section, frozen=True):
             description="Replicas average a stage's gradient in this code, with error feedback; none sends it as it is."
         ),
     ] = "none"
-    keep_bytes: Annotated[
+    activation_store_bytes: Annotated[
         int,
         Meta(
             ge=1, le=MOST_BYTES, description="A peer keeps this much of a step's boundary tensors, then answers Busy."
         ),
     ] = 1 << 32
-    spill_bytes: Annotated[
+    activation_memory_bytes: Annotated[
         int,
         Meta(
             ge=0,
             le=MOST_BYTES,
-            description="This much of network.keep_bytes stays in memory and the oldest rest goes to disk; 0 keeps all in memory.",
+            description="This much of network.activation_store_bytes stays in memory and the oldest rest goes to disk;"
+            " 0 keeps all in memory.",
         ),
     ] = 1 << 30
 
@@ -100,6 +104,10 @@ class Network(Section, frozen=True):
 def problems(network: Network, model: Model, train: Train, data: Data, device: Device) -> Iterator[str]:
     if network.links and network.transport != "tls":
         yield f"network.links are by host, which network.transport = {network.transport!r} does not know; try network.transport=tls"
+    for name in ("bandwidth_Bps", "up_Bps", "down_Bps"):
+        if 0 < getattr(network, name) < LEAST_Bps:
+            value = f"{getattr(network, name):g}"
+            yield f"network.{name} = {value} is {value} bytes per second; write the unit, such as '{value} Mbit/s'"
     if network.up_Bps and network.down_Bps:
         why = "network.up_Bps and network.down_Bps say it for each direction"
         yield from without_effect(network, "network", ["bandwidth_Bps"], why)
@@ -113,5 +121,5 @@ def _size_problems(network: Network, model: Model, train: Train, data: Data, dev
     else:
         width = 0 if model.path else model.hidden_size * (4 if train.dtype == "float32" else 2)
         need = train.microbatch * (data.sequence + 1) * max(width, 8)  # 8: tokens travel as int64
-    if network.blob_bytes < need:
-        yield f"network.blob_bytes = {network.blob_bytes} refuses boundary tensors of {need} bytes; try {need} or more"
+    if network.max_tensor_bytes < need:
+        yield f"network.max_tensor_bytes = {network.max_tensor_bytes} refuses boundary tensors of {need} bytes; try {need} or more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -45,41 +46,46 @@ class Run(Section, frozen=True):
         int,
         Meta(ge=1, le=4096, description="A peer that has this many tasks waiting answers further requests with Busy."),
     ] = 16
-    beat_s: Annotated[float, Meta(gt=0, le=3600, description="The heartbeats of a peer are this far apart.")] = 0.5
-    silence_s: Annotated[
+    heartbeat_s: Annotated[float, Meta(gt=0, le=3600, description="The heartbeats of a peer are this far apart.")] = 0.5
+    heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, le=DAY_S, description="A peer that is silent for this long is removed from the run.")
     ] = 4.0
-    hop_floor_s: Annotated[
-        float, Meta(gt=0, le=DAY_S, description="No request to another peer counts as slow before this time.")
+    min_request_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=DAY_S,
+            description="A request to another peer times out no earlier than this, and later where measured times are longer.",
+        ),
     ] = 2.0
-    hold_s: Annotated[
+    ready_timeout_s: Annotated[
         float,
         Meta(
             ge=0,
             le=30 * DAY_S,
-            description="The run waits at most this long for a peer that restores a checkpoint, or that lacks sums as it joins.",
+            description="The run waits at most this long for a peer that restores a checkpoint or catches up as it joins.",
         ),
     ] = 30.0
-    lost: Annotated[
+    lost_stage: Annotated[
         Literal["checkpoint", "neighbours", "wait"],
         Meta(
             description="A stage without a replica is restored from the newest checkpoint or blended from its neighbours,"
             " or the run waits."
         ),
     ] = "checkpoint"
-    lost_wait_s: Annotated[
+    lost_stage_wait_s: Annotated[
         float,
         Meta(
             ge=0,
             le=30 * DAY_S,
-            description="The run waits this long for a lost replica to return before it does what run.lost says.",
+            description="The run waits this long for a lost replica to return before it does what run.lost_stage says.",
         ),
     ] = 5.0
     trace_bytes: Annotated[
         int,
         Meta(ge=0, le=MOST_BYTES, description="Each peer's trace takes at most this much disk; 0 writes no trace."),
     ] = 1 << 28
-    round_bytes: Annotated[
+    averaging_memory_bytes: Annotated[
         int,
         Meta(
             ge=2**10,
@@ -91,21 +97,29 @@ class Run(Section, frozen=True):
         tuple[Annotated[float, Meta(gt=0, le=DAY_S)], ...],
         Meta(description="A plan expects each stage to take this many seconds per microbatch; --plan sets it."),
     ] = ()
-    seats: Annotated[
+    placement: Annotated[
         dict[str, Seat],
-        Meta(description="A plan gives each of these machines the stage with this number; --plan sets it."),
+        Meta(description="The plan gives each of these machines the stage with this number; --plan sets it."),
     ] = {}
     line_rates: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=10**12)], ...],
         Meta(
-            description="A stage's replicas share out averaging by the line rate of each seat in kB/s, or evenly for [];"
+            description="Replicas share out averaging by the line rates of run.placement's machines in kB/s, or evenly for [];"
             " --plan sets it."
         ),
     ] = ()
     routes: Annotated[
         tuple[tuple[tuple[Seat, ...], ...], ...],
-        Meta(description="For each seat and stage, these seats serve the seat's microbatches in turn; --plan sets it."),
+        Meta(
+            description="For each machine of run.placement and each stage, these machines (by number) serve its microbatches in turn;"
+            " --plan sets it."
+        ),
     ] = ()
+
+    @property
+    def directory(self) -> Path:
+        """Where the run's files are."""
+        return Path(self.dir) / self.name
 
 
 def problems(run: Run) -> Iterator[str]:
@@ -123,25 +137,34 @@ def problems(run: Run) -> Iterator[str]:
             f"run.layers = {list(run.layers)} must be one number for each of run.stages = {run.stages}; "
             "try run.layers=[]"
         )
-    if run.silence_s < 3 * run.beat_s:
-        yield f"run.silence_s = {run.silence_s} is under three beats of run.beat_s = {run.beat_s}; try {8 * run.beat_s}"
-    if run.lost == "wait":
-        yield from without_effect(run, "run", ["lost_wait_s"], "with run.lost = 'wait' the run waits without end")
+    if run.heartbeat_timeout_s < 3 * run.heartbeat_s:
+        yield (
+            f"run.heartbeat_timeout_s = {run.heartbeat_timeout_s} is under three times run.heartbeat_s = {run.heartbeat_s};"
+            f" try {8 * run.heartbeat_s}"
+        )
+    if run.lost_stage == "wait":
+        yield from without_effect(
+            run, "run", ["lost_stage_wait_s"], "with run.lost_stage = 'wait' the run waits without end"
+        )
     yield from _plan_problems(run)
 
 
 def _plan_problems(run: Run) -> Iterator[str]:
-    names, stages = list(run.seats), tuple(run.seats.values())
-    if not run.seats:
+    names, stages = list(run.placement), tuple(run.placement.values())
+    if not run.placement:
         if run.routes:
-            yield "run.routes without run.seats; try run.routes=[]"
+            yield "run.routes without run.placement; try run.routes=[]"
         if run.line_rates:
-            yield "run.line_rates without run.seats; try run.line_rates=[]"
+            yield "run.line_rates without run.placement; try run.line_rates=[]"
         return
     if run.line_rates and len(run.line_rates) != len(names):
-        yield f"run.line_rates = {list(run.line_rates)} must be one number for each of {len(names)} run.seats; try run.line_rates=[]"
+        yield f"run.line_rates = {list(run.line_rates)} must be one number for each of {len(names)} run.placement; try run.line_rates=[]"
     if set(stages) != set(range(run.stages)):
-        yield f"run.seats = {dict(run.seats)} must serve all stages from 0 to {run.stages - 1} and no other"
+        yield f"run.placement = {dict(run.placement)} must serve all stages from 0 to {run.stages - 1} and no other"
+    yield from _route_problems(run, names, stages)
+
+
+def _route_problems(run: Run, names: list[str], stages: tuple[int, ...]) -> Iterator[str]:
     for number, by_stage in enumerate(run.routes):
         complete = len(by_stage) == run.stages and all(by_stage) and len(run.routes) == len(names)
         if not complete or any(

@@ -40,9 +40,7 @@ class Train(Section, frozen=True):
     epsilon: Annotated[float, Meta(gt=0, le=1, description="AdamW adds this number to its denominator.")] = 1e-8
     moments: Annotated[
         Literal["float32", "8bit"],
-        Meta(
-            description="AdamW's moments are kept, saved and sent in this format; 8bit takes a byte per value and torchao."
-        ),
+        Meta(description="AdamW's moments are kept, saved and sent in this format; 8bit takes a byte per value."),
     ] = "float32"
     weight_decay: Annotated[
         float,
@@ -78,19 +76,25 @@ class Train(Section, frozen=True):
             description="A local step of a peer takes this many sequences; 0 is train.batch / run.peers.",
         ),
     ] = 0
-    round_warmup: Annotated[
+    local_warmup: Annotated[
         int,
         Meta(
             ge=0, le=2**20, description="The learning rate rises anew over this many local steps after each averaging."
         ),
     ] = 0
-    outer_rate: Annotated[
+    outer_learning_rate: Annotated[
         float,
         Meta(gt=0, le=100, description="The outer Nesterov step after local steps has this learning rate."),
     ] = 0.7
     outer_momentum: Annotated[
         float, Meta(ge=0, le=1, description="The outer Nesterov step after local steps has this momentum.")
     ] = 0.9
+    on_nonfinite: Annotated[
+        Literal["skip", "stop"],
+        Meta(
+            description="A step whose loss or gradient is not finite at every replica changes nothing, up to 5 in a row, or ends the run."
+        ),
+    ] = "skip"
     staleness: Annotated[
         int,
         Meta(
@@ -120,29 +124,29 @@ def problems(train: Train, run: Run, plan: Plan) -> Iterator[str]:
         yield from without_effect(train, "train", ["final_ratio"], why)
     if train.staleness and train.local_steps > 1:
         yield "train.staleness = 1 with train.local_steps above 1, which already hide the averaging; try train.staleness=0"
-    if train.moments == "8bit" and run.lost == "neighbours":
-        yield "run.lost = 'neighbours' blends moments, which 8-bit codes do not allow; try run.lost=checkpoint"
+    if train.moments == "8bit" and run.lost_stage == "neighbours":
+        yield "run.lost_stage = 'neighbours' blends moments, which 8-bit codes do not allow; try run.lost_stage=checkpoint"
     if train.local_steps > 1:
         yield from _local_problems(train, run)
     elif "local_steps" not in plan.allow:  # else the planner may choose them, and what they need stands ready
-        ignored = ["local_batch", "round_warmup", "outer_rate", "outer_momentum"]
+        ignored = ["local_batch", "local_warmup", "outer_learning_rate", "outer_momentum"]
         yield from without_effect(train, "train", ignored, "train.local_steps = 1 makes no local steps")
 
 
 def _local_problems(train: Train, run: Run) -> Iterator[str]:
     if run.stages > 1:  # a local step needs the whole model's gradient, which no peer of a pipeline has
         yield f"train.local_steps = {train.local_steps} needs the whole model on every peer; try run.stages=1"
-    if train.round_warmup > train.local_steps:
+    if train.local_warmup > train.local_steps:
         yield (
-            f"train.round_warmup = {train.round_warmup} does not end within train.local_steps = {train.local_steps}; "
+            f"train.local_warmup = {train.local_warmup} does not end within train.local_steps = {train.local_steps}; "
             f"try {train.local_steps // 4}"
         )
     own = local_sequences(train, run)
     if not own or own % train.microbatch:
-        found = (
+        written = (
             f"train.local_batch = {own}"
             if train.local_batch
             else f"train.batch / run.peers = {train.batch / run.peers:g}"
         )
         near = train.microbatch * max(1, round(own / train.microbatch))
-        yield f"{found} is no multiple of train.microbatch = {train.microbatch}; try train.local_batch={near}"
+        yield f"{written} is no multiple of train.microbatch = {train.microbatch}; try train.local_batch={near}"

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 18  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 20  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -94,6 +94,7 @@ class Account(Value, frozen=True):
     killed: Count = 0
     joined: Count = 0
     undone: Count = 0  # committed, then undone by going back to a checkpoint: issued and committed again
+    skipped: Count = 0  # of those committed, the ones of steps that changed nothing, since a result was not finite
 
 
 class Committed(Value, frozen=True):
@@ -107,6 +108,9 @@ class Committed(Value, frozen=True):
     groups: tuple[tuple[Share, ...], ...]  # one per stage
     save: bool = False  # write a checkpoint of the parameters after this step
     joiners: tuple[Peer, ...] = ()  # joiners that the sums were sent to; no other can apply them
+    skipped: Count = (
+        0  # the step changes nothing (no groups, no loss), since a result was not finite: so many in a row by now
+    )
 
 
 class Evicted(Value, frozen=True):
@@ -132,7 +136,7 @@ class Phase(Enum):
     REOPENED = "reopened"  # with delayed updates: a death took books of `step`, which is computed again before the next one goes on
     SAVING = "saving"  # all steps are committed, the last checkpoint is being written
     FINISHED = "finished"  # the run is over
-    FAILED = "failed"  # the run is over before its last step: a stage is lost, and no checkpoint of it can be loaded
+    FAILED = "failed"  # the run is over before its last step: a stage cannot be loaded, or training diverges
 
 
 class View(Value, frozen=True):
@@ -311,14 +315,32 @@ class Heartbeat(Wire, frozen=True):
     loaded: Count = 0  # chunks of my stage's state that are here, while it is downloaded
 
 
+class KnownAnswers(Value, frozen=True):
+    """What a machine computes from fixed inputs (executor/answers.py). Empty where nothing is computed."""
+
+    dtype: Digest = ""  # that it computes in
+    update: Digest = ""  # SHA-256 of optimizer steps and sums: the same bits everywhere
+    codes: Digest = ""  # and of decoded values
+    forward: Annotated[tuple[float, ...], msgspec.Meta(max_length=16)] = ()  # whose last bits depend on the machine
+
+
 class Join(Wire, frozen=True):
     """To any member: let me take part. Repeated until a view names the sender. `holds`: what I still hold since I was evicted."""
 
     holds: Holding | None = None
     seat: Seat = -1  # in the run's plan
+    answers: KnownAnswers = KnownAnswers()
+
+
+class JoinRefused(Wire, frozen=True):
+    """Leader to a peer that asked to join: you do not fit this run."""
+
+    reason: Text
 
 
 class Redirect(Wire, frozen=True):
+    """Answer to Join, of a peer that does not lead: ask `leader`."""
+
     leader: Peer
 
 
@@ -514,6 +536,8 @@ class Cancel(Wire, frozen=True):
 
 
 class Cancelled(Wire, frozen=True):
+    """Answer to Cancel or Recall: nothing is booked, and that attempt never will be."""
+
     epoch: Count
     step: Count
     index: Index
@@ -577,6 +601,8 @@ class BooksRequest(Wire, frozen=True):
 
 
 class Books(Wire, frozen=True):
+    """Answer to BooksRequest: what this server has booked of the step, at `stage`."""
+
     epoch: Count
     step: Count
     view: Count
@@ -713,6 +739,8 @@ class Offer(Wire, frozen=True):
 
 
 class ChunkRequest(Wire, frozen=True):
+    """Joiner to replica: send that chunk of the state. Answer: Chunk."""
+
     epoch: Count
     step: Count
     stage: Stage
@@ -737,6 +765,16 @@ class LoadFailed(Wire, frozen=True):
     step: Count
     stage: Stage
     older: Count
+    reason: Text = ""
+
+
+class NonFinite(Wire, frozen=True):
+    """Replica to leader: what my stage makes of this microbatch is not finite: a fact about training if another replica finds it too."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
     reason: Text = ""
 
 
@@ -766,6 +804,8 @@ class PublishRequest(Wire, frozen=True):
 
 
 class Published(Wire, frozen=True):
+    """Answer to PublishRequest: the checkpoint is visible at `path`, or why it `failed`."""
+
     epoch: Count
     step: Count
     path: Text = ""
@@ -810,12 +850,12 @@ class Measured(Wire, frozen=True):
 
 
 Message = (
-    Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | Redirect | Leave | Complaint | Dismissed
+    Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | JoinRefused | Redirect | Leave | Complaint | Dismissed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
     | Query | Pending
     | BoundaryTensor | TensorRequest | TensorPending | TensorGone | Missing
     | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | RoundWaits | BookerRequest | Booker
-    | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | Saved | SaveRequest | PublishRequest | Published
+    | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | NonFinite | Saved | SaveRequest | PublishRequest | Published
     | StandingRequest | Standing | Override
     | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
@@ -901,11 +941,12 @@ class Done(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
-    """A task was not done. `lost`: nor will any other be, since the device it needs is gone."""
+    """A task was not done. `lost`: nor will it ever be, since the device is gone or has too little memory: the peer ends."""
 
     id: str
     reason: Text
     lost: bool = False
+    nonfinite: bool = False  # of RunForward and RunBackward: a result is not finite
     older: int | None = None  # of Init, for a damaged checkpoint: the step of the newest older whole one; 0: none is
 
 
@@ -955,7 +996,8 @@ class Drop(Command, frozen=True):
 class Note(Command, frozen=True):
     """A decision worth telling: `text` is the reason in words."""
 
-    kind: str  # joined | removed | recovered | commit | round | leader | checkpoint | unsaved | route | refused | stall | finished | state
+    # joined | removed | recovered | commit | skipped | round | leader | checkpoint | unsaved | route | refused | stall | finished | state
+    kind: str
     text: str
 
 
@@ -1116,6 +1158,7 @@ class Apply(TaskBase, frozen=True):
     round: int
     norm: float
     save: bool
+    skip: bool = False  # the parameters stay: only their version advances
 
 
 class Reset(TaskBase, frozen=True):
@@ -1166,7 +1209,7 @@ class Import(TaskBase, frozen=True):
 
 
 class Blend(TaskBase, frozen=True):
-    """Build stage `stage` at version `step` from its neighbours' states: kept chunks 0 to `chunks[0]` are the stage below,
+    """Build stage `stage` at version `step` from its neighbours' states. Kept chunks 0 to `chunks[0]` are the stage below,
     the next `chunks[1]` the one above; every tensor is `below` of the one and the rest of the other. Result: digest, length."""
 
     stage: int
@@ -1217,6 +1260,7 @@ class Settings(msgspec.Struct, frozen=True):
         30.0  # longest wait for a peer that builds the state all went back to, or for sums that a joiner lacks
     )
     staleness: int = 0  # 1: a step is computed while the one before is averaged, with parameters that lack its gradient
+    nonfinite: str = "skip"  # a step whose loss or gradient is not finite: skip | stop
     lost: str = "checkpoint"  # what to do when a stage has lost its last replica: checkpoint | neighbours | wait
     lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
     ban_s: float = (
@@ -1231,3 +1275,4 @@ class Settings(msgspec.Struct, frozen=True):
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
+    answers: KnownAnswers = KnownAnswers()  # of this machine

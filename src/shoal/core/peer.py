@@ -45,9 +45,11 @@ from shoal.core.messages import (
     GatherChunk,
     Heartbeat,
     Join,
+    JoinRefused,
     Lead,
     Leave,
     LoadFailed,
+    NonFinite,
     Note,
     Offer,
     Override,
@@ -92,8 +94,21 @@ if TYPE_CHECKING:
 
 CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
 TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
-TO_LEADER = (Heartbeat, Join, Leave, Complaint, Reduced, RoundFailed, RoundWaits, Booker, LoadFailed, Saved, Published)
-ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
+TO_LEADER = (
+    Heartbeat,
+    Join,
+    Leave,
+    Complaint,
+    Reduced,
+    RoundFailed,
+    RoundWaits,
+    Booker,
+    LoadFailed,
+    NonFinite,
+    Saved,
+    Published,
+)
+ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
 FROM_LEADER = (Round, SaveRequest, PublishRequest)
 SERVER = (
     Forward,
@@ -215,10 +230,8 @@ class PeerMachine:
                 return self._received(event, now)
             case Done():
                 return self._owner(event.id).on_done(event, now)
-            case Failed(
-                lost=True
-            ):  # what this peer holds of the step is void, as if it were killed: others recompute it
-                return self._finish(False, f"the device is lost: {event.reason}")
+            case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
+                return self._finish(False, event.reason)
             case Failed():
                 return self._owner(event.id).on_failed(event, now)
             case Unreachable():
@@ -303,6 +316,8 @@ class PeerMachine:
                 return self.relay.take(message, now)
             case Redirect():
                 return self.admission.on_redirect(peer, message)
+            case JoinRefused():
+                return self.admission.on_refused(peer, message, now)
         return []
 
     def _about_work(self, event: Received, now: float) -> list[Command]:

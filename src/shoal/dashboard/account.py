@@ -39,7 +39,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
     )
     recovered: int = 0  # times the run went back to a checkpoint because a stage had lost every replica
-    taken_over: int = 0  # first steps, committed by another run whose checkpoint this one adopted
+    skipped: int = 0  # of those committed, the ones of steps that changed nothing
+    adopted_steps: int = 0  # first steps, committed by another run whose checkpoint this one adopted
     first_step: int = 0  # where this session began
     killed: int  # peers ended by --kill-every
     joined: int  # peers that joined while it ran
@@ -51,7 +52,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sent: Traffic = Traffic()  # bytes by kind, all peers together, as last reported
     traffic: dict[str, PeerTraffic] = {}  # by peer
     staleness: int = 0  # train.staleness
-    ahead: int = 0  # steps of this session that overlapped with the next step's compute
+    overlapped_steps: int = 0  # steps of this session that overlapped with the next step's compute
     reason: str = ""  # why the account does not balance, or why the run ended early
     early: str = ""  # why the run ended before its last step
     saved: int = 0  # the step of the newest checkpoint
@@ -79,6 +80,7 @@ def text(summary: Summary) -> str:
         ("lost", f"{summary.lost:,}"),
         ("counted twice", f"{summary.counted_twice:,}"),
         *_adopted(summary),
+        *_skipped(summary),
         *_undone(summary),
         *_overlap(summary),
         *_peers(summary),
@@ -99,6 +101,14 @@ def text(summary: Summary) -> str:
     if summary.unsaved:
         lines.append(f"{summary.unsaved}. What was trained since is lost.")
     return escaped_lines("\n".join(lines))
+
+
+def _skipped(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.skipped:
+        return []
+    return [
+        ("skipped", f"{summary.skipped:,} of these, in steps that changed nothing: a loss or gradient was not finite")
+    ]
 
 
 def _peers(summary: Summary) -> list[tuple[str, str]]:
@@ -138,7 +148,7 @@ def _overlap(summary: Summary) -> list[tuple[str, str]]:
     return [
         (
             "staleness",
-            f"{summary.staleness} step; {_session(summary)}{summary.ahead:,} steps were applied beside the next one's compute",
+            f"{summary.staleness} step; {_session(summary)}{summary.overlapped_steps:,} steps were applied beside the next one's compute",
         )
     ]
 
@@ -149,10 +159,10 @@ def _session(summary: Summary) -> str:
 
 
 def _adopted(summary: Summary) -> list[tuple[str, str]]:
-    if not summary.taken_over:
+    if not summary.adopted_steps:
         return []
     return [
-        ("taken over", f"{summary.taken_over:,} steps that another run committed, by --adopt: as its checkpoint says")
+        ("adopted", f"{summary.adopted_steps:,} steps that another run committed, by --adopt: as its checkpoint says")
     ]
 
 

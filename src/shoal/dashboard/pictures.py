@@ -101,7 +101,7 @@ def _draw_peers(axes: Axes, plan: Plan, spots: Spots, bottleneck: str, named: bo
     top = max(y for _, y in spots.values())
     for number, stage in enumerate(plan.stages):
         for peer in stage.peers:
-            worst = _named(bottleneck, peer, number)
+            worst = _named(bottleneck, peer)
             axes.plot(
                 *spots[peer],
                 "o",
@@ -149,8 +149,8 @@ def gantt(bars: Sequence[Bar], plan: Plan, cluster: Cluster, path: str | Path) -
     axes.set(xlabel="seconds", ylim=(len(order) - 0.4, -0.6), xlim=(0, end * 1.01))
     shown = len(order) <= 64
     axes.set_yticks(range(len(order)) if shown else [], order if shown else [], fontsize=8)
-    told = f"; {plan.predicted.bottleneck}" if plan.predicted else ""
-    axes.set_title(f"one predicted step{told}", fontsize=10)
+    bottleneck = f"; {plan.predicted.bottleneck}" if plan.predicted else ""
+    axes.set_title(f"one predicted step{bottleneck}", fontsize=10)
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.5, -0.75 / (0.32 * len(order) + 0.8)), ncol=3, frameon=False, fontsize=8
     )
@@ -215,8 +215,8 @@ def _event(name: str, process: int, thread: int, start_s: float, seconds: float)
 
 
 def _after(plan: Plan) -> list[tuple[str, float]]:
-    told = plan.predicted
-    parts = [("averaging", told.averaging_s), ("agreeing", told.agreeing_s)] if told else []
+    predicted = plan.predicted
+    parts = [("averaging", predicted.averaging_s), ("agreeing", predicted.agreeing_s)] if predicted else []
     return [(what, seconds) for what, seconds in parts if seconds > 0]
 
 
@@ -239,7 +239,7 @@ def _usable_Bps(cluster: Cluster, source: int, target: int) -> float:
     return float(min(cluster.bandwidth_Bps[source, target], *lines))
 
 
-def _named(bottleneck: str, peer: str, stage: int) -> bool:
+def _named(bottleneck: str, peer: str) -> bool:
     words = bottleneck.replace(",", " ").replace("(", " ").replace(")", " ").split()
     return peer in words and not bottleneck.startswith(("latency", "few microbatches"))
 

@@ -6,7 +6,8 @@ from shoal import units
 from shoal.core.allreduce import layout
 from shoal.planner.costs import churn
 from shoal.planner.inputs.profile import spans
-from shoal.planner.strategy import choices, plan
+from shoal.planner.strategy import choices
+from shoal.planner.strategy.plan import Plan
 from shoal.planner.strategy.problem import Problem, stages_text
 
 
@@ -19,20 +20,30 @@ def headline(problem: Problem, name: str) -> str:
     )
 
 
-def table(made: plan.Plan) -> str:
+def table(plan: Plan) -> str:
     rows = [("stage", "blocks", "peers", "executor", "memory", "kept of a step", "activations kept", "a microbatch")]
-    for number, stage in enumerate(made.stages):
+    for number, stage in enumerate(plan.stages):
         peers = ", ".join(stage.peers[:4]) + (f" and {len(stage.peers) - 4} more" if len(stage.peers) > 4 else "")
         blocks = f"{stage.first}-{stage.end - 1}"
         kept = f"{stage.kept_activations} forwards" if stage.kept_activations > 0 else "none"
         sizes = units.size(stage.memory_bytes), units.size(stage.kept_bytes)
-        rows.append((str(number), blocks, peers, stage.executor, *sizes, kept, _seconds(stage.microbatch_s)))
+        rows.append(
+            (
+                str(number),
+                blocks,
+                peers,
+                stage.executor + ", checkpointing" * stage.checkpointing,
+                *sizes,
+                kept,
+                _seconds(stage.microbatch_s),
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def numbers(made: plan.Plan, problem: Problem) -> str:
-    predicted = made.predicted
+def numbers(plan: Plan, problem: Problem) -> str:
+    predicted = plan.predicted
     assert predicted is not None, "a plan that was just made has its numbers"
     parts = f"microbatches {_seconds(predicted.microbatches_s)}, averaging {_seconds(predicted.averaging_s)}, agreeing"
     lines = [
@@ -47,43 +58,43 @@ def numbers(made: plan.Plan, problem: Problem) -> str:
         f"traffic       the busiest peer sends {units.size(predicted.sent_bytes)} a step",
         f"bottleneck    {predicted.bottleneck}",
         f"basis         {predicted.basis}",
-        f"why           {made.reason}",
+        f"why           {plan.reason}",
     ]
-    routes = f"planned: routes for {len(made.routes)} owners" if made.routes else "stochastic: by measured times"
+    routes = f"planned: routes for {len(plan.routes)} owners" if plan.routes else "stochastic: by measured times"
     lines.append(f"wiring        {routes}")
-    lines += _owners(made)
-    lines += _travel(made)
-    lines += [f"next best     {text}" for text in made.runners_up]
-    if made.left_out:
-        lines.append(f"left out      {', '.join(made.left_out)}")
-    seated = sum(len(stage.peers) for stage in made.stages)
-    even = spans(problem.shape.layers, len(made.stages))
-    cut = [stage.end - stage.first for stage in made.stages]
+    lines += _owners(plan)
+    lines += _travel(plan)
+    lines += [f"next best     {text}" for text in plan.runners_up]
+    if plan.left_out:
+        lines.append(f"left out      {', '.join(plan.left_out)}")
+    seated = sum(len(stage.peers) for stage in plan.stages)
+    even = spans(problem.shape.layers, len(plan.stages))
+    cut = [stage.end - stage.first for stage in plan.stages]
     layers = f" run.layers={cut}" if cut != [len(span) for span in even] else ""
     lines.append(
-        f"to run        --plan FILE of --out, or by hand run.stages={len(made.stages)} run.peers={seated}{layers}"
+        f"to run        --plan FILE of --out, or by hand run.stages={len(plan.stages)} run.peers={seated}{layers}"
     )
     return "\n".join(lines)
 
 
-def _owners(made: plan.Plan) -> list[str]:
+def _owners(plan: Plan) -> list[str]:
     """What each peer owns of its stage's rounds, where that follows the lines."""
-    width, found = dict(zip(made.seats, made.line_rates, strict=True)) if made.line_rates else {}, []
-    for number, stage in enumerate(made.stages):
-        if shares := layout.owned([width.get(peer, 0) for peer in stage.peers]):
+    rates, owners = dict(zip(plan.seats, plan.line_rates, strict=True)) if plan.line_rates else {}, []
+    for number, stage in enumerate(plan.stages):
+        if shares := layout.owned([rates.get(peer, 0) for peer in stage.peers]):
             predicted = [f"{peer} {own / sum(shares):.0%}" for peer, own in zip(stage.peers, shares, strict=True)]
-            found.append(f"owners        of stage {number}'s rounds, by their lines: {', '.join(predicted)}")
-    return found
+            owners.append(f"owners        of stage {number}'s rounds, by their lines: {', '.join(predicted)}")
+    return owners
 
 
-def _travel(made: plan.Plan) -> list[str]:
+def _travel(plan: Plan) -> list[str]:
     """How tensors travel and how often is averaged, and what else plan.allow has and would give."""
-    often = f"every {made.local_steps} local steps" if made.local_steps > 1 else "every step"
-    travel = f"boundary tensors {made.activations} there, {made.gradients} back; averaging {often}, {made.averaging}"
-    if not made.choices:
+    often = f"every {plan.local_steps} local steps" if plan.local_steps > 1 else "every step"
+    travel = f"boundary tensors {plan.activations} there, {plan.gradients} back; averaging {often}, {plan.averaging}"
+    if not plan.choices:
         return [f"travel        {travel}: as configured; plan.allow names nothing else to choose from"]
     lines = [f"travel        {travel}: what is allowed must give {choices.GAIN - 1:.0%}"]
-    for option in made.choices:
+    for option in plan.choices:
         lines.append(
             f"  {option.what:<12}{option.how}: {_count(option.tokens_per_s)} tokens/s, {_seconds(option.step_s)} a step, sends"
             f" {units.size(option.sent_bytes)}, codes for {_seconds(option.codec_s)}{' (taken)' if option.taken else ''}"
@@ -91,17 +102,17 @@ def _travel(made: plan.Plan) -> list[str]:
     return lines
 
 
-def churn_cost(made: plan.Plan, problem: Problem, silence_s: float, checkpoint_every: int) -> str:
-    predicted = churn.expected(made, problem.cluster, silence_s, checkpoint_every)
+def churn_cost(plan: Plan, problem: Problem, silence_s: float, checkpoint_every: int) -> str:
+    predicted = churn.expected(plan, problem.cluster, silence_s, checkpoint_every)
     text = f"churn         {predicted.losses_per_h:.3g} losses an hour cost {predicted.share:.1%} of the time, most at {predicted.worst}"
     if predicted.fatal_per_h:
         text += f"; {predicted.fatal_per_h:.3g} an hour empty a stage and undo steps: another replica there would help"
     return text
 
 
-def comparison(made: plan.Plan, other: plan.Plan, text: str) -> str:
-    assert made.predicted is not None and other.predicted is not None
-    now, then = made.predicted, other.predicted
+def comparison(plan: Plan, other: Plan, text: str) -> str:
+    assert plan.predicted is not None and other.predicted is not None
+    now, then = plan.predicted, other.predicted
     return (
         f"\nwhat if       {text}\n"
         f"              {_seconds(then.step_s)} a step instead of {_seconds(now.step_s)},"
@@ -109,9 +120,9 @@ def comparison(made: plan.Plan, other: plan.Plan, text: str) -> str:
     )
 
 
-def sensitivity(made: plan.Plan, change: str, step_s: float, stages: int) -> str:
-    assert made.predicted is not None
-    factor = made.predicted.step_s / step_s
+def sensitivity(plan: Plan, change: str, step_s: float, stages: int) -> str:
+    assert plan.predicted is not None
+    factor = plan.predicted.step_s / step_s
     return f"{change:<13} {step_s:.4g} s a step, {factor:.2f}x as fast, {stages_text(stages)}"
 
 

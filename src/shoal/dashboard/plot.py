@@ -11,6 +11,21 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 THINNED = 400  # losses, enough for a curve on any terminal
+SPIKE_STEPS = 16  # before a step, with which its loss is compared
+SPIKE_SPREADS = 6.0  # of those steps' losses around their mean, above which a loss is a spike
+SPIKE_RISE = 1.2  # and at least so many times their mean
+
+
+def spike(losses: Sequence[float]) -> str:
+    """What to say of the newest loss, when it is far above those before it; '' when it is not."""
+    if len(losses) <= SPIKE_STEPS:
+        return ""
+    loss, before = losses[-1], losses[-1 - SPIKE_STEPS : -1]
+    mean = sum(before) / SPIKE_STEPS
+    spread = math.sqrt(sum((one - mean) ** 2 for one in before) / SPIKE_STEPS)
+    if not loss > max(mean + SPIKE_SPREADS * spread, SPIKE_RISE * mean):
+        return ""
+    return f"the loss rises to {loss:.4g}, where the mean of the {SPIKE_STEPS} steps before is {mean:.4g}"
 
 
 def thinned(losses: Sequence[float]) -> tuple[float, ...]:

@@ -30,6 +30,8 @@ _STYLES = {
     "unsaved": "bold red",
     "refused": "red",
     "stall": "yellow",
+    "skipped": "bold red",
+    "spike": "yellow",
     "network": "yellow",
     "recovered": "yellow",
     "joined": "green",
@@ -72,7 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
     tokens_per_s: float = 0.0
-    step_s: float = 0.0  # recent seconds per step; 0 = unknown
+    step_s: float = 0.0  # between two recent commits; 0: fewer than two of this session
     issued: int = 0
     committed: int = 0
     redone: int = 0
@@ -86,11 +88,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimated seconds to the end, from the recent or the average pace; None: unknown."""
-        if self.step_s > 0:
-            return (self.steps - self.step) * self.step_s
-        steps_done = self.step - self.first_step
-        return (self.steps - self.step) * self.elapsed_s / steps_done if steps_done > 0 else None
+        """Estimated seconds to the end, from the pace of recent commits; None: unknown."""
+        return (self.steps - self.step) * self.step_s if self.step_s > 0 else None
 
 
 class Terminal:
@@ -216,18 +215,20 @@ def _stages(snapshot: Snapshot) -> Table:
     table.add_column("peers  (* leads, ~ loading)", no_wrap=True, overflow="ellipsis")
     for stage in [*range(snapshot.stages), None]:
         peers = [peer for peer in snapshot.peers if peer.stage == stage]
-        if stage is None and not peers:
-            continue
-        rate = sum(peer.rate for peer in peers if peer.ready)
-        queue_s = max((peer.queue_s for peer in peers), default=0.0)
-        names = "  ".join(_peer_label(peer) for peer in peers) or "nobody"
-        table.add_row(
-            "-" if stage is None else str(stage),
-            f"{rate:.1f}" if rate else "",
-            units.duration(queue_s) if queue_s else "",
-            Text(names, style="" if peers else "red"),
-        )
+        if stage is not None or peers:
+            table.add_row("-" if stage is None else str(stage), *_stage_cells(peers))
     return table
+
+
+def _stage_cells(peers: list[PeerLine]) -> tuple[str, str, Text]:
+    rate = sum(peer.rate for peer in peers if peer.ready)
+    queue_s = max((peer.queue_s for peer in peers), default=0.0)
+    names = "  ".join(_peer_label(peer) for peer in peers) or "nobody"
+    return (
+        f"{rate:.1f}" if rate else "",
+        units.duration(queue_s) if queue_s else "",
+        Text(names, style="" if peers else "red"),
+    )
 
 
 def traffic_line(sent: Traffic) -> str:

@@ -118,10 +118,24 @@ def alive(config: Config) -> bool:
         return True
     try:
         return bool(torch.ones(1, device=config.device.kind).add_(1).item() == 2)
-    except torch.OutOfMemoryError:
-        return True
-    except RuntimeError:
-        return False
+    except RuntimeError as error:
+        return out_of_memory(error)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory of the device or the host ran out. PyTorch's allocators of the CPU and of mps raise a plain RuntimeError."""
+    text = str(error).lower()
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "defaultcpuallocator" in text
+        or "out of memory" in text
+    )
+
+
+def limit_threads(config: Config) -> None:
+    """For the thread that calls: `device.threads`, where that is set."""
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -130,6 +130,11 @@ class Delayed:
         finally:
             self._updating = False
 
+    def skip(self, step: int) -> None:
+        """The newest version is the one before it, unchanged."""
+        self.begin(step)
+        self._updating = False
+
     def state(self) -> dict[str, Tensor]:
         """Of the newest version."""
         assert not self._updating

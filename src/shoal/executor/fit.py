@@ -7,20 +7,16 @@ available bytes and what would fit.
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from shoal.config import ROUND_COPIES, Config
 from shoal.executor.swap.groups import Runner
+from shoal.host import free_bytes
 from shoal.model import stages
 from shoal.model.cut import Stage, cut
-from shoal.numerics.eightbit import nbytes, require
+from shoal.numerics.eightbit import nbytes
 from shoal.units import size
 
-ROUND_BYTES = (
-    8  # per parameter while a round runs, besides run.round_bytes: the averaged gradient, and its clipped copy
-)
-CGROUP = Path("/sys/fs/cgroup")
+ROUND_BYTES = 8  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient, and its clipped copy
 
 
 def check(config: Config) -> None:
@@ -54,6 +50,27 @@ def check_stage(config: Config, stage: int) -> None:
 def stage_bytes(stage: Stage, config: Config) -> int:
     """Device bytes of a resident stage besides its activations."""
     return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments)
+
+
+def advice(config: Config, stage: int) -> str:
+    """What that stage takes at least, and what takes less: for a peer that ran out of memory."""
+    if config.device.executor == "emulated":
+        return "an emulated stage takes little: this machine has no memory left"
+    device, train = config.device, config.train
+    stage_shape = stages.hollow(config, stage)
+    moments = _moments(stage_shape, train.moments)
+    if device.executor == "resident":
+        needed, what = stage_bytes(stage_shape, config), "device memory before any activation"
+    else:
+        needed, what = _values(stage_shape) * host_bytes(config) + moments, "host memory"
+    hints = {
+        "device.executor=swapping": device.executor == "resident" and device.kind != "mps",
+        "device.sequences=1": train.microbatch > 1 and device.sequences != 1,
+        "train.moments=8bit": train.moments != "8bit",
+        f"run.stages={config.run.stages + 1}": config.run.stages < sum(map(len, _blocks(config))),
+    }
+    tries = [hint for hint, helps in hints.items() if helps] or ["a machine with more memory"]
+    return f"{_where(config, stage)} takes {size(needed)} of {what}; try {' or '.join(tries)}"
 
 
 def _blocks(config: Config) -> tuple[range, ...]:
@@ -99,15 +116,13 @@ def _where(config: Config, stage: int) -> str:
 
 def check_host(config: Config, stage: int) -> Stage:
     """That stage on the meta device. ValueError: it does not fit the host memory that is free now."""
-    if config.train.moments == "8bit":
-        require()
     stage_shape = stages.hollow(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
     rounds = config.run.peers > 1
     on_host = config.device.executor == "swapping" or config.device.kind == "cpu"
     moments = _moments(stage_shape, config.train.moments) / values if on_host else 0.0
     value_bytes, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
-    round_bytes = min(config.run.round_bytes, copies * values)
+    round_bytes = min(config.run.averaging_memory_bytes, copies * values)
     needed, free = values * value_bytes + round_bytes, config.device.host_bytes or free_bytes()
     if free is None or needed <= free:
         return stage_shape
@@ -120,41 +135,10 @@ def check_host(config: Config, stage: int) -> Stage:
     if enough <= blocks:
         # One machine that trains alone cannot share the model out among stages.
         hints.append(f"run.stages={enough}" if rounds else f"shoal run with run.stages={enough} on several machines")
-    fitting = int(max(free // (value_bytes + copies), (free - config.run.round_bytes) // value_bytes))
+    fitting = int(max(free // (value_bytes + copies), (free - config.run.averaging_memory_bytes) // value_bytes))
     raise ValueError(
         f"{where} takes {size(needed)} of host memory ({value_bytes:.4g} bytes for each of {values:,} parameters"
         + (f", {size(round_bytes)} for averaging" if round_bytes else "")
         + f"), {source} {size(free)}; about {fitting:,} parameters would fit"
         + (f"; try {' or '.join(hints)}" if hints else "")
     )
-
-
-def free_bytes() -> int | None:
-    """Host memory available now; None: unknown."""
-    limits = [value for value in (_meminfo(), _cgroup()) if value is not None]
-    if limits:
-        return min(limits)
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-
-
-def _meminfo() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _cgroup() -> int | None:
-    """Free bytes of a container with a limit. Pages of the file cache count as free."""
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # no cgroup of version 2, or "max"
-        return None
-    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-    return max(0, limit - used + cached)

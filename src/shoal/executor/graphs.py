@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal import host
 from shoal.config import Config
 from shoal.executor import fit
 from shoal.kept import Kept
@@ -94,7 +95,7 @@ class Graphs:
     def _free_bytes(self) -> float:
         if self._config.device.kind == "cuda":
             return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return fit.free_bytes() or 0.0
+        return host.free_bytes() or 0.0
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

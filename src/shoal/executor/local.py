@@ -8,7 +8,7 @@ What we changed: a worker's change is weighted by the microbatches that it booke
 the speeds, deaths and joiners; and AdamW's moments are reset in every round. So a round is a function of the outer state and of
 what each replica booked in which order: a replay gives the same bits, a fenced peer's work leaves no trace, and a joiner or a
 resumed run needs only the outer state, which is what `state` holds. The first steps after a reset have the size of signs, so
-the learning rate warms up over the first `train.round_warmup` steps of a round.
+the learning rate warms up over the first `train.local_warmup` steps of a round.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class LocalSteps:
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
         if not math.isfinite(norm):
             raise NotFinite(f"norm = {norm}")
-        nesterov_(self._start, self._momentum, reduced.to("cpu"), self._train.outer_rate, self._train.outer_momentum)
+        nesterov_(
+            self._start, self._momentum, reduced.to("cpu"), self._train.outer_learning_rate, self._train.outer_momentum
+        )
         self._begin(step + 1)
 
     def state(self) -> dict[str, Tensor]:

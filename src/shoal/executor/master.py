@@ -39,12 +39,8 @@ class Master:
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
-        clipped = reduced.to(self.parameters[0].device) * clip_factor(norm, self._clip)
-        for value, part in zip(self.parameters, self.views(clipped), strict=True):
-            value.grad = part
-        self._optimizer.step_(*self._schedule(step))
-        for value in self.parameters:
-            value.grad = None  # it would keep `clipped` alive until the next step
+        gradients = dict(zip(self._names, self.views(reduced.to(self.parameters[0].device)), strict=True))
+        self._optimizer.step_(gradients, clip_factor(norm, self._clip), *self._schedule(step))
 
     def state(self) -> dict[str, Tensor]:
         named = zip(self._names, self.parameters, strict=True)

@@ -62,10 +62,10 @@ class Resident:
         graphs = self.graphs.take([part.x for part in slices])
         try:
             results = [self._slice_back(part, graphs[at] if graphs else None) for at, part in enumerate(slices)]
-        except (ValueError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # such as no memory: the hop is done again elsewhere, and must not count twice
             if sum_before is not None:
                 self.sum.copy_(sum_before)
-            if not isinstance(error, ValueError):
+            if isinstance(error, torch.OutOfMemoryError):
                 self.graphs.give_up()
             raise
         return joined(results)

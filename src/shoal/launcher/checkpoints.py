@@ -18,7 +18,7 @@ from shoal.runtime.checkpoints.marker import Training
 from shoal.transport.identity.invite import Authority
 
 KEY = "authority.key"
-ADOPT = "take over what another run has saved at checkpoint.url: with --resume it becomes this run's, else it is kept under other names"
+ADOPT = "where checkpoint.url holds another run's checkpoints: with --resume continue from them as this run's, else rename them"
 
 
 def authority(directory: Path) -> str:
@@ -32,23 +32,23 @@ def begin(config: Config, directory: Path, *, adopt: bool) -> None:
     catalog = Catalog(url_of(config))
     if catalog.within(directory):
         return  # it is set aside with the directory
-    found = [entry for entry in catalog.entries() if not catalog.unfinished(entry)]
-    if not found:
+    checkpoints = [entry for entry in catalog.entries() if not catalog.unfinished(entry)]
+    if not checkpoints:
         return
     if not adopt:
         mine = authority(directory) if (directory / KEY).exists() else None
-        earlier = all(entry.training is not None and entry.training.authority == mine for entry in found)
+        earlier = all(entry.training is not None and entry.training.authority == mine for entry in checkpoints)
         whose_are = "an earlier session's" if earlier else "another run's"
         raise ValueError(
-            f"checkpoint.url = {catalog.url} holds {listed(found, whose_are)}. Nothing there was changed. "
+            f"checkpoint.url = {catalog.url} holds {listed(checkpoints, whose_are)}. Nothing there was changed. "
             + ("Add --resume to go on from them" if earlier else "Give another checkpoint.url")
             + "; or --adopt to begin anew, with what is there kept under other names"
         )
     if not catalog.storage.local:
         raise ValueError(
-            f"--adopt: {catalog.url} holds {listed(found)}, and this kind of storage cannot rename them; give another checkpoint.url"
+            f"--adopt: {catalog.url} holds {listed(checkpoints)}, and this kind of storage cannot rename them; give another checkpoint.url"
         )
-    for entry in found:
+    for entry in checkpoints:
         print(escaped(f"--adopt: {entry.path} is now {catalog.set_aside(entry.step, 'before')}"))
 
 

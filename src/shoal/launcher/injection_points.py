@@ -1,7 +1,7 @@
 """Points at which `shoal chaos` can disturb a peer: it begins a task, and its trace says so while the task runs.
 
-A run with network.faults writes its peers' traces at once (runtime/records/record.py), so what is read here is milliseconds old. Only
-bytes are searched: a task's tag occurs in a trace only in the command that begins it.
+A run with network.fault_injection writes its peers' traces at once (runtime/records/record.py), so what is read here is milliseconds old.
+Only bytes are searched: a task's tag occurs in a trace only in the command that begins it.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ async def distribute(
 
     invite = read_invite(authority.invite(addresses, time.time() + OPERATOR_S, config.run.name), 0.0)
     received: set[Peer] = set()
-    found: set[Peer] = set()
+    peers: set[Peer] = set()
     async with operator(config, invite, data) as (transport, directory):
         version = msgspec.msgpack.decode(data, type=PassList).version
 
@@ -221,10 +221,10 @@ async def distribute(
             async with asyncio.timeout(wait_s):
                 while True:
                     await directory.announce()
-                    found = {record.peer for record in await directory.peers()} - {transport.name}
-                    if found and found <= received:
+                    peers = {record.peer for record in await directory.peers()} - {transport.name}
+                    if peers and peers <= received:
                         break
-                    for peer in found - received:
+                    for peer in peers - received:
                         transport.send(peer, Passes(version, data))
                         transport.send(peer, PassesRequest(version))
                     await asyncio.sleep(ASK_S)
@@ -232,7 +232,7 @@ async def distribute(
             pass
         finally:
             listening.cancel()
-    return len(found & received), len(found)
+    return len(peers & received), len(peers)
 
 
 def _encoded(grant: Grant) -> bytes:

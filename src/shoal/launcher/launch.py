@@ -34,7 +34,7 @@ class PeerSpec(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     directory: str  # of the run
     label: str
-    found: bool
+    first: bool
     first_step: int = 0
     run: str | None = None  # id of the key that founded it
 

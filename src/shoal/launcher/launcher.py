@@ -19,7 +19,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.dashboard import account, plot
+from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
@@ -178,11 +178,7 @@ class Launcher:
         if self.authority is None:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
-        replace(self.directory / "summary.json", account.encode(summary))
-        if summary.losses:
-            plot.save(summary.losses, self.directory / "loss.png", self.config.run.name)
-            print(plot.curve(summary.losses))
-        print(account.text(summary))
+        rundir.conclude(self.directory, summary, self.config.run.name)
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
         print(f"all of it is in {self.directory}")
@@ -216,7 +212,7 @@ class Launcher:
     async def _start_all(self) -> None:
         """Start all processes; introduce the founder first, and the others when it listens."""
         children = [
-            await self._starter.start(found=self.authority is not None and n == 0) for n in range(self.job.here)
+            await self._starter.start(first=self.authority is not None and n == 0) for n in range(self.job.here)
         ]
         self._starter.introduce(children[0])
         try:
@@ -286,7 +282,7 @@ class Launcher:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
-        self.watch.gone(child.label)
+        self.watch.remove(child.label)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
@@ -319,8 +315,8 @@ class Launcher:
         """A peer has ended by itself."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
-        if child is self.crew.children[0] and self.authority is not None and not self.watch.started:
-            self._give_up(f"the first peer is gone before training began: {why}\n{child.last_words()}")
+        if self.authority is not None and not self.watch.started:  # what ended it would end the next one
+            self._give_up(f"{child.label} ended before training began: {why}\n{child.last_words()}")
         elif self.spares and self.authority is not None and self.crew.living:
             self.spares -= 1
             self._starter.join_soon()

@@ -33,7 +33,7 @@ class RunPasses:
         """What a new peer is given. `addresses`: where it finds the run."""
         if self._office is None:
             return Start(invite=self._invite, passes=b"")
-        invite = self._office.local(addresses, self._config.network.pass_s, self._config.run.name)
+        invite = self._office.local(addresses, self._config.network.pass_lifetime_s, self._config.run.name)
         return Start(invite=invite, passes=self._try(self._office.pass_list))
 
     def tend(self, view: View | None) -> bytes:
@@ -73,8 +73,8 @@ class Starter:
         self._started = 0
         self._joining: set[asyncio.Task[None]] = set()
 
-    async def start(self, found: bool) -> PeerProcess:
-        """Its process; it takes part when it is introduced. `found`: it founds the run."""
+    async def start(self, first: bool) -> PeerProcess:
+        """Its process; it takes part when it is introduced. `first`: it founds the run."""
         number = self._started
         self._started += 1
         return await self._processes.start(
@@ -82,7 +82,7 @@ class Starter:
                 config=configuration.to_tree(self._config(number)),
                 directory=str(self._directory),
                 label=f"p{number + 1}",
-                found=found,
+                first=first,
                 first_step=self._first_step,
                 run=self._passes.run,
             )
@@ -94,7 +94,7 @@ class Starter:
 
     async def join(self) -> None:
         """One more peer, which joins the run."""
-        self.introduce(await self.start(found=False))
+        self.introduce(await self.start(first=False))
 
     def join_soon(self) -> None:
         task = asyncio.get_running_loop().create_task(self.join())

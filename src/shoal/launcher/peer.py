@@ -102,9 +102,9 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
     traces = Path(spec.directory) / "traces"
     traces.mkdir(exist_ok=True)
     role = build.PeerRole(
-        found=spec.found,
+        first=spec.first,
         first_step=spec.first_step,
-        port=config.network.port if spec.found else 0,
+        port=config.network.port if spec.first else 0,
         trace=traces / f"{spec.label}.jsonl",
     )
 

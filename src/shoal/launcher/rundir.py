@@ -26,7 +26,8 @@ import msgspec
 
 from shoal import trace
 from shoal.config import Config, microbatches
-from shoal.dashboard import account
+from shoal.core.messages import Peer
+from shoal.dashboard import account, plot
 from shoal.escaping import escaped, escaped_json
 from shoal.launcher import checkpoints
 from shoal.launcher.process import Process, lives
@@ -79,27 +80,46 @@ def locals_of(directory: Path) -> PeersFile:
     """Of a run that is being trained here now."""
     path = directory / "peers.json"
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=PeersFile)
+        peers = msgspec.json.decode(path.read_bytes(), type=PeersFile)
     except FileNotFoundError:
         raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart") from None
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is not a list of a run's peers: {error}") from None
-    if not lives(found.launcher):
+    if not lives(peers.launcher):
         raise ValueError(f"{directory}: its launcher is not running any more")
-    return found
+    return peers
 
 
 def wanted(directory: Path) -> WantedPeers | None:
     """None: nobody but the launcher decides how many peers there are."""
     try:
-        found = msgspec.json.decode((directory / "wanted.json").read_bytes(), type=WantedPeers)
+        written = msgspec.json.decode((directory / "wanted.json").read_bytes(), type=WantedPeers)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
-    return found if lives(found.by) else None
+    return written if lives(written.by) else None
 
 
-def place(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
+def labels(directory: Path) -> dict[str, Peer]:
+    """The names of this machine's peers by their labels, those that have ended too."""
+    path = directory / "names.json"
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
+
+
+def conclude(directory: Path, summary: account.Summary, name: str) -> bool:
+    """Write and print what the run adds up to, and draw its losses. False: it could not be written, which is said."""
+    try:
+        replace(directory / "summary.json", account.encode(summary))
+        if summary.losses:
+            plot.save(summary.losses, directory / "loss.png", name)
+        problem = ""
+    except OSError as error:  # a full disk: the account is printed all the same
+        problem = f"the account could not be written to {directory}: {error.strerror}"
+    if summary.losses:
+        print(plot.curve(summary.losses))
+    print(account.text(summary))
+    if problem:
+        print(problem)
+    return not problem
 
 
 def running(directory: Path) -> bool:
@@ -137,10 +157,10 @@ def founding(directory: Path) -> dict[str, bytes]:
 def identity(directory: Path) -> tuple[int, int] | None:
     """Which directory it is; None when it is not there."""
     try:
-        found = directory.stat()
+        status = directory.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def make_anew(directory: Path, files: Mapping[str, bytes], claim: IO[str]) -> IO[str]:
@@ -197,7 +217,7 @@ def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
         print(f"{void} steps that were committed after step {first} are undone and trained again")
     base = restarted(standing, first, microbatches(config.train), _began_with(directory))
     if training is not None and training.adopted and not standing:
-        base = msgspec.structs.replace(base, taken_over=first)
+        base = msgspec.structs.replace(base, adopted_steps=first)
     resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if training else "")
     if first >= config.run.steps:
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")

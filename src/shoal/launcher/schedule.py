@@ -24,7 +24,7 @@ from shoal.transport.emulated.shaped import AccessLink
 
 Kind = Literal["kill", "remove", "add", "stop", "slow", "cut", "hole", "lag"]
 LASTING: tuple[Kind, ...] = ("stop", "slow", "cut", "hole", "lag")
-LINKS: tuple[Kind, ...] = ("cut", "hole", "lag")  # need a run with network.faults
+LINKS: tuple[Kind, ...] = ("cut", "hole", "lag")  # need a run with network.fault_injection
 STOP_S = 8.0  # twice the silence after which a member is removed, so that a stop is seen
 SLOW_S = 20.0
 SLOW_BY = 10.0
@@ -109,8 +109,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(path: str | Path) -> tuple[Act, ...]:
     """A TOML file of [[act]] tables, by time."""
     try:
-        found = msgspec.convert(tomllib.loads(Path(path).read_text(encoding="utf-8")), _File)
-        acts = [_act(written, f"{Path(path).name} says so") for written in found.act]
+        file = msgspec.convert(tomllib.loads(Path(path).read_text(encoding="utf-8")), _File)
+        acts = [_act(written, f"{Path(path).name} says so") for written in file.act]
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise ValueError(f"{path} is not a schedule: {error}; wanted tables such as {EXAMPLE}") from None
     except ValueError as error:
@@ -221,18 +221,18 @@ def from_trace(
 
 def _as_cuts(acts: list[Act]) -> tuple[Act, ...]:
     """The peer that has been cut off longest comes back with the next node; whoever does not stays cut off to the end."""
-    found: list[Act] = []
+    cuts: list[Act] = []
     off: list[int] = []
     for act in acts:
         if act.kind == "remove":
-            off.append(len(found))
-            found.append(msgspec.structs.replace(act, kind="cut", length_s=acts[-1].at_s - act.at_s))
+            off.append(len(cuts))
+            cuts.append(msgspec.structs.replace(act, kind="cut", length_s=acts[-1].at_s - act.at_s))
         elif off:
             first = off.pop(0)
-            found[first] = msgspec.structs.replace(found[first], length_s=act.at_s - found[first].at_s)
+            cuts[first] = msgspec.structs.replace(cuts[first], length_s=act.at_s - cuts[first].at_s)
         else:
-            found.append(act)
-    return tuple(found)
+            cuts.append(act)
+    return tuple(cuts)
 
 
 # ------------------------------------------------------------------------------------------------------------- who

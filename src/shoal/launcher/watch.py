@@ -11,7 +11,8 @@ from collections import Counter, deque
 import msgspec
 
 from shoal.config import Config, microbatches
-from shoal.core.messages import Peer
+from shoal.core.messages import Peer, View
+from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.escaping import escaped, escaped_lines
@@ -67,25 +68,30 @@ class RunMonitor:
                 self.standing[label] = line
                 self.carried[line.peer] = line
             case Notice():
-                if line.kind == "checkpoint" and (found := _SAVED.fullmatch(line.text)):
-                    self.saved, self.checkpoint = max(self.saved, int(found[1])), escaped(found[2])
+                if line.kind == "checkpoint" and (match := _SAVED.fullmatch(line.text)):
+                    self.saved, self.checkpoint = max(self.saved, int(match[1])), escaped(match[2])
                     self._unable = ""
                 elif line.kind == "unsaved":
                     self._unable = line.text
                 self.tell(line.kind, line.text, now, label)
             case Agreed():
-                epoch = self.books.view.epoch if self.books.view is not None else 0
-                step = self.books.agree(line.view, now)
-                if self.books.view is line.view:
-                    self._unable = "" if line.view.saved > self.saved else self._unable
-                    back = line.view.epoch != epoch
-                    self.saved = line.view.saved if back else max(self.saved, line.view.saved)
-                if step is not None and self.first_step_s is None:
-                    self.first_step_s = now - self.started_s
-                return step
+                return self._agreed(line.view, now)
             case Ended() if not line.ok and not line.user_error:  # that one is the command's own last line
                 self.tell("trouble", line.reason, now, label)
         return None
+
+    def _agreed(self, view: View, now: float) -> CommittedStep | None:
+        epoch = self.books.view.epoch if self.books.view is not None else 0
+        step = self.books.agree(view, now)
+        if self.books.view is view:
+            self._unable = "" if view.saved > self.saved else self._unable
+            back = view.epoch != epoch
+            self.saved = view.saved if back else max(self.saved, view.saved)
+        if step is not None and not step.commit.skipped and (spike := plot.spike(self.losses())):
+            self.tell("spike", f"step {step.commit.step}: {spike}", now)
+        if step is not None and self.first_step_s is None:
+            self.first_step_s = now - self.started_s
+        return step
 
     def tell(self, kind: str, text: str, now: float, label: str = "") -> None:
         self._serial += 1
@@ -99,7 +105,7 @@ class RunMonitor:
                 text = text.replace(peer, known)
         return _NAME.sub(r"\1", text)
 
-    def gone(self, label: str) -> None:
+    def remove(self, label: str) -> None:
         self.standing.pop(label, None)
 
     @property
@@ -125,13 +131,13 @@ class RunMonitor:
     def seats(self) -> list[tuple[str, int, str]]:
         """The members of the newest view: label ('' of another machine's peer), stage, and the name of its seat in the run's
         plan, or else its label, or else the beginning of its peer's name."""
-        view, names = self.books.view, list(self.config.run.seats)
-        found = []
+        view, names = self.books.view, list(self.config.run.placement)
+        seats = []
         for member in view.members if view is not None else ():
             label = self.labels.get(member.peer, "")
             name = names[member.seat] if 0 <= member.seat < len(names) else label or member.peer[:8]
-            found.append((label, member.stage, name))
-        return found
+            seats.append((label, member.stage, name))
+        return seats
 
     def voters(self) -> list[str]:
         """Labels of those whose majority decides."""
@@ -165,19 +171,24 @@ class RunMonitor:
 
     def losses(self) -> tuple[float, ...]:
         if self._losses[0] != self.books.changes:
-            self._losses = self.books.changes, tuple(step.commit.loss for step in self.books.steps)
+            self._losses = (
+                self.books.changes,
+                tuple(step.commit.loss for step in self.books.steps if not step.commit.skipped),
+            )
         return self._losses[1]
 
     def tokens_per_s(self, recent: int | None = None) -> float:
         """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
+        step_s = self.step_s(recent)
+        tokens = self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
+        return tokens / step_s if step_s else 0.0
+
+    def step_s(self, recent: int | None = None) -> float:
+        """Between two commits of this session, over the same steps; 0.0 while there are fewer than two."""
         steps = [step for step in self.books.steps if step.commit.step >= self.resumed.first_step]
         if recent is not None:
             steps = steps[-recent:]
-        if len(steps) < 2:
-            return 0.0
-        seconds = steps[-1].heard_s - steps[0].heard_s
-        tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
-        return tokens / seconds if seconds > 0 else 0.0
+        return (steps[-1].heard_s - steps[0].heard_s) / (len(steps) - 1) if len(steps) > 1 else 0.0
 
     @property
     def unable(self) -> str:
@@ -207,6 +218,7 @@ class RunMonitor:
             first_step=self.resumed.first_step,
             losses=self.losses(),
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
+            step_s=self.step_s(RECENT_STEPS),
             issued=account.issued,
             committed=account.committed,
             redone=account.redone,
@@ -236,8 +248,9 @@ class RunMonitor:
             lost=totals.lost,
             counted_twice=totals.counted_twice,
             undone=totals.undone,
+            skipped=totals.skipped,
             recovered=totals.recovered,
-            taken_over=totals.taken_over,
+            adopted_steps=totals.adopted_steps,
             first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,
@@ -252,7 +265,7 @@ class RunMonitor:
                 for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
             },
             staleness=self.config.train.staleness,
-            ahead=len(self.books.ahead),
+            overlapped_steps=len(self.books.overlapped),
             reason="; ".join(reasons),
             early=early,
             saved=self.saved,

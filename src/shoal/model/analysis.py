@@ -4,7 +4,7 @@ For `shoal probe` and `shoal plan`, in the planner's own terms (planner/inputs/p
 alone, forward and backward, in the model's own forward with all other parts taken out (stages.py): torch's FLOP counter
 counts matrix products and attention, autograd's hooks count the tensors saved for backward, and a dispatch mode the peak of
 live bytes. Elementwise work has no FLOPs here, as in the literature; attention is the full square, and saves what a fused
-kernel saves (queries, keys, values, output) except in families that compute it themselves.
+kernel saves (queries, keys, values, output) except in families that compute it themselves, which the profile's basis names.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import Config
-from shoal.model.families import hf_config
+from shoal.model.families import hf_config, model_class
 from shoal.model.saved import saved_by_autograd
-from shoal.model.stages import Parts, on_meta
+from shoal.model.stages import HuggingFaceStage, Parts, on_meta
 from shoal.planner.inputs.profile import COUNTED, Part, Profile
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.modeling_utils import PreTrainedModel
 
+UNFUSED = COUNTED + "; {} attends without a fused kernel, and keeps scores of tokens x tokens per head"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,7 +50,9 @@ def count(config: Config) -> Profile:
 def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
     """In `dtype`; bytes are then `larger` times as many."""
     hf = hf_config(config)
-    hf._attn_implementation = _attention()
+    fused = bool(model_class(hf)._supports_sdpa)
+    if fused:  # else the family's own attention runs, which is slower and keeps all scores (Gemma 2 caps them)
+        hf._attn_implementation = _attention()
     model: PreTrainedModel = on_meta(hf).eval().to(dtype)
     fake = FakeTensorMode()
     _without_values(model, fake)
@@ -68,14 +71,23 @@ def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
     parts_counted.append(_count_part(parts, fake, config, "head", range(0), first=False, last=True))
     scaled = tuple(
         msgspec.structs.replace(
-            part, activation_bytes=factor * part.activation_bytes, working_bytes=factor * part.working_bytes
+            part,
+            activation_bytes=factor * part.activation_bytes,
+            working_bytes=factor * part.working_bytes,
+            input_bytes=factor * part.input_bytes,
         )
         for part in parts_counted
     )
     sequences, tokens = config.train.microbatch, config.data.sequence
     boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize * factor
     tied = bool(getattr(hf, "tie_word_embeddings", False))
-    return Profile(scaled, float(boundary), 8.0 * sequences * (tokens + 1), tied, COUNTED)
+    return Profile(
+        scaled,
+        float(boundary),
+        8.0 * sequences * (tokens + 1),
+        tied,
+        COUNTED if fused else UNFUSED.format(hf.model_type),
+    )
 
 
 def _count_part(
@@ -90,19 +102,15 @@ def _count_part(
     try:
         with _quiet(), fake, torch.device("meta"):
             x = torch.zeros(shape, dtype=torch.int64)
-            targets = torch.zeros_like(x).flatten()
+            tokens = torch.zeros((shape[0], shape[1] + 1), dtype=torch.int64)
             if not first:
                 x = torch.zeros((*shape, model.config.hidden_size), dtype=model.dtype).requires_grad_()
-            arguments: dict[str, Tensor | bool] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+            stage = HuggingFaceStage(model, first=first, last=last)
             own_storages = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
             flops, memory = FlopCounterMode(display=False), _MemoryMode()
             with flops, memory:
                 with saved_by_autograd(own_storages) as saved:
-                    if last:
-                        logits = model(**arguments).logits
-                        y = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
-                    else:
-                        y = model.base_model(**arguments).last_hidden_state
+                    y = stage.loss(x, tokens) if last else stage.forward(x)
                 forward = flops.get_total_flops()
                 if y.requires_grad:
                     y.backward(torch.empty_like(y))
@@ -120,6 +128,7 @@ def _count_part(
         float(forward),
         saved_bytes,
         max(0.0, memory.most - saved_bytes - values * model.dtype.itemsize),
+        float(x.nbytes) if blocks else 0.0,
     )
 
 

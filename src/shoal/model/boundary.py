@@ -131,6 +131,7 @@ def inner(fields: dict[str, Any], where: str, boundary: str, blocks: Sequence[in
 
 def load(directory: str | Path) -> PreTrainedModel:
     """The Hugging Face model of a checkpoint with boundary layers, which runs them between its blocks. ValueError: it has none."""
+    from shoal.model.stages import Parts
     from shoal.model.weights import materialise
 
     place = Path(directory)
@@ -146,10 +147,7 @@ def load(directory: str | Path) -> PreTrainedModel:
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(hf)
     attach(model, fields["boundary"], dict.fromkeys(fields["before_blocks"], ("narrow", "widen")))
     materialise(model, seed=0, source=str(place))
-    plan = next(
-        name for name in hf.base_model_pp_plan or () if isinstance(getattr(model.base_model, name), nn.ModuleList)
-    )
-    run_between(model, list(getattr(model.base_model, plan)))
+    run_between(model, Parts(model).blocks)
     model.eval()
     return model
 

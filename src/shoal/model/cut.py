@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.model.draws import Draws
 
 
 class Stage(Protocol):
@@ -67,6 +68,24 @@ def spans(blocks: int, stages: int, layers: tuple[int, ...] = ()) -> tuple[range
     return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
+def with_borders(x: Tensor, starts_BL: Tensor) -> Tensor:
+    """Hidden states (B, L, D) with a column more, 1 where a document starts: what stages exchange with data.document_end."""
+    return torch.cat([x, starts_BL.to(x.device, x.dtype)[..., None]], -1)
+
+
+def document_starts(inputs_BL: Tensor, end: int) -> Tensor:
+    """(B, L) bool: the first token of each sample, and those behind the token that ends a document."""
+    starts = torch.ones_like(inputs_BL, dtype=torch.bool)
+    starts[:, 1:] = inputs_BL[:, :-1] == end
+    return starts
+
+
+def positions(starts_BL: Tensor) -> Tensor:
+    """(B, L): of each token in its document."""
+    numbers = torch.arange(starts_BL.shape[1], device=starts_BL.device)
+    return numbers - torch.where(starts_BL, numbers, 0).cummax(1).values
+
+
 def inputs(tokens: Tensor) -> Tensor:
     """The first stage's input (B, L) from a microbatch's tokens (B, L+1)."""
     return tokens[:, :-1]
@@ -92,6 +111,6 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
     Only the CPU's generator: weights are drawn there and moved, which makes them the same for every kind of device."""
     drawn = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
-    with _DRAWING, torch.random.fork_rng(devices=[]):
+    with _DRAWING, torch.random.fork_rng(devices=[]), Draws(drawn):
         torch.default_generator.manual_seed(drawn)
         yield

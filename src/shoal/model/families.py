@@ -14,13 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
-from shoal.config.model import THEIRS
+from shoal.config.model import THEIRS, Model
 from shoal.model import boundary
 from shoal.model.cut import cut
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
+
+# Pipeline plans of families that have none in transformers: names of modules from the embedding to the last norm.
+PLANS: dict[str, tuple[str, ...]] = {
+    "gpt2": ("wte", "wpe", "drop", "h", "ln_f"),
+    "bloom": ("word_embeddings", "word_embeddings_layernorm", "h", "ln_f"),
+    "falcon": ("word_embeddings", "h", "ln_f"),
+    "opt": ("embed_tokens", "embed_positions", "project_in", "layers", "final_layer_norm", "project_out"),
+}
+# Families whose own code keeps documents apart where their positions begin anew (tests/model/test_documents.py).
+PACKED = frozenset("llama qwen3 mistral gemma2 gemma3_text phi3 olmo2 smollm3 gpt2 gpt_neox mixtral qwen3_moe".split())
+# What families call the field of THEIRS.
+ALIASES = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 
 # transformers imports torchao where it is installed, which logs GPU libraries that do not load.
 for _name in ("torchao", "torch.utils._pytree"):
@@ -32,9 +44,9 @@ def hf_config(config: Config) -> PreTrainedConfig:
     fields, family = _read(config) if config.model.path else (_fields(config), config.model.family)
     where = config.model.path or f"model.family = {family!r}"
     config_class = _config_class(family)
-    if not getattr(config_class, "base_model_pp_plan", None):
+    if not plan_of(family, config_class):
         text = f"{family}_text"
-        hint = f"; try model.family={text}" if text in _families() else "; Llama, Qwen, Mistral and Gemma have one"
+        hint = f"; try model.family={text}" if text in _families() else f", and Shoal only one of {', '.join(PLANS)}"
         raise ValueError(f"{where}: this family has no pipeline plan (base_model_pp_plan){hint}")
     field_names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     for name in config.model.extra:
@@ -46,23 +58,46 @@ def hf_config(config: Config) -> PreTrainedConfig:
     if not config.model.path:
         if "qk_rope_head_dim" in field_names:
             fields.pop("head_dim")  # latent attention has several head sizes of its own
-        fields = {name: value for name, value in fields.items() if name in field_names}
+        fields = _as_named_by(field_names, family, fields)
     fields |= config.model.extra | {"architectures": [_class_name(family)], "dtype": config.train.dtype}
     try:
         hf = config_class.from_dict(fields)
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
         raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
     _refuse_dropout(hf)
+    if config.data.document_end >= 0 and family not in PACKED:
+        raise ValueError(
+            f"data.document_end = {config.data.document_end}: {family} is not known to keep documents apart, as these are:"
+            f" {', '.join(sorted(PACKED))}; set data.document_end=-1"
+        )
     _refuse_long(config, hf, where)
     return hf
 
 
 def model_class(hf: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The family's causal language model. Imports its modeling module, which takes seconds: see stages.preload."""
+    """The family's causal language model. Imports its modeling module, which takes seconds."""
     import transformers
 
     cls: type[PreTrainedModel] = getattr(transformers, _class_name(hf.model_type))  # lazily: its own module alone
     return cls
+
+
+def plan_of(family: str, config_class: type[PreTrainedConfig]) -> tuple[str, ...]:
+    """Names of the base model's modules from the embedding to the last norm. (): it is not known how to cut the family."""
+    return tuple(getattr(config_class, "base_model_pp_plan", None) or PLANS.get(family, ()))
+
+
+def _as_named_by(field_names: set[str], family: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` under the family's names. ValueError: it has no field for a setting that is not the default."""
+    named, default = {}, Model()
+    ours = {theirs: name for name, theirs in THEIRS.items()}
+    for name, value in fields.items():
+        actual = next((each for each in (name, *ALIASES.get(name, ())) if each in field_names), None)
+        if actual is not None:
+            named[actual] = value
+        elif name in ours and value != getattr(default, ours[name]):
+            raise ValueError(f"model.{ours[name]} = {value!r} has no effect: {family} has no such field; leave it out")
+    return named
 
 
 def _fields(config: Config) -> dict[str, Any]:
@@ -139,7 +174,13 @@ def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
 
 def _refuse_dropout(hf: PreTrainedConfig) -> None:
     """ValueError: dropout. A backward pass recomputes the stage, maybe on another peer, and needs the same activations."""
-    for name, value in hf.to_dict().items():
-        drops = ("dropout" in name or name.endswith("_pdrop")) and not name.startswith("classifier")
-        if drops and isinstance(value, float | int) and value > 0:
-            raise ValueError(f"{name} = {value}: stages are recomputed and cannot drop out; set model.extra.{name}=0.0")
+    drops = {
+        name: value
+        for name, value in hf.to_dict().items()
+        if ("dropout" in name or name.endswith("_pdrop")) and not name.startswith(("classifier", "summary"))
+        if isinstance(value, float | int) and value > 0
+    }
+    if drops:
+        values = ", ".join(f"{name} = {value}" for name, value in drops.items())
+        fix = " ".join(f"model.extra.{name}=0.0" for name in drops)
+        raise ValueError(f"{values}: stages are recomputed and cannot drop out; set {fix}")

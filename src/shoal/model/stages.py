@@ -12,24 +12,30 @@ parameter, whose gradient no group of replicas holds alone: they are refused for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shoal.config import Config
-from shoal.model import boundary
-from shoal.model.cut import cut, next_token_loss, targets
-from shoal.model.families import cuts, hf_config, model_class
+from shoal.config import Config, microbatches, slices
+from shoal.model import balance, boundary, vocabulary
+from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
+from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.weights import materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
+POSITIONS = {"wpe", "embed_positions"}  # learned tables of positions, which the first stage alone adds
+IN_TUPLES = {"bloom", "falcon"}  # families whose blocks return tuples
+
 # Arguments that a block may get beside hidden states: functions of positions alone, the same in each stage.
 PLAIN = {
+    "alibi",
     "attention_mask",
     "cache_position",
     "causal_mask",
@@ -43,17 +49,18 @@ PLAIN = {
 
 
 class Passthrough(nn.Module):
-    """Replaces a part of another stage: no parameters, returns its input."""
+    """Replaces a part of another stage: no parameters, returns its input, in a tuple where the part's family wants one."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, *, in_tuple: bool = False) -> None:
         super().__init__()
         self.odd: list[str] = []  # names of arguments beyond hidden states and positions
+        self._in_tuple = in_tuple
         object.__setattr__(self, "part", part)  # on the meta device, and not registered as a child
 
-    def forward(self, hidden_states: Tensor, *rest: object, **keywords: object) -> Tensor:
+    def forward(self, hidden_states: Tensor, *rest: object, **keywords: object) -> Tensor | tuple[Tensor]:
         self.odd += [f"argument {position + 2}" for position, value in enumerate(rest) if isinstance(value, Tensor)]
         self.odd += [name for name, value in keywords.items() if value is not None and name not in PLAIN]
-        return hidden_states
+        return (hidden_states,) if self._in_tuple else hidden_states
 
     def __getattr__(self, name: str) -> Any:
         """The replaced part's attribute: some models read their blocks' attributes, such as the type of attention."""
@@ -63,11 +70,19 @@ class Passthrough(nn.Module):
             return getattr(object.__getattribute__(self, "part"), name)
 
 
+class NoPositions(nn.Module):
+    """Replaces a table of positions in later stages: the hidden states that they receive have them."""
+
+    def forward(self, *args: object, **keywords: object) -> Tensor:
+        return torch.zeros(())
+
+
 class HuggingFaceStage:
     """A cut.Stage: some blocks of a Hugging Face model, run by the model's own forward."""
 
-    def __init__(self, model: PreTrainedModel, *, first: bool, last: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, first: bool, last: bool, document_end: int = -1) -> None:
         self.model = model
+        self.document_end = document_end
         self.first = first
         self.last = last
         self.vocabulary: int | None = model.config.vocab_size
@@ -79,24 +94,35 @@ class HuggingFaceStage:
         return self.model.named_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._widen is not None:
-            x = self._widen(x)
-        keywords = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         if self.last:
-            logits: Tensor = self.model(**keywords).logits
+            logits: Tensor = self.model(**self._keywords(x)).logits
             return logits
-        y: Tensor = self.model.base_model(**keywords).last_hidden_state
+        y = self._hidden(x)
         if self._narrow is not None:
             y = self._narrow(y)
-        return y
+        return y if self.document_end < 0 else with_borders(y, self._starts(x))
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return next_token_loss(self.forward(x), targets(tokens))
+        head = vocabulary.sliced_head(self.model, targets(tokens).numel())
+        if head is None:
+            return next_token_loss(self.forward(x), targets(tokens))
+        return vocabulary.loss(self.model, head, self._hidden(x), targets(tokens))
 
+    def _hidden(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model.base_model(**self._keywords(x)).last_hidden_state
+        return y
 
-def preload(config: Config) -> None:
-    """Import the family's code before `build`: it takes seconds, which can pass while peers are looked up."""
-    model_class(hf_config(config))
+    def _keywords(self, x: Tensor) -> dict[str, Any]:
+        keywords: dict[str, Any] = {"use_cache": False}
+        if self.document_end >= 0:  # the family's own code makes the mask of positions that begin anew
+            keywords["position_ids"] = positions(self._starts(x))
+            x = x if self.first else x[..., :-1]
+        if self._widen is not None:
+            x = self._widen(x)
+        return keywords | {"input_ids" if self.first else "inputs_embeds": x}
+
+    def _starts(self, x: Tensor) -> Tensor:
+        return document_starts(x, self.document_end) if self.first else x[..., -1] > 0
 
 
 def check(config: Config) -> None:
@@ -111,7 +137,7 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    return HuggingFaceStage(model.eval().to(device), first=first, last=last)
+    return HuggingFaceStage(model.eval().to(device), first=first, last=last, document_end=config.data.document_end)
 
 
 def hollow(config: Config, stage: int) -> HuggingFaceStage:
@@ -119,7 +145,7 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage:
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks
     first, last = _insert(model, parts, config, stage)
-    return HuggingFaceStage(model.eval(), first=first, last=last)
+    return HuggingFaceStage(model.eval(), first=first, last=last, document_end=config.data.document_end)
 
 
 def _insert(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool, bool]:
@@ -137,6 +163,7 @@ def _insert(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool,
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> PreTrainedModel:
     """The uncut Hugging Face model with the same weights, as the reference of stages and for one machine alone."""
     model = on_meta(hf_config(config))
+    balance.attach(model, Parts(model).blocks, _losses(config))
     if config.model.boundary != "none":
         blocks = Parts(model).blocks
         boundary.attach(model, config.model.boundary, dict.fromkeys(cuts(config, len(blocks)), ("narrow", "widen")))
@@ -151,9 +178,10 @@ class Parts:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.family = model.config.model_type
-        self.model, self.base = model, model.base_model
-        plan = list(model.config.base_model_pp_plan or ())
-        lists = [name for name in plan if isinstance(getattr(self.base, name, None), nn.ModuleList)]
+        self.model, self.base = model, getattr(model.base_model, "decoder", model.base_model)
+        plan = plan_of(self.family, type(model.config))
+        plan = tuple(name for name in plan if getattr(self.base, name, None) is not None)
+        lists = [name for name in plan if isinstance(getattr(self.base, name), nn.ModuleList)]
         if self.base is model or len(lists) != 1 or lists[0] in (plan[0], plan[-1]):
             raise ValueError(f"model.family = {self.family!r}: its pipeline plan {plan} is not embedding, blocks, norm")
         place = plan.index(lists[0])
@@ -161,14 +189,18 @@ class Parts:
         self.blocks = list(self.block_list)
         self.before: dict[str, nn.Module] = {name: getattr(self.base, name) for name in plan[:place]}
         self.after: dict[str, nn.Module] = {name: getattr(self.base, name) for name in plan[place + 1 :]}
-        self.head = {name: child for name, child in model.named_children() if child is not self.base}
+        self.head = {name: child for name, child in model.named_children() if child is not model.base_model}
+
+    def passthrough(self, name: str, part: nn.Module) -> nn.Module:
+        """What replaces the part of that name, or a block without name."""
+        return NoPositions() if name in POSITIONS else Passthrough(part, in_tuple=not name and self.family in IN_TUPLES)
 
     def remove_parts(self) -> None:
         for index, block in enumerate(self.blocks):
-            self.block_list[index] = Passthrough(block)
+            self.block_list[index] = self.passthrough("", block)
         for owner, names in ((self.base, self.before), (self.base, self.after), (self.model, self.head)):
             for name, part in names.items():
-                setattr(owner, name, Passthrough(part))
+                setattr(owner, name, self.passthrough(name, part))
         uncovered = [name for name, _ in self.model.named_parameters()]
         if uncovered:
             raise ValueError(f"model.family = {self.family!r}: its pipeline plan does not cover {uncovered[0]}")
@@ -199,11 +231,27 @@ def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
             f"model.family = {hf.model_type!r} keeps {persistent_buffers[0]} outside its parameters; that is not averaged"
         )
     parts = Parts(model)
+    balance.attach(model, parts.blocks, _losses(config))
+    if config.device.checkpointing:
+        for block in parts.blocks:
+            block.forward = partial(_checkpointed, block.forward)
     parts.remove_parts()
     if config.run.stages > 1:
         materialise(model, seed=config.run.seed, source=None)
         refuse_more_than_blocks(model, parts)
     return model, parts
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """The block's forward, of which the backward pass keeps the input alone. Blocks draw nothing at random."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **keywords)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
+
+
+def _losses(config: Config) -> int:
+    """Mean losses that a step adds up: slices of microbatches."""
+    return microbatches(config.train) * slices(config)
 
 
 def on_meta(hf: PreTrainedConfig) -> PreTrainedModel:

@@ -77,6 +77,7 @@ class HuggingFaceRow:
 
     def __init__(self, stage: HuggingFaceStage) -> None:
         self._model, self._first, self._last = stage.model, stage.first, stage.last
+        self._document_end = stage.document_end
         parts = Parts(stage.model)
         units: list[list[ChildSlot]] = []
         if stage.first:
@@ -89,7 +90,13 @@ class HuggingFaceRow:
         if stage.last:
             after: list[ChildSlot] = [(parts.base, name, part) for name, part in parts.after.items()]
             units.append(after + [(parts.model, name, part) for name, part in parts.head.items()])
-        self._unit_slots = [[(owner, place, part, Passthrough(part)) for owner, place, part in unit] for unit in units]
+        self._unit_slots = [
+            [
+                (owner, place, part, parts.passthrough(place if isinstance(place, str) else "", part))
+                for owner, place, part in unit
+            ]
+            for unit in units
+        ]
         self._places = ParameterSlots(stage, [[part for _, _, part in unit] for unit in units])
         self.units = self._places.units
         parts.remove_parts()
@@ -103,7 +110,7 @@ class HuggingFaceRow:
                     _set_child(owner, place, part if start <= unit < stop else elsewhere)
         self._present = range(start, stop)
         first, last = self._first and start == 0, self._last and stop == len(self._unit_slots)
-        return HuggingFaceStage(self._model, first=first, last=last)
+        return HuggingFaceStage(self._model, first=first, last=last, document_end=self._document_end)
 
     def bind(self, unit: int, name: str, parameter: nn.Parameter) -> None:
         self._places.bind(unit, name, parameter)

@@ -7,8 +7,12 @@ in fp32, from a generator seeded with (seed, full name of the module). So they d
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -56,24 +60,65 @@ def load(model: PreTrainedModel, source: str) -> None:
     """Read the parameters present in `model`, and no others, from a directory of safetensors shards. ValueError: one is missing."""
     from safetensors import safe_open
 
-    aliases = {"lm_head.weight": "model.embed_tokens.weight"}  # not stored by models with tied embeddings
-    by_shard: dict[str, list[tuple[str, Tensor]]] = {}
     shards = shard_of(source)
-    parameter: Tensor
-    for name, parameter in model.named_parameters():
-        stored_name = name if name in shards else aliases.get(name, name)
-        if stored_name not in shards:
-            raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of {model.config.model_type}?")
-        by_shard.setdefault(shards[stored_name], []).append((stored_name, parameter))
-    for shard, pairs in by_shard.items():
-        with safe_open(Path(source) / shard, framework="pt", device="cpu") as file:
-            for stored_name, parameter in pairs:
-                shape = tuple(file.get_slice(stored_name).get_shape())
-                if shape != tuple(parameter.shape):
-                    raise ValueError(
-                        f"{source}/{shard}: {stored_name} has shape {shape}, the model needs {tuple(parameter.shape)}"
-                    )
-                parameter.copy_(file.get_tensor(stored_name))
+    tied = getattr(model, "_tied_weights_keys", None) or {}  # models with tied embeddings store one of the two
+    with ExitStack() as stack:
+        files = {
+            shard: stack.enter_context(safe_open(Path(source) / shard, framework="pt", device="cpu"))
+            for shard in dict.fromkeys(shards.values())
+        }
+
+        def read(name: str) -> Tensor:
+            tensor: Tensor = files[shards[name]].get_tensor(name)
+            return tensor
+
+        missing = dict(model.named_parameters())
+        for name in [name for name in missing if name in shards]:
+            _fill(missing.pop(name), read(name), f"{source}/{shards[name]}: {name}")
+        for name, tensor in _converted(model, list(shards), missing, read):
+            _fill(missing.pop(name), tensor, f"{source}: {name}")
+        for name in [name for name in missing if tied.get(name) in shards]:
+            _fill(missing.pop(name), read(tied[name]), f"{source}: {tied[name]}")
+    for name in missing:
+        raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of {model.config.model_type}?")
+
+
+def _fill(parameter: nn.Parameter, tensor: Tensor, where: str) -> None:
+    if tensor.shape != parameter.shape:
+        raise ValueError(f"{where} has shape {tuple(tensor.shape)}, the model needs {tuple(parameter.shape)}")
+    parameter.copy_(tensor)
+
+
+def _converted(
+    model: PreTrainedModel, stored: list[str], wanted: dict[str, nn.Parameter], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of `wanted` that a published checkpoint stores under other names, or in parts (the experts of a layer one by one)."""
+    if not wanted:
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    transforms: dict[str, WeightConverter | WeightRenaming] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted:
+            continue
+        if name not in transforms:
+            transforms[name] = WeightRenaming(key, name) if pattern is None else deepcopy(converter_of[pattern])
+        tensor: Any = partial(read, key)  # called when it is needed, which its annotation does not say
+        transforms[name].add_tensor(name, key, pattern or key, tensor)
+    for name, transform in transforms.items():
+        try:
+            tensors = transform.convert(name, model=model, config=model.config)
+        except Exception as error:  # transformers' operations on tensors of any shape
+            raise ValueError(f"{name} cannot be made of the stored tensors ({error!r})") from error
+        for target, tensor in tensors.items():
+            if target in wanted:
+                yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
 def shard_of(source: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A lost stage blended from its two neighbours: CheckFree (arXiv 2506.15461), for `run.lost = "neighbours"`.
+"""A lost stage blended from its two neighbours: CheckFree (arXiv 2506.15461), for `run.lost_stage = "neighbours"`.
 
 Each block is a weighted mean of the neighbours' blocks at the same relative depth, a better start for a residual network than
 random weights. Adam's moments are blended alike. For runtime/tasks/task_runner.py.

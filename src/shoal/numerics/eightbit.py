@@ -5,24 +5,22 @@ memory. Format and codebook are torchao's (AdamW8bit of `torchao.optim`): dynami
 of fewer than 4,096 values, or not of whole blocks, have fp32 moments.
 
 What we changed: torchao compiles one function per parameter, and a peer may have no compiler; uncompiled it updates 8 million
-values/s on a core. Here a parameter is updated in pieces that fit the cache: decode, torch's fused AdamW, encode by a table over
-the upper bits of a value: 170 million values/s (docs/results.md). A value within 2^-12 of the middle between two codes may get
+values/s on a core. Here a parameter is updated in pieces that fit the cache: decode, optimizer.adamw_, encode by a table over
+the upper bits of a value (docs/results.md). A value within 2^-12 of the middle between two codes may get
 the other code, which happens to one in a thousand.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as functional
 
 from shoal.config import Train
-from shoal.numerics.optimizer import FUSED, AdamW, decays
+from shoal.numerics.optimizer import AdamW, Factors, adamw_, decays
 
 BLOCK = 256  # values that share a scale: torchao's
 SMALLEST = 4096  # values of a parameter whose moments are coded: torchao's
@@ -41,14 +39,6 @@ def nbytes(values: int, moments: str) -> int:
     return 2 * (values + 4 * values // BLOCK) if moments == "8bit" and is_encoded(values) else 8 * values
 
 
-def require() -> None:
-    """ValueError: torchao is not installed."""
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError(
-            "train.moments = '8bit' needs torchao, which is not installed; try pip install 'shoal[torchao]', or train.moments=float32"
-        )
-
-
 class Codebook(NamedTuple):
     """The value of each code, (256,) fp32, and the code for each upper part of an fp32 value, (2^UPPER_BITS,) uint8."""
 
@@ -58,11 +48,8 @@ class Codebook(NamedTuple):
 
 @functools.cache
 def codebook(signed: bool, device: str = "cpu") -> Codebook:
-    """The codebook of signed or unsigned values. ValueError: see `require`."""
-    require()
-    from torchao.optim.quant_utils import create_dynamic_map
-
-    values = torch.tensor(create_dynamic_map(signed=signed), dtype=torch.float32)
+    """The codebook of signed or unsigned values."""
+    values = torch.tensor(_dynamic(signed), dtype=torch.float32)
     shift = 32 - UPPER_BITS
     bits = (torch.arange(1 << UPPER_BITS) << shift) + (
         1 << (shift - 1)
@@ -70,6 +57,17 @@ def codebook(signed: bool, device: str = "cpu") -> Codebook:
     of_bits = bits.to(torch.int32).view(torch.float32).nan_to_num(0.0).clamp(-1.0, 1.0)
     codes = torch.bucketize(of_bits, (values[1:] + values[:-1]) / 2).to(torch.uint8)
     return Codebook(values.to(device), codes.to(device))
+
+
+def _dynamic(signed: bool) -> list[float]:
+    """torchao's `create_dynamic_map`, which takes its steps from torch.linspace, whose bits depend on the vector unit: seven decades,
+    each with twice as many codes as the one below, in the middle of even steps from a tenth of its end to its end."""
+    positive = []
+    for decade in range(7):
+        count = 2 ** (decade + (not signed))
+        step = 0.9 / count
+        positive += [(0.1 + step * (index + 0.5)) / 10 ** (6 - decade) for index in range(count)]
+    return sorted([*(-value for value in positive if signed), 0.0, *positive, 1.0])
 
 
 def decode(codes: Tensor, scales: Tensor, codebook: Codebook) -> Tensor:
@@ -123,38 +121,18 @@ class EightBit:
             for name, value in self._coded.items()
         }
 
-    def step_(self, lr: float, step: int) -> None:
-        self._small.step_(lr, step)
+    def step_(self, gradients: Mapping[str, Tensor], clip: float, lr: float, step: int) -> None:
+        self._small.step_(gradients, clip, lr, step)
         for name, parameter in self._coded.items():
-            assert parameter.grad is not None
-            flat, gradient = parameter.detach().view(-1), parameter.grad.reshape(-1)
+            factors = Factors.of(self._train, clip, lr, step, decays(parameter))
+            flat, gradient = parameter.detach().view(-1), gradients[name].reshape(-1)
             for start in range(0, flat.numel(), PIECE):
                 stop = min(start + PIECE, flat.numel())
                 moments = [moment.piece(start, stop) for moment in self._moments[name]]
-                self._piece_(flat[start:stop], gradient[start:stop], moments, lr, step, decays(parameter))
-
-    def _piece_(
-        self, values: Tensor, gradient: Tensor, moments: list[EncodedMoment], lr: float, step: int, decay: bool
-    ) -> None:
-        first, second = (decode(*moment) for moment in moments)
-        functional(
-            [values],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [torch.tensor(float(step), device=values.device)],
-            fused=values.device.type in FUSED,
-            amsgrad=False,
-            beta1=self._train.betas[0],
-            beta2=self._train.betas[1],
-            lr=lr,
-            weight_decay=self._train.weight_decay if decay else 0.0,
-            eps=self._train.epsilon,
-            maximize=False,
-        )
-        for moment, new in zip(moments, (first, second), strict=True):
-            encode_(moment.codes, moment.scales, new, moment.codebook)
+                first, second = (decode(*moment) for moment in moments)
+                adamw_(flat[start:stop], gradient[start:stop], (first, second), factors)
+                for moment, new in zip(moments, (first, second), strict=True):
+                    encode_(moment.codes, moment.scales, new, moment.codebook)
 
     def moments(self) -> dict[str, Tensor]:
         """`exp_avg/NAME`, `exp_avg_sq/NAME`: codes in the parameter's shape, or fp32; then the scales of the encoded ones."""

@@ -2,28 +2,37 @@
 
 Nothing here keeps a step counter: schedule and bias correction take the step as an argument, so a rollback, a resume and
 a joiner's first step need only the moments. Clipping uses the norm of the whole model, which the commit states.
+
+Replicas of a stage may be unlike machines and must hold the same bits. So every operation is one that IEEE 754 rounds in one way
+(+ - * / and square roots), none is fused with another, and sums have a fixed order: torch's fused AdamW, `alpha=`, `addcmul` and
+`sum` differ between vector units, and `torch.sqrt` on a CPU is MKL's, which is off by one bit in a fifth of all values
+(docs/design/2026-11-22-same-bits.md). On a CPU one compiled loop does this (loops.py); elsewhere one torch operation after another.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.config import Train
 
 NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces: 8 MiB instead of twice the gradient
-FUSED = ("cpu", "cuda", "mps")  # device types with a fused AdamW kernel in torch 2.13
+PIECE = 1 << 20  # values per pass on a GPU: six tensors of 4 MiB stay in the 40 to 50 MiB of cache of an A100 or H100
+SPLIT = 1 << 18  # values worth another thread: 0.1 ms of work
 
 
 def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -> float:
     """Rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then down to `final_ratio` of it at the last.
 
-    `age`: steps since the moments were empty, where those are fewer; the rate warms up again over the first `round_warmup` of these."""
-    warm_up = 1.0 if age is None or age >= train.round_warmup else (age + 1) / train.round_warmup
+    `age`: steps since the moments were empty, where those are fewer; the rate warms up again over the first `local_warmup` of these."""
+    warm_up = 1.0 if age is None or age >= train.local_warmup else (age + 1) / train.local_warmup
     return warm_up * _rate(train, steps, step)
 
 
@@ -51,7 +60,7 @@ def _rate(train: Train, steps: int, step: int) -> float:
     if train.schedule == "linear":
         factor = 1.0 - progress
     elif train.schedule == "cosine":
-        factor = 0.5 * (1.0 + math.cos(math.pi * progress))
+        factor = 0.5 * (1.0 + _cosine(progress))
     else:
         raise ValueError(f"train.schedule = {train.schedule!r} is none of cosine, linear, constant")
     return train.learning_rate * (train.final_ratio + (1.0 - train.final_ratio) * factor)
@@ -63,14 +72,22 @@ def clip_factor(norm: float, clip: float) -> float:
 
 
 def norm_sq(flat: Tensor) -> float:
-    """Sum of squares in fp64 of a flat tensor."""
-    return math.fsum(float(piece.double().square_().sum()) for piece in torch.split(flat, NORM_VALUES))
+    """Sum of squares in fp64 of a flat tensor: halves are added to each other, an order that no vector unit or thread changes."""
+    sums = []
+    for piece in torch.split(flat, NORM_VALUES):
+        values = piece.double().square_()
+        while len(values) > 1:
+            half = len(values) // 2
+            values[:half] += values[len(values) - half :]
+            values = values[: len(values) - half]
+        sums.append(float(values.sum()))
+    return math.fsum(sums)
 
 
 def nesterov_(values: Tensor, momentum: Tensor, gradient: Tensor, rate: float, keep: float) -> None:
     """One step of SGD with Nesterov momentum on flat tensors, as torch.optim.SGD: v = keep v + g, then x -= rate (g + keep v)."""
     momentum.mul_(keep).add_(gradient)
-    values.sub_(torch.add(gradient, momentum, alpha=keep), alpha=rate)
+    values.sub_(torch.mul(momentum, keep).add_(gradient).mul_(rate))
 
 
 def decays(parameter: Tensor) -> bool:
@@ -78,43 +95,93 @@ def decays(parameter: Tensor) -> bool:
     return parameter.dim() >= 2
 
 
-def adamw(parameters: Mapping[str, Tensor], train: Train) -> torch.optim.AdamW:
-    """AdamW over fp32 parameters of one device, with moments allocated now, so that they can be read and loaded from the start."""
-    values = list(parameters.values())
-    groups = [
-        {"params": [value for value in values if decays(value)], "weight_decay": train.weight_decay},
-        {"params": [value for value in values if not decays(value)], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.epsilon,
-        fused=all(value.device.type in FUSED for value in values),
-    )
-    for value in values:
-        optimizer.state[value] = {
-            "step": torch.zeros((), dtype=torch.float32, device=value.device),
-            "exp_avg": torch.zeros_like(value, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(value, memory_format=torch.preserve_format),
-        }
-    return optimizer
+class Factors(NamedTuple):
+    """What one AdamW step multiplies and adds, rounded to fp32 once."""
+
+    clip: float
+    keep_first: float
+    add_first: float
+    keep_second: float
+    add_second: float
+    root: float  # of the square root of the second moment: its bias correction
+    epsilon: float
+    rate: float  # with the first moment's bias correction
+    decay: float
+
+    @classmethod
+    def of(cls, train: Train, clip: float, lr: float, step: int, decay: bool) -> Factors:
+        """Of AdamW step number `step` + 1."""
+        first, second = train.betas
+        return cls(
+            clip=clip,
+            keep_first=first,
+            add_first=1.0 - first,
+            keep_second=second,
+            add_second=1.0 - second,
+            root=1.0 / math.sqrt(1.0 - _power(second, step + 1)),
+            epsilon=train.epsilon,
+            rate=lr / (1.0 - _power(first, step + 1)),
+            decay=1.0 - lr * train.weight_decay if decay else 1.0,
+        )
 
 
-def step_(optimizer: torch.optim.AdamW, lr: float, step: int) -> None:
-    """AdamW step number `step` + 1 from the parameters' `.grad`."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        for parameter in group["params"]:
-            optimizer.state[parameter]["step"].fill_(float(step))
-    optimizer.step()
+def _power(base: float, exponent: int) -> float:
+    """By multiplications alone: the C library's `pow` differs in the last bit from machine to machine, and so does its `cos`."""
+    power = 1.0
+    for bit in f"{exponent:b}":
+        power *= power
+        if bit == "1":
+            power *= base
+    return power
+
+
+def _cosine(x: float) -> float:
+    """cos(pi x) for x from 0 to 1, as the sine of the angle from the middle."""
+    angle = math.pi * (0.5 - x)
+    total, term = 0.0, angle
+    for n in range(2, 24, 2):
+        total += term
+        term *= -(angle * angle) / (n * (n + 1))
+    return total
+
+
+def adamw_(values: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], factors: Factors) -> None:
+    """One step on contiguous tensors of the same size and device."""
+    tensors = [tensor.detach().view(-1) for tensor in (values, gradient, *moments)]
+    if values.device.type != "cpu":
+        for start in range(0, len(tensors[0]), PIECE):
+            separate_(factors, *(tensor[start : start + PIECE] for tensor in tensors))
+        return
+    from shoal.numerics.loops import adamw  # numba: half a second that only those who train pay
+
+    rounded = np.array(factors, dtype=np.float32)
+    parts = max(1, min(torch.get_num_threads(), len(tensors[0]) // SPLIT))
+    slices = [np.array_split(tensor.numpy(), parts) for tensor in tensors]
+    if parts == 1:
+        adamw(rounded, *(part for (part,) in slices))
+    else:
+        list(_threads(parts).map(functools.partial(adamw, rounded), *slices))
+
+
+@functools.cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "shoal-adamw")
+
+
+def separate_(factors: Factors, values: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+    """loops.adamw by torch operations on flat tensors, bit for bit: each rounds once, and none divides by a number."""
+    clipped = gradient * factors.clip
+    first.mul_(factors.keep_first).add_(clipped * factors.add_first)
+    second.mul_(factors.keep_second).add_(clipped.mul_(clipped).mul_(factors.add_second))
+    divisor = torch.sqrt(second, out=clipped).mul_(factors.root).add_(factors.epsilon)
+    values.mul_(factors.decay).sub_((first * factors.rate).div_(divisor))
 
 
 class Optimizer(Protocol):
     """AdamW over fp32 parameters of one device, by name."""
 
-    def step_(self, lr: float, step: int) -> None:
-        """Step number `step` + 1 from the parameters' `.grad`."""
+    def step_(self, gradients: Mapping[str, Tensor], clip: float, lr: float, step: int) -> None:
+        """Step number `step` + 1 from `clip` times the gradients."""
         ...
 
     def moments(self) -> dict[str, Tensor]:
@@ -126,17 +193,20 @@ class AdamW:
     """fp32 moments."""
 
     def __init__(self, parameters: Mapping[str, Tensor], train: Train) -> None:
-        self._parameters = dict(parameters)
-        self._inner = adamw(self._parameters, train) if parameters else None
+        self._parameters, self._train = dict(parameters), train
+        self._moments = {
+            name: (torch.zeros_like(value.detach()), torch.zeros_like(value.detach()))
+            for name, value in self._parameters.items()
+        }
 
-    def step_(self, lr: float, step: int) -> None:
-        if self._inner is not None:
-            step_(self._inner, lr, step)
+    def step_(self, gradients: Mapping[str, Tensor], clip: float, lr: float, step: int) -> None:
+        for name, value in self._parameters.items():
+            factors = Factors.of(self._train, clip, lr, step, decays(value))
+            adamw_(value, gradients[name], self._moments[name], factors)
 
     def moments(self) -> dict[str, Tensor]:
-        state = self._inner.state if self._inner is not None else {}
         return {
-            f"{kind}/{name}": state[value][kind]
-            for kind in ("exp_avg", "exp_avg_sq")
-            for name, value in self._parameters.items()
+            f"{kind}/{name}": moments[at]
+            for at, kind in enumerate(("exp_avg", "exp_avg_sq"))
+            for name, moments in self._moments.items()
         }

@@ -12,20 +12,19 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.executor import create
-from shoal.executor.base import Executor
+from shoal.executor.base import Executor, limit_threads
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
 from shoal.numerics.optimizer import norm_sq
 from shoal.runtime.checkpoints import checkpoint
 from shoal.runtime.checkpoints.checkpoint import Store
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 
 ME = "local"
 
@@ -41,7 +40,7 @@ class Alone:
 
     def __init__(self, config: Config, dataset: Dataset, store: Store, first_step: int = 0) -> None:
         self._config, self._dataset, self._store = config, dataset, store
-        self._set_threads()
+        limit_threads(config)
         self._count = microbatches(config.train)
         self.executor: Executor = create(config, 0)
         if first_step:
@@ -50,7 +49,7 @@ class Alone:
         self._first = self.done = first_step  # steps
         self.saved = first_step or None  # the step of the newest checkpoint
         self._optimizer_thread = (
-            ThreadPoolExecutor(1, "shoal-optimizer", self._set_threads) if config.train.staleness else None
+            ThreadPoolExecutor(1, "shoal-optimizer", lambda: limit_threads(config)) if config.train.staleness else None
         )
         self._pending_update: Future[None] | None = None  # the update to the newest version, if unfinished
 
@@ -90,7 +89,7 @@ class Alone:
 
     def due(self) -> bool:
         """Whether a checkpoint is due after the newest step."""
-        every, last = self._config.checkpoint.every, self._config.checkpoint.last
+        every, last = self._config.checkpoint.every, self._config.checkpoint.at_end
         ended = self.done >= self._config.run.steps
         return (ended and last) or (every > 0 and self.done % every == 0)
 
@@ -113,10 +112,6 @@ class Alone:
                 update.result()
         except (RuntimeError, MemoryError) as error:
             raise Broken(f"the optimizer failed at the end of step {self.done - 1}: {error}") from error
-
-    def _set_threads(self) -> None:
-        if self._config.device.threads:
-            torch.set_num_threads(self._config.device.threads)
 
     def _losses(self, on_progress: ProgressCallback) -> list[float]:
         """Add every microbatch's gradient; returns their losses."""

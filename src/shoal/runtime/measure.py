@@ -200,15 +200,8 @@ class Survey(msgspec.Struct):
 
 async def survey(meter: Meter, peers: Sequence[Peer], most_bytes: int, on_progress: Callable[[str], None]) -> Survey:
     """Measure every pair in both directions at once, disjoint pairs in parallel; then each peer with all others at once."""
-    result = Survey(list(peers), {}, {}, {}, {})
-    for peer in peers:
-        for attempt in range(3):  # the first message to an unknown peer may be lost: it must learn our address
-            try:
-                result.facts[peer] = (await meter.ping(peer, facts=True))[1].facts
-                break
-            except TimeoutError:
-                on_progress(f"{peer} does not answer" + ("; it is left out" if attempt == 2 else ", asking again"))
-    result.peers = [peer for peer in peers if peer in result.facts]
+    facts = await _facts(meter, peers, on_progress)
+    result = Survey([peer for peer in peers if peer in facts], facts, {}, {}, {})
     rounds = pairings(result.peers)
     for number, pairs in enumerate(rounds):
         on_progress(f"round {number + 1} of {len(rounds)}: {len(pairs)} pairs, both ways at once")
@@ -217,8 +210,25 @@ async def survey(meter: Meter, peers: Sequence[Peer], most_bytes: int, on_progre
             result.links[peer, measured.peer] = measured
             if measured.reason:
                 on_progress(f"{peer} to {measured.peer}: {measured.reason}")
-    if len(result.peers) < 3:
-        return result  # the figures of the pair are the totals
+    if len(result.peers) >= 3:  # the figures of a pair are the totals
+        await _measure_lines(meter, result, most_bytes, on_progress)
+    return result
+
+
+async def _facts(meter: Meter, peers: Sequence[Peer], on_progress: Callable[[str], None]) -> dict[Peer, str]:
+    """What each peer that answers says of its machine."""
+    facts = {}
+    for peer in peers:
+        for attempt in range(3):  # the first message to an unknown peer may be lost: it must learn our address
+            try:
+                facts[peer] = (await meter.ping(peer, facts=True))[1].facts
+                break
+            except TimeoutError:
+                on_progress(f"{peer} does not answer" + ("; it is left out" if attempt == 2 else ", asking again"))
+    return facts
+
+
+async def _measure_lines(meter: Meter, result: Survey, most_bytes: int, on_progress: Callable[[str], None]) -> None:
     for number, peer in enumerate(result.peers):
         others = tuple(other for other in result.peers if other != peer)
         on_progress(f"lines of peer {number + 1} of {len(result.peers)}: to all the others at once, then from them")
@@ -226,7 +236,6 @@ async def survey(meter: Meter, peers: Sequence[Peer], most_bytes: int, on_progre
         result.up_Bps[peer] = sum(measured.bandwidth_Bps for _, measured in up)
         down = await meter.ask([(other, (peer,)) for other in others], most_bytes)
         result.down_Bps[peer] = sum(measured.bandwidth_Bps for _, measured in down)
-    return result
 
 
 def pairings(peers: Sequence[Peer]) -> list[list[tuple[Peer, Peer]]]:

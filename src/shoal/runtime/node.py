@@ -1,8 +1,8 @@
 """Drives one peer's machine: turns what happens into events and carries out the commands. It decides nothing.
 
-One TaskGroup receives from the transport, waits for task results and the machine's deadline, queries the directory and writes
-the report. `handle` never blocks, so events are handled one at a time. Tensors stay in the task runner, which checks received
-blobs before the machine gets the message.
+One TaskGroup receives from the transport, waits for task results and the machine's deadline, queries the directory (contacts.py)
+and writes the report (records/reporter.py). `handle` never blocks, so events are handled one at a time. Tensors stay in the task
+runner, which checks received blobs before the machine gets the message.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shoal.core.messages import (
     Failed,
     Find,
     Finish,
-    Found,
     Heartbeat,
     Join,
+    JoinRefused,
     Lead,
     Message,
     Override,
@@ -42,27 +42,26 @@ from shoal.core.messages import (
     StandingRequest,
     Tick,
     Unreachable,
-    View,
     Vote,
     VoteRequest,
 )
 from shoal.core.peer import PeerMachine
+from shoal.runtime.contacts import Contacts
 from shoal.runtime.measure import Meter
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import NodeRecord
-from shoal.runtime.records.report import Notice, PeerProgress
+from shoal.runtime.records.reporter import Reporter
 from shoal.runtime.signing import Signatures
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.task_runner import TaskRunner
-from shoal.traffic import Size, StoredBytes, TrafficCounter
+from shoal.traffic import Size
 from shoal.transport.base import Blob, Incoming, Transport
 from shoal.transport.directory.directory import Directory
 
 REPORT_S = 0.5
-LOOK_UP_S = 0.5  # shortest time between two look-ups
-ANNOUNCE_S = 20.0  # well below the lifetime of a directory's record
 FROM_OUTSIDE = (
     Join,
+    JoinRefused,
     VoteRequest,
     StandingRequest,
     Override,
@@ -87,19 +86,14 @@ class Node:
     ) -> None:
         """`gate`: keeps passes current; None: no passes."""
         self.machine, self.runner, self.transport, self.signing = machine, runner, transport, signing
-        self.directory, self.record = directory, record
+        self.contacts = Contacts(machine.name, directory)
+        self.reporter = Reporter(machine, runner, record)
         self.meter = Meter(transport)
         self.gate = gate
-        self._listed: tuple[Peer, ...] = ()  # result of the last look-up
-        self._announce_now = asyncio.Event()  # set: announce at once
-        self.tally = TrafficCounter()
         self.finish: Finish | None = None
-        self._most_stored_bytes = 0  # peak of the activation store
-        self._view: View | None = None
         self._serial = 0
         self._timer_deadline: float | None = None  # the deadline that _ticks waits for
         self._wake = asyncio.Event()
-        self._find = asyncio.Event()
         self._finished = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # task results, and messages to this peer itself
 
@@ -111,8 +105,8 @@ class Node:
                 self._receive(),
                 self._read_inbox(),
                 self._ticks(),
-                self._look_up(),
-                self._announce(),
+                self.contacts.look_up(self.handle),
+                self.contacts.announce(),
                 self._report(),
                 self.meter.serve(),
             )
@@ -123,8 +117,8 @@ class Node:
             await self._finished.wait()
             for task in tasks:
                 task.cancel()
-        self._record_traffic(time.monotonic())
-        self.record.tell(self._progress())
+        self.reporter.traffic(time.monotonic())
+        self.reporter.progress()
         assert self.finish is not None
         return self.finish
 
@@ -141,13 +135,7 @@ class Node:
             return
         now = time.monotonic()
         commands = self.machine.handle(event, now)
-        self.record.event(now, event, commands)
-        self._most_stored_bytes = max(self._most_stored_bytes, self.machine.server.kept_bytes)
-        if self.machine.view is not self._view and self.machine.view is not None:
-            if self._view is None or self.machine.view.step != self._view.step:
-                self._record_traffic(now)
-            self._view = self.machine.view
-            self.record.view(now, self._view)
+        if self.reporter.handled(now, event, commands):
             self._report_revoked()
         for command in commands:
             self._carry_out(command)
@@ -166,14 +154,14 @@ class Node:
                 message = self.signing.seal(command.peer, command.message)
                 sent = self.transport.send(command.peer, message, blobs)
                 if sent:
-                    self.tally.sent(command.message, _sizes(blobs), sent)
+                    self.reporter.tally.sent(command.message, _sizes(blobs), sent)
             case Do():
                 self.runner.submit(command.task, self._on_result)
             case Drop():
                 for name in command.blobs:
                     self.runner.drop(name)
             case Find():
-                self._find.set()
+                self.contacts.find()
             case Finish():
                 self.finish = command
                 self._finished.set()
@@ -199,11 +187,11 @@ class Node:
                 if self.gate is not None:
                     self.gate.lost(incoming.peer, incoming.reason)
                 self.handle(Unreachable(peer=incoming.peer))
-                self._find.set()  # its address may be unknown here
+                self.contacts.find()  # its address may be unknown here
             await asyncio.sleep(0)  # a flood of messages must not delay deadlines and results
 
     def _on_message(self, incoming: Incoming) -> None:
-        self.tally.received(incoming.message, _sizes(incoming.blobs), incoming.nbytes)
+        self.reporter.tally.received(incoming.message, _sizes(incoming.blobs), incoming.nbytes)
         admitted = admissible(self.machine, incoming)
         message = self.signing.check(incoming.peer, admitted) if admitted is not None else None
         if message is None:
@@ -236,35 +224,18 @@ class Node:
             except TimeoutError:
                 self.handle(Tick())
 
-    async def _look_up(self) -> None:
-        while True:
-            await self._find.wait()
-            self._find.clear()
-            records = await self.directory.peers()
-            self._listed = tuple(record.peer for record in records)
-            self.handle(Found(peers=tuple(record.peer for record in records if record.peer != self.machine.name)))
-            await asyncio.sleep(LOOK_UP_S)
-
-    async def _announce(self) -> None:
-        while True:
-            self._announce_now.clear()
-            await self.directory.announce()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ANNOUNCE_S):
-                    await self._announce_now.wait()
-
     # ---------------------------------------------------------------------------------------------------- passes
 
     async def _serve_gate(self, gate: Gate) -> None:
-        gate.known = lambda: (*self._in_view(), *self._listed)
+        gate.known = lambda: (*self._in_view(), *self.contacts.listed)
         gate.changed, gate.refused = self._on_passes_changed, self._on_refused
-        gate.tell = lambda text: self.record.tell(Notice(time.monotonic(), self.machine.name, "passes", text))
+        gate.tell = lambda text: self.reporter.notice(time.monotonic(), "passes", text)
         gate.inside = lambda: self.machine.view is not None
         await gate.serve()
 
     def _on_passes_changed(self) -> None:
         """A peer was revoked, or this peer's pass was renewed."""
-        self._announce_now.set()
+        self.contacts.announce_now()
         self._report_revoked()
 
     def _on_refused(self, reason: str) -> None:
@@ -272,7 +243,7 @@ class Node:
         self._finished.set()
 
     def _in_view(self) -> tuple[Peer, ...]:
-        view = self._view
+        view = self.reporter.view
         return tuple(each.peer for each in view.members + view.joining) if view is not None else ()
 
     def _report_revoked(self) -> None:
@@ -285,26 +256,8 @@ class Node:
 
     async def _report(self) -> None:
         while True:
-            self.record.tell(self._progress())
+            self.reporter.progress()
             await asyncio.sleep(REPORT_S)
-
-    @property
-    def kept(self) -> StoredBytes:
-        return self.runner.kept(self.machine.server.kept_bytes)
-
-    @property
-    def kept_most(self) -> StoredBytes:
-        return self.runner.kept_most(self._most_stored_bytes)
-
-    def _progress(self) -> PeerProgress:
-        sent, received = self.tally.totals()
-        return msgspec.structs.replace(
-            progress(self.machine), sent=sent, received=received, kept=self.kept, kept_most=self.kept_most
-        )
-
-    def _record_traffic(self, now: float) -> None:
-        step = self._view.step if self._view is not None else 0
-        self.record.traffic(now, step, *self.tally.totals(), self.kept_most)
 
 
 def admissible(machine: PeerMachine, incoming: Incoming) -> Message | None:
@@ -329,20 +282,3 @@ def admissible(machine: PeerMachine, incoming: Incoming) -> Message | None:
 
 def _sizes(blobs: tuple[Blob, ...]) -> list[Size]:
     return [(blob.dtype, memoryview(blob.data).nbytes) for blob in blobs]
-
-
-def progress(machine: PeerMachine) -> PeerProgress:
-    server, load = machine.server, machine.trainer.summary()
-    return PeerProgress(
-        peer=machine.name,
-        view=machine.view.number if machine.view is not None else 0,
-        step=server.step,
-        stage=server.stage if server.has_state else None,
-        ready=server.ready,
-        leading=machine.leading,
-        queue_s=server.queue_s,
-        rate=server.rate,
-        booked=len(server.books),
-        waiting=load.waiting,
-        inflight=load.inflight,
-    )

@@ -7,7 +7,7 @@ peer and the virtual second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -15,7 +15,6 @@ from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
 from shoal.sim.task_runner import Reduced, World
 
-HOPS = (m.Forward, m.Backward, m.Recall, m.Cancel)
 ALL_MEET = 16  # replicas of a group, at most
 MEETS = 2.5  # times the root of how many they are: others that one of a larger group exchanges its gradient with
 Shares = tuple[m.Share, ...]
@@ -31,6 +30,62 @@ class Violation(msgspec.Struct, frozen=True):
         return f"{self.time_s:.3f} s, {self.peer}: [{self.checker}] {self.text}"
 
 
+class Rounds:
+    """The rounds that leaders have begun: whom each peer averages with, and whom it sends chunks to."""
+
+    def __init__(self) -> None:
+        self.newest = 0  # the highest number
+        self._groups: dict[tuple[int, int, int], tuple[Shares, ...]] = {}  # epoch, step, round
+        self._met: dict[tuple[object, ...], set[m.Peer]] = {}
+
+    def begin(self, message: m.Round) -> None:
+        self._groups.setdefault((message.epoch, message.step, message.round), message.groups)
+        self.newest = max(self.newest, message.round)
+
+    def group_of(self, peer: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> tuple[m.Peer, ...]:
+        """With whom that peer averages in that round, itself too."""
+        groups = self._groups.get((message.epoch, message.step, message.round), ())
+        listed = ([share.peer for share in group] for group in groups)
+        return next((tuple(names) for names in listed if peer in names), ())
+
+    def meet(self, peer: m.Peer, to: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> str:
+        """Gradients go to those of the own group, and in a large one to few of them: what is wrong, or ''."""
+        key = message.epoch, message.step, message.round, peer
+        met = self._met.setdefault(key, set())
+        if to in met:
+            return ""
+        met.add(to)
+        group = self.group_of(peer, message)
+        most = len(group) - 1 if len(group) <= ALL_MEET else MEETS * len(group) ** 0.5
+        if to not in group or len(met) > most:
+            return f"{message} to {to}, one of {len(met)} in a group of {len(group)}"
+        return ""
+
+
+class Bookings:
+    """Who has booked each microbatch at each stage, as the heartbeats tell."""
+
+    def __init__(self) -> None:
+        self._known: dict[m.Peer, tuple[int, int, int]] = {}  # epoch, step, how many bookings are known
+        self._bookers: dict[tuple[int, int, int, int], m.Peer] = {}
+
+    def add(self, peer: m.Peer, heartbeat: m.Heartbeat, view: m.View | None) -> Iterator[str]:
+        """No microbatch is booked at two members of `view`; a fenced one's bookings are void. None: nothing is judged."""
+        known = self._known.get(peer, (-1, -1, 0))
+        seen = known[2] if known[:2] == (heartbeat.epoch, heartbeat.work) else 0
+        for booking in heartbeat.books[seen:]:
+            key = (heartbeat.epoch, heartbeat.work, heartbeat.stage, booking.index)
+            other = self._bookers.get(key, peer)
+            if other != peer and view is not None:
+                members = [
+                    (member.peer, member.stage) for member in view.members
+                ]  # a peer that was removed and rejoined at another stage has no old books
+                if all((one, heartbeat.stage) in members for one in (peer, other)):
+                    yield f"microbatch {booking.index} stage {heartbeat.stage}, also by {other}"
+            self._bookers[key] = peer
+        self._known[peer] = (heartbeat.epoch, heartbeat.work, max(seen, len(heartbeat.books)))
+
+
 class Watch:
     """All checkers of one simulation. `newest` is the highest view that any machine holds for agreed."""
 
@@ -42,15 +97,12 @@ class Watch:
         self.commits: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
         self.commit_times: list[float] = []
         self.trusting = True  # nobody lies
-        self.newest_round = 0
+        self.rounds = Rounds()
         self._now = now
-        self._books: dict[m.Peer, tuple[int, int, int]] = {}  # epoch, step, how many bookings are known
-        self._bookers: dict[tuple[int, int, int, int], m.Peer] = {}
+        self._bookings = Bookings()
         self._views: dict[int, m.View] = {}
         self._leaders: dict[int, m.Peer] = {}
         self._sent: dict[tuple[object, ...], m.Peer] = {}
-        self._rounds: dict[tuple[int, int, int], tuple[Shares, ...]] = {}  # epoch, step, round
-        self._met: dict[tuple[object, ...], set[m.Peer]] = {}
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
         self._fresh = settings.first_step  # the version that the run began with, or went back to
 
@@ -66,61 +118,26 @@ class Watch:
 
     def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None:
         """No request twice to different peers; one leader per term; no more connections than a round needs."""
-        if isinstance(message, HOPS):
-            kind = type(message).__name__ if isinstance(message, (m.Forward, m.Backward)) else "Ask"
-            if kind == "Ask":
-                return
+        if isinstance(message, m.Forward | m.Backward):
+            kind = type(message).__name__
             key = (peer, message.epoch, message.step, message.index, message.stage, message.attempt, kind)
             other = self._sent.setdefault(key, to)
             if other != to:
                 self.report(peer, "attempt", f"{message} to {to}, after the same attempt to {other}")
         elif type(message) is m.Heartbeat:
-            self._booked(peer, message)
+            judged = self.newest if self.trusting else None
+            for text in self._bookings.add(peer, message, judged):
+                self.report(peer, "booked twice", text)
         elif type(message) is m.Round:
-            self._rounds.setdefault((message.epoch, message.step, message.round), message.groups)
-            self.newest_round = max(self.newest_round, message.round)
+            self.rounds.begin(message)
         elif type(message) is m.ReduceChunk or (type(message) is m.GatherChunk and not message.to_joiner):
-            self._meets(peer, to, message)
+            fault = self.rounds.meet(peer, to, message)
+            if fault:
+                self.report(peer, "connections", fault)
         elif type(message) is m.Lead or (type(message) is m.Propose and message.proof is None):
             other = self._leaders.setdefault(message.term, peer)
             if other != peer:
                 self.report(peer, "leader", f"leads term {message.term} beside {other}")
-
-    def group_of(self, peer: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> tuple[m.Peer, ...]:
-        """With whom that peer averages in that round, itself too."""
-        groups = self._rounds.get((message.epoch, message.step, message.round), ())
-        found = ([share.peer for share in group] for group in groups)
-        return next((tuple(names) for names in found if peer in names), ())
-
-    def _meets(self, peer: m.Peer, to: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> None:
-        """Gradients go to those of the own group, and in a large one to few of them."""
-        key = message.epoch, message.step, message.round, peer
-        met = self._met.setdefault(key, set())
-        if to in met:
-            return
-        met.add(to)
-        group = self.group_of(peer, message)
-        most = len(group) - 1 if len(group) <= ALL_MEET else MEETS * len(group) ** 0.5
-        if to not in group or len(met) > most:
-            self.report(peer, "connections", f"{message} to {to}, one of {len(met)} in a group of {len(group)}")
-
-    def _booked(self, peer: m.Peer, heartbeat: m.Heartbeat) -> None:
-        """No microbatch is booked at two members; a fenced one's bookings are void."""
-        known = self._books.get(peer, (-1, -1, 0))
-        seen = known[2] if known[:2] == (heartbeat.epoch, heartbeat.work) else 0
-        for booking in heartbeat.books[seen:]:
-            key = (heartbeat.epoch, heartbeat.work, heartbeat.stage, booking.index)
-            other = self._bookers.get(key, peer)
-            if other != peer and self.trusting and self.newest is not None:
-                members = [
-                    (member.peer, member.stage) for member in self.newest.members
-                ]  # a peer that was removed and rejoined at another stage has no old books
-                if all((one, heartbeat.stage) in members for one in (peer, other)):
-                    self.report(
-                        peer, "booked twice", f"microbatch {booking.index} stage {heartbeat.stage}, also by {other}"
-                    )
-            self._bookers[key] = peer
-        self._books[peer] = (heartbeat.epoch, heartbeat.work, max(seen, len(heartbeat.books)))
 
     # ------------------------------------------------------------------------------------------------------- views
 
@@ -196,8 +213,10 @@ class Watch:
         self.commit_times.append(self._now())
         if view.step != last.step + 1:
             self.report(peer, "commit", f"step {last.step} is committed and the next is {view.step}")
-        if len(last.digests) != self.settings.stages:
+        if len(last.digests) != self.settings.stages and not last.skipped:
             self.report(peer, "commit", f"step {last.step} is committed with {len(last.digests)} digests")
+        if last.skipped and not any(step == last.step for step, _, _ in self.world.nonfinite):
+            self.report(peer, "skipped", f"step {last.step} is skipped, and its results are finite")
         below = ""
         for stage, digest in enumerate(last.digests):
             reduced = self.world.reduced.get(digest)
@@ -277,6 +296,9 @@ class Watch:
         steps = self.settings.steps - self.settings.first_step
         if account.committed != steps * self.settings.microbatches:
             self.report("", "account", f"{account} after {steps} x {self.settings.microbatches}")
+        skipped = sum(last.skipped > 0 for last in self.commits.values())
+        if account.skipped != self.settings.microbatches * skipped:
+            self.report("", "account", f"{account}, but {skipped} steps were skipped")
         if account.issued != account.committed:
             self.report("", "account", f"nothing waits, is in flight or booked, yet {account}")
         members = {one.peer for one in view.members}
@@ -296,10 +318,10 @@ def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tupl
         indices = sorted(one[1] for one in chunk)
         if indices != list(range(microbatches)):
             return f"chunk {number} holds indices {indices}", own
-        made = {(one[0], one[2], one[3], one[4]) for one in chunk}
-        if len(made) != 1:
-            return f"chunk {number} was made with different parameters: {sorted(made)}", own
-        of, under, own, _ = made.pop()
+        origins = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        if len(origins) != 1:
+            return f"chunk {number} was made with different parameters: {sorted(origins)}", own
+        of, under, own, _ = origins.pop()
         if of != step:
             return f"chunk {number} is of step {of}", own
         if under != below:

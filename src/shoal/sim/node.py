@@ -116,10 +116,11 @@ class Node:
         settings = context.settings_of(process.key)
         self.machine = PeerMachine(self.name, settings, case.rng(self.name), process.founder)
         self.runner = TaskRunner(context.world, self._later, self._now)
-        self.runner.forward_s, self.runner.backward = case.forward_s, case.scenario.backward
-        self.runner.kept = Kept(case.kept, math.inf)
-        self.runner.rounds, self.runner.states = case.rounds, case.states
-        self.runner.slowness = case.speeds[process.key % len(case.speeds)]
+        pace = self.runner.pace
+        pace.forward_s, pace.backward = case.forward_s, case.scenario.backward
+        pace.kept = Kept(case.kept, math.inf)
+        pace.rounds, pace.states = case.rounds, case.states
+        pace.slowness = case.speeds[process.key % len(case.speeds)]
         self.runner.fails = context.task_fails
         self.lives = True
         self.mask: Mask | None = None

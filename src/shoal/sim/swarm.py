@@ -115,7 +115,7 @@ class Swarm:
 
         False if the run is over, or nothing would be left to do."""
         storage = self.world.storage
-        published = {step: found for step, found in storage.published.items() if step not in storage.damaged}
+        published = {step: digests for step, digests in storage.published.items() if step not in storage.damaged}
         first_step = max(published, default=self.settings.first_step)
         if self.context.over or first_step >= self.settings.steps:
             return False

@@ -72,11 +72,23 @@ class Unloadable(ValueError):
         self.older = older
 
 
+class NotFinite(ValueError):
+    """A result is not finite, whoever computes it."""
+
+
 class World:
     """What all task runners of one simulation share: the storage, and for the checkers what each digest stands for."""
 
-    def __init__(self, stages: int, values: int, staleness: int = 0, wire: Wire | None = None) -> None:
+    def __init__(
+        self,
+        stages: int,
+        values: int,
+        staleness: int = 0,
+        wire: Wire | None = None,
+        nonfinite: frozenset[tuple[int, int, int]] = frozenset(),
+    ) -> None:
         self.wire = wire
+        self.nonfinite = nonfinite  # (step, microbatch, stage)
         self.stages = stages
         self.values = values
         self.staleness = staleness
@@ -89,66 +101,124 @@ class World:
         return self.values + 7 * stage
 
 
+class Pace:
+    """How long a peer's tasks take, and when its compute is idle."""
+
+    def __init__(self, wire: Wire | None, stages: int) -> None:
+        self.slowness = 1.0  # seconds per second of a usual peer
+        self.forward_s = 0.1
+        self.backward = 2.5  # forwards that a backward takes which recomputes
+        self.kept: Kept[Blob] = Kept(0, math.inf)  # inputs of the forwards whose activations are held
+        self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
+        self.states = 1.0  # and those of downloads and checkpoints
+        self.share = 1.0  # of the gradient, that a round's piece is
+        self._free_s = 0.0  # when the compute is idle
+        self._wire, self._stages = wire, stages
+
+    def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
+        """`length`: of the stage's gradient."""
+        kind = type(task)
+        if kind is m.RunForward or kind is m.RunBackward:
+            seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
+        else:
+            seconds = SECONDS[kind] * self.slowness
+            if isinstance(task, m.Cut):
+                self.share = (task.bounds[-1] - task.bounds[0]) / max(1, length)
+            if task.purpose == "round":
+                seconds *= self.rounds * (1.0 if kind is m.Apply else self.share)
+            elif task.purpose == "state":
+                seconds *= self.states
+            seconds = min(seconds, LONGEST_S)
+        if self._wire is not None:
+            seconds += self._wire.codec_s(task, self._stages, inputs) * self.slowness
+        return seconds
+
+    def _forwards(self, task: m.Task, x: Blob) -> float:
+        """What a hop takes, in forwards: a backward of an input whose activations are kept does not recompute."""
+        if isinstance(task, m.RunBackward):
+            return self.backward - (1.0 if self.kept.take(lambda other: other == x) is not None else 0.0)
+        if self.kept.has_room(0.0):
+            self.kept.add(x, 0.0)
+        return 1.0
+
+    def wait_s(self, task: m.Task, seconds: float, now: float) -> float:
+        """Until a task is done that is given `now` and takes so long: at once, or after the computing tasks before it."""
+        if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
+            return seconds
+        self._free_s = max(self._free_s, now) + seconds
+        return self._free_s - now
+
+
+class Rounds:
+    """The sums of the stage that a peer serves: pieces gathered in order, and the reduced gradients that they make."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._reduced: dict[int, Reduced] = {}
+        self._gathered: list[Blob] = []  # of the round that goes piece by piece
+
+    def gather(self, task: m.Gather, inputs: Sequence[Blob], stage: int) -> m.Result:
+        if task.start == 0:
+            self._gathered = []
+        end = self._gathered[-1][3] if self._gathered else 0
+        if task.start != end:
+            raise ValueError(f"sums from {task.start} on, where {end} are here")
+        for part in inputs:
+            if part[:3] != ("part", stage, end):
+                raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {stage}")
+            if HUGE in part[4]:
+                raise ValueError("the reduced gradient is not finite")
+            end = part[3]
+            self._gathered.append(part)
+        if not task.last:
+            return m.Result()
+        if end != self._world.length(stage):
+            raise ValueError(f"sums end at {end}, not at {self._world.length(stage)}")
+        bounds = (0, *(part[3] for part in self._gathered))
+        reduced = Reduced(stage, bounds, tuple(part[4] for part in self._gathered))
+        digest = short(reduced.stage, reduced.bounds, reduced.chunks)
+        self._world.reduced[digest] = reduced
+        self._reduced[task.round] = reduced
+        return m.Result(digest=digest, norm_sq=norm_sq(digest))
+
+    def reduced(self, round_: int) -> Reduced:
+        reduced = self._reduced.get(round_)
+        if reduced is None:
+            self._world.faults.append(f"Apply of round {round_}, whose reduced gradient is not held")
+            raise ValueError("no such round")
+        return reduced
+
+    def forget(self) -> None:
+        """The stage has other parameters: what was reduced is of no use."""
+        self._reduced.clear()
+
+
 class TaskRunner:
     """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
 
     def __init__(self, world: World, after: After, now: Callable[[], float]) -> None:
         self.world = world
         self.blobs: dict[str, Blob] = {}
-        self.slowness = 1.0  # seconds per second of a usual peer
-        self.forward_s = 0.1
-        self.backward = 2.5  # forwards that a backward takes which recomputes
-        self.kept: Kept[Blob] = Kept(0, math.inf)  # forwards whose activations are held
-        self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
-        self.states = 1.0  # and those of downloads and checkpoints
+        self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
         self._after = after
         self._now = now
-        self._free_s = 0.0  # when the compute is idle
         self.stage = -1
         self.version = -1
         self.digest = ""
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
-        self._reduced: dict[int, Reduced] = {}
-        self._gathered: list[Blob] = []  # of the round that goes piece by piece
-        self._share = 1.0  # of the gradient, that the piece is
+        self._rounds = Rounds(world)
         self._copy: tuple[int, int, str, str] | None = None  # (version, stage, digest, previous) exported
-        self._downloaded: dict[int, Blob] = {}  # chunks of a download
+        self._kept: dict[int, Blob] = {}  # chunks of a download
         self._saves: dict[tuple[int, int], str] = {}
 
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
-        kind = type(task)
-        inputs = [self._find(name, kind.__name__) for name in task.reads]
-        if kind is m.RunForward or kind is m.RunBackward:
-            seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
-        else:
-            seconds = SECONDS[kind] * self.slowness
-            if isinstance(task, m.Cut):
-                self._share = (task.bounds[-1] - task.bounds[0]) / max(1, self.world.length(self.stage))
-            if task.purpose == "round":
-                seconds *= self.rounds * (1.0 if kind is m.Apply else self._share)
-            elif task.purpose == "state":
-                seconds *= self.states
-            seconds = min(seconds, LONGEST_S)
-        if self.world.wire is not None:
-            seconds += self.world.wire.codec_s(task, self.world.stages, inputs) * self.slowness
-        now = self._now()
-        if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
-            wait = seconds
-        else:
-            self._free_s = max(self._free_s, now) + seconds
-            wait = self._free_s - now
-        self._after(wait, self._end, (task, inputs, seconds, ends))
-
-    def _forwards(self, task: m.Task, x: Blob) -> float:
-        """What a hop takes, in forwards: a backward of the same input whose activations are kept does not recompute."""
-        if isinstance(task, m.RunBackward):
-            return self.backward - (1.0 if self.kept.take(lambda other: other == x) is not None else 0.0)
-        if self.kept.has_room(0.0):
-            self.kept.add(x, 0.0)
-        return 1.0
+        inputs = [self._find(name, type(task).__name__) for name in task.reads]
+        seconds = self.pace.seconds(task, inputs, self.world.length(self.stage))
+        wait_s = self.pace.wait_s(task, seconds, self._now())
+        self._after(wait_s, self._end, (task, inputs, seconds, ends))
 
     def _find(self, name: str, user: str) -> Blob:
         blob = self.blobs.get(name)
@@ -164,7 +234,8 @@ class TaskRunner:
                 raise ValueError("fault drawn by the simulation")
             result = _WORK[type(task)](self, task, inputs)
         except ValueError as error:
-            ends(m.Failed(task.id, str(error), older=error.older if isinstance(error, Unloadable) else None))
+            older = error.older if isinstance(error, Unloadable) else None
+            ends(m.Failed(task.id, str(error), nonfinite=isinstance(error, NotFinite), older=older))
             return
         ends(m.Done(task.id, result, seconds))
 
@@ -177,10 +248,10 @@ class TaskRunner:
         self.stage, self.version, self.digest, self.previous = stage, version, digest, previous
         self.world.versions.setdefault((stage, digest), version)
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
-        self._share = 1.0
-        self._reduced.clear()
-        self._downloaded.clear()
-        self.kept.clear()
+        self.pace.share = 1.0
+        self._rounds.forget()
+        self._kept.clear()
+        self.pace.kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
 
     # ------------------------------------------------------------------------------------------------------- hops
@@ -193,6 +264,7 @@ class TaskRunner:
         (x,) = inputs
         self._match(x, ("x", task.step, task.index, task.stage), "RunForward")
         _small(x)
+        self._finite(task)
         used = self._used(task.stage, task.step, "RunForward")
         self._put(task.out, ("x", task.step, task.index, task.stage + 1, used))
         return m.Result(nbytes=100)
@@ -208,11 +280,16 @@ class TaskRunner:
             above = inputs[1][4]
             _small(inputs[1])
         _small(x)
+        self._finite(task)
         used = self._used(task.stage, task.step, "RunBackward")
         self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
         if task.out:
             self._put(task.out, ("g", task.step, task.index, task.stage - 1, used))
         return m.Result(loss=1.0 + task.index / 64 if task.stage == last else None, nbytes=100)
+
+    def _finite(self, task: m.RunForward | m.RunBackward) -> None:
+        if (task.step, task.index, task.stage) in self.world.nonfinite:
+            raise NotFinite("not finite, whoever computes it")
 
     def _match(self, blob: Blob, wanted: Blob, what: str) -> None:
         if blob[: len(wanted)] != wanted:
@@ -255,43 +332,23 @@ class TaskRunner:
         return m.Result()
 
     def _gather(self, task: m.Gather, inputs: Sequence[Blob]) -> m.Result:
-        if task.start == 0:
-            self._gathered = []
-        end = self._gathered[-1][3] if self._gathered else 0
-        if task.start != end:
-            raise ValueError(f"sums from {task.start} on, where {end} are here")
-        for part in inputs:
-            if part[:3] != ("part", self.stage, end):
-                raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {self.stage}")
-            if HUGE in part[4]:
-                raise ValueError("the reduced gradient is not finite")
-            end = part[3]
-            self._gathered.append(part)
-        if not task.last:
-            return m.Result()
-        if end != self.world.length(self.stage):
-            raise ValueError(f"sums end at {end}, not at {self.world.length(self.stage)}")
-        bounds = (0, *(part[3] for part in self._gathered))
-        reduced = Reduced(self.stage, bounds, tuple(part[4] for part in self._gathered))
-        digest = short(reduced.stage, reduced.bounds, reduced.chunks)
-        self.world.reduced[digest] = reduced
-        self._reduced[task.round] = reduced
-        return m.Result(digest=digest, norm_sq=norm_sq(digest))
+        return self._rounds.gather(task, inputs, self.stage)
 
     def _apply(self, task: m.Apply, inputs: Sequence[Blob]) -> m.Result:
         self._expect(self.stage, task.step, "Apply")
-        reduced = self._reduced.get(task.round)
-        if reduced is None:
-            self.world.faults.append(f"Apply of round {task.round}, whose reduced gradient is not held")
-            raise ValueError("no such round")
-        digest = short(self.digest, task.step, reduced.chunks, task.norm)
+        if task.skip:
+            digest = short(self.digest, task.step, "skip")  # another one, for checkers to know the version by
+            if task.save:
+                self._saves[(self.stage, task.step + 1)] = digest
+            return self._seat(self.stage, task.step + 1, digest, self.digest)
+        digest = short(self.digest, task.step, self._rounds.reduced(task.round).chunks, task.norm)
         if task.save:
             self._saves[(self.stage, task.step + 1)] = digest
         return self._seat(self.stage, task.step + 1, digest, self.digest)
 
     def _reset(self, task: m.Reset, inputs: Sequence[Blob]) -> m.Result:
         self.sums.clear()
-        self.kept.clear()
+        self.pace.kept.clear()
         return m.Result()
 
     # ------------------------------------------------------------------------------------------ state, checkpoints
@@ -333,15 +390,19 @@ class TaskRunner:
     def _check(self, task: m.CheckChunk, inputs: Sequence[Blob]) -> m.Result:
         if short(inputs[0]) != task.digest:
             raise ValueError("the chunk's digest differs")
-        self._downloaded[task.chunk] = inputs[0]
+        self._kept[task.chunk] = inputs[0]
         return m.Result()
 
-    def _import(self, task: m.Import, inputs: Sequence[Blob]) -> m.Result:
-        kept = [self._downloaded.get(chunk) for chunk in range(task.chunks)]
-        copies = {piece[1] for piece in kept if piece is not None}
+    def _downloaded(self, wanted: range) -> tuple[int, int, str, str]:
+        """(version, stage, digest, previous) that these chunks make."""
+        kept = [self._kept.get(chunk) for chunk in wanted]
+        copies: set[tuple[int, int, str, str]] = {piece[1] for piece in kept if piece is not None}
         if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
             raise ValueError(f"the kept chunks do not make one state: {kept}")
-        version, stage, digest, previous = copies.pop()
+        return copies.pop()
+
+    def _import(self, task: m.Import, inputs: Sequence[Blob]) -> m.Result:
+        version, stage, digest, previous = self._downloaded(range(task.chunks))
         if (stage, version) != (task.stage, task.step):
             raise ValueError(f"kept: stage {stage} version {version}; wanted: {task.stage} version {task.step}")
         self.sums.clear()
@@ -349,18 +410,14 @@ class TaskRunner:
 
     def _blend(self, task: m.Blend, inputs: Sequence[Blob]) -> m.Result:
         """Both neighbours at that version: whoever makes the stage of them gets the same."""
-        made = []
+        neighbours = []
         for first, count, of in ((0, task.chunks[0], -1), (task.chunks[0], task.chunks[1], 1)):
-            kept = [self._downloaded.get(chunk) for chunk in range(first, first + count)]
-            copies = {piece[1] for piece in kept if piece is not None}
-            if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
-                raise ValueError(f"the kept chunks do not make one state: {kept}")
-            version, stage, digest, previous = copies.pop()
+            version, stage, digest, previous = self._downloaded(range(first, first + count))
             if (stage, version) != (task.stage + of, task.step):
                 raise ValueError(f"kept: stage {stage} version {version}, for stage {task.stage} version {task.step}")
-            made.append((digest, previous))
+            neighbours.append((digest, previous))
         self.sums.clear()
-        digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*made, strict=True))
+        digest, previous = (short("blend", task.stage, task.below, *both) for both in zip(*neighbours, strict=True))
         self.world.versions.setdefault((task.stage, previous), max(task.step - 1, 0))
         return self._build(task.stage, task.step, digest, previous)
 
@@ -380,8 +437,8 @@ class TaskRunner:
         if storage.full:
             raise ValueError("no space left on the storage")
         records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
-        found = [(record["step"], record["stage"]) for record in records]
-        if found != [(task.step, stage) for stage in range(self.world.stages)]:
+        stages = [(record["step"], record["stage"]) for record in records]
+        if stages != [(task.step, stage) for stage in range(self.world.stages)]:
             self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
             raise ValueError("records are not one of each stage")
         storage.damaged.discard(task.step)

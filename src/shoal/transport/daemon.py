@@ -462,8 +462,8 @@ def _packed(route: str) -> bytes:
 
 def _port_of(addresses: tuple[str, ...]) -> int:
     """That it listens on; 0 when it does not."""
-    found = (re.search(r"/tcp/(\d+)/p2p/", address) for address in addresses if "/p2p-circuit" not in address)
-    return next((int(match[1]) for match in found if match), 0)
+    matches = (re.search(r"/tcp/(\d+)/p2p/", address) for address in addresses if "/p2p-circuit" not in address)
+    return next((int(match[1]) for match in matches if match), 0)
 
 
 def _fit(address: str) -> bool:
@@ -490,10 +490,10 @@ def _check_free(family: int, host: str, port: int) -> None:
 
 
 def _program() -> Path:
-    found = importlib.util.find_spec("hivemind")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("hivemind")
+    if package is None or package.origin is None:
         raise ValueError(f"hivemind is not installed, whose libp2p daemon is needed ({_NEEDED}): pip install hivemind")
-    program = Path(found.origin).parent / "hivemind_cli" / "p2pd"
+    program = Path(package.origin).parent / "hivemind_cli" / "p2pd"
     if not os.access(program, os.X_OK):
         raise ValueError(f"{program}: hivemind has no libp2p daemon for this system; {_NEEDED}")
     return program

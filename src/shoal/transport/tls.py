@@ -147,10 +147,10 @@ async def resolved(host: str, port: int) -> tuple[int, Address]:
     except ValueError:  # a name
         pass
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ValueError(f"network.host = '{host}' is no address of this machine: {error}") from None
-    return found[0][0], (str(found[0][4][0]), port)
+    return addresses[0][0], (str(addresses[0][4][0]), port)
 
 
 def connect(sock: socket.socket, address: Address) -> Steps:

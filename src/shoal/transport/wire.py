@@ -138,7 +138,7 @@ class Arriving:
             raise Malformed("a fragment that goes on after the end of its message")
         return self._view[self._at : self._at + most]
 
-    def came(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
         self._at += nbytes
         self.nbytes += nbytes
         while not self.whole and self._at == self._view.nbytes:

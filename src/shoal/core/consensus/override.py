@@ -40,7 +40,7 @@ def decide(
     newest = max(standings.values(), key=lambda standing: (standing.view.epoch, standing.view.number)).view
     listed = {member.peer: member for member in newest.members + newest.joining}
     here = {peer: member for peer, member in listed.items() if peer in standings}
-    _refuse_living(standings, gone, newest)
+    _refuse_living(standings, gone)
     _refuse_unsaid(listed, here, gone)
     voters = newest.voters
     left = sum(peer in here for peer in voters)
@@ -82,7 +82,7 @@ def times_gone_back(epoch: int) -> int:
     return epoch // AHEAD + epoch % AHEAD
 
 
-def _refuse_living(standings: Mapping[Peer, Standing], gone: frozenset[Peer], newest: View) -> None:
+def _refuse_living(standings: Mapping[Peer, Standing], gone: frozenset[Peer]) -> None:
     for peer in sorted(gone):
         if peer in standings:
             raise Refusal(f"{peer} is said to be gone, but it answers")

@@ -51,6 +51,8 @@ TRANSITIONS = (
     Transition(Phase.GATHERING, Phase.SAVING, Step.SAME, "every stage is held, but no step is left"),
     Transition(Phase.GATHERING, Phase.FINISHED, Step.SAME, "no step is left, and no checkpoint to write"),
     Transition(Phase.GATHERING, Phase.FAILED, Step.SAME, "a stage can be loaded from no checkpoint of this session"),
+    Transition(Phase.TRAINING, Phase.FAILED, Step.SAME, "training diverges: results are not finite"),
+    Transition(Phase.REOPENED, Phase.FAILED, Step.SAME, "training diverges: results are not finite"),
     Transition(Phase.TRAINING, Phase.TRAINING, Step.SAME, _MEMBERS + ", or a microbatch gets another owner"),
     Transition(Phase.TRAINING, Phase.TRAINING, Step.NEXT, "the step is committed"),
     Transition(Phase.TRAINING, Phase.OVERLAPPING, Step.SAME, "the step's books are complete: the next step begins"),

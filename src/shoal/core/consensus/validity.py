@@ -22,6 +22,12 @@ def flaw(before: View | None, view: View, settings: Settings) -> str:
     return _shape(view, settings) or ("" if before is None else _step(before, view, settings))
 
 
+def skipped_in_a_row(view: View) -> int:
+    """Steps that were skipped up to that view's."""
+    last = view.last
+    return last.skipped if last is not None and last.step == view.step - 1 else 0
+
+
 def _shape(view: View, settings: Settings) -> str:
     """What is wrong with a view by itself."""
     return _members(view, settings) or _numbers(view, settings) or misplaced(view, settings) or _last(view, settings)
@@ -54,6 +60,8 @@ def _last(view: View, settings: Settings) -> str:
     last = view.last
     if last is None:
         return ""
+    if last.skipped:
+        return f"a skipped step with a commit: {last}" if last.groups or last.digests or last.norm else ""
     if len(last.groups) != settings.stages or len(last.digests) != settings.stages:
         return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
     if not (math.isfinite(last.norm) and last.norm >= 0.0):
@@ -80,6 +88,9 @@ def _step(before: View, view: View, settings: Settings) -> str:
 
 
 def _commit(before: View, last: Committed, settings: Settings) -> str:
+    if last.skipped:
+        in_a_row = skipped_in_a_row(before) + 1
+        return "" if last.skipped == in_a_row else f"{last.skipped} steps are skipped in a row, not {in_a_row}"
     present = {member.peer: member.stage for member in before.members + before.joining}
     for stage, group in enumerate(last.groups):
         others = [share.peer for share in group if present.get(share.peer) != stage]

@@ -1,4 +1,4 @@
-"""How a peer ends: when it was asked to leave, when the run is finished, or when its device is lost. For peer.py.
+"""How a peer ends: when it was asked to leave, when the run is finished, or when its device is lost or too small. For peer.py.
 
 A finished peer waits before its process ends: a leader for its last messages to leave, a member for the leader's dismissal.
 """

@@ -34,7 +34,7 @@ def change_note(before: View | None, view: View) -> list[Command]:
     if view.epoch > before.epoch:
         return [Note("recovered", view.reason)]
     if view.step > before.step:
-        return [Note("commit", view.reason)]
+        return [Note("skipped" if view.last is not None and view.last.skipped else "commit", view.reason)]
     if view.ahead and not before.ahead:
         return [Note("round", view.reason)]
     left = {m.peer for m in before.members} - {m.peer for m in view.members}

@@ -29,6 +29,7 @@ from shoal.core.messages import (
     Gradient,
     Index,
     Missing,
+    NonFinite,
     Output,
     Peer,
     Pending,
@@ -431,7 +432,11 @@ class Hops:
         if self._running is None or self._running.task != failed.id:
             return None
         job, self._running = self._running, None
-        return self._refuse(job.reply, job.message, failed.reason, job.attempt) + drop(job.blobs)
+        commands = self._refuse(job.reply, job.message, failed.reason, job.attempt) + drop(job.blobs)
+        if failed.nonfinite and self._replica.leader is not None:
+            epoch, step, index, stage, _ = hop_of(job.message)
+            commands.append(Send(self._replica.leader, NonFinite(epoch, step, index, stage, failed.reason[:TEXT])))
+        return commands
 
     def _book(self, job: Job, done: Done, now: float) -> list[Command]:
         step, index, stage = job.message.step, job.message.index, job.message.stage

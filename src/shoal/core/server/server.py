@@ -260,7 +260,7 @@ class Server:
     def _next_step(self, before: View | None, view: View) -> list[Command]:
         """Do to the parameters what was committed, or say that I cannot."""
         replica, last = self._replica, view.last
-        held = last is not None and self._rounds.holds(last)
+        held = last is not None and (bool(last.skipped) or self._rounds.holds(last))
         if not self.settings.staleness or before is None or before.epoch != view.epoch:
             commands = self._forget(everything=False)
         elif is_fenced(self.name, before, view):
@@ -270,7 +270,7 @@ class Server:
             commands = self._rounds.turn(everything=False) + self._hops.turn(before, view)
         if not replica.ready or last is None or not held or replica.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
-        replica.applying = Apply(self._id(), replica.step, last.round, last.norm, last.save)
+        replica.applying = Apply(self._id(), replica.step, last.round, last.norm, last.save, bool(last.skipped))
         return [*commands, Do(replica.applying)]
 
     # ------------------------------------------------------------------------------------------------------- events

@@ -109,12 +109,7 @@ class Trainer:
             self._forget_all()
         else:
             self._lose(mine, now)
-        new = [i for i in mine if i not in self._owned.held and i not in self._takeovers]
-        if _begins(old, view):
-            self._own({index: {} for index in new})
-        elif new:
-            self._take_over(new, now)
-        self._own(self._takeovers.take())
+        self._own_new(mine, _begins(old, view), now)
         for stage in self._owned.parked_stages():
             self._unpark(stage, now)
         return self._flush(now)
@@ -206,6 +201,15 @@ class Trainer:
         return self._owned.load(len(self._takeovers))
 
     # -------------------------------------------------------------------------------------------------------- views
+
+    def _own_new(self, mine: dict[Index, None], begins: bool, now: float) -> None:
+        """Of microbatches assigned to me: those of a new step begin here, those of a peer that was evicted are taken over."""
+        new = [i for i in mine if i not in self._owned.held and i not in self._takeovers]
+        if begins:
+            self._own({index: {} for index in new})
+        elif new:
+            self._take_over(new, now)
+        self._own(self._takeovers.take())
 
     def _forget_all(self) -> None:
         self._drop([blob for m in self._owned.held.values() for blob in m.blobs()])

@@ -95,7 +95,7 @@ class CatchUp:
         last, commands = view.last, list[Command]()
         if last is not None and last.step == view.step - 1 and last.step >= self.since:
             self._commits.setdefault(last.step, (last, now))
-            if self._name not in last.joiners:  # its round began before this joiner was listed
+            if self._name not in last.joiners and not last.skipped:  # its round began before this joiner was listed
                 commands = self._give_up(last.step + 1)
         missed = [step for step in range(self.since, view.step) if step not in self._commits]
         return commands + (self._give_up(max(missed) + 1) if missed else [])
@@ -136,6 +136,8 @@ class CatchUp:
         if not behind or replica.step not in self._commits or not self._complete(replica.step):
             return []
         commit, _ = self._commits[replica.step]
+        if commit.skipped:
+            return self._apply(commit)
         received = self._received[replica.step]
         sums = tuple(received.sums[chunk][1] for chunk in self._senders(commit))
         self._task = Gather(f"s/{next(self._serial)}", replica.step, commit.round, sums)
@@ -158,9 +160,7 @@ class CatchUp:
         commit, _ = known
         if commit.round != task.round or commit.digests[replica.stage] != done.result.digest:
             return self._give_up(task.step + 1)  # a peer sent other values than were committed
-        replica.applying = Apply(f"s/{next(self._serial)}", task.step, task.round, commit.norm, False)
-        words = f"applies step {task.step}, which was committed while it downloaded"
-        return [Note("state", words), Do(replica.applying), *self._give_up(task.step + 1)]
+        return self._apply(commit)
 
     def on_failed(self, failed: Failed) -> list[Command] | None:
         if self._task is None or failed.id != self._task.id:
@@ -179,9 +179,17 @@ class CatchUp:
 
     # ------------------------------------------------------------------------------------------------------- private
 
+    def _apply(self, commit: Committed) -> list[Command]:
+        task = f"s/{next(self._serial)}"
+        self._replica.applying = Apply(task, commit.step, commit.round, commit.norm, False, bool(commit.skipped))
+        words = f"applies step {commit.step}, which was committed while it downloaded"
+        return [Note("state", words), Do(self._replica.applying), *self._give_up(commit.step + 1)]
+
     def _complete(self, step: int) -> bool:
-        """Each chunk of the round with which that step was committed is here."""
+        """Each chunk of the round with which that step was committed is here, or none is needed."""
         commit, received = self._commits[step][0], self._received.get(step)
+        if commit.skipped:
+            return True
         if (
             received is None
             or received.round != commit.round

@@ -117,7 +117,7 @@ class Runner:
         return value.detach().to(self.device, non_blocking=True, copy=True)
 
     def to_host(self, value: Tensor) -> Tensor:
-        """A copy on the host. With CUDA the host may read it after `settle`; later work on the device may use it at once."""
+        """A copy on the host. With CUDA the host may read it after the pass; later work on the device may use it at once."""
         with memory.host():
             copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device == "cuda")
             return copy.copy_(value.detach(), non_blocking=True)
@@ -131,6 +131,7 @@ class Trial:
         count = config.device.sequences or config.train.microbatch
         self._tokens = torch.zeros(count, config.data.sequence + 1, dtype=torch.int64)
         (_, *rest), dtype = boundary(config)
+        rest[-1] += config.data.document_end >= 0  # the column of borders
         whole = runner.row.group(0, len(runner.row.units))
         first = (
             self._tokens[:, :-1]

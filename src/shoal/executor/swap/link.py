@@ -7,8 +7,8 @@ synchronous and in the same order, so that device memory holds the same tensors 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -109,7 +109,7 @@ class HostLink:
         self._streams.wait("compute", self._filled[group % len(self.slabs)])
 
     def close(self, group: int, into: Tensor) -> None:
-        """Copy a group's sums to the host's `into` (length,), which is valid after `settle`."""
+        """Copy a group's sums to the host's `into` (length,), which is valid after the pass."""
         place, slab, streams = group % len(self.slabs), self.slab(group), self._streams
         streams.wait("stores", streams.mark("compute"))
         with streams.on("stores", group, "sums"):
@@ -117,13 +117,16 @@ class HostLink:
                 _part(into, segment).copy_(slab[segment.device : segment.device + segment.values], non_blocking=True)
         self._stored[place] = streams.mark("stores")
 
-    def settle(self) -> None:
-        """Wait for all copies: host memory may then be read and written."""
-        self._streams.settle()
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Work and copies are issued inside. Afterwards, also after a failure, all are done: host memory may be read and written."""
+        try:
+            yield
+        finally:
+            self._streams.settle()
 
     def forget(self) -> None:
         """Call after the host's parameters changed: every group is loaded again."""
-        self.settle()
         self._group_in_slot = [None] * len(self.slots)
 
     def _load(self, group: int) -> None:
@@ -131,6 +134,7 @@ class HostLink:
         if self._group_in_slot[slot] == group:
             return
         streams = self._streams
+        self._group_in_slot[slot] = None  # until all of this one is
         streams.wait("loads", streams.mark("compute"))
         with streams.on("loads", group, "parameters"):
             for segment in self._transfers[group].parameters:

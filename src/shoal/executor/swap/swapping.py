@@ -68,24 +68,20 @@ class Swapping:
         return joined(self.backward_many(*zip(*cut(self._slice, x, grad, tokens), strict=True)))
 
     def zero(self, step: int = 0) -> None:
-        self._link.settle()
         self.sum.zero_()
         self._empty = True
 
     def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
-        self._link.settle()
         return self.sum[start:stop].clone()
 
     def restore(self, contribution: Tensor) -> None:
         """Set the sum to an earlier `contribution`, (length,) fp32."""
-        self._link.settle()
         self.sum.copy_(contribution)
         self._empty = False
 
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        self._link.settle()
         self.make(reduced, norm, step)
-        self._refresh()
+        self.refresh()
 
     def make(self, reduced: Tensor, norm: float, step: int) -> None:
         """See delayed.Restorable."""
@@ -95,16 +91,16 @@ class Swapping:
         return self._master.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._link.settle()
         self._master.load_state(state)
-        self._refresh()
+        self.refresh()
 
     def digest(self) -> str:
         return self._master.digest()
 
     def refresh(self) -> None:
-        self._link.settle()
-        self._refresh()
+        """Round the parameters into the copies to compute with."""
+        self._host.refresh()
+        self._forget()
 
     @property
     def computing(self) -> tuple[Tensor, ...]:
@@ -112,7 +108,6 @@ class Swapping:
         return self._host.copies
 
     def compute_with(self, values: Sequence[Tensor]) -> None:
-        self._link.settle()
         for copy, value in zip(self._host.copies, values, strict=True):
             copy.copy_(value)
         self._forget()
@@ -122,8 +117,8 @@ class Swapping:
     def run_many(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """`forward` of several slices, loading each group once. NotFinite: one of the outputs is not finite; none is returned."""
         whole = self._row.group(0, len(self._row.units))
-        batch = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
-        self._link.settle()
+        with self._link.one_pass():
+            batch = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
         ys = [activations.pop() for activations in batch]
         if not finite(*ys):
             raise NotFinite("the stage's output is not finite")
@@ -138,23 +133,23 @@ class Swapping:
         group_inputs = [BackwardInput(self._input(whole, x), *rest) for x, *rest in zip(xs, grads, tokens, strict=True)]
         for group_input in group_inputs:
             check_ends(whole, *group_input)
-        batch = self._group_inputs([group_input.x for group_input in group_inputs])
         shared: list[dict[str, Tensor]] = [{} for _ in group_inputs]
         losses: list[Tensor | None] = []
         finite: list[Tensor] = []
-        for index in reversed(range(len(self._groups))):
-            group, stage = self._enter(index)
-            self._link.open(index, None if self._empty else self.sum)
-            if index:
-                self._link.prefetch(index - 1)
-            for at, (group_input, activations) in enumerate(zip(group_inputs, batch, strict=True)):
-                result = self._runner.back(stage, group, group_input._replace(x=activations[index]), shared[at])
-                self._link.computed(index, True)
-                group_inputs[at] = BackwardInput(group_input.x, result.grad, None)
-                losses.append(result.loss)  # the last group, which has the losses, runs first
-                finite.append(result.finite)
-            self._link.close(index, self._pending)
-        self._link.settle()
+        with self._link.one_pass():
+            batch = self._group_inputs([group_input.x for group_input in group_inputs])
+            for index in reversed(range(len(self._groups))):
+                group, stage = self._enter(index)
+                self._link.open(index, None if self._empty else self.sum)
+                if index:
+                    self._link.prefetch(index - 1)
+                for at, (group_input, activations) in enumerate(zip(group_inputs, batch, strict=True)):
+                    result = self._runner.back(stage, group, group_input._replace(x=activations[index]), shared[at])
+                    self._link.computed(index, True)
+                    group_inputs[at] = BackwardInput(group_input.x, result.grad, None)
+                    losses.append(result.loss)  # the last group, which has the losses, runs first
+                    finite.append(result.finite)
+                self._link.close(index, self._pending)
         if not all(finite):
             raise NotFinite("the stage's gradient is not finite")
         self.sum, self._pending, self._empty = self._pending, self.sum, False
@@ -222,10 +217,6 @@ class Swapping:
     def _input(self, whole: Stage, x: Tensor) -> Tensor:
         x = check_input(whole, x).detach()
         return x.to("cpu", self._runner.dtype) if x.is_floating_point() else x.to("cpu")
-
-    def _refresh(self) -> None:
-        self._host.refresh()
-        self._forget()
 
     def _forget(self) -> None:
         """Drop loaded groups and stored activations: the parameters have changed."""

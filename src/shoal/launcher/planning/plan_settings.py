@@ -1,6 +1,6 @@
 """A plan as settings: of the run, and of each local peer. For `shoal run --plan PLAN`.
 
-A plan's seats are taken by the local peers in their order; peers elsewhere take theirs with `shoal join INVITE device.seat=NAME`.
+A plan's seats are taken by the local peers in their order; peers elsewhere take theirs with `shoal join INVITE device.machine=NAME`.
 With `--cluster FILE` each local peer also gets the lines and links of its machine, modelled, and, where the executor is emulated
 and device.emulated_s = 0, the seconds and sizes that the plan predicts for it: a rehearsal of the plan on one machine.
 """
@@ -56,7 +56,7 @@ def decided(plan: Plan, where: str) -> list[str]:
         f"run.layers={[stage.end - stage.first for stage in plan.stages]}",
         f"run.peers={len(plan.seats)}",
         f"run.stage_seconds={known}",
-        f"run.seats={_toml(plan.seats)}",
+        f"run.placement={_toml(plan.seats)}",
         f"run.line_rates={list(plan.line_rates)}",
         f"run.routes={[[list(turns) for turns in directions] for directions in plan.routes]}",
     ]
@@ -82,10 +82,11 @@ def of_seat(config: Config, plan: Plan, number: int, cluster: Cluster | None) ->
     if number >= len(names):
         return config
     tree = configuration.to_tree(config)
-    name = tree["device"]["seat"] = names[number]
+    name = tree["device"]["machine"] = names[number]
     stage = plan.stages[plan.seats[name]]
     if config.device.executor != "emulated":
-        tree["device"] |= {"executor": stage.executor, "kept_activations": stage.kept_activations}
+        tree["device"] |= {"executor": stage.executor, "checkpointing": stage.checkpointing}
+        tree["device"]["kept_activations"] = stage.kept_activations
     elif config.device.emulated_s == 0 and plan.peers:
         _rehearse(tree, plan, number)
     if cluster is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from shoal import codec, config
 from shoal.planner.inputs import cluster, memory
 from shoal.planner.inputs.profile import Profile, Shape, Work, profile
-from shoal.planner.strategy import plan, strategy
+from shoal.planner.strategy import plan
 from shoal.planner.strategy.problem import Problem, gradient_bytes
 
 
@@ -50,7 +50,7 @@ def problem_of(
         moments=tree.train.moments,
         kept_activations=0 if lab else tree.device.kept_activations,
         local_steps=tree.train.local_steps,
-        store_limits=memory.StoreLimits(tree.network.keep_bytes, tree.network.spill_bytes),
+        store_limits=memory.StoreLimits(tree.network.activation_store_bytes, tree.network.activation_memory_bytes),
         counted=counted,
         counted_sequences=tree.train.microbatch,
     )
@@ -82,19 +82,20 @@ def refuse_other_size(given: plan.Plan, tree: config.Config, where: str) -> None
     formula, and only where that speaks against it by the model itself, as counting takes seconds."""
     if tree.device.executor == "emulated" or not any(stage.gradient_bytes for stage in given.stages):
         return
+    from shoal.planner.strategy import strategy  # scipy: half a second that only runs with a plan pay
 
-    def mismatches(made: Profile) -> list[str]:
-        if given.layers != made.blocks:
-            return [f"it is for a model of {given.layers} blocks, this one has {made.blocks}; plan anew"]
+    def mismatches(model: Profile) -> list[str]:
+        if given.layers != model.blocks:
+            return [f"it is for a model of {given.layers} blocks, this one has {model.blocks}; plan anew"]
         how = tree.network.averaging
         cut = [range(stage.first, stage.end) for stage in given.stages]
-        return strategy.of_another_size(given, [gradient_bytes(made, span, how) for span in cut])
+        return strategy.of_another_size(given, [gradient_bytes(model, span, how) for span in cut])
 
-    found = mismatches(profile(shape(tree), work(tree)))
-    if found and (counted := _counted(tree)[0]) is not None:
-        found = mismatches(counted)
-    if found:
-        raise ValueError(f"{where}: {found[0]}")
+    differences = mismatches(profile(shape(tree), work(tree)))
+    if differences and (counted := _counted(tree)[0]) is not None:
+        differences = mismatches(counted)
+    if differences:
+        raise ValueError(f"{where}: {differences[0]}")
 
 
 def tensor_bytes(tree: config.Config) -> float:

@@ -1,6 +1,6 @@
 """What losing machines is expected to cost a plan, from how often each is taken away (`losses_per_h` in the cluster file).
 
-A machine that goes costs, as this program is built: the patience after which it is removed (run.silence_s), in which its stage
+A machine that goes costs, as this program is built: the patience after which it is removed (run.heartbeat_timeout_s), in which its stage
 does without it; what it had booked in the step, on average half of its share, which the others of its stage compute again; and the
 step with one replica less. The last replica of a stage costs more: everyone goes back to the newest checkpoint, half of
 checkpoint.every steps on average. Losses are taken to be independent and rare: two in one step are not priced.

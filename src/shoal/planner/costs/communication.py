@@ -130,33 +130,36 @@ def matched(matrix: Floats) -> tuple[float, tuple[int, ...]]:
     row_of: dict[int, int] = {}
     column_of: dict[int, int] = {}
     for start in range(len(values)):
-        free = -1
+        free, came_from, seen = _reached(start, nearest, values, row_of, threshold)
         while free < 0:
-            came_from: dict[int, int] = {}  # column: the row that reached it
-            stack = [start]
-            seen = [start]
-            while stack and free < 0:
-                row = stack.pop()
-                for column in nearest[row]:
-                    if values[row][column] > threshold:
-                        break
-                    if column in came_from:
-                        continue
-                    came_from[column] = row
-                    if column not in row_of:
-                        free = column
-                        break
-                    seen.append(row_of[column])
-                    stack.append(row_of[column])
-            if free < 0:
-                threshold = min(
-                    values[row][column] for row in seen for column in nearest[row] if column not in came_from
-                )
+            threshold = min(values[row][column] for row in seen for column in nearest[row] if column not in came_from)
+            free, came_from, seen = _reached(start, nearest, values, row_of, threshold)
         while free >= 0:  # turn the alternating path over
             row = came_from[free]
             row_of[free] = row
             column_of[row], free = free, column_of.get(row, -1)
     return threshold, tuple(column_of[row] for row in range(len(values)))
+
+
+def _reached(
+    start: int, nearest: list[list[int]], values: list[list[float]], row_of: dict[int, int], threshold: float
+) -> tuple[int, dict[int, int], list[int]]:
+    """A free column that entries up to `threshold` lead to, or -1; from which row each column was reached; the rows seen."""
+    came_from: dict[int, int] = {}
+    stack, seen = [start], [start]
+    while stack:
+        row = stack.pop()
+        for column in nearest[row]:
+            if values[row][column] > threshold:
+                break
+            if column in came_from:
+                continue
+            came_from[column] = row
+            if column not in row_of:
+                return column, came_from, seen
+            seen.append(row_of[column])
+            stack.append(row_of[column])
+    return -1, came_from, seen
 
 
 # ----------------------------------------------------------------------------------------------------- path (eq. 4)

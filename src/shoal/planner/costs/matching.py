@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from shoal.compiled import compiled
 from shoal.planner.costs.arrays import Floats, Ints
-from shoal.planner.costs.compiled import compiled
 
 
 @compiled
@@ -42,6 +42,24 @@ def bounds(hop: Floats, left: Ints, right: Ints) -> tuple[float, float]:
 
 
 @compiled
+def _free(line: Floats, right: Ints, row_of: Ints, threshold: float) -> int:
+    """The first free column whose entry is at most `threshold`; -1: none."""
+    for j in range(len(right)):
+        if row_of[j] < 0 and line[right[j]] <= threshold:
+            return j
+    return -1
+
+
+@compiled
+def _freed(row_of: Ints, came_from: Ints, column: int) -> int:
+    """Turn the alternating path to `column` over: the column at its beginning, which is free then."""
+    while came_from[column] >= 0:
+        row_of[column] = row_of[came_from[column]]
+        column = came_from[column]
+    return column
+
+
+@compiled
 def matched(hop: Floats, left: Ints, right: Ints, threshold: float, most: float) -> float:
     """Eq. 3: the least possible largest entry of a perfect matching, at least `threshold` (a bound, such as 0). Where that is
     `most` or more, something between `most` and it.
@@ -53,12 +71,8 @@ def matched(hop: Floats, left: Ints, right: Ints, threshold: float, most: float)
     came_from = np.empty(size, dtype=np.int64)
     seen = np.empty(size, dtype=np.bool_)
     for start in range(size):
-        free = -1
         line = hop[left[start]]
-        for j in range(size):
-            if row_of[j] < 0 and line[right[j]] <= threshold:
-                free = j
-                break
+        free = _free(line, right, row_of, threshold)
         if free >= 0:
             row_of[free] = start
             continue
@@ -82,8 +96,5 @@ def matched(hop: Floats, left: Ints, right: Ints, threshold: float, most: float)
             for j in range(size):
                 if not seen[j] and line[right[j]] < reach[j]:
                     reach[j], came_from[j] = line[right[j]], column
-        while came_from[column] >= 0:
-            row_of[column] = row_of[came_from[column]]
-            column = came_from[column]
-        row_of[column] = start
+        row_of[_freed(row_of, came_from, column)] = start
     return threshold

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from shoal.compiled import compiled
 from shoal.planner.costs.arrays import Floats, Ints
-from shoal.planner.costs.compiled import compiled
 
 
 @compiled
@@ -29,8 +29,8 @@ def partial_paths(weights: Floats) -> Floats:
 
 
 @compiled
-def improved(weights: Floats) -> Ints:
-    """Nearest neighbour from every start, the best one mended by reversing stretches until none helps, (S, S) -> (S,)."""
+def nearest(weights: Floats) -> Ints:
+    """The best of the paths that go on to the nearest neighbour, one from every start, (S, S) -> (S,)."""
     nodes = len(weights)
     best, order, left = np.zeros(nodes, dtype=np.int64), np.zeros(nodes, dtype=np.int64), np.ones(nodes, dtype=np.int64)
     best_s = np.inf
@@ -46,6 +46,13 @@ def improved(weights: Floats) -> Ints:
             length += least
         if length < best_s:
             best[:], best_s = order, length
+    return best
+
+
+@compiled
+def improved(weights: Floats) -> Ints:
+    """`nearest`, mended by reversing stretches until none helps, (S, S) -> (S,)."""
+    nodes, best = len(weights), nearest(weights)
     better = True
     while better:
         better = False

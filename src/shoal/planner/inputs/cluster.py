@@ -247,19 +247,24 @@ def from_tree(tree: Mapping[str, Any], folder: Path = Path()) -> Cluster:
                 for device, region in zip(devices, regions, strict=True)
             )
     else:
-        link = _table(tree.get("link", {}), {"delay_s": float, "bandwidth_Bps": float}, "link")
-        if "bandwidth_Bps" not in link and count > 1 and ("link" in tree or "links" not in tree):
-            raise ValueError('[link] lacks bandwidth_Bps; say what a pair has, such as bandwidth_Bps = "200 Mbit/s"')
-        if link.get("bandwidth_Bps") == 0:
-            raise ValueError(
-                'link.bandwidth_Bps = 0: nothing would ever arrive; it must be above 0, such as "200 Mbit/s", or [link] be left'
-                " out where links name every pair"
-            )
-        delay_s = np.full((count, count), link.get("delay_s", 0.0))
-        bandwidth_Bps = np.full((count, count), link.get("bandwidth_Bps", 0.0))  # 0: links must name the pair
+        delay_s, bandwidth_Bps = _alike(tree, count)
     for i, table in enumerate(tree.get("links", [])):
         _apply_link(table, f"links {i + 1}", devices, delay_s, bandwidth_Bps)
     return from_matrices(devices, delay_s, bandwidth_Bps, "matrices" if "matrices" in tree else "link")
+
+
+def _alike(tree: Mapping[str, Any], count: int) -> tuple[Floats, Floats]:
+    """Delays and bandwidths where [link] says what every pair has."""
+    link = _table(tree.get("link", {}), {"delay_s": float, "bandwidth_Bps": float}, "link")
+    if "bandwidth_Bps" not in link and count > 1 and ("link" in tree or "links" not in tree):
+        raise ValueError('[link] lacks bandwidth_Bps; say what a pair has, such as bandwidth_Bps = "200 Mbit/s"')
+    if link.get("bandwidth_Bps") == 0:
+        raise ValueError(
+            'link.bandwidth_Bps = 0: nothing would ever arrive; it must be above 0, such as "200 Mbit/s", or [link] be left'
+            " out where links name every pair"
+        )
+    delay_s = np.full((count, count), link.get("delay_s", 0.0))
+    return delay_s, np.full((count, count), link.get("bandwidth_Bps", 0.0))  # 0: links must name the pair
 
 
 def device_of(table: object, where: str) -> Device:

@@ -1,13 +1,14 @@
 """How much memory a stage needs on a device, resident or swapping, and whether it fits. For strategy.py.
 
 Resident (executor/resident.py): fp32 master values, two moments (fp32 or 8-bit) and the step's sum, the compute copy when the dtype is
-narrower, the activations of one microbatch through the whole stage, and the boundary tensors in hand; what is left may keep the
-activations of other forwards, whose backwards then do not recompute them (executor/graphs.py). Swapping (swapping.py):
+narrower, the activations of one microbatch through the whole stage (where those do not fit, the inputs of its blocks and the
+activations of one: device.checkpointing), and the boundary tensors in hand; what is left may keep the activations of other
+forwards, whose backwards then do not recompute them (executor/graphs.py). Swapping (swapping.py):
 the optimizer's state lives in the host's memory, and two of the stage's largest parts are on the device at a time.
 
 A server keeps both ends of its boundaries until the step is committed
 (core/server/activation_store.py), in the host's memory as
-far as network.spill_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
+far as network.activation_memory_bytes goes. A device whose host's memory is not stated, or is as large as its own, is taken to share it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ class Need(msgspec.Struct, frozen=True):
 
     device_bytes: float
     host_bytes: float = 0.0
+    checkpointed_bytes: float = 0.0  # device_bytes with activation checkpointing; 0: it is no choice
     kept_bytes: float = 0.0  # boundary tensors kept until the step commits, in the host's memory too
 
 
 class StoreLimits(msgspec.Struct, frozen=True):
-    """How much of a step's boundary tensors a server keeps: network.keep_bytes and network.spill_bytes."""
+    """How much of a step's boundary tensors a server keeps: network.activation_store_bytes and network.activation_memory_bytes."""
 
     keep_bytes: float = 2.0**32
     spill_bytes: float = 2.0**30  # of these in memory; 0: all
@@ -48,9 +50,20 @@ def shared(device: Device) -> bool:
     return device.host_memory_bytes in (0.0, device.memory_bytes)
 
 
+def checkpoints(need: Need, device: Device) -> bool:
+    """Whether the backward pass does not fit the device without activation checkpointing."""
+    most_bytes = need.device_bytes + _kept_bytes(need, device) + reserve(device)
+    return bool(device.memory_bytes and need.checkpointed_bytes) and most_bytes > device.memory_bytes
+
+
 def peak(need: Need, device: Device) -> float:
     """Bytes in the device's memory, what it keeps in the host's included where that is the same."""
-    return need.device_bytes + (need.kept_bytes if shared(device) else 0.0)
+    own_bytes = need.checkpointed_bytes if checkpoints(need, device) else need.device_bytes
+    return own_bytes + _kept_bytes(need, device)
+
+
+def _kept_bytes(need: Need, device: Device) -> float:
+    return need.kept_bytes if shared(device) else 0.0
 
 
 class Optimizer(msgspec.Struct, frozen=True):
@@ -68,7 +81,12 @@ class Optimizer(msgspec.Struct, frozen=True):
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
-    return Need(stage.parameters * each_bytes + stage.activation_bytes + 4 * boundary_bytes)
+    fixed_bytes = stage.parameters * each_bytes + 4 * boundary_bytes
+    fewer = stage.checkpointed_bytes if stage.checkpointed_bytes < stage.activation_bytes else 0.0
+    return Need(
+        fixed_bytes + stage.activation_bytes,
+        checkpointed_bytes=fixed_bytes + stage.checkpointed_bytes if fewer else 0.0,
+    )
 
 
 def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:

@@ -7,6 +7,8 @@ L x L square; parameters, two moments and the step's sum are fp32. Seconds come 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
 
 import msgspec
@@ -16,6 +18,7 @@ MOMENTS_BYTES = {
     "float32": 8.0,
     "8bit": 2.0 + 8.0 / 256,
 }  # per parameter, of AdamW's two, by train.moments: codes with scales
+LOGITS = 1 << 24  # exist at a time (model/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
 FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward that recomputes
 
 
@@ -59,6 +62,7 @@ class Part(msgspec.Struct, frozen=True):
     flops: float  # of one forward, per microbatch
     activation_bytes: float  # kept for its backward, per microbatch
     working_bytes: float = 0.0  # beyond that, at the worst moment
+    input_bytes: float = 0.0  # of a block: what activation checkpointing keeps instead of activation_bytes
 
 
 COUNTED = "FLOPs and bytes counted on the meta device"
@@ -86,6 +90,7 @@ class Profile(msgspec.Struct, frozen=True):
                 flops=factor * part.flops,
                 activation_bytes=factor * part.activation_bytes,
                 working_bytes=factor * part.working_bytes,
+                input_bytes=factor * part.input_bytes,
             )
             for part in self.parts
         )
@@ -115,6 +120,9 @@ class Profile(msgspec.Struct, frozen=True):
             sum(part.flops for part in held),
             sum(part.activation_bytes for part in held) + max((part.working_bytes for part in held), default=0.0),
             max((part.parameters for part in held), default=0.0),
+            sum(part.input_bytes for part in held)
+            + max((part.activation_bytes + part.working_bytes for part in held), default=0.0),
+            sum(part.flops for part in held if part.input_bytes),
         )
 
 
@@ -123,6 +131,8 @@ class StageProfile(msgspec.Struct, frozen=True):
     flops: float  # of one forward, per microbatch
     activation_bytes: float
     largest_parameters: float  # of its largest part: what swapping must hold at once
+    checkpointed_bytes: float = 0.0  # activation_bytes with activation checkpointing of its blocks
+    block_flops: float = 0.0  # what that computes again, per microbatch
 
 
 @cache
@@ -137,11 +147,13 @@ def profile(shape: Shape, work: Work) -> Profile:
         flops=tokens * (2 * weights + 4.0 * work.tokens * queries),
         # Two norms and their outputs, two residuals; q, k, v before and after rotation; the attention's output; the MLP's inside.
         activation_bytes=tokens * value * (6.0 * d + 3 * queries + 3 * keys + (matrices + 1) * shape.intermediate),
+        input_bytes=float(tokens * value * d),
     )
     table = float(shape.vocabulary) * d
     embedding = Part("embedding", table, 0.0, tokens * value * float(d))
     # Logits in the compute dtype, in fp32, and their gradient.
-    head = Part("head", table + d, 2.0 * tokens * table, tokens * shape.vocabulary * (value + 8.0))
+    logits = min(tokens * shape.vocabulary, LOGITS)
+    head = Part("head", table + d, 2.0 * tokens * table, logits * (value + 8.0))
     parts = (embedding, *(msgspec.structs.replace(block, name=f"block {i}") for i in range(shape.layers)), head)
     sequence_bytes = 8.0 * (work.tokens + 1)
     return Profile(parts, float(tokens * value * d), work.sequences * sequence_bytes, shape.tied)
@@ -154,5 +166,10 @@ def spans(blocks: int, stages: int) -> tuple[range, ...]:
     base, extra = divmod(blocks, stages)
     inner_first = sorted(range(stages), key=lambda stage: (-min(stage, stages - 1 - stage), stage))
     sizes = [base + (stage in inner_first[:extra]) for stage in range(stages)]
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return consecutive(sizes)
+
+
+def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Ranges of these sizes, one after the other."""
+    ends = itertools.accumulate(sizes)
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))

@@ -36,11 +36,23 @@ def matched(seats: Seats, cluster: Cluster, routes: Routing) -> Routing:
     often as before, but less evenly over time, so a caller plays both; of assignments that cost the same the most even is taken."""
     owners = seats.seated
     ways = [[routes[owner][stage] for owner in owners] for stage in range(seats.stages)]
-    each = [len(turns) for turns in ways[0]]
-    if seats.stages == 1 or any(
-        [len(turns) for turns in way] != each for way in ways
-    ):  # fewer microbatches than owners
+    each, *others = ([len(turns) for turns in way] for way in ways)
+    if not others or any(other != each for other in others):  # one stage, or fewer microbatches than owners
         return routes
+    own_s, near_s = _seconds_on_links(seats, cluster, owners)
+    owner_of = np.repeat(owners, each)
+    at = np.concatenate([(np.arange(turns) + 0.5) / turns for turns in each])  # when in the step
+    served = [np.concatenate(way) for way in ways]
+    for _ in range(SWEEPS):
+        shorter = [_shortened(served, stage, own_s[stage][owner_of], near_s, at) for stage in range(seats.stages)]
+        if not any(shorter):
+            break
+    bounds = np.cumsum(each)[:-1]
+    return _routing(seats, owners, [[turns.tolist() for turns in np.split(way, bounds)] for way in served])
+
+
+def _seconds_on_links(seats: Seats, cluster: Cluster, owners: list[int]) -> tuple[Floats, Floats]:
+    """Of a microbatch: between owner and replica, (S, N, N), and between replicas of neighbouring stages, (N, N)."""
     devices, groups = len(seats.stage_of), [seats.replicas(stage) for stage in range(seats.stages)]
     own_s, near_s = np.zeros((seats.stages, devices, devices)), np.zeros((devices, devices))
     for stage, group in enumerate(groups):
@@ -49,28 +61,25 @@ def matched(seats: Seats, cluster: Cluster, routes: Routing) -> Routing:
                 own_s[stage, owner, device] = asked_s(seats, cluster, owner, device, stage)
             for before in groups[stage - 1] if stage else ():
                 near_s[before, device] = _handed_s(seats, cluster, before, device)
-    owner_of = np.repeat(owners, each)
-    at = np.concatenate([(np.arange(turns) + 0.5) / turns for turns in each])  # when in the step
-    served = [np.concatenate([np.array(turns) for turns in way]) for way in ways]
-    for _ in range(SWEEPS):
-        shorter = False
-        for stage in range(seats.stages):
-            link_s_of = own_s[stage][owner_of]  # by microbatch and device
-            if stage:
-                link_s_of = link_s_of + near_s[served[stage - 1]]
-            if stage < seats.stages - 1:
-                link_s_of = link_s_of + near_s[:, served[stage + 1]].T
-            slots = np.sort(served[stage])
-            now_s = link_s_of[np.arange(len(slots)), served[stage]].sum()
-            late = np.abs(at[:, None] - _spread_at(slots)[None, :])
-            cost_s = link_s_of[:, slots]
-            rows, columns = linear_sum_assignment(cost_s + EVENLY * (now_s / len(slots) or 1.0) * late)
-            if cost_s[rows, columns].sum() < now_s * (1 - 1e-9):
-                served[stage], shorter = slots[columns], True
-        if not shorter:
-            break
-    bounds = np.cumsum(each)[:-1]
-    return _routing(seats, owners, [[turns.tolist() for turns in np.split(way, bounds)] for way in served])
+    return own_s, near_s
+
+
+def _shortened(served: list[Any], stage: int, own_s: Floats, near_s: Floats, at: Floats) -> bool:
+    """Assign the stage's replicas anew beside its neighbours' where that takes less time on links. `own_s`: (microbatches, N)."""
+    link_s_of = own_s
+    if stage:
+        link_s_of = link_s_of + near_s[served[stage - 1]]
+    if stage < len(served) - 1:
+        link_s_of = link_s_of + near_s[:, served[stage + 1]].T
+    slots = np.sort(served[stage])
+    now_s = link_s_of[np.arange(len(slots)), served[stage]].sum()
+    late = np.abs(at[:, None] - _spread_at(slots)[None, :])
+    cost_s = link_s_of[:, slots]
+    rows, columns = linear_sum_assignment(cost_s + EVENLY * (now_s / len(slots) or 1.0) * late)
+    if cost_s[rows, columns].sum() >= now_s * (1 - 1e-9):
+        return False
+    served[stage] = slots[columns]
+    return True
 
 
 def _routing(seats: Seats, owners: list[int], ways: list[list[list[int]]]) -> Routing:

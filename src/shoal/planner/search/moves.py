@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from shoal.compiled import compiled
 from shoal.planner.costs.arrays import Floats, Ints
-from shoal.planner.costs.compiled import compiled
 
 
 @compiled

@@ -34,8 +34,12 @@ class Option(msgspec.Struct, frozen=True):
 
 def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
     """Those blocks on those devices, roughly priced; -1 is left out."""
-    made, devices = problem.profile, problem.cluster.devices
-    work = [made.stage(span) for span in cut]
+    profile, devices = problem.profile, problem.cluster.devices
+    work = [profile.stage(span) for span in cut]
+    checkpoints = tuple(
+        any(memory.checkpoints(_resident(problem, span), devices[d]) for d, own in enumerate(stage_of) if own == s)
+        for s, span in enumerate(cut)
+    )
     swaps = tuple(
         any(_lacks_resident(problem, span, devices[d]) > 0 for d, own in enumerate(stage_of) if own == s)
         for s, span in enumerate(cut)
@@ -44,7 +48,9 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
     every = range(len(devices))
     wanted = [_in_progress(problem, stage_of, stage) for stage in range(len(cut))]
     kept = tuple(
-        _kept(problem, cut[s], devices[d], wanted[s]) if 0 <= s < len(cut) - 1 and not swaps[s] else 0
+        _kept(problem, cut[s], devices[d], wanted[s])
+        if 0 <= s < len(cut) - 1 and not (swaps[s] or checkpoints[s])
+        else 0
         for d, s in enumerate(stage_of)
     )
 
@@ -55,9 +61,11 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
             return problem.emulated_s * (1.0 if direction == FORWARD else 2.0) + codec_s  # executor/emulated.py
         if stage < 0:
             return 0.0
-        recomputed = 1.0 - kept[device] / wanted[stage]
-        forwards = FORWARD if direction == FORWARD else BACKWARD - FORWARD + recomputed * FORWARD
-        compute_s = forwards * work[stage].flops / devices[device].flops + codec_s
+        recomputed = FORWARD * (1.0 - kept[device] / wanted[stage])
+        flops = (FORWARD if direction == FORWARD else BACKWARD - FORWARD + recomputed) * work[stage].flops
+        if direction == BACKWARD and checkpoints[stage] and not swaps[stage]:
+            flops += work[stage].block_flops
+        compute_s = flops / devices[device].flops + codec_s
         if not swaps[stage]:
             return compute_s
         # One microbatch at a time: every part is loaded for it, and its gradient stored after a backward.
@@ -74,8 +82,8 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         tuple(seconds(d, FORWARD) for d in every),
         tuple(seconds(d, BACKWARD) for d in every),
         gradient_bytes,
-        made.boundary_bytes,
-        made.tokens_bytes,
+        profile.boundary_bytes,
+        profile.tokens_bytes,
         problem.work.microbatches,
         problem.work.inflight,
         returned_bytes=problem.returned_bytes,
@@ -89,25 +97,31 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
 
 def as_planned(problem: Problem, plan: Plan) -> Seats:
     """Who serves what and what that takes, by a plan made or written for the problem."""
+    return option_of(problem, plan).seats
+
+
+def option_of(problem: Problem, plan: Plan) -> Option:
+    """A plan made or written for the problem as an option that is not played yet."""
     place = {device.name: number for number, device in enumerate(problem.cluster.devices)}
     stage_of = [-1] * len(place)
     for number, stage in enumerate(plan.stages):
         for peer in stage.peers:
             stage_of[place[peer]] = number
     cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
-    seats = placed(problem, cut, tuple(stage_of)).seats
+    option = placed(problem, cut, tuple(stage_of))
+    seats = option.seats
     order = seats.seated  # a plan's line_rates and routes speak of seats, Seats of devices
     if plan.line_rates:
         width = dict(zip(order, plan.line_rates, strict=True))
         line_rates = tuple(width.get(device, 0) for device in range(len(place)))
         seats = owning(problem, msgspec.structs.replace(seats, line_rates=line_rates))
-    if not plan.routes:
-        return seats
-    ways = {
-        order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
-        for owner, by_stage in enumerate(plan.routes)
-    }
-    return msgspec.structs.replace(seats, routes=tuple(ways.get(device, ()) for device in range(len(place))))
+    if plan.routes:
+        routes = {
+            order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
+            for owner, by_stage in enumerate(plan.routes)
+        }
+        seats = msgspec.structs.replace(seats, routes=tuple(routes.get(device, ()) for device in range(len(place))))
+    return msgspec.structs.replace(option, seats=seats)
 
 
 def owning(problem: Problem, seats: Seats) -> Seats:
@@ -127,17 +141,21 @@ def lacks_bytes(problem: Problem, span: range, device: Device) -> float:
     resident = _lacks_resident(problem, span, device)
     if resident <= 0 or not problem.swapping:
         return resident
-    made = problem.profile
-    need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    profile = problem.profile
+    need = memory.swapping(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
     return min(resident, memory.lacking(_keeping(problem, span, need), device))
 
 
 def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
     if problem.emulated_s:
         return 0.0
-    made = problem.profile
-    need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
-    return memory.lacking(_keeping(problem, span, need), device)
+    return memory.lacking(_resident(problem, span), device)
+
+
+def _resident(problem: Problem, span: range) -> memory.Need:
+    profile = problem.profile
+    need = memory.resident(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    return _keeping(problem, span, need)
 
 
 def _in_progress(problem: Problem, stage_of: tuple[int, ...], stage: int) -> int:
@@ -149,10 +167,8 @@ def _in_progress(problem: Problem, stage_of: tuple[int, ...], stage: int) -> int
 
 def _kept(problem: Problem, span: range, device: Device, wanted: int) -> int:
     most = wanted if problem.kept_activations < 0 else min(wanted, problem.kept_activations)
-    made = problem.profile
-    stage = made.stage(span)
-    need = memory.resident(stage, made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
-    return memory.kept_activations(_keeping(problem, span, need), device, stage.activation_bytes, most)
+    activation_bytes = problem.profile.stage(span).activation_bytes
+    return memory.kept_activations(_resident(problem, span), device, activation_bytes, most)
 
 
 def _keeping(problem: Problem, span: range, need: memory.Need) -> memory.Need:

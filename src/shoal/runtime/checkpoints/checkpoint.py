@@ -238,7 +238,7 @@ def about(config: Config, data: str, data_note: str) -> About:
     """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
     from shoal.model import boundary
     from shoal.model.families import cuts, hf_config
-    from shoal.runtime.data import open_tokenizer
+    from shoal.runtime.data.tokenizer import open_tokenizer
 
     if config.device.executor == "emulated":
         return About(config, data, data_note, {"config.json": json.dumps({"model_type": "emulated"}).encode()})

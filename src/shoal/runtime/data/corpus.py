@@ -67,9 +67,9 @@ def open_corpus(data: Data) -> Corpus:
     if not data.path:
         raise ValueError(f"data.source = {data.source!r} needs data.path: a file, a directory or a glob")
     suffix = ".txt" if data.source == "text" else ".jsonl"
-    root, files = _files(data.path, suffix, data.within)
-    if data.within:
-        guest.refuse_outside(data.within, files, "data.path")
+    root, files = _files(data.path, suffix, data.root)
+    if data.root:
+        guest.refuse_outside(data.root, files, "data.path")
     field = data.field if data.source == "jsonl" else ""
     return Corpus(f"{data.source} files at {data.path}", root, files, field)
 

@@ -37,7 +37,7 @@ class Base(msgspec.Struct, frozen=True):
 
     account: Account = Account()
     recovered: int = 0
-    taken_over: int = 0  # first steps, committed by another run: in the checkpoint, without commits here
+    adopted_steps: int = 0  # first steps, committed by another run: in the checkpoint, without commits here
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -51,7 +51,8 @@ class Totals(msgspec.Struct, frozen=True):
     counted_twice: int
     undone: int  # committed, then lost by going back to a checkpoint or a restart; issued and committed again
     recovered: int  # times the run went back to a checkpoint
-    taken_over: int  # first steps, committed by another run whose checkpoint this one adopted
+    skipped: int  # of those committed, the ones of steps that changed nothing
+    adopted_steps: int  # first steps, committed by another run whose checkpoint this one adopted
     balanced: bool
     reason: str  # what does not balance; '': nothing
 
@@ -73,7 +74,7 @@ class CommitHistory:
         self.base = base if base is not None else base_of(before)
         self.view: View | None = None  # the newest
         self.conflicts: set[int] = set()  # steps with two different commits
-        self.ahead: set[int] = set()  # steps averaged while the next one was computed
+        self.overlapped: set[int] = set()  # steps averaged while the next one was computed
         self.changes = 0  # increased with every change of `steps`
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
@@ -86,7 +87,7 @@ class CommitHistory:
         """Add an agreed view. Returns its commit when it is new and valid."""
         self._go_back(view)
         if view.ahead and not self._void(view.epoch, view.step):
-            self.ahead.add(view.step)
+            self.overlapped.add(view.step)
         if self.view is None or view.number > self.view.number:
             self.view = view
         if view.last is None or view.last.step < self.first_step or self._void(view.epoch, view.last.step):
@@ -120,7 +121,7 @@ class CommitHistory:
         if begins >= self._first_step_of_epoch.get(view.epoch, begins + 1):
             return
         self._first_step_of_epoch[view.epoch] = begins
-        self.ahead = {step for step in self.ahead if step < begins}
+        self.overlapped = {step for step in self.overlapped if step < begins}
         for number in [n for n, step in self._steps.items() if self._void(step.epoch, n)]:
             del self._steps[number]
             self.changes += 1
@@ -153,6 +154,7 @@ class CommitHistory:
             killed=self.base.account.killed + account.killed,
             joined=self.base.account.joined + account.joined,
             undone=self.base.account.undone + account.undone,
+            skipped=self.base.account.skipped + account.skipped,
         )
 
     def totals(self) -> Totals:
@@ -163,7 +165,7 @@ class CommitHistory:
         reasons: list[str] = []
         for number in range(steps):
             step = self._steps.get(number)
-            if step is None and number < self.base.taken_over:
+            if step is None and number < self.base.adopted_steps:
                 committed += self.microbatches
                 continue
             if step is None:
@@ -190,8 +192,9 @@ class CommitHistory:
             lost=lost,
             counted_twice=twice,
             undone=account.undone,
+            skipped=account.skipped,
             recovered=self.recovered,
-            taken_over=self.base.taken_over,
+            adopted_steps=self.base.adopted_steps,
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
         )
@@ -200,6 +203,8 @@ class CommitHistory:
         """Numbers of microbatches booked once at every stage, missing at a stage, booked twice at a stage; for the stages and
         microbatches of the session that committed the step."""
         commit, count = step.commit, step.microbatches or self.microbatches
+        if commit.skipped:
+            return count, 0, 0
         earlier = commit.step < self.first_step
         stages = step.stages or (len(commit.groups) if earlier else self.stages)
         missing: set[int] = set()
@@ -228,7 +233,7 @@ def restarted(standing: tuple[CommittedStep, ...], first_step: int, microbatches
     account = msgspec.structs.replace(base.account, undone=base.account.undone + void)
     fields = account.__struct_fields__
     larger = {field: max(getattr(account, field), getattr(before.account, field)) for field in fields}
-    return Base(Account(**larger), max(base.recovered, before.recovered), min(before.taken_over, first_step))
+    return Base(Account(**larger), max(base.recovered, before.recovered), min(before.adopted_steps, first_step))
 
 
 def surviving(steps: Iterable[CommittedStep]) -> tuple[CommittedStep, ...]:

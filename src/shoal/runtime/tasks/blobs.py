@@ -11,7 +11,7 @@ import logging
 import mmap
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -42,14 +42,28 @@ class Blobs:
         self._memory_bytes_of: dict[str, int] = {}  # name -> bytes, can move to disk, oldest first
         self._writing_bytes_of: dict[str, int] = {}  # name -> bytes, being written
         self._disk_bytes_of: dict[str, int] = {}
+        self._awaited: set[str] = set()  # of tasks that are not done
+        self._unwanted: set[str] = set()  # dropped before the task that makes them was done
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
 
+    def expect(self, names: Iterable[str]) -> None:
+        """A task makes these; until `settle`, a dropped one of them is not stored."""
+        with self._lock:
+            self._awaited.update(names)
+
+    def settle(self, names: Iterable[str]) -> None:
+        with self._lock:
+            self._awaited.difference_update(names)
+            self._unwanted.difference_update(names)
+
     def put(self, name: str, held: Held) -> None:
         nbytes = coding.nbytes(held)
         with self._lock:
+            if name in self._unwanted:
+                return
             self._remove(name)
             self._values[name] = held
             pinned = self._limit_bytes <= 0 or nbytes < SMALL
@@ -65,8 +79,11 @@ class Blobs:
             return self._values.get(name)
 
     def drop(self, name: str) -> None:
+        """Forget a tensor, also one that a task is still making."""
         with self._lock:
             self._remove(name)
+            if name in self._awaited:
+                self._unwanted.add(name)
 
     def names(self) -> list[str]:
         with self._lock:

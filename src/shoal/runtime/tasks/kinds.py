@@ -14,7 +14,7 @@ from shoal.config import Config
 from shoal.core.messages import BULK, Backward, BoundaryTensor, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
-from shoal.runtime.data import vocabulary
+from shoal.runtime.data.dataset import vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.coding import Held
@@ -49,7 +49,7 @@ class Kinds:
         self._gradient = BlobSpec("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
         self._averaging = _codec(network.averaging)
         self._tokens = BlobSpec("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
-        self._most = config.network.blob_bytes // 4  # values of a gradient whose stage is still being downloaded
+        self._most = config.network.max_tensor_bytes // 4  # values of a gradient whose stage is still being downloaded
         self._bytes = BlobSpec("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
 
     def fault(self, message: Message, blobs: tuple[Blob, ...], length: int) -> str:
@@ -66,12 +66,7 @@ class Kinds:
 
     def _kinds(self, message: Message, length: int) -> tuple[BlobSpec, ...] | str:
         if isinstance(message, ReduceChunk | GatherChunk):
-            for_joiner = isinstance(message, GatherChunk) and message.to_joiner
-            most = length or (self._most if for_joiner else 0)
-            # A single replica sends joiners its sum unencoded, as it applies it.
-            codecs = (codec.RAW, self._averaging) if for_joiner else (self._averaging,)
-            kind = BlobSpec("a chunk of the gradient", "float32", (), most, codecs)
-            return (kind,) if most else "no stage is here to average"
+            return self._chunk_kinds(message, length)
         if isinstance(message, Chunk):
             return () if message.gone else (self._bytes,)
         assert isinstance(message, Forward | Backward | BoundaryTensor)
@@ -82,6 +77,14 @@ class Kinds:
             kind = self._gradient if message.gradient else self._boundary
             return (kind,) if stage != (last if message.gradient else 0) else f"stage {stage} has no such boundary"
         return (self._tokens,) if stage in (0, last) else ()
+
+    def _chunk_kinds(self, message: ReduceChunk | GatherChunk, length: int) -> tuple[BlobSpec, ...] | str:
+        for_joiner = isinstance(message, GatherChunk) and message.to_joiner
+        most = length or (self._most if for_joiner else 0)
+        # A single replica sends joiners its sum unencoded, as it applies it.
+        codecs = (codec.RAW, self._averaging) if for_joiner else (self._averaging,)
+        kind = BlobSpec("a chunk of the gradient", "float32", (), most, codecs)
+        return (kind,) if most else "no stage is here to average"
 
     def _wrong(self, blob: Blob, kind: BlobSpec) -> str:
         fault = _malformed(blob)
@@ -95,6 +98,9 @@ class Kinds:
             return f"shape {blob.shape}, not {kind.shape}"
         if not kind.shape and (len(blob.shape) != 1 or not 1 <= blob.shape[0] <= kind.most):
             return f"shape {blob.shape}, not one dimension of 1 to {kind.most}"
+        return self._wrong_values(blob, kind)
+
+    def _wrong_values(self, blob: Blob, kind: BlobSpec) -> str:
         if blob.codec != codec.RAW:
             code = coding.code_of(blob)
             fault = compress.fault(code)

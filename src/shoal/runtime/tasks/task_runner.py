@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import cached_property
 
 import msgspec
 import torch
@@ -44,16 +44,18 @@ from shoal.core.messages import (
     RunSave,
     Task,
 )
-from shoal.executor import base, create
-from shoal.executor.base import Executor
+from shoal.executor import create
+from shoal.executor.base import Executor, limit_threads
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
+from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
+from shoal.runtime.tasks.failures import DoesNotFit, Failures
 from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
 from shoal.runtime.tasks.lane import Lane
 from shoal.runtime.tasks.sums import Sums
@@ -62,10 +64,11 @@ from shoal.transport.base import Blob
 
 log = logging.getLogger(__name__)
 
-REASON_LENGTH = 1000  # of a failure, in letters; core's Text holds 2000
+BUILDING = (Init, Import, Blend)  # tasks that build a stage
 
 Answer = Callable[[Done | Failed], None]
 Make = Callable[[Config, int], Executor]
+Take = Callable[..., torch.Tensor]  # (name, device="cpu") -> the blob's values
 
 
 class Seat(msgspec.Struct):
@@ -96,11 +99,11 @@ class TaskRunner:
         make: Make = create,
     ) -> None:
         self._config = config
-        self._threads()  # for the driver's thread, which checks blobs; each lane needs it again
+        limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
+        self._borders = Borders(config, dataset)
         self._store = store
         self._make = make
-        self._about: checkpoint.About | None = None
         self._seat: Seat | None = None
         self._sums = Sums(config)
         on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
@@ -108,16 +111,13 @@ class TaskRunner:
         self._saved: Copy | None = None  # for RunSave
         self._exported: Copy | None = None  # for ReadChunk
         self._downloaded: dict[int, torch.Tensor] = {}
-        self._unwanted: set[str] = set()  # dropped before the task that makes them was done
-        self._awaited: set[str] = set()
-        self._lock = threading.Lock()  # over the two sets of names
+        self._failures = Failures(config)
         self._stepped = threading.Event()  # no optimizer step goes on beside the hops
         self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
-        self._lanes = {name: Lane(name, self._threads) for name in names}
-        directory = Path(config.run.dir) / config.run.name
-        self._blobs = Blobs(config.network.spill_bytes, directory, self._lanes["write"].put)
+        self._lanes = {name: Lane(name, lambda: limit_threads(config)) for name in names}
+        self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -136,10 +136,7 @@ class TaskRunner:
 
     def drop(self, name: str) -> None:
         """Forget a blob, also one that a task is still making."""
-        with self._lock:
-            self._blobs.drop(name)
-            if name in self._awaited:
-                self._unwanted.add(name)
+        self._blobs.drop(name)
 
     def blob(self, name: str) -> Blob:
         """The blob as the network takes it, without a copy."""
@@ -171,8 +168,7 @@ class TaskRunner:
         Blobs that are here now may be dropped at once; others are looked for when the task's turn has come."""
         here = [(name, self._blobs.get(name)) for name in task.reads]
         held = {name: blob for name, blob in here if blob is not None}
-        with self._lock:
-            self._awaited.update(task.makes)
+        self._blobs.expect(task.makes)
         lane = self._lanes.get(task.lane, self._lanes["compute"])
         lane.put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
 
@@ -186,57 +182,31 @@ class TaskRunner:
         for lane in self._lanes.values():
             lane.thread.join(timeout_s)  # daemons: a storage that hangs does not keep the process
 
-    def _threads(self) -> None:
-        if self._config.device.threads:
-            torch.set_num_threads(self._config.device.threads)
-
     def _carry_out(self, work: Callable[[], Result], task: Task, done: Answer, spent_s: float) -> None:
         start = time.monotonic()
         answer: Done | Failed
         try:
             result = work()
-            answer = Done(task.id, result, spent_s + time.monotonic() - start)
+            answer = self._failures.on_done(Done(task.id, result, spent_s + time.monotonic() - start), task)
         except Later as later:
             again, spent_s = later.work, spent_s + time.monotonic() - start
             self._lanes[later.lane].put(lambda: self._carry_out(again, task, done, spent_s))
             return
-        except (ValueError, OSError) as error:
-            older = error.older if isinstance(error, checkpoint.Unloadable) else None
-            answer = Failed(task.id, str(error)[:REASON_LENGTH] or type(error).__name__, older=older)
-        except Exception as error:  # such as no memory: core waits for an answer, and a lane outlives its tasks
-            log.exception("%s failed", task)
-            reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
-            answer = Failed(task.id, reason, lost=not base.alive(self._config))
-        with self._lock:
-            self._awaited.difference_update(task.makes)
-            self._unwanted.difference_update(task.makes)
+        except Exception as error:  # noqa: BLE001  # such as no memory: core waits for an answer, and a lane outlives its tasks
+            served = self._seat.stage if self._seat is not None else None
+            answer = self._failures.answer(task, task.stage if isinstance(task, BUILDING) else served, error)
+        self._blobs.settle(task.makes)
         done(answer)
 
     def _run(self, task: Task, held: dict[str, Held]) -> Result:
         take = self._taker(held)
-        if isinstance(task, Apply | Reset | Init | Import | Blend | Export):
+        if isinstance(task, (*BUILDING, Apply, Reset, Export)):
             self._stepped.wait()  # they need the newest parameters, or change them
         match task:
-            case Fetch():
-                return self._give(task.out, self._fetch(task))
-            case RunForward():
-                y = self._forward(task, take(task.x, self._decodes_on))
-                return self._give(task.out, y, self._config.network.activations)
-            case RunBackward():
-                grad = take(task.grad, self._decodes_on) if task.grad else None
-                return self._backward(task, take(task.x, self._decodes_on), grad)
-            case Cut():
-                return self._cut(task)
-            case AddRow():
-                return self._add_row(task, [take(name) for name in task.parts])
-            case Add():
-                return self._add(task, [take(name) for name in task.parts])
-            case Gather():
-                return self._gather(task, [take(name) for name in task.sums])
-            case Apply():
-                return self._apply(task)
-            case Reset():
-                return self._reset()
+            case Fetch() | RunForward() | RunBackward():
+                return self._hop(task, take)
+            case Cut() | AddRow() | Add() | Gather() | Apply() | Reset():
+                return self._round(task, take)
             case Init() | Import() | Blend():
                 return self._take_seat(task)
             case Export():
@@ -251,7 +221,7 @@ class TaskRunner:
             case RunPublish():
                 return self._write(task, lambda: self._publish(task))
 
-    def _taker(self, held: dict[str, Held]) -> Callable[..., torch.Tensor]:
+    def _taker(self, held: dict[str, Held]) -> Take:
         def take(name: str, device: str = "cpu") -> torch.Tensor:
             value = held[name] if name in held else self._blobs.get(name)
             if value is None:
@@ -265,15 +235,24 @@ class TaskRunner:
         return self._keep(name, coding.packed(tensor, how))
 
     def _keep(self, name: str, held: Held) -> Result:
-        with self._lock:
-            if name not in self._unwanted:
-                self._blobs.put(name, held)
+        self._blobs.put(name, held)
         return Result(nbytes=coding.nbytes(held))
 
     def _keep_all(self, names: tuple[str, ...], held: list[Held]) -> Result:
         return Result(nbytes=sum(self._keep(name, one).nbytes for name, one in zip(names, held, strict=True)))
 
     # --------------------------------------------------------------------------------------------------------- hops
+
+    def _hop(self, task: Fetch | RunForward | RunBackward, take: Take) -> Result:
+        match task:
+            case Fetch():
+                return self._give(task.out, self._fetch(task))
+            case RunForward():
+                y = self._forward(task, take(task.x, self._decodes_on))
+                return self._give(task.out, y, self._config.network.activations)
+            case RunBackward():
+                grad = take(task.grad, self._decodes_on) if task.grad else None
+                return self._backward(task, take(task.x, self._decodes_on), grad)
 
     def _fetch(self, task: Fetch) -> torch.Tensor:
         if self._dataset is not None:
@@ -284,15 +263,16 @@ class TaskRunner:
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
         executor = self._computing(task.stage, task.step)
-        return executor.forward(x[:, :-1] if task.stage == 0 else x)
+        return self._borders.plain(task, executor.forward(self._borders.input(task, x)))
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
         executor = self._computing(task.stage, task.step)
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
-        grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
+        grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
         if grad_x is None or not task.out:
             return Result(loss=loss)
+        grad_x = self._borders.plain(task, grad_x)
         return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
 
     def _computing(self, stage: int, step: int) -> Executor:
@@ -320,21 +300,27 @@ class TaskRunner:
 
     # ------------------------------------------------------------------------------------------------------- rounds
 
-    def _cut(self, task: Cut) -> Result:
-        return self._keep_all(task.outs, self._sums.cut(task, self._computing(self._seated().stage, task.step)))
-
-    def _add_row(self, task: AddRow, parts: list[torch.Tensor]) -> Result:
-        return self._keep_all(task.outs, self._sums.add_row(task, parts))
-
-    def _add(self, task: Add, parts: list[torch.Tensor]) -> Result:
-        return self._keep(task.out, self._sums.add(task, parts))
-
-    def _gather(self, task: Gather, sums: list[torch.Tensor]) -> Result:
-        return self._sums.gather(task, sums, self._at(self._seated().stage, task.step).length)
+    def _round(self, task: Cut | AddRow | Add | Gather | Apply | Reset, take: Take) -> Result:
+        match task:
+            case Cut():
+                return self._keep_all(task.outs, self._sums.cut(task, self._computing(self._seated().stage, task.step)))
+            case AddRow():
+                return self._keep_all(task.outs, self._sums.add_row(task, [take(name) for name in task.parts]))
+            case Add():
+                return self._keep(task.out, self._sums.add(task, [take(name) for name in task.parts]))
+            case Gather():
+                totals = [take(name) for name in task.sums]
+                return self._sums.gather(task, totals, self._at(self._seated().stage, task.step).length)
+            case Apply():
+                return self._apply(task)
+            case Reset():
+                return self._reset()
 
     def _apply(self, task: Apply) -> Result:
         seat = self._seated()
         executor = self._at(seat.stage, task.step)
+        if task.skip:
+            return self._skip(task, seat, executor)
         reduced = self._sums.commit(task.step, task.round)
         if isinstance(executor, Delayed):
             executor.begin(task.step)
@@ -343,6 +329,14 @@ class TaskRunner:
             raise Later("average", lambda: self._apply_beside(task, executor, reduced))
         executor.apply(reduced, task.norm, task.step)
         executor.zero(task.step + 1)
+        seat.step = task.step + 1
+        return self._applied(task, seat)
+
+    def _skip(self, task: Apply, seat: Seat, executor: Executor) -> Result:
+        if isinstance(executor, Delayed):
+            executor.skip(task.step)
+        else:
+            executor.zero(task.step + 1)
         seat.step = task.step + 1
         return self._applied(task, seat)
 
@@ -371,7 +365,10 @@ class TaskRunner:
         self._seat = None  # two stages may not fit beside each other
         self._sums.void(seat=True)
         self._saved = self._exported = None
-        executor = self._make(self._config, task.stage)
+        try:
+            executor = self._make(self._config, task.stage)
+        except ValueError as error:
+            raise DoesNotFit(f"stage {task.stage} cannot be built here: {error}") from error
         if isinstance(task, Import):
             chunks, self._downloaded = self._downloaded, {}
             executor.load_state(_downloaded(chunks, range(task.chunks), task.stage, task.step))
@@ -440,15 +437,17 @@ class TaskRunner:
 
     def _publish(self, task: RunPublish) -> Result:
         store = self._place()
-        if self._about is None:
-            digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
-            self._about = checkpoint.about(self._config, digest, note)
         path = store.publish(task.step, task.records, self._about)
         try:
             store.prune(self._config.checkpoint.keep)
         except OSError as error:  # the new one is there; the old ones are only in the way
             log.warning("older checkpoints could not be deleted: %s", error)
         return Result(record=path)
+
+    @cached_property
+    def _about(self) -> checkpoint.About:
+        digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
+        return checkpoint.about(self._config, digest, note)
 
     def _place(self) -> checkpoint.Store:
         if self._store is None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 
 from shoal.core.messages import Asked, SaveAsked
-from shoal.sim.faults.injector import Fault, Injector, PlannedFault
-from shoal.sim.faults.preemption import found, read
+from shoal.sim.faults.injector import Fault, Injector, PlannedFault, planned_faults
+from shoal.sim.faults.preemption import read, record_path
 from shoal.sim.scenarios.scenario import Case
 
 SHIFT_S = (1200.0, 2400.0)  # into the record, when its first nodes are there
@@ -28,13 +28,9 @@ def plan(case: Case) -> list[PlannedFault]:
         "join": drawn.joiners,
         "lose": drawn.losses,
     }
-    planned = [
-        PlannedFault(rng.uniform(0.0, end_s), kind, rng.uniform(0.1, 5.0))
-        for kind, count in kinds.items()
-        for _ in range(count)
-    ]
-    asked = case.rng("saves")  # apart, so that what is drawn besides stays as it was
-    return planned + [PlannedFault(asked.uniform(0.0, end_s), "save", 0.0) for _ in range(case.scenario.saves)]
+    planned = planned_faults(kinds, end_s, rng, lambda: rng.uniform(0.1, 5.0))
+    # saves are drawn apart, so that what is drawn besides stays as it was
+    return planned + planned_faults({"save": case.scenario.saves}, end_s, case.rng("saves"), lambda: 0.0)
 
 
 def lives(case: Case) -> list[PlannedFault]:
@@ -42,7 +38,7 @@ def lives(case: Case) -> list[PlannedFault]:
     scenario, rng = case.scenario, case.rng("lives")
     planned: list[PlannedFault] = []
     if scenario.record:
-        changes = read(found(scenario.record))
+        changes = read(record_path(scenario.record))
         for _ in range(scenario.copies):
             shift_s = rng.uniform(*SHIFT_S)
             planned += [

@@ -69,19 +69,14 @@ def attacks(kind: type[m.Message], facts: Facts) -> Iterator[tuple[str, m.Messag
         yield from _altered(word, base, facts, DEEP)
 
 
-def all_attacks(facts: Facts) -> Iterator[tuple[str, m.Message]]:
-    for kind in KINDS:
-        yield from attacks(kind, facts)
-
-
 # ------------------------------------------------------------------------------------------------------- plausible
 
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[types.Field, ...]:
-    found = types.type_info(kind)
-    assert isinstance(found, types.StructType)
-    return found.fields
+    info = types.type_info(kind)
+    assert isinstance(info, types.StructType)
+    return info.fields
 
 
 def _risen(base: m.Propose) -> m.Propose:
@@ -99,8 +94,6 @@ def _value(name: str, of: types.Type, facts: Facts) -> Any:
     """A plausible value of that type for a field of that name."""
     if isinstance(of, types.UnionType):  # of something and None
         of = _something(of)
-    if name == "view" and isinstance(of, types.IntType):
-        return facts.view.number
     by_name = _values_by_name(facts)
     if name in by_name and not isinstance(of, types.StructType):
         return by_name[name]
@@ -109,31 +102,36 @@ def _value(name: str, of: types.Type, facts: Facts) -> Any:
             return name == "granted"
         case types.IntType():
             return max(0, of.ge or 0)
-        case types.FloatType() | types.BytesType():
-            return 0.0 if isinstance(of, types.FloatType) else b""
+        case types.FloatType():
+            return 0.0
+        case types.BytesType():
+            return b""
         case types.StrType():
-            return _plausible_text(name, of, facts)
-        case types.VarTupleType():
-            return () if name in EMPTY else (_value(name, of.item_type, facts),)
-        case types.StructType():
-            return _made(of.cls, facts)
+            return facts.peer if of.min_length or name in ("leader", "about", "peer") else ""
         case types.LiteralType():
             return of.values[0]
         case types.EnumType():
             return next(iter(of.cls))
+    return _composed(name, of, facts)
+
+
+def _composed(name: str, of: types.Type, facts: Facts) -> Any:
+    """A plausible value of a type that has others in it."""
+    match of:
+        case types.VarTupleType():
+            return () if name in EMPTY else (_value(name, of.item_type, facts),)
+        case types.StructType():
+            return _made(of.cls, facts)
         case types.TupleType():
             return tuple(_value(name, item, facts) for item in of.item_types)
     raise TypeError(f"{name}: edges.py knows nothing of {of}")
-
-
-def _plausible_text(name: str, of: types.StrType, facts: Facts) -> str:
-    return facts.peer if of.min_length or name in ("leader", "about", "peer") else ""
 
 
 def _values_by_name(facts: Facts) -> dict[str, Any]:
     """Fields whose plausible value follows from their name."""
     view = facts.view
     return {
+        "view": view.number,
         "epoch": view.epoch,
         "step": view.step,
         "work": view.work,

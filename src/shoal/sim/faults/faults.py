@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from shoal.sim.faults.injector import Fault, Injector, PlannedFault
+from shoal.sim.faults.injector import Fault, Injector, PlannedFault, planned_faults
 from shoal.sim.node import Node
 from shoal.sim.scenarios.scenario import Case
 
@@ -29,11 +29,7 @@ def plan(case: Case) -> list[PlannedFault]:
         "full_disk": drawn.full_disks,
         "liar": drawn.liars,
     }
-    return [
-        PlannedFault(rng.uniform(0.0, end_s), kind, rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.0))
-        for kind, count in kinds.items()
-        for _ in range(count)
-    ]
+    return planned_faults(kinds, end_s, rng, lambda: rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.0))
 
 
 def pause(injector: Injector, planned: PlannedFault, rng: Random) -> None:
@@ -103,12 +99,12 @@ def cut(injector: Injector, planned: PlannedFault, small: tuple[str, ...], rest:
 def slow(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     node = _anyone(injector, rng)
     if node is not None and not node.condition.slow:
-        usual = node.runner.slowness
-        node.runner.slowness = usual * 10
+        pace = node.runner.pace
+        usual, pace.slowness = pace.slowness, pace.slowness * 10
         node.condition.slow = True
 
         def over(_: object) -> None:
-            node.runner.slowness = usual
+            pace.slowness = usual
             node.condition.slow = False
 
         injector.until(planned.length_s, over)

@@ -50,7 +50,10 @@ def draw(count: tuple[int, int], only: tuple[str, ...], peers: int, rng: Random)
             break
         inside = role in ("member", "hole")
         key = honest_keys.pop(rng.randrange(len(honest_keys))) if inside else peers + number
-        one_act = role == "hole" or len(allowed[role]) == 1 or rng.random() < 0.6
-        acts = tuple(rng.sample(allowed[role], 1 if one_act else 2))
-        drawn.append(Hostile(key, role, acts, rng.uniform(0.0, 10.0), stops))
+        drawn.append(Hostile(key, role, _acts(role, allowed[role], rng), rng.uniform(0.0, 10.0), stops))
     return tuple(drawn)
+
+
+def _acts(role: Role, allowed: list[str], rng: Random) -> tuple[str, ...]:
+    one_act = role == "hole" or len(allowed) == 1 or rng.random() < 0.6
+    return tuple(rng.sample(allowed, 1 if one_act else 2))

@@ -28,6 +28,15 @@ class PlannedFault(msgspec.Struct, frozen=True):
     length_s: float
 
 
+def planned_faults(
+    counts: Mapping[str, int], end_s: float, rng: Random, length_s: Callable[[], float]
+) -> list[PlannedFault]:
+    """So many faults of each kind, each at a time before `end_s`, as long as `length_s` draws."""
+    return [
+        PlannedFault(rng.uniform(0.0, end_s), kind, length_s()) for kind, count in counts.items() for _ in range(count)
+    ]
+
+
 class Trap(msgspec.Struct):
     """Waits for a peer that is about to do what `kind` names; lets `skip` such moments pass."""
 

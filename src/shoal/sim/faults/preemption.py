@@ -30,7 +30,7 @@ class _Nodes(msgspec.Struct, frozen=True):
 _Line = tuple[float, Literal["add", "remove", "no-op"], _Nodes]
 
 
-def found(name: str) -> Path:
+def record_path(name: str) -> Path:
     """A record by its path, or by its name in configs/traces of this tree."""
     path = Path(name)
     beside = Path(__file__).parents[4] / "configs" / "traces" / name
@@ -51,10 +51,10 @@ def read(path: str | Path) -> tuple[Change, ...]:
         if not line.strip() or line.startswith("#"):
             continue
         try:
-            found = _json(line) if line.startswith("[") else _csv(line)
+            changes_of_line = _json(line) if line.startswith("[") else _csv(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-        for change in found:
+        for change in changes_of_line:
             if change.joins == (change.node in present):
                 was = "is there already" if change.joins else "is not there"
                 raise ValueError(f"{path}, line {number}: {change.node} {was}")

@@ -145,7 +145,7 @@ class Strangers:
 
     def facts(self, name: m.Peer, peer: m.Peer) -> edges.Facts:
         term = max((node.machine.register.term for node in self.honest()), default=1)
-        return edges.Facts(name, peer, self._view(), min(term, 2**52), self.context.watch.newest_round)
+        return edges.Facts(name, peer, self._view(), min(term, 2**52), self.context.watch.rounds.newest)
 
     def _someone(self) -> m.Peer:
         nodes = self.honest()
@@ -157,8 +157,8 @@ class Strangers:
 
     def _fuzz(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         to = self._leader() if self.rng.random() < 0.4 else self._someone()
-        found = list(edges.attacks(self.rng.choice(FUZZED), self.facts(name, to)))
-        for label, message in self.rng.sample(found, min(BURST, len(found))):
+        attacks = list(edges.attacks(self.rng.choice(FUZZED), self.facts(name, to)))
+        for label, message in self.rng.sample(attacks, min(BURST, len(attacks))):
             self.context.note(f"{name:6} attacks {to} with {label}")
             yield to, message
 
@@ -177,7 +177,7 @@ class Strangers:
     def _culprit(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         view = self._view()
         answer = m.RoundFailed(
-            view.epoch, view.step, self.context.watch.newest_round, "its part is not finite", self._someone()
+            view.epoch, view.step, self.context.watch.rounds.newest, "its part is not finite", self._someone()
         )
         yield self._leader(), answer
 

@@ -74,7 +74,7 @@ def _meant(injector: Injector, node: Node, kind: str, command: m.Command) -> boo
         return False
     message = command.message
     if isinstance(message, m.ReduceChunk) and kind != "averaging":
-        group = injector.context.watch.group_of(node.name, message)
+        group = injector.context.watch.rounds.group_of(node.name, message)
         return of_row(message.chunk, len(group)) is (kind == "rows")
     return True
 

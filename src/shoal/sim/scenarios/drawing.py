@@ -74,9 +74,16 @@ def draw(scenario: Scenario, seed: int) -> Case:
         happenings=_some(scenario.happenings, rng, whole=True, sure=scenario.sure),
         strikes=_some(scenario.strikes, aimed, whole=True, sure=True),
         hostile=hostile.draw(scenario.strangers, scenario.acts, peers, Random(f"{scenario.name}/{seed}/strangers")),
+        nonfinite=_nonfinite(scenario, settings, Random(f"{scenario.name}/{seed}/nonfinite")),
         regions=aimed.randint(*scenario.regions),
         patience=TIGHT if settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
     )
+
+
+def _nonfinite(scenario: Scenario, settings: Settings, rng: Random) -> frozenset[tuple[int, int, int]]:
+    count = min(rng.randint(*scenario.nonfinite), settings.steps)
+    steps = rng.sample(range(settings.steps), count)
+    return frozenset((step, rng.randrange(settings.microbatches), rng.randrange(settings.stages)) for step in steps)
 
 
 def _with_plan(settings: Settings, peers: int, rng: Random) -> Settings:

@@ -95,6 +95,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     saves: int = 0  # times that a launcher asks for a checkpoint now
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
+    nonfinite: tuple[int, int] = (0, 0)  # steps with a microbatch whose result is not finite, whoever computes it
     strangers: tuple[int, int] = (0, 0)  # hostile peers (faults/strangers.py)
     acts: tuple[str, ...] = ()  # what those do, as role/act; empty: anything
     regions: tuple[int, int] = (1, 1)  # links within one are fast, between two slow
@@ -127,6 +128,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     happenings: Happenings
     strikes: Strikes = Strikes()
     hostile: tuple[Hostile, ...] = ()
+    nonfinite: frozenset[tuple[int, int, int]] = frozenset()  # (step, microbatch, stage)
     regions: int = 1
     patience: float = 1.0  # times the scenario's bounds on progress
     wire: Wire | None = None  # with `lines`

@@ -175,8 +175,10 @@ class Dht:
 
     async def _note_contacts(self) -> None:
         """For the day on which the daemon ends."""
-        found = [f"{way}/p2p/{info.peer_id.to_base58()}" for info in await self._p2p.list_peers() for way in info.addrs]
-        self._contacts = tuple(found[:MAX_RECORDS])
+        routes = [
+            f"{way}/p2p/{info.peer_id.to_base58()}" for info in await self._p2p.list_peers() for way in info.addrs
+        ]
+        self._contacts = tuple(routes[:MAX_RECORDS])
 
     @property
     def addresses(self) -> tuple[str, ...]:

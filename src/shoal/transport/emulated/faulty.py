@@ -1,6 +1,6 @@
 """Any network whose links are cut and slowed on purpose, as a file says: for `shoal chaos` on real processes.
 
-A run that allows it (network.faults) puts this before each peer's network; a run that does not never makes one. The file holds a
+A run that allows it (network.fault_injection) puts this before each peer's network; a run that does not never makes one. The file holds a
 list of `Fault`s, each until a moment of the machine's monotonic clock, so that links heal by themselves should whoever wrote it be
 killed. What is cut vanishes without a word, as packets do behind a firewall that drops them: connections stay, and nobody is told.
 A cut is obeyed at both ends, so it holds even where one end reads the file late; a slow link is a `LineQueue` (shaped.py) per peer,
@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.core.messages import Message, Peer
 from shoal.transport.base import Blob, Incoming, Limits, Lost
-from shoal.transport.emulated.shaped import AccessLink, LineQueue, Reachable, tell_mistake
+from shoal.transport.emulated.shaped import AccessLink, LineQueue, Reachable, loop_time, set_or_due, tell_mistake
 from shoal.transport.wire import encode
 
 FAULTS = "faults.json"  # in the directory of the run
@@ -89,7 +89,7 @@ class Faulty:
         waiting_bytes = line.waiting_bytes(peer) if frame.bulk else 0
         if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
             return 0
-        line.push((message, blobs), peer, frame.nbytes, frame.bulk, _now(), rank=frame.rank)
+        line.push((message, blobs), peer, frame.nbytes, frame.bulk, loop_time(), rank=frame.rank)
         self._news.set()
         return frame.nbytes
 
@@ -130,12 +130,12 @@ class Faulty:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _cut(self, sender: Peer, receiver: Peer, blobs: tuple[Blob, ...]) -> bool:
-        now = _now()
+        now = loop_time()
         return any(f.cuts(blobs) and now < f.until_s and f.meets(sender, receiver) for f in self._faults)
 
     def _line_to(self, peer: Peer) -> AccessLink | None:
         """The first slow link that is meant for what is sent to that peer now."""
-        now = _now()
+        now = loop_time()
         meant = (fault for fault in self._faults if now < fault.until_s and fault.meets(self.name, peer))
         return next((fault.link for fault in meant if fault.link), None)
 
@@ -162,19 +162,9 @@ class Faulty:
         """Hand over what has passed a slow link, when it has."""
         while True:
             self._news.clear()
-            now = _now()
+            now = loop_time()
             for peer, (_, line) in list(self._lines.items()):
                 for message, blobs in line.take(now):
                     self._hand_over(peer, message, blobs)
             deadlines = [line.deadline for _, line in self._lines.values() if line.deadline is not None]
-            alarm = asyncio.get_running_loop().call_at(min(deadlines), self._news.set) if deadlines else None
-            try:
-                await self._news.wait()
-            finally:
-                if alarm is not None:
-                    alarm.cancel()
-
-
-def _now() -> float:
-    """The event loop's clock is the machine's monotonic one, which all its processes share."""
-    return asyncio.get_running_loop().time()
+            await set_or_due(self._news, deadlines)

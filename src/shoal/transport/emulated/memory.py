@@ -35,7 +35,7 @@ class Hub:
         if there is not None:
             there.left(peer)
 
-    def gone(self, peer: Peer) -> None:
+    def remove(self, peer: Peer) -> None:
         self.peers.pop(peer, None)
         for other in list(self.peers.values()):
             other.left(peer)
@@ -78,7 +78,7 @@ class MemoryTransport:
     async def close(self) -> None:
         if self._open:
             self._open = False
-            self._hub.gone(self.name)
+            self._hub.remove(self.name)
 
     def learn(self, peer: Peer, address: tuple[str, int]) -> None:
         """Every peer of the hub is known already."""

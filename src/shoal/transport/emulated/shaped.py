@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -87,9 +87,9 @@ class LineQueue(Generic[T]):
     ) -> None:
         """Its last byte is here `now`; its first was `since`, where that is known. `rank` is that of bulk."""
         seconds = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
-        came = since if since is not None else now
+        began = since if since is not None else now
         lane = 1 + rank if bulk else 0
-        leaves_at = max(max(*self._free[: lane + 1], came) + seconds, now)
+        leaves_at = max(max(*self._free[: lane + 1], began) + seconds, now)
         self._free[lane] = leaves_at
         self._lanes[lane].append(_Passing(item, peer, nbytes, lane, seconds, leaves_at))
         self._delay(lane + 1, seconds, now)
@@ -253,7 +253,7 @@ class Shaped:
         waiting_bytes = self._up.waiting_bytes(peer) if frame.bulk else 0
         if waiting_bytes and waiting_bytes + frame.nbytes > self._limits.queued_bytes:
             return 0
-        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, _now(), frame.rank)
+        self._up.push((peer, message, blobs), peer, frame.nbytes, frame.bulk, loop_time(), frame.rank)
         self._news.set()
         return frame.nbytes
 
@@ -261,7 +261,7 @@ class Shaped:
         return await self._receive_queue.take()
 
     def forget(self, peer: Peer) -> None:
-        self._up.drop(peer, _now())
+        self._up.drop(peer, loop_time())
         self._down.drop(peer)
         self._receive_queue.drop(lambda item: item.peer == peer)
         self._inner.forget(peer)
@@ -298,7 +298,7 @@ class Shaped:
             nbytes = size(item.message, item.blobs)
             if item.blobs and self._down.waiting_bytes(item.peer) > self._limits.queued_bytes:
                 continue  # more than the modelled line can take: vanishes, as at the sender
-            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), _now(), rank=rank(item.message))
+            self._down.push((item, nbytes), item.peer, nbytes, bool(item.blobs), loop_time(), rank=rank(item.message))
             self._news.set()
             while self._receive_queue.full(bulk=True) or self._receive_queue.full(bulk=False):
                 self._room.clear()
@@ -308,18 +308,13 @@ class Shaped:
         """Hand over what has passed a line, when it has."""
         while True:
             self._news.clear()
-            now = _now()
+            now = loop_time()
             for peer, message, blobs in self._up.take(now):
                 self._inner.send(peer, message, blobs)
             for incoming, nbytes in self._down.take(now):
                 self._receive_queue.put(incoming, nbytes)
             deadlines = [line.deadline for line in (self._up, self._down) if line.deadline is not None]
-            alarm = asyncio.get_running_loop().call_at(min(deadlines), self._news.set) if deadlines else None
-            try:
-                await self._news.wait()
-            finally:
-                if alarm is not None:
-                    alarm.cancel()
+            await set_or_due(self._news, deadlines)
 
 
 def tell_mistake(task: asyncio.Task[None]) -> None:
@@ -327,5 +322,16 @@ def tell_mistake(task: asyncio.Task[None]) -> None:
         log.error("a shaped network has stopped", exc_info=task.exception())
 
 
-def _now() -> float:
+def loop_time() -> float:
+    """The event loop's clock is the machine's monotonic one, which all its processes share."""
     return asyncio.get_running_loop().time()
+
+
+async def set_or_due(event: asyncio.Event, deadlines: Sequence[float]) -> None:
+    """Wait until `event` is set, or set it at the first deadline."""
+    alarm = asyncio.get_running_loop().call_at(min(deadlines), event.set) if deadlines else None
+    try:
+        await event.wait()
+    finally:
+        if alarm is not None:
+            alarm.cancel()

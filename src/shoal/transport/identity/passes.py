@@ -206,20 +206,22 @@ class Membership:
         if len(data) > MAX_LIST_BYTES:
             raise ValueError(f"a list of passes of {len(data)} bytes; at most {MAX_LIST_BYTES}")
         try:
-            told = msgspec.msgpack.decode(data, type=PassList)
+            pass_list = msgspec.msgpack.decode(data, type=PassList)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ValueError("not a list of passes") from None
-        if told.version <= self._standing.version:
+        if pass_list.version <= self._standing.version:
             return False
-        unsigned = msgspec.msgpack.encode(msgspec.structs.replace(told, signature=bytes(64)))
-        if key_id(told.authority) != self.run or not verify(told.authority, "passes", unsigned, told.signature):
+        unsigned = msgspec.msgpack.encode(msgspec.structs.replace(pass_list, signature=bytes(64)))
+        if key_id(pass_list.authority) != self.run or not verify(
+            pass_list.authority, "passes", unsigned, pass_list.signature
+        ):
             raise ValueError("a forged list of passes: not signed by the run's authority")
-        grants = {grant.id: grant for grant in told.grants}
-        revoked = {entry.what: entry for entry in told.revoked}
+        grants = {grant.id: grant for grant in pass_list.grants}
+        revoked = {entry.what: entry for entry in pass_list.revoked}
         with self._lock:
-            if told.version <= self._standing.version:
+            if pass_list.version <= self._standing.version:
                 return False
-            self._standing = PassStatus(told.version, data, grants, revoked)
+            self._standing = PassStatus(pass_list.version, data, grants, revoked)
             if self.grant is not None and (mine := grants.get(self.grant.id)) is not None:
                 self._adopt(mine)
         self.on_change()

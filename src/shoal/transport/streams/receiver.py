@@ -98,7 +98,7 @@ class Receiver:
         while left and not (message.whole and kind == "control"):
             view = message.room(min(left, FRAGMENT_BYTES))
             yield from stream.read(view)
-            message.came(view.nbytes)
+            message.advance(view.nbytes)
             left -= view.nbytes
             largest = self._partial_messages.add(peer, kind, view.nbytes)
             if largest is not None:

@@ -1,4 +1,4 @@
-"""The commit of a step, and the end of the run.
+"""The commit of a step.
 
 A step is committed by the view that lists its round's groups, digests and norm, once every participant of the round has reported and
 the replicas of every stage agree.
@@ -67,23 +67,25 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         loss=facts.ledger(view.step).loss(),
         digests=tuple(current.reduced[group[0].peer].digest for group in groups),
         groups=groups,
-        save=facts.requests.save or _saves(view.step + 1, settings),
+        save=facts.requests.save or saves(view.step + 1, settings),
         joiners=tuple(peer for group in current.message.joiners for peer in group),
     )
-    proposal = _next(view, last, facts, settings, now)
+    outcome = f"committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
+    proposal = next_step(view, last, outcome, facts, settings, now)
     return msgspec.structs.replace(proposal, norms=norms)
 
 
-def _saves(step: int, settings: Settings) -> bool:
+def saves(step: int, settings: Settings) -> bool:
     """A checkpoint of that version of the parameters is to be written."""
     if step >= settings.steps and settings.save_last:
         return True
     return settings.save_every > 0 and step % settings.save_every == 0
 
 
-def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: float) -> Proposal:
-    """The view that begins the step after `last`: leavers go, joiners that took part become members. In the middle of the next step,
-    with delayed updates, nobody leaves, and no peer enters that was removed from it."""
+def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings: Settings, now: float) -> Proposal:
+    """The view that begins the step after `last`, which ended with `outcome`: leavers go, joiners that took part become members.
+
+    In the middle of the next step, with delayed updates, nobody leaves, and no peer enters that was removed from it."""
     over, goes_on = view.step + 1 >= settings.steps, view.ahead
     leaves = facts.requests.leaves
     new = _took_part(view, last)
@@ -94,18 +96,13 @@ def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: fl
     if not (over or goes_on or complete(settings, members)):  # while everybody is as planned, the plan balances
         moves = rebalance(before_the_next_step(members, joining, view, facts, settings, now))
     members, joining = moving(members, joining, moves)
-    owners: tuple[int, ...] = ()
-    if goes_on:
-        owners = inherit(view, members, ())
-    elif not over:
-        owners = owners_of(members, settings.microbatches)
     after = successor(
         view,
-        _reasons(last, new, left, moves),
+        _reasons(f"step {last.step} {outcome}", new, left, moves),
         step=view.step + 1,
         members=members,
         joining=joining,
-        owners=owners,
+        owners=_owners(view, members, settings),
         phase=Phase.TRAINING if not over else Phase.SAVING if last.save else Phase.FINISHED,
         last=last,
         account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
@@ -115,9 +112,16 @@ def _next(view: View, last: Committed, facts: Facts, settings: Settings, now: fl
     return Proposal(after, moves)
 
 
-def _reasons(last: Committed, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
+def _owners(view: View, members: tuple[Member, ...], settings: Settings) -> tuple[int, ...]:
+    """Of the next step's microbatches; with delayed updates they have begun."""
+    if view.ahead:
+        return inherit(view, members, ())
+    return owners_of(members, settings.microbatches) if view.step + 1 < settings.steps else ()
+
+
+def _reasons(outcome: str, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
     return [
-        f"step {last.step} committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}",
+        outcome,
         *(f"{member.peer} serves stage {member.stage}" for member in new),
         *(f"{peer} leaves: {left[peer]}" for peer in sorted(left)),
         *(move.reason for move in moves),
@@ -131,6 +135,7 @@ def _account(view: View, last: Committed, new: tuple[Member, ...], microbatches:
         account,
         committed=account.committed + microbatches,
         counted_twice=account.counted_twice + counted_twice(last.groups),
+        skipped=account.skipped + (microbatches if last.skipped else 0),
     )
 
 
@@ -147,10 +152,3 @@ def _took_part(view: View, last: Committed) -> tuple[Member, ...]:
     averaged = {share.peer for group in last.groups for share in group}
     void = {(member.peer, member.stage) for member in view.fenced} if view.ahead else set()
     return tuple(one for one in view.joining if one.peer in averaged and (one.peer, one.stage) not in void)
-
-
-def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
-    """After the last step the run is over once its checkpoint is published or cannot be."""
-    if view.finished or view.step < settings.steps or not facts.saving.idle:
-        return None
-    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], phase=Phase.FINISHED))

@@ -11,14 +11,15 @@ import msgspec
 
 from shoal.core.leader.facts import Facts, Finding
 from shoal.core.leader.rules.admission import ADMIT_BEATS, admit, may_admit, misfits, promote
-from shoal.core.leader.rules.commit import commit, disputes, finish
+from shoal.core.leader.rules.commit import commit, disputes
+from shoal.core.leader.rules.divergence import diverged
 from shoal.core.leader.rules.moves import restage
 from shoal.core.leader.rules.overlap import overlap
 from shoal.core.leader.rules.proposal import Proposal
 from shoal.core.leader.rules.reassignment import reassign, takeovers
 from shoal.core.leader.rules.recovery import cannot_load, further_back, recover, stage_lost, take_back
 from shoal.core.leader.rules.removal import removal_due, remove
-from shoal.core.leader.rules.start import every_stage_ready, start
+from shoal.core.leader.rules.start import every_stage_ready, finish, start
 from shoal.core.messages import Settings, View
 
 
@@ -46,6 +47,7 @@ RULES: tuple[Rule | Check, ...] = (
     Rule(further_back, when=cannot_load),
     Rule(restage),
     Rule(start, when=every_stage_ready),
+    Rule(diverged),
     Check(disputes),
     Rule(commit),
     Rule(admit, when=may_admit, pace_beats=ADMIT_BEATS),

@@ -14,7 +14,7 @@ from shoal.core.replica_state import TEXT
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """`moves` and `norms` are what the leader remembers of its decision (facts.py, History)."""
+    """`moves` and `norms` are what the leader remembers of its decision (history.py)."""
 
     view: View
     moves: tuple[Move, ...] = ()
@@ -26,7 +26,8 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 def successor(view: View, reasons: Iterable[str], **changes: Any) -> View:
-    """The view that follows `view`, with these changes and for these reasons. Every next view is made here."""
+    """The view that follows `view`, with these changes and for these reasons. Every next view is made here,
+    but not the first one, which follows none, nor an operator's (core/consensus/override.py), which keeps only what it names."""
     after = msgspec.structs.replace(view, number=view.number + 1, reason="; ".join(reasons)[:TEXT], **changes)
     assert transition(view, after) is not None, (view, after)
     return after

@@ -1,4 +1,4 @@
-"""The start of a first step, of the run or of an epoch."""
+"""The start of a first step, of the run or of an epoch, and the end of the run."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         account=counting(view.account, new, issued=settings.microbatches),
     )
     return Proposal(view)
+
+
+def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
+    """After the last step the run is over once its checkpoint is published or cannot be."""
+    if view.finished or view.step < settings.steps or not facts.saving.idle:
+        return None
+    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], phase=Phase.FINISHED))
 
 
 def _ready(view: View, facts: Facts) -> tuple[Member, ...]:

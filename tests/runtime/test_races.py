@@ -1,0 +1,137 @@
+"""Threads of the task runner: an optimizer step beside the hops races with none of them, and each wait for it is needed."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.races import CheckedEvent, Clock, Detector, Watch, host, watch_lanes, watch_optimizer, watch_swapping
+
+from shoal.config import Config, Data, Device, Model, Run, Train
+from shoal.core import messages as m
+from shoal.executor.resident import Resident
+from shoal.executor.swap.swapping import Swapping
+from shoal.model.cut import Stage
+from shoal.runtime import data
+from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.tasks.task_runner import TaskRunner
+
+ANSWER_S = 60.0
+
+
+def a_config(executor: str, dtype: str = "float32") -> Config:
+    return Config(
+        run=Run(name="races", stages=1, seed=5),
+        model=Model(hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24),
+        data=Data(source="text", path="a.txt", sequence=8),
+        train=Train(batch=4, microbatch=2, warmup=0, staleness=1, dtype=dtype),
+        device=Device(threads=0, executor=executor, memory_bytes=150_000 if executor == "swapping" else 0),
+    )
+
+
+class Driver:
+    """Gives tasks. Threads are ordered by their lanes, by answers that were waited for, and by the event of the optimizer step."""
+
+    def __init__(self, runner: TaskRunner, detector: Detector) -> None:
+        self.runner, self._detector = runner, detector
+        self.failures: list[str] = []
+
+    def give(self, task: m.Task) -> Callable[[], None]:
+        """Call the result to wait for the answer."""
+        answers: queue.Queue[tuple[m.Done | m.Failed, Clock]] = queue.Queue()
+        self.runner.submit(task, lambda answer: answers.put((answer, self._detector.clock(host()))))
+
+        def wait() -> None:
+            answer, clock = answers.get(timeout=ANSWER_S)
+            self._detector.know(host(), clock)
+            if isinstance(answer, m.Failed):
+                self.failures.append(answer.reason)
+
+        return wait
+
+    def step(self, number: int) -> Callable[[], None]:
+        """One microbatch, its round, and the optimizer step, which goes on beside what comes next."""
+        cuts = (0, self.runner._seated().executor.length)
+        for task in (
+            m.Fetch("f", number, 0, f"x{number}"),
+            m.RunBackward("b", number, 0, 0, f"x{number}", "", ""),
+            m.Cut("c", number, cuts, (f"part{number}",)),
+            m.Add("a", (f"part{number}",), f"sum{number}"),
+            m.Gather("g", number, number, (f"sum{number}",)),
+        ):
+            self.give(task)()
+        return self.give(m.Apply("y", number, number, 1.0, False))
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(2000)))
+    monkeypatch.chdir(tmp_path)
+
+
+# Given beside an optimizer step, and where the task runner then waits for it.
+BESIDE: list[tuple[m.Task, str]] = [
+    (m.RunBackward("b2", 2, 0, 0, "x1", "", ""), "TaskRunner._computing"),  # of the version that is being made
+    (m.Export("e", 1), "TaskRunner._run"),
+    (m.RunSave("s", step=1, stage=0), "TaskRunner._kept_copy"),
+]
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config, beside: m.Task) -> list[str]:
+    """Two steps; the second one's hops, and `beside`, are given while the first one's optimizer step goes on. Returns failures."""
+    with monkeypatch.context() as patched, Watch(detector):
+        watch_lanes(patched, detector)
+        watch_swapping(patched, detector)
+        watch_optimizer(patched)
+        runner = TaskRunner(config, data.open_dataset(config), Store("checkpoints"))
+        runner._stepped = CheckedEvent(detector)
+        runner._stepped.set()
+        driver = Driver(runner, detector)
+        try:
+            driver.give(m.Init("i", 0, 0))()
+            stepped = driver.step(0)
+            driver.give(m.Fetch("f", 1, 0, "x1"))()
+            waits = [driver.give(m.RunBackward("b1", 1, 0, 0, "x1", "", "")), driver.give(beside)]
+            for wait in (stepped, *waits, driver.step(1)):
+                wait()
+        finally:
+            runner.close()
+    return driver.failures
+
+
+@pytest.mark.parametrize(("beside", "place"), BESIDE, ids=[place for _, place in BESIDE])
+@pytest.mark.parametrize("executor", ["resident", "swapping"])
+def test_an_optimizer_step_beside_hops_races_with_none_of_them_and_every_wait_for_it_is_needed(
+    executor: str, beside: m.Task, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detector = Detector()
+    assert trained(monkeypatch, detector, a_config(executor), beside) == []
+    assert detector.races == []
+    sites = {site.rpartition(":")[0] for site in detector.sites if site.startswith("TaskRunner")}
+    assert place in sites <= {each for _, each in BESIDE}
+    needed = Detector(place)
+    failures = trained(monkeypatch, needed, a_config(executor), beside)
+    assert needed.races or failures
+
+
+@pytest.mark.parametrize("executor", ["resident", "swapping"])
+def test_hops_that_computed_with_the_optimizers_own_tensors_would_race(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (Resident, Swapping):
+        construct = kind.__init__
+
+        def shared(
+            self: Any, stage: Stage, config: Config, *rest: Any, construct: Any = construct, **named: Any
+        ) -> None:
+            train = msgspec.structs.replace(config.train, staleness=0)
+            construct(self, stage, msgspec.structs.replace(config, train=train), *rest, **named)
+
+        monkeypatch.setattr(kind, "__init__", shared)
+    detector = Detector()
+    trained(monkeypatch, detector, a_config(executor), BESIDE[0][0])
+    assert detector.races
