@@ -84,7 +84,7 @@ class OneProcess:
     """The whole model and its optimizer."""
 
     def __init__(self, config: Config, dataset: Dataset) -> None:
-        assert config.train.dtype == "float32" and config.device.kind == "cpu"
+        assert config.train.dtype == "float32" and config.device.kind in ("auto", "cpu")
         torch.set_num_threads(max(1, config.device.threads))
         self.config, self.dataset = config, dataset
         self.microbatches = microbatches(config.train)

@@ -18,7 +18,7 @@ import msgspec
 
 from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
-from shoal.core.messages import PROTOCOL
+from shoal.core.messages import PROTOCOL, Peer
 from shoal.core.peer import PeerMachine
 from shoal.executor.answers import known_answers
 from shoal.model import stages
@@ -31,7 +31,7 @@ from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
-from shoal.runtime.records.report import Listening
+from shoal.runtime.records.report import Listening, Located
 from shoal.runtime.signing import Signing
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.auto import Address, AutoTransport
@@ -67,7 +67,7 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return TaskRunner(config, None, Store(url_of(config), run))
+        return TaskRunner(config, None, _store(config, run))
     return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 
@@ -80,15 +80,21 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
     """Data set and checkpoint store, after every check that is possible before weights are allocated."""
     stages.check(config)
     executor.check(config)
-    dataset, store = data(config), Store(url_of(config), run)
+    dataset, store = data(config), _store(config, run)
     if config.data.digest not in ("", dataset.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
         )
     if first_step:
-        refuse_foreign(store.catalog.open(first_step), config, dataset.digest)
+        training = store.catalog.inspect(first_step).training  # None: it is downloaded from another machine
+        if training is not None:
+            refuse_foreign(training, config, dataset.digest)
     return dataset, store
+
+
+def _store(config: Config, run: str | None) -> Store:
+    return Store(url_of(config), run, config.checkpoint.disk_bytes)
 
 
 def shared(config: Config) -> bytes:
@@ -106,7 +112,9 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=msgspec.structs.replace(settings(config, role.first_step), answers=known_answers(config)),
+        settings=msgspec.structs.replace(
+            settings(config, role.first_step), answers=known_answers(config), place=runner.place
+        ),
         seed=f"{config.run.seed}/{identity.name}",
         found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
@@ -120,7 +128,7 @@ async def peer(
         transport = _transport(config, identity, membership, role.port, daemon, tell)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(config, identity, membership, invite, transport, daemon)
+        directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, _locating(record))
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
@@ -145,7 +153,9 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         transport = _transport(config, identity, membership, 0, daemon, tell=print)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(config, identity, membership, invite, transport, daemon)
+        directory = _directory(
+            config, (identity, membership), invite.addresses, transport, daemon, lambda peer, host: None
+        )
         stack.push_async_callback(directory.close)
         await directory.start()
         yield transport, directory
@@ -207,10 +217,29 @@ def _transport(
     return Shaped(plain, AccessLink(network.delay_s, up_Bps, down_Bps, pairs))
 
 
+def _locating(record: Recorder) -> Callable[[Peer, str], None]:
+    """Reports where peers are, each address once."""
+    hosts: dict[Peer, str] = {}
+
+    def located(peer: Peer, host: str) -> None:
+        if hosts.get(peer) != host:
+            hosts[peer] = host
+            record.tell(Located(peer=peer, host=host))
+
+    return located
+
+
 def _directory(
-    config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable, daemon: Daemon
+    config: Config,
+    member: tuple[Identity, Membership],
+    bootstrap: tuple[str, ...],
+    transport: Reachable,
+    daemon: Daemon,
+    located: Callable[[Peer, str], None],
 ) -> Directory:
-    """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both."""
+    """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both. `located` receives the
+    host of every other peer."""
+    identity, membership = member
     host, port, addresses = config.network.host, 0, ()
     match config.network.transport:
         case "tls":
@@ -222,6 +251,7 @@ def _directory(
     own = PeerRecord(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
 
     def learn(record: PeerRecord) -> None:
+        located(record.peer, record.host)
         match config.network.transport:
             case "tls":
                 transport.learn(record.peer, (record.host, record.port))
@@ -231,5 +261,5 @@ def _directory(
                 transport.learn(record.peer, Address((record.host, record.port), record.addresses))
 
     if config.network.discovery == "dht":
-        return Dht(identity, membership, own, invite.addresses, learn, daemon)
-    return Gossip(identity, membership, own, invite.addresses, learn)
+        return Dht(identity, membership, own, bootstrap, learn, daemon)
+    return Gossip(identity, membership, own, bootstrap, learn)

@@ -35,6 +35,7 @@ from shoal.core.messages import (
     ChunkRequest,
     Command,
     Complaint,
+    CopyRequest,
     Dismissed,
     Done,
     Drop,
@@ -109,7 +110,7 @@ TO_LEADER = (
     Published,
 )
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
-FROM_LEADER = (Round, SaveRequest, PublishRequest)
+FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest)
 SERVER = (
     Forward,
     Backward,
@@ -182,6 +183,19 @@ class PeerMachine:
     @property
     def leadership(self) -> Leader:
         return self.leader_role.leadership
+
+    @property
+    def alone(self) -> bool:
+        """Training has begun, and no leader was heard for long: nothing is agreed."""
+        return self.heartbeat.alone
+
+    def heard(self, now: float) -> tuple[Peer, ...]:
+        """Peers of the view that may be alive, as far as this peer can tell: all others were silent towards it."""
+        return self.roster.heard(self._alive_s, now)
+
+    @property
+    def _alive_s(self) -> float:
+        return ALIVE_SILENCES * self.settings.silence_s
 
     @property
     def finished(self) -> bool:
@@ -309,8 +323,7 @@ class PeerMachine:
             case Dismissed() if self.view is not None and self.view.finished and self.roster.belongs(peer):
                 return self._finish(True, self._run_over)
             case StandingRequest():
-                within_s = ALIVE_SILENCES * self.settings.silence_s
-                standing = self.roster.standing(self.register.term, within_s, now)
+                standing = self.roster.standing(self.register.term, self._alive_s, now)
                 return [Send(peer, standing)] if standing is not None else []
             case Override():
                 return self.relay.take(message, now)
@@ -331,6 +344,8 @@ class PeerMachine:
             allowed = self.roster.belongs(peer)
         if not allowed:
             return _drop(event.blobs)
+        if isinstance(message, CopyRequest):
+            return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
         part = self.server if isinstance(message, FROM_LEADER + SERVER) else self.trainer
         return part.on_message(peer, message, event.blobs, event.fault, now)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.config import Config
-from shoal.executor.base import Executor, check_device
+from shoal.executor.base import Executor, check_device, check_memory, device_of
 from shoal.executor.delayed import Delayed, Restorable
 from shoal.numerics.optimizer import Schedule
 
@@ -12,6 +12,7 @@ def check(config: Config) -> None:
     """ValueError: a stage of this run does not fit this machine. No weights are read or allocated."""
     if config.device.executor != "emulated":
         check_device(config)
+        check_memory(config)
         from shoal.executor import fit
 
         fit.check(config)
@@ -40,7 +41,7 @@ def _plain(config: Config, stage: int, source: str | None, schedule: Schedule | 
         from shoal.executor.resident import Resident
         from shoal.model import stages
 
-        return Resident(stages.build(config, stage, source=source, device=config.device.kind), config, schedule)
+        return Resident(stages.build(config, stage, source=source, device=str(device_of(config))), config, schedule)
     if config.device.executor == "swapping":
         from shoal.executor.swap.swapping import Swapping
         from shoal.model import stages

@@ -102,13 +102,49 @@ def hidden_size(config: Config) -> int:
     return config.model.hidden_size
 
 
+def device_of(config: Config) -> torch.device:
+    """What this peer computes on. Without a number it is the current card, of those that the launcher lets this process see."""
+    if config.device.kind != "auto":
+        return torch.device(config.device.kind)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or (accelerator.type != "cuda" and config.device.executor == "swapping"):
+        return torch.device("cpu")
+    return torch.device(accelerator.type)
+
+
 def check_device(config: Config) -> None:
-    """Raise ValueError when this machine has no device of the configured kind."""
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    kind = config.device.kind
-    if not available.get(kind, False):
-        kinds = [name for name, is_available in available.items() if is_available]
-        raise ValueError(f"device.kind = {kind!r}, but PyTorch finds only {kinds} here; try device.kind={kinds[-1]}")
+    """ValueError: this machine has no such device."""
+    device = device_of(config)
+    count = torch.accelerator.device_count()
+    accelerator = torch.accelerator.current_accelerator() if count else None
+    cards = [f"{accelerator.type}:{n}" for n in range(count)] if accelerator is not None else []
+    if device.type != "cpu" and (not cards or str(device) not in (*cards, cards[0].partition(":")[0])):
+        there = ", ".join(["cpu", *cards])
+        raise ValueError(
+            f"device.kind = {config.device.kind!r}, but PyTorch finds only {there} here; try device.kind=auto"
+        )
+
+
+def check_memory(config: Config) -> None:
+    """ValueError: `device.memory_bytes` is more than the device has free."""
+    free, limit = free_bytes(device_of(config)), config.device.memory_bytes
+    if free is not None and limit > free:
+        there = f"{device_of(config)} has {free:,} free"
+        raise ValueError(f"device.memory_bytes = {limit:,}, but {there}; try device.memory_bytes={free}")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Device memory that this process can still take, its own cache included; None: the host's, or not known."""
+    if device.type not in ("cuda", "xpu"):
+        return None
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def memory_limit(config: Config) -> int:
+    """Device bytes that a stage may take: `device.memory_bytes`, and never more than is free; 0: no limit."""
+    free, limit = free_bytes(device_of(config)), config.device.memory_bytes
+    return limit if free is None else min(limit or free, free)
 
 
 def alive(config: Config) -> bool:
@@ -117,7 +153,7 @@ def alive(config: Config) -> bool:
     if config.device.executor == "emulated":
         return True
     try:
-        return bool(torch.ones(1, device=config.device.kind).add_(1).item() == 2)
+        return bool(torch.ones(1, device=device_of(config)).add_(1).item() == 2)
     except RuntimeError as error:
         return out_of_memory(error)
 
@@ -132,10 +168,17 @@ def out_of_memory(error: Exception) -> bool:
     )
 
 
-def limit_threads(config: Config) -> None:
-    """For the thread that calls: `device.threads`, where that is set."""
+def prepare_thread(config: Config) -> None:
+    """For the thread that calls: its share of the cores, its card, and the rounding of products there."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
+    if config.device.executor == "emulated":
+        return
+    device = device_of(config)
+    if device.index is not None and device.index < torch.accelerator.device_count():
+        torch.accelerator.set_device_index(device.index)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.device.tf32
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

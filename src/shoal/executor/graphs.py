@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal import host
 from shoal.config import Config
-from shoal.executor import fit
+from shoal.executor import base, fit
 from shoal.kept import Kept
 from shoal.model.cut import Stage
 from shoal.model.saved import saved_by_autograd
@@ -39,7 +39,7 @@ class Graphs:
         most = config.device.kept_activations
         if most < 0:
             most = config.run.inflight * config.run.peers  # no more are ever between a forward and its backward
-        self._stage, self._config = stage, config
+        self._stage, self._config, self._device = stage, config, base.device_of(config)
         self._most = 0 if stage.last else most  # the last stage runs no forward of its own
         self._parameters = [value for _, value in stage.named_parameters()]
         self._nbytes: int | None = None  # of one microbatch, measured
@@ -63,7 +63,9 @@ class Graphs:
             return None
         try:
             graphs = self._run(xs)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not base.out_of_memory(error):
+                raise
             self.give_up()
             return None
         self.kept.add(graphs, self._nbytes)
@@ -92,10 +94,9 @@ class Graphs:
         room = self.kept.has_room(2 * nbytes if self._config.device.memory_bytes else nbytes)
         return room and (bool(self._config.device.memory_bytes) or self._free_bytes() - nbytes >= self._spare_bytes)
 
-    def _free_bytes(self) -> float:
-        if self._config.device.kind == "cuda":
-            return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return host.free_bytes() or 0.0
+    def _free_bytes(self) -> int:
+        free_bytes = base.free_bytes(self._device)
+        return (host.free_bytes() or 0) if free_bytes is None else free_bytes
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

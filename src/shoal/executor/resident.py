@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches, slices
-from shoal.executor.base import DTYPES, NotFinite
+from shoal.executor.base import DTYPES, NotFinite, out_of_memory
 from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
@@ -65,7 +65,7 @@ class Resident:
         except Exception as error:  # such as no memory: the hop is done again elsewhere, and must not count twice
             if sum_before is not None:
                 self.sum.copy_(sum_before)
-            if isinstance(error, torch.OutOfMemoryError):
+            if out_of_memory(error):
                 self.graphs.give_up()
             raise
         return joined(results)

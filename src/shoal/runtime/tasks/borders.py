@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.config import Config
 from shoal.core.messages import RunBackward, RunForward
 from shoal.model.cut import document_starts, inputs, with_borders
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 
 
 class Borders:
