@@ -20,7 +20,7 @@ help:
 	@echo "make demo    six local peers train a byte-level language model"
 	@echo "make test    setup, then every check and every quick test (what CI runs)"
 	@echo "make check   the same without setup and end-to-end tests, for every commit"
-	@echo "make slow    the tests marked slow;  make gpu: those that need CUDA"
+	@echo "make slow    the tests marked slow;  make gpu: the first hour on a card"
 	@echo "make bench   every benchmark; each prints one JSON line"
 	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md and docs/view.md from the code"
@@ -63,8 +63,9 @@ unit:
 slow: setup
 	$(PY) -m pytest -q -m 'slow and not gpu' --timeout 900
 
+# PART: identity, sanitizer, memory, mixed, swapping, codecs; all of them if it is not set. Without a card a rehearsal on the CPU.
 gpu:
-	$(PY) -m pytest -q -m gpu --timeout 600
+	@$(PY) tools/first_hour.py $(PART)
 
 bench: setup
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "# $$script"; .venv/bin/python "$$script"; done

@@ -30,7 +30,7 @@ from shoal.config import Checkpoint, Config, Data, Device, Model, Run, Train
 from shoal.executor.swap.swapping import Swapping
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.checkpoint import Store
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 from swapping import smallest
 
 MOST = 1.1  # of the larger of the two

@@ -32,7 +32,7 @@ from tests import reference  # noqa: E402
 
 from shoal import config as configuration  # noqa: E402
 from shoal import trace  # noqa: E402
-from shoal.runtime.data import open_dataset  # noqa: E402
+from shoal.runtime.data.dataset import open_dataset  # noqa: E402
 
 QUICKSTART = ROOT / "configs/quickstart.toml"
 SMALL = (

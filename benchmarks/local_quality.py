@@ -26,7 +26,7 @@ from overhead import ROOT, environment
 from report import at_most, parse, report
 from shoal import config as configuration
 from shoal.model import stages
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 
 CONFIG = ROOT / "configs" / "quickstart.toml"
 PEERS, BATCH = 4, 8  # sequences of one step of all peers together

@@ -98,7 +98,7 @@ def one(name: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     from shoal import config as configuration
     from shoal.executor.base import boundary
     from shoal.numerics import compress
-    from shoal.runtime.data import open_dataset
+    from shoal.runtime.data.dataset import open_dataset
 
     words = [f"run.seed={seed}", f"run.steps={asked.steps}", f"train.batch={asked.batch}", *VARIANTS[name]]
     config = configuration.load(ROOT / "configs" / "quickstart.toml", words)

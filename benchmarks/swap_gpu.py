@@ -1,6 +1,6 @@
 """How fast a GPU trains a model that it cannot hold: layers that pass through a limit, beside PyTorch's and DeepSpeed's offload.
 
-    python benchmarks/swap_gpu.py [--shapes 7b 14b] [--limits "12 GiB" "24 GiB"] [--systems shoal fsdp2 deepspeed]
+    python benchmarks/swap_gpu.py [--shapes 7b 14b] [--limits "12 GiB" "24 GiB"] [--systems shoal fsdp2 deepspeed resident]
 
 For every shape and limit a process of its own, in which PyTorch's allocator refuses what passes the limit, makes steps of C
 microbatches of one sequence, forward and back, then the optimizer on the host. C = 0 takes as many as hide the loads:
@@ -13,8 +13,9 @@ told. Reported:
     overlap         share of the time of copies between host and device during which a kernel ran (torch.profiler)
     peak            of the allocator, allocated and reserved, against the limit
 
-A system that is not installed, or does not fit, says so in its line. Without a CUDA device there is nothing to measure; `--device cpu
---shapes tiny` runs the same code on the CPU, to test it. The last line is one JSON object: tokens/s of Shoal's first case;
+`resident` is the same model without a limit, with as many layers as the device holds. A system that is not installed, or does not
+fit, says so in its line. Without a CUDA device there is nothing to measure; `--device cpu --shapes tiny` runs the same code on the
+CPU, to test it. The last line is one JSON object: tokens/s of Shoal's first case;
 `utilisation` of a case is its share of a device that does nothing but those products.
 """
 
@@ -36,9 +37,9 @@ from typing import Any
 
 import msgspec
 
-os.environ.setdefault(
-    "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-)  # or what lies between tensors counts against the limit
+from shoal.launcher import devices
+
+os.environ.update(devices.allocator(os.environ))  # before torch is imported
 
 import torch
 from torch import Tensor
@@ -48,9 +49,11 @@ from shoal import units
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor import fit
 from shoal.executor.probe import device_name, link_Bps, memory_bytes
+from shoal.executor.resident import Resident
 from shoal.executor.swap import memory
 from shoal.executor.swap.swapping import Swapping
 from shoal.model import analysis, stages
+from shoal.model.cut import inputs
 from shoal.planner.inputs.profile import Profile
 
 SHAPES = {  # of published models: Llama 2 7B, Qwen2.5 14B
@@ -58,7 +61,7 @@ SHAPES = {  # of published models: Llama 2 7B, Qwen2.5 14B
     "14b": Model(hidden_size=5120, layers=48, heads=40, kv_heads=8, intermediate_size=13824, vocab_size=152064),
     "tiny": Model(hidden_size=64, layers=4, heads=2, kv_heads=2, intermediate_size=96, vocab_size=256),
 }
-SYSTEMS = ("shoal", "fsdp2", "deepspeed")
+SYSTEMS = ("shoal", "fsdp2", "deepspeed", "resident")
 PASS_FORWARDS, HEAD_FORWARDS = 4, 3  # forward, recompute, and two in backward; the head is not recomputed
 BASELINE_BYTES = 18  # host bytes per parameter of either baseline: fp32 value, two moments, gradient, a 2-byte copy
 MATMUL = {"cuda": 8192, "cpu": 256}
@@ -114,7 +117,9 @@ def main() -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("PyTorch finds no CUDA device here, and this benchmark measures one: nothing was measured")
         return
-    machine = Machine(device_name(given.device), matmul_flops(given.device), link_Bps(given.device))
+    machine = Machine(
+        device_name(torch.device(given.device)), matmul_flops(given.device), link_Bps(torch.device(given.device))
+    )
     print(
         f"{machine.name}: {machine.matmul_flops / 1e12:.1f} TFLOP/s of bf16 products, {machine.link_Bps / 1e9:.1f} GB/s to the host"
     )
@@ -136,7 +141,7 @@ def main() -> None:
     setting = {
         "device": machine.name,
         "link_GBps": round(machine.link_Bps / 1e9, 1),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cases": told,
     }
     unit = f"tokens/s, {first['shape']} in {first['limit']}"
@@ -147,7 +152,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["7b", "14b"])
     parser.add_argument("--limits", nargs="+", default=["12 GiB", "24 GiB"], help="of device memory")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS[:3]))
     parser.add_argument("--microbatches", type=int, default=0, help="C; 0: as many as hide the loads")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
@@ -173,9 +178,10 @@ def apart(case: Case) -> Found:
 
 def measured(case: Case) -> Found:
     try:
-        if case.device == "cuda" and case.limit_bytes:
+        if case.device == "cuda" and case.limit_bytes and case.system != "resident":
             memory.cap_("cuda", case.limit_bytes)
-        return {"shoal": shoal, "fsdp2": fsdp2, "deepspeed": deepspeed}[case.system](case)
+        systems = {"shoal": shoal, "fsdp2": fsdp2, "deepspeed": deepspeed, "resident": resident}
+        return systems[case.system](case)
     except torch.OutOfMemoryError as error:
         return Found(why_not=f"out of device memory: {str(error).splitlines()[0]}")
     except ValueError as error:  # a limit or a host that is too small, in the words of whoever found out
@@ -200,7 +206,8 @@ def line(case: Case, found: Found, profile: Profile, machine: Machine) -> dict[s
         "peak_bytes": found.peak_bytes,
         "reserved_bytes": found.reserved_bytes,
         "planned_bytes": found.planned_bytes,
-        "within_limit": max(found.peak_bytes or 0, found.reserved_bytes or 0) <= case.limit_bytes,
+        "within_limit": case.system == "resident"
+        or max(found.peak_bytes or 0, found.reserved_bytes or 0) <= case.limit_bytes,
     }
 
 
@@ -387,6 +394,38 @@ def fsdp2(case: Case) -> Found:
     return msgspec.structs.replace(found, layers=layers, parameters=parameters, groups=layers + 1)
 
 
+def resident(case: Case) -> Found:
+    """The upper bound: the same layers without any limit, as many as the device holds with their optimizer."""
+
+    def fits(config: Config) -> bool:
+        parameters = sum(value.numel() for _, value in stages.hollow(config, 0).named_parameters())
+        return (
+            parameters * (fit.resident_bytes(config) + 8) <= 0.8 * memory_bytes(torch.device(case.device))[0]
+        )  # the rest: activations
+
+    layers = layers_that_fit(case, fits)
+    config = a_config(msgspec.structs.replace(case, layers=layers, limit_bytes=0))
+    executor = Resident(stages.build(config, 0, device=case.device), config)
+    batch = a_batch(case)
+
+    def one_pass() -> None:
+        for tokens in batch:
+            executor.backward(inputs(tokens), None, tokens)
+        settle(case.device)
+
+    def step(number: int) -> tuple[float, float]:
+        before = time.perf_counter()
+        one_pass()
+        between = time.perf_counter()
+        executor.apply(executor.sum, 1.0, number)
+        executor.zero(number + 1)
+        settle(case.device)
+        return between - before, time.perf_counter() - between
+
+    found = timed(case, step, one_pass)
+    return msgspec.structs.replace(found, layers=layers, parameters=executor.length, groups=1)
+
+
 def deepspeed(case: Case) -> Found:
     """ZeRO-3 with parameters and optimizer on the host (DeepSpeed's CPU Adam)."""
     if case.device != "cuda":
@@ -438,7 +477,7 @@ def zero3(case: Case) -> dict[str, Any]:
 def baseline_fits(config: Config) -> bool:
     made = stages.hollow(config, 0)
     needed = BASELINE_BYTES * sum(value.numel() for _, value in made.named_parameters())
-    return needed <= memory_bytes("cpu")[0]
+    return needed <= memory_bytes(torch.device("cpu"))[0]
 
 
 def baseline_model(case: Case, layers: int) -> Any:

@@ -19,7 +19,7 @@ from shoal.config import Config
 from shoal.core.allreduce.layout import split
 from shoal.executor import create
 from shoal.executor.delayed import Delayed
-from shoal.runtime.data import Dataset
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.coding import Averaging, Held
 

@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from shoal.executor.swap import link
 from shoal.executor.swap.groups import Runner
 from shoal.executor.swap.swapping import Swapping
+from shoal.numerics import optimizer
+from shoal.numerics.optimizer import Factors, separate_
 from shoal.runtime.tasks.lane import Lane
 
 STREAMS = ("compute", "loads", "stores")
@@ -249,6 +251,15 @@ def watch_swapping(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
     monkeypatch.setattr(link, "NoStreams", lambda: CheckedStreams(detector))
     monkeypatch.setattr(Swapping, "__init__", constructed)
     monkeypatch.setattr(Runner, "to_device", copied)
+
+
+def watch_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer steps by torch operations, as on a GPU: a compiled loop's accesses are seen by nobody."""
+
+    def by_operations(values: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], factors: Factors) -> None:
+        separate_(factors, *(tensor.detach().view(-1) for tensor in (values, gradient, *moments)))
+
+    monkeypatch.setattr(optimizer, "adamw_", by_operations)
 
 
 def watch_lanes(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:

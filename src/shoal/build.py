@@ -6,14 +6,13 @@ Only this module chooses transport, directory and machine. For launcher/peer.py 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -21,14 +20,14 @@ from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
 from shoal.core.messages import PROTOCOL, Peer
 from shoal.core.peer import PeerMachine
-from shoal.executor.fit import free_bytes
+from shoal.executor.answers import known_answers
 from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.checkpoints.marker import refuse_foreign
-from shoal.runtime.data import Dataset, open_dataset
+from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.entry import Entry
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
@@ -50,7 +49,6 @@ from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.tls import Place, TlsTransport
 
-VERSION = "version"  # beside the sections of the configuration in an invite
 UNSPECIFIED = ("0.0.0.0", "::")  # to listen on all interfaces
 
 
@@ -73,7 +71,7 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return TaskRunner(config, None, Store(url_of(config), run))
+        return TaskRunner(config, None, _store(config, run))
     return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 
@@ -86,51 +84,27 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
     """Data set and checkpoint store, after every check that is possible before weights are allocated."""
     stages.check(config)
     executor.check(config)
-    dataset, store = data(config), Store(url_of(config), run)
+    dataset, store = data(config), _store(config, run)
     if config.data.digest not in ("", dataset.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
         )
     if first_step:
-        refuse_foreign(store.catalog.open(first_step), config, dataset.digest)
+        training = store.catalog.inspect(first_step).training  # None: it is downloaded from another machine
+        if training is not None:
+            refuse_foreign(training, config, dataset.digest)
     return dataset, store
+
+
+def _store(config: Config, run: str | None) -> Store:
+    return Store(url_of(config), run, config.checkpoint.disk_bytes)
 
 
 def shared(config: Config) -> bytes:
     """The configuration in an invite, as JSON: the run's settings that are not defaults (guest.py)."""
     tree = guest.invite_settings(config, to_tree(config), to_tree(Config()))
-    return msgspec.json.encode({**tree, VERSION: {"protocol": PROTOCOL}})
-
-
-def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
-    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
-    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
-    config = guest.admitted(_tree(config_json), overrides, files)
-    place = Path(config.run.dir)
-    there = next(each for each in (place, *place.absolute().parents) if each.exists())
-    guest.refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
-    return config
-
-
-def visiting(config_json: bytes, overrides: Sequence[str]) -> Config:
-    """The configuration of an invited visitor, who queries the run's peers without joining."""
-    return guest.visiting(_tree(config_json), overrides)
-
-
-def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
-    try:
-        tree = msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
-        ) from None
-    protocol = tree.pop(VERSION, {}).get("protocol", PROTOCOL)
-    if protocol != PROTOCOL:
-        raise ValueError(
-            f"the run's peers speak protocol {protocol}, and shoal here speaks {PROTOCOL}: install the same version on both machines"
-        )
-    return tree
+    return msgspec.json.encode({**tree, guest.VERSION: {"protocol": PROTOCOL}})
 
 
 @asynccontextmanager
@@ -144,7 +118,9 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=settings(config, role.first_step),
+        settings=msgspec.structs.replace(
+            settings(config, role.first_step), answers=known_answers(config), place=runner.place
+        ),
         seed=f"{config.run.seed}/{identity.name}",
         found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),

@@ -8,6 +8,7 @@ Used where such text enters (runtime/records/record.py, launcher/watch.py) and a
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 # C0, DEL and C1; marks and overrides of the writing direction; what ends a line or hides; halves of surrogate pairs, which no
 # terminal can encode. Joiners (U+200C, U+200D) stay: Persian and many emoji are written with them.
@@ -15,6 +16,14 @@ _HOSTILE = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff
 _ALL = re.compile(f"[{_HOSTILE}]")
 _BUT_LINES = re.compile(f"(?![\n\t])[{_HOSTILE}]")
 _IN_JSON = re.compile(f"(?![\x00-\x1f])[{_HOSTILE}]")
+
+
+class Faults(ValueError):
+    """Several things that a user can mend, in one line each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = tuple(lines)
 
 
 def escaped(text: str) -> str:
@@ -32,6 +41,13 @@ def escaped_json(data: bytes) -> bytes:
     if data.isascii() and b"\x7f" not in data:
         return data
     return _IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", data.decode()).encode()
+
+
+def listed(error: ValueError | OSError) -> str:
+    """The error as one line, several faults as a list."""
+    if not isinstance(error, Faults) or len(error.lines) == 1:
+        return describe(error)
+    return "\n".join([f"{len(error.lines)} things are wrong:", *(f"  {escaped(line)}" for line in error.lines)])
 
 
 def describe(error: ValueError | OSError) -> str:

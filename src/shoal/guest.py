@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from shoal.config import Config, from_tree, overridden
 from shoal.config.model import THEIRS
+from shoal.core.messages import PROTOCOL
+from shoal.host import free_bytes
+from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
 
 # From the invite, the same for every peer.
@@ -26,30 +32,33 @@ RUN = frozenset(
     run.stage_seconds run.placement run.line_rates run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
-    data.source data.field data.split data.sequence data.digest
+    data.source data.field data.split data.sequence data.digest data.document_end
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
-    train.outer_learning_rate train.outer_momentum train.staleness
+    train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes
-    checkpoint.every checkpoint.at_end checkpoint.keep
+    checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.copies
     plan.allow
     """.split()
 )
 # Never from an invite: each machine decides.
 MACHINE = frozenset(
     """
-    run.dir run.trace_bytes data.root
+    run.dir run.trace_bytes data.root checkpoint.disk_bytes
     network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
     network.links network.activation_memory_bytes network.pass_lifetime_s
-    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.machine device.threads
+    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
+    device.emulated_backward_s device.emulated_values device.emulated_gradient device.kept_activations
+    device.machine device.threads
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
 FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
+
+VERSION = "version"  # beside the sections of the configuration in an invite
 
 # Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
 _BOUNDS = {
@@ -63,6 +72,36 @@ _EXTRA_MOST = 1 << 24  # a number in model.extra; the largest that a known famil
 _PARTS_MOST = 1 << 17  # blocks times experts: each is an object in memory, on the meta device too
 _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
+
+
+def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
+    """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
+    that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
+    config = admitted(_tree(config_json), overrides, files)
+    place = Path(config.run.dir)
+    there = next(each for each in (place, *place.absolute().parents) if each.exists())
+    refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
+    return config
+
+
+def visitor(config_json: bytes, overrides: Sequence[str]) -> Config:
+    """The configuration of an invited visitor, who queries the run's peers without joining."""
+    return visiting(_tree(config_json), overrides)
+
+
+def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        tree = msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
+        ) from None
+    protocol = tree.pop(VERSION, {}).get("protocol", PROTOCOL)
+    if protocol != PROTOCOL:
+        raise ValueError(
+            f"the run's peers speak protocol {protocol}, and shoal here speaks {PROTOCOL}: install the same version on both machines"
+        )
+    return tree
 
 
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:
@@ -205,7 +244,7 @@ def _needs(config: Config) -> Iterator[tuple[str, int]]:
     model, train, run = config.model, config.train, config.run
     tokens = (config.device.sequences or train.microbatch) * config.data.sequence
     yield "the tokens of one microbatch take", train.microbatch * (config.data.sequence + 1) * 8
-    if model.path or (config.device.kind != "cpu" and config.device.executor == "resident"):
+    if model.path or (config.device.kind not in ("auto", "cpu") and config.device.executor == "resident"):
         return  # its sizes are in this machine's own files; a device has a limit of its own
     block = 2 * model.hidden_size * (model.intermediate_size + model.hidden_size)
     most = max(run.layers) if run.layers else -(-model.layers // run.stages)
@@ -213,7 +252,7 @@ def _needs(config: Config) -> Iterator[tuple[str, int]]:
         yield f"a stage of {most} blocks takes at least", 8 * most * block
     yield "the vocabulary's matrix takes at least", 8 * model.vocab_size * model.hidden_size
     yield "one block's activations take at least", 4 * tokens * max(model.hidden_size, model.intermediate_size)
-    yield "the scores of one microbatch take at least", 4 * tokens * model.vocab_size
+    yield "the scores of one microbatch take at least", 4 * min(tokens * model.vocab_size, LOGITS)
 
 
 def _refuse_out_of_bounds(config: Config) -> None:

@@ -15,7 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shoal.runtime.data import open_tokenizer
+    from shoal.runtime.data.tokenizer import open_tokenizer
 
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
@@ -33,6 +33,18 @@ def test_the_same_seed_gives_the_same_text_after_the_prompt(model: Path, capsys:
         texts.append(capsys.readouterr().out)
     assert all(text.startswith("def ") for text in texts)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_what_a_library_prints_is_not_on_standard_output(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    load = transformers.AutoTokenizer.from_pretrained
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: print("loading") or load(path))
+    assert program.main(["generate", str(model), "def ", "--tokens", "3", "--temperature", "0"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("def ") and "loading" not in printed.out and "loading" in printed.err
 
 
 def test_temperature_0_needs_no_seed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

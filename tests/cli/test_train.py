@@ -14,12 +14,13 @@ import torch
 from tests import reference
 
 from shoal import config as configuration
+from shoal import host
 from shoal.cli import main, train
 from shoal.executor import fit
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 
 SMALL = (
     "run.name=one",
@@ -179,7 +180,7 @@ def test_a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before(
     ("fields", "complaint"),
     [
         ({"model_type": "llama", "num_hidden_layers": 0}, "the model has no repeated blocks"),
-        ({"model_type": "bloom", "n_layer": 2}, "bare: this family has no pipeline plan"),
+        ({"model_type": "gptj", "n_layer": 2}, "bare: this family has no pipeline plan"),
     ],
     ids=["no blocks", "blocks that the family does not name"],
 )
@@ -189,6 +190,7 @@ def test_a_model_without_repeated_blocks_is_refused(
     Path("bare").mkdir()
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 256}
     Path("bare/config.json").write_text(json.dumps(sizes | fields))
+    Path("bare/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     words = ["model=bare", f"device.executor={executor}", "device.memory_bytes=1 MB"]
     assert "model.hidden_size = 16 has no effect" in refused(capsys, *words), "the directory has its own"
     rest = [word for word in SMALL if not word.startswith("model.")]
@@ -300,8 +302,8 @@ def test_threads_are_pytorchs_choice_unless_they_are_set() -> None:
 def test_free_memory_is_what_the_container_and_the_machine_both_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "CGROUP", tmp_path)
-    without = fit.free_bytes()
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    without = host.free_bytes()
     assert without is not None and without > 0
     for name, text in (
         ("memory.max", "5000"),
@@ -309,9 +311,9 @@ def test_free_memory_is_what_the_container_and_the_machine_both_have(
         ("memory.stat", "anon 1\ninactive_file 500\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert fit.free_bytes() == 2500
+    assert host.free_bytes() == 2500
     (tmp_path / "memory.max").write_text("max")
-    assert fit.free_bytes() != 2500
+    assert host.free_bytes() != 2500
 
 
 @pytest.mark.parametrize(("round_bytes", "per_parameter", "besides"), [(1 << 30, 16 + 8 + 12, 0), (1024, 16 + 8, 1024)])

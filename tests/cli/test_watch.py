@@ -160,6 +160,15 @@ def test_a_checkpoint_that_is_not_due_is_not_missed() -> None:
     assert a_watch(*HISTORY).summary(1.0).unsaved == ""
 
 
+def test_the_time_to_go_counts_committed_steps_and_no_start_up() -> None:
+    """The first commit comes a minute after the command, the others every second."""
+    watch = a_watch()
+    watch.hear("p0", Agreed(60.0, a_view(1, 1, loss=5.0)), 60.0)
+    assert watch.snapshot(60.0).remaining_s is None
+    watch.hear("p0", Agreed(61.0, a_view(2, 2, loss=4.0)), 61.0)
+    assert watch.snapshot(61.0).remaining_s == 2.0
+
+
 def two_machines(*silent: str) -> RunMonitor:
     """p0 is here, the others on two other machines. `silent`: whom p0 has not heard for long."""
     watch = RunMonitor(CONFIG, 0.0, Resumed())

@@ -118,7 +118,7 @@ def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: s
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_together_are_refused_with_one_that_would(override: str, words: str) -> None:
-    assert refusal(override) == words
+    assert refusal(override).startswith(words), "what follows from it may be said too"
 
 
 @pytest.mark.parametrize(

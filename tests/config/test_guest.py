@@ -12,7 +12,7 @@ import pytest
 from shoal import build, guest
 from shoal.config import Config, from_tree, to_tree
 from shoal.core.messages import PROTOCOL
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 
 DIGEST = "0" * 64
 TEXT = {"source": "text", "path": "texts/a.txt", "digest": DIGEST, "sequence": 16}
@@ -35,15 +35,15 @@ def test_what_each_machine_decides_is_not_taken_from_an_invite(path: str) -> Non
     section, _, field = path.partition(".")
     value = to_tree(Config())[section][field]
     with pytest.raises(ValueError, match=f"this invite sets {path}"):
-        build.joined(invite_tree(**{section: {field: value}}), [])
+        guest.joined(invite_tree(**{section: {field: value}}), [])
 
 
 def test_a_run_on_pythons_own_library_needs_no_files() -> None:
-    config = build.joined(invite_tree(run={"steps": 7}, data={"digest": DIGEST}), ["network.host=::1"])
+    config = guest.joined(invite_tree(run={"steps": 7}, data={"digest": DIGEST}), ["network.host=::1"])
     assert (config.run.steps, config.network.host) == (7, "::1")
     assert (config.data.path, config.data.root) == ("", "")
     with pytest.raises(ValueError, match=r"this invite makes no run: data\.path = '~/secret' has no effect"):
-        build.joined(invite_tree(data={"digest": DIGEST, "path": "~/secret"}), [])
+        guest.joined(invite_tree(data={"digest": DIGEST, "path": "~/secret"}), [])
 
 
 @pytest.mark.parametrize(
@@ -59,17 +59,17 @@ def test_a_run_on_pythons_own_library_needs_no_files() -> None:
 )
 def test_what_was_not_allowed_is_refused_with_the_way_to_allow_it(sections: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        build.joined(invite_tree(**sections), [])
+        guest.joined(invite_tree(**sections), [])
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "~/x", "../x", "a/../../x", "a\\..\\x", "a\nb", "**/**/**", "x" * 300])
 def test_no_name_leads_out_of_the_directory_that_was_given(tmp_path: Path, name: str) -> None:
-    config = build.joined(invite_tree(data=TEXT | {"path": "x"}), [], tmp_path)
+    config = guest.joined(invite_tree(data=TEXT | {"path": "x"}), [], tmp_path)
     data = msgspec.structs.replace(config.data, path=name)
     with pytest.raises(ValueError, match=r"data\.path"):
         open_dataset(msgspec.structs.replace(config, data=data))
     with pytest.raises(ValueError, match=r"data\.path"):
-        build.joined(invite_tree(data=TEXT | {"path": name}), [], tmp_path)
+        guest.joined(invite_tree(data=TEXT | {"path": name}), [], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["texts", "texts/link.txt", "texts/*.txt", "**/*.txt", "out", "out/*"])
@@ -81,7 +81,7 @@ def test_no_link_leads_out_of_it_either(tmp_path: Path, name: str) -> None:
     (given / "texts/a.txt").write_text("what may be read " * 9)
     (given / "texts/link.txt").symlink_to(tmp_path / "secret/secret.txt")
     (given / "out").symlink_to(tmp_path / "secret")
-    config = build.joined(invite_tree(data=TEXT | {"path": name}), [], given)
+    config = guest.joined(invite_tree(data=TEXT | {"path": name}), [], given)
     with pytest.raises(ValueError, match="leads out of"):
         open_dataset(config, cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists(), "nothing was tokenised"
@@ -94,7 +94,7 @@ def test_names_are_looked_up_below_the_directory_and_give_the_same_samples(tmp_p
         (given / f"texts/{name}.txt").write_text(f"{name} is a text " * 9)
     for path in ("texts", "texts/*.txt", "**/b.txt", "texts/a.txt"):
         tree = {"data": TEXT | {"path": path}}
-        guests = open_dataset(build.joined(json.dumps(tree).encode(), [], given))
+        guests = open_dataset(guest.joined(json.dumps(tree).encode(), [], given))
         prefix = str(given).replace("[", "[[]") if "*" in path else str(given)
         own = open_dataset(from_tree({"data": TEXT | {"path": f"{prefix}/{path}"}}))
         assert guests.digest == own.digest
@@ -104,11 +104,11 @@ def test_a_model_and_a_tokenizer_are_looked_up_there_too(tmp_path: Path) -> None
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text("{}")
     tree = invite_tree(model={"path": "llama"}, data={"tokenizer": "llama"})
-    config = build.joined(tree, [], tmp_path)
+    config = guest.joined(tree, [], tmp_path)
     assert config.model.path == config.data.tokenizer == str((tmp_path / "llama").resolve())
     (tmp_path / "llama/weights").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match="leads out of"):
-        build.joined(tree, [], tmp_path)
+        guest.joined(tree, [], tmp_path)
 
 
 def test_a_guest_names_things_on_its_own_command_line() -> None:
@@ -118,7 +118,7 @@ def test_a_guest_names_things_on_its_own_command_line() -> None:
         "model": {"path": "theirs"},
         "checkpoint": {"url": "s3://theirs"},
     }
-    config = build.joined(invite_tree(**sections), words)
+    config = guest.joined(invite_tree(**sections), words)
     assert (config.data.path, config.data.tokenizer, config.data.root) == ("~/mine", "gpt2", "")
     assert (config.model.path, config.checkpoint.url) == ("/m", "/c")
 
@@ -127,18 +127,18 @@ def test_an_invite_without_a_digest_gets_no_files(tmp_path: Path) -> None:
     sections = {"data": {"source": "text", "path": "a.txt"}}
     for words, files in (((), tmp_path), (("data.path=a.txt",), None)):
         with pytest.raises(ValueError, match=r"data\.digest"):
-            build.joined(invite_tree(**sections), words, files)
+            guest.joined(invite_tree(**sections), words, files)
 
 
 def test_whoever_reads_nothing_is_asked_for_nothing() -> None:
-    assert build.joined(invite_tree(data=TEXT), EMULATED).device.executor == "emulated"
-    assert build.visiting(invite_tree(data=TEXT, checkpoint={"url": "s3://x"}), []).checkpoint.url == ""
+    assert guest.joined(invite_tree(data=TEXT), EMULATED).device.executor == "emulated"
+    assert guest.visitor(invite_tree(data=TEXT, checkpoint={"url": "s3://x"}), []).checkpoint.url == ""
 
 
 @pytest.mark.parametrize("name", ["../../etc", "..", "/tmp/x", ".hidden", "a/b", "a\n", "a\x1b[2J"])
 def test_the_runs_name_stays_below_its_directory(name: str) -> None:
     with pytest.raises(ValueError, match=r"run\.name"):
-        build.joined(invite_tree(run={"name": name}), [])
+        guest.joined(invite_tree(run={"name": name}), [])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_runs_name_stays_below_its_directory(name: str) -> None:
 def test_a_run_larger_than_this_machine_is_refused_in_words(sections: dict[str, Any]) -> None:
     """By arithmetic: were any of it made, this test would not end."""
     with pytest.raises(ValueError, match="this invite"):
-        build.joined(invite_tree(**sections), [])
+        guest.joined(invite_tree(**sections), [])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_run_larger_than_this_machine_is_refused_in_words(sections: dict[str, 
 )
 def test_what_is_no_configuration_is_refused_in_words(text: bytes) -> None:
     with pytest.raises(ValueError):
-        build.joined(text, [])
+        guest.joined(text, [])
 
 
 def test_an_invite_tells_names_without_the_way_to_them() -> None:
@@ -201,4 +201,4 @@ def test_an_invite_of_another_version_says_so_at_once() -> None:
     with pytest.raises(
         ValueError, match=f"speak protocol {PROTOCOL + 1}, and shoal here speaks {PROTOCOL}: install the same"
     ):
-        build.joined(text, [])
+        guest.joined(text, [])

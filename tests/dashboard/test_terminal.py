@@ -21,6 +21,7 @@ def a_snapshot(**changes: object) -> Snapshot:
         stages=3,
         losses=tuple(5.5 - 0.1 * i for i in range(36)),
         tokens_per_s=5212.0,
+        step_s=2.0,
         redone=3,
         peers=(*(PeerLine(f"p{i}", i % 3, i != 4, i == 2, 0.4 * i, 1.2) for i in range(6)), PeerLine("p7")),
         happenings=tuple(
@@ -73,7 +74,7 @@ def test_of_a_machine_alone_no_peers_and_no_stages_are_told() -> None:
 def test_the_time_to_go_follows_the_pace_of_late_and_not_the_start() -> None:
     assert a_snapshot(step_s=2.0).remaining_s == 88.0
     assert a_snapshot(step=0, step_s=0.0).remaining_s is None
-    assert a_snapshot(first_step=18, step_s=0.0).remaining_s == pytest.approx(44 * 72 / 18)
+    assert a_snapshot(first_step=18, step_s=0.0).remaining_s is None, "a start-up is no pace"
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (40, 12), (30, 8)])

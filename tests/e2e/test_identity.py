@@ -24,7 +24,7 @@ from shoal import config as configuration
 from shoal import trace
 from shoal.config import Config
 from shoal.core.messages import Do, Gather
-from shoal.runtime.data import Dataset, open_dataset
+from shoal.runtime.data.dataset import Dataset, open_dataset
 
 ROOT = Path(__file__).parents[2]
 STAGES, REPLICAS = 3, 2
@@ -128,7 +128,7 @@ def a_config(stages: int, peers: int, steps: int = 4, **train: Any) -> Config:
         run=changed(TINY.run, stages=stages, peers=peers, steps=steps),
         model=changed(TINY.model, layers=4, extra={"attention_bias": True}, tied_embeddings=stages == 1),
         train=changed(TINY.train, batch=16, **train),
-        checkpoint=changed(TINY.checkpoint, every=0, last=True),
+        checkpoint=changed(TINY.checkpoint, every=0, at_end=True),
     )
 
 

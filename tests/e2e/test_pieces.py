@@ -24,7 +24,7 @@ from shoal import config as configuration
 from shoal import trace
 from shoal.core.messages import Do, Gather
 from shoal.launcher import rundir
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

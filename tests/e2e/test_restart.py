@@ -29,7 +29,7 @@ from tests.e2e.test_run import (
 )
 
 from shoal import config as configuration
-from shoal.runtime.data import open_dataset
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.records.account import CommittedStep, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.races import Detector, Watch, watch_swapping
+from tests.races import Detector, Watch, watch_optimizer, watch_swapping
 
 from shoal import executor
 from shoal.config import Config, Data, Device, Model, Run, Train
@@ -34,6 +34,7 @@ def a_config(memory_bytes: int = 0, tied: bool = False, **train: Any) -> Config:
 
 def watched(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config) -> Executor:
     watch_swapping(monkeypatch, detector)
+    watch_optimizer(monkeypatch)
     return executor.create(config, 0)
 
 
@@ -82,6 +83,7 @@ def test_no_access_races_with_a_copy_and_the_host_waits_for_the_device_once_a_pa
 
 @pytest.mark.parametrize("limit", [68_000, LIMIT])
 def test_copies_that_take_as_long_as_they_may_give_the_same_bits(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_optimizer(monkeypatch)
     plain = executor.create(a_config(limit), 0)
     steps(plain)
     detector = Detector(slow=True)

@@ -82,7 +82,7 @@ def test_a_family_in_three_stages_has_the_logits_and_gradients_of_the_whole(fami
     assert torch.equal(parts[-1].forward(xs[-1]), logits)
 
     grad: Tensor | None = None
-    found: dict[str, Tensor] = {}
+    collected: dict[str, Tensor] = {}
     for stage in (2, 1, 0):
         executor = Resident(parts[stage], config)
         grad, loss = executor.backward(xs[stage], grad, tokens if stage == 2 else None)
@@ -91,9 +91,9 @@ def test_a_family_in_three_stages_has_the_logits_and_gradients_of_the_whole(fami
         values = [value for _, value in parts[stage].named_parameters()]
         sums = executor.sum.split([value.numel() for value in values])
         names = [name for name, _ in parts[stage].named_parameters()]
-        found |= {name: part.view_as(value) for name, part, value in zip(names, sums, values, strict=True)}
-    assert found.keys() == gradients.keys()
-    for name, value in found.items():
+        collected |= {name: part.view_as(value) for name, part, value in zip(names, sums, values, strict=True)}
+    assert collected.keys() == gradients.keys()
+    for name, value in collected.items():
         if family in MIXTURES:  # the two losses' gradients are added in another order
             assert torch.allclose(value, gradients[name], rtol=1e-4, atol=1e-7), name
         else:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from shoal.config import Config, Data, Model, Run, Train
-from shoal.runtime import data
-from shoal.runtime.data import sampling, tokenizer
+from shoal.runtime.data import dataset, sampling, tokenizer
 
 
 def a_config(source: str = "text", path: str = "", **fields: object) -> Config:
@@ -42,8 +41,8 @@ def test_the_permutation_never_changes_between_releases() -> None:
 
 
 def test_sample_numbers_follow_step_and_index_alone(tmp_path: Path) -> None:
-    held = data.open_dataset(a_config(path=str(a_text(tmp_path))))
-    again = data.open_dataset(a_config(path=str(tmp_path)))
+    held = dataset.open_dataset(a_config(path=str(a_text(tmp_path))))
+    again = dataset.open_dataset(a_config(path=str(tmp_path)))
     for step, index in ((5, 3), (0, 0), (5, 2)):  # in any order, as peers ask
         tokens = held.microbatch(step, index)
         assert tokens.shape == (2, 17)
@@ -56,7 +55,7 @@ def test_sample_numbers_follow_step_and_index_alone(tmp_path: Path) -> None:
 
 def test_windows_cover_the_corpus_and_overlap_by_the_predicted_token(tmp_path: Path) -> None:
     path = a_text(tmp_path, size=16 * 20)
-    held = data.open_dataset(a_config(path=str(path)))  # 320 bytes and a separator: 20 samples
+    held = dataset.open_dataset(a_config(path=str(path)))  # 320 bytes and a separator: 20 samples
     windows = {bytes(held.sample(i).astype(np.uint8)) for i in range(20)}
     text = path.read_bytes() + b"\0"
     assert windows == {text[i * 16 : i * 16 + 17] for i in range(20)}
@@ -68,7 +67,7 @@ def test_windows_cover_the_corpus_and_overlap_by_the_predicted_token(tmp_path: P
 def test_another_seed_gives_another_order(tmp_path: Path) -> None:
     config = a_config(path=str(a_text(tmp_path)))
     other = msgspec.structs.replace(config, run=Run(seed=4))
-    one, two = data.open_dataset(config), data.open_dataset(other)
+    one, two = dataset.open_dataset(config), dataset.open_dataset(other)
     assert [one.sample(i).tolist() for i in range(20)] != [two.sample(i).tolist() for i in range(20)]
 
 
@@ -78,7 +77,7 @@ def test_the_order_of_files_is_by_relative_path_wherever_they_lie(tmp_path: Path
             (tmp_path / root / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / root / name).write_text(f"text of {name} " * 10)
     digests = {
-        data.open_dataset(a_config(path=path)).digest
+        dataset.open_dataset(a_config(path=path)).digest
         for path in (str(tmp_path / "x"), str(tmp_path / "y/deeper"), str(tmp_path / "x" / "**" / "*.txt"))
     }
     assert len(digests) == 1
@@ -86,31 +85,31 @@ def test_the_order_of_files_is_by_relative_path_wherever_they_lie(tmp_path: Path
 
 def test_tokens_from_the_cache_equal_tokens_from_the_text(tmp_path: Path) -> None:
     config = a_config(path=str(a_text(tmp_path / "text")))
-    plain = data.open_dataset(config)
+    plain = dataset.open_dataset(config)
     for _ in range(2):  # written, then mapped
-        cached = data.open_dataset(config, tmp_path / "cache")
+        cached = dataset.open_dataset(config, tmp_path / "cache")
         assert cached.digest == plain.digest
         np.testing.assert_array_equal(cached.sample(7), plain.sample(7))
     a_text(tmp_path / "text", size=1001)
-    assert data.open_dataset(config, tmp_path / "cache").digest != plain.digest
+    assert dataset.open_dataset(config, tmp_path / "cache").digest != plain.digest
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix not in (".tokens", ".sha256")]
 
 
 def test_the_library_is_the_offline_default_and_says_what_it_is() -> None:
-    held = data.open_dataset(a_config("python"))
+    held = dataset.open_dataset(a_config("python"))
     assert "library of Python" in held.describe
     assert held.digest[:16] in held.describe
     assert held.sample(0).max() < 256
-    assert data.open_dataset(a_config("python")).digest == held.digest
+    assert dataset.open_dataset(a_config("python")).digest == held.digest
 
 
 def test_json_lines_give_their_field(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"body": f"document {i} " * 5}) + "\n" for i in range(9)) + "\n")
-    held = data.open_dataset(a_config("jsonl", str(path), field="body"))
+    held = dataset.open_dataset(a_config("jsonl", str(path), field="body"))
     assert b"document" in b"".join(held.sample(i).astype(np.uint8).tobytes() for i in range(4))
     with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'text'; it has 'body'; set data\.field"):
-        data.open_dataset(a_config("jsonl", str(path)))
+        dataset.open_dataset(a_config("jsonl", str(path)))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_json_lines_give_their_field(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str, match: str) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(ValueError, match=match):
-        data.open_dataset(a_config("jsonl", str(tmp_path)))
+        dataset.open_dataset(a_config("jsonl", str(tmp_path)))
 
 
 def test_bad_sources_and_paths_are_refused_by_name(tmp_path: Path) -> None:
@@ -140,26 +139,26 @@ def test_bad_sources_and_paths_are_refused_by_name(tmp_path: Path) -> None:
         (a_config("python", tokenizer=str(tmp_path / "tok")), r"data\.tokenizer = .*neither 'bytes' nor"),
     ):
         with pytest.raises(ValueError, match=match):
-            data.open_dataset(config)
+            dataset.open_dataset(config)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path) -> None:
     config = msgspec.structs.replace(a_config(path=str(a_text(tmp_path))), model=Model(vocab_size=255))
     with pytest.raises(ValueError, match=r"256 ids.*vocabulary 255; set model\.vocab_size to at least 256"):
-        data.open_dataset(config)
+        dataset.open_dataset(config)
 
 
 def test_the_byte_tokenizer_in_a_model_directory_gives_the_same_ids(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    mine = data.open_tokenizer("bytes")
+    mine = tokenizer.open_tokenizer("bytes")
     for name, content in mine.files().items():
         (tmp_path / name).write_bytes(content)
     text = "def f(x):\n\treturn 'é ü ∀ 🐟\x7f'  # two  spaces\r\n"
     loaded = AutoTokenizer.from_pretrained(str(tmp_path))
     assert loaded.encode(text) == mine.encode(text.encode()).tolist()
     assert loaded.decode(mine.encode(text.encode()).tolist()) == text == mine.decode(mine.encode(text.encode()))
-    held = data.open_tokenizer(str(tmp_path))  # and by path, as any Hugging Face tokenizer
+    held = tokenizer.open_tokenizer(str(tmp_path))  # and by path, as any Hugging Face tokenizer
     assert held.encode(text.encode()).tolist() == mine.encode(text.encode()).tolist()
     assert held.vocabulary == 256
     assert {"tokenizer.json", "tokenizer_config.json"} <= held.files().keys()
@@ -236,17 +235,19 @@ def test_a_stream_shorter_than_one_sample_is_refused(monkeypatch: pytest.MonkeyP
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'shoal\[data\]'"):
-        data.open_dataset(a_config("huggingface", "some/name"))
+        dataset.open_dataset(a_config("huggingface", "some/name"))
 
 
 def test_a_hugging_face_dataset_is_streamed(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {i} " * 9}) + "\n" for i in range(50)))
-    held = data.open_dataset(a_config("huggingface", str(tmp_path)))
+    held = dataset.open_dataset(a_config("huggingface", str(tmp_path)))
     assert b"row" in bytes(held.sample(0).astype(np.uint8))
-    assert held.sample(100).tolist() == data.open_dataset(a_config("huggingface", str(tmp_path))).sample(100).tolist()
+    assert (
+        held.sample(100).tolist() == dataset.open_dataset(a_config("huggingface", str(tmp_path))).sample(100).tolist()
+    )
     for fields, match in (({"field": "body"}, "no field 'body'; it has 'text'"), ({"split": "nosuch"}, "nosuch")):
         with pytest.raises(ValueError, match=match):
-            data.open_dataset(a_config("huggingface", str(tmp_path), **fields))
+            dataset.open_dataset(a_config("huggingface", str(tmp_path), **fields))
     with pytest.raises(ValueError, match="cannot open this dataset"):
-        data.open_dataset(a_config("huggingface", str(tmp_path / "nothing")))
+        dataset.open_dataset(a_config("huggingface", str(tmp_path / "nothing")))

@@ -51,8 +51,8 @@ from shoal.core.peer import PeerMachine
 from shoal.executor import base
 from shoal.executor.swap import memory
 from shoal.numerics import optimizer
-from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.node import Node, admissible
 from shoal.runtime.records.account import CommitHistory
 from shoal.runtime.records.record import Recorder
@@ -128,7 +128,7 @@ class Swarm:
         self.names: list[Peer] = []
         self.nodes: list[Node] = []
         self.records: list[Heard] = []
-        self.dataset = data.open_dataset(config)
+        self.dataset = open_dataset(config)
         self.directory = directory
 
     def add(self) -> Node:

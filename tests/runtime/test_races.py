@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.races import CheckedEvent, Clock, Detector, Watch, host, watch_lanes, watch_swapping
+from tests.races import CheckedEvent, Clock, Detector, Watch, host, watch_lanes, watch_optimizer, watch_swapping
 
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.core import messages as m
 from shoal.executor.resident import Resident
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import Stage
-from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.tasks.task_runner import TaskRunner
 
 ANSWER_S = 60.0
@@ -86,7 +86,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config,
     with monkeypatch.context() as patched, Watch(detector):
         watch_lanes(patched, detector)
         watch_swapping(patched, detector)
-        runner = TaskRunner(config, data.open_dataset(config), Store("checkpoints"))
+        watch_optimizer(patched)
+        runner = TaskRunner(config, open_dataset(config), Store("checkpoints"))
         runner._stepped = CheckedEvent(detector)
         runner._stepped.set()
         driver = Driver(runner, detector)

@@ -24,8 +24,8 @@ from shoal.executor.base import Executor, boundary
 from shoal.executor.delayed import Delayed
 from shoal.executor.master import Master
 from shoal.numerics import compress
-from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.tasks import coding, kinds, sums, task_runner
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.base import Blob
@@ -58,7 +58,7 @@ def a_runner() -> Iterator[Maker]:
 
     def make(config: Config = TINY, stage: int | None = 0, *, store: Store | None = None, **given: Any) -> TaskRunner:
         config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path="a.txt"))
-        dataset = None if config.device.executor == "emulated" else data.open_dataset(config)
+        dataset = None if config.device.executor == "emulated" else open_dataset(config)
         runners.append(TaskRunner(config, dataset, store, **given))
         if stage is not None:
             done(runners[-1], m.Init("init", stage, 0))
@@ -121,6 +121,21 @@ def train_microbatch(trainer: TaskRunner, servers: list[TaskRunner], step: int, 
         give(servers[k], trainer, m.Gradient(0, step, index, k, 1))
         grad = out
     return loss
+
+
+def test_documents_are_kept_apart_at_every_stage_and_nothing_more_is_sent(a_runner: Maker, tmp_path: Path) -> None:
+    """Three stages have the loss of one; with borders it is another, and a peer that ends documents otherwise is refused."""
+    (tmp_path / "a.txt").write_bytes(b"one\0two\0three, and more of it\0four\0" * 40)
+    losses = []
+    for end in (0, -1):
+        config = msgspec.structs.replace(TINY, data=msgspec.structs.replace(TINY.data, document_end=end))
+        servers = [a_runner(config, stage) for stage in range(3)]
+        losses.append(train_microbatch(servers[0], servers, 0, 0))
+    one = msgspec.structs.replace(ONE, data=msgspec.structs.replace(ONE.data, document_end=0))
+    whole = a_runner(one)
+    assert losses[0] == train_microbatch(whole, [whole], 0, 0) != losses[1]
+    with pytest.raises(ValueError, match=r"ends documents with 0; set data\.document_end=0"):
+        a_runner(msgspec.structs.replace(ONE, data=msgspec.structs.replace(ONE.data, document_end=7)))
 
 
 def average(group: list[TaskRunner], step: int, round_: int) -> list[m.Result]:
@@ -685,7 +700,7 @@ def test_a_checkpoint_is_written_by_each_stage_and_trained_on_from_there(
     records = tuple(done(held, m.RunSave("s/s", k, 1)).record for k, held in enumerate(servers))
     path = done(servers[1], m.RunPublish("s/p", 1, records)).record
     assert path == str(tmp_path / "checkpoints" / "step-1")
-    assert store.catalog.open(1).data == data.open_dataset(servers[0]._config).digest
+    assert store.catalog.open(1).data == open_dataset(servers[0]._config).digest
     again = [a_runner(config, None, store=store) for _ in range(3)]
     assert [done(held, m.Init("y/i", k, 1)).digest for k, held in enumerate(again)] == digests
     assert [a_step(held, 1).digest for held in again] == after

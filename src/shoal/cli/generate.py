@@ -7,8 +7,10 @@ it shows that the cut model and what was trained are what every other program wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
+import sys
 from pathlib import Path
 
 from shoal.escaping import escaped_lines
@@ -32,7 +34,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     _check(args)
-    print(escaped_lines(sample(checkpoint(args.checkpoint), args)))  # a model says whatever its data did
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the text
+        text = sample(checkpoint(args.checkpoint), args)
+    print(escaped_lines(text))  # a model says whatever its data did
     return 0
 
 
@@ -54,6 +58,7 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import torch
     import transformers
 
+    import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
     from shoal.model import boundary
 
     transformers.logging.set_verbosity_error()

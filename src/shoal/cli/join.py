@@ -13,12 +13,14 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.launcher import checkpoints, reach, rundir
+from shoal import guest
+from shoal.launcher import checkpoints, preflight, reach, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.launcher.launcher import Launcher, RunRequest
-from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX
+from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX, read_invite
 from shoal.transport.identity.passes import date
 
 HOW = f"name it as `--invite-file FILE`, `-` (standard input), {INVITE_VARIABLE} in the environment, or as it is (then `ps` shows it)"
@@ -44,32 +46,38 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
-    from shoal import build
-    from shoal.transport.identity.invite import read_invite
 
     texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
     text = invite_text(texts, args.invite_file)
     invite = read_invite(text, 0.0)
-    config = build.joined(invite.config, [word for word in args.words if word not in texts], args.files)
-    if args.peers < 1:
-        raise ValueError(f"--peers {args.peers}: at least one takes part")
-    if args.peers > invite.grant.peers:
-        raise ValueError(
-            f"--peers {args.peers}: this invite is for {invite.grant.peers} at a time; ask for one with more"
-        )
+    config = guest.joined(invite.config, [word for word in args.words if word not in texts], args.files)
+    preflight.refuse(
+        [
+            *_too_many(args.peers, invite.grant.peers),
+            *preflight.machine(config),
+            *preflight.address(config, 0),
+            *reach.problems(invite.addresses),
+        ]
+    )
     if invite.grant.ends_s <= time.time():
         print(
             f"this invite was good until {date(invite.grant.expires)}: it counts only if the run has renewed it since"
         )
-    reach.refuse_unreachable(invite.addresses)
     checkpoints.refuse_others(config, invite.run)
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
-        rundir.set_aside(directory)
+        rundir.set_aside(directory, but=checkpoints.kept(config, invite.run))
         job = RunRequest(
             claim=claim, config=config, directory=directory, here=args.peers, started_s=started_s, invite=text
         )
         return asyncio.run(Launcher(job).run())
+
+
+def _too_many(peers: int, most: int) -> Iterator[str]:
+    if peers < 1:
+        yield f"--peers {peers}: at least one takes part"
+    if peers > most:
+        yield f"--peers {peers}: this invite is for {most} at a time; ask for one with more"
 
 
 def invite_text(texts: list[str], file: str | None) -> str:

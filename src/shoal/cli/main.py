@@ -7,7 +7,7 @@ none of them), with two functions:
     main(args: argparse.Namespace) -> int                  does it; the result is the exit code
 
 Heavy imports (torch, transformers, hivemind) belong inside `main`. What the user can mend is raised as ValueError, or
-is an OSError that names a file: one line, exit code 2. Ctrl-C is exit code 130. Anything else is our mistake and is
+is an OSError that names a file: one line, or a list of them, exit code 2. Ctrl-C is exit code 130. Anything else is our mistake and is
 shown in full.
 """
 
@@ -18,7 +18,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from shoal.escaping import describe
+from shoal.escaping import listed
 
 COMMANDS = {
     "run": "train: start local peers from a configuration and show their progress",
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if "--traceback" in words:
             raise
-        print(f"shoal: {describe(error)}", file=sys.stderr)
+        print(f"shoal: {listed(error)}", file=sys.stderr)
         return USER_ERROR
 
 

@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,13 +27,15 @@ import numpy as np
 from shoal import config
 from shoal.cli.config import configured, load
 from shoal.dashboard import plan_report
+from shoal.escaping import describe
+from shoal.launcher import preflight
 from shoal.launcher.planning import replanning
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
 from shoal.planner.prediction import play
 from shoal.planner.search import anneal, dtfm, greedy, placements
-from shoal.planner.strategy import choices, plan, strategy
+from shoal.planner.strategy import choices, plan, relaxing, strategy
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.what_if import what_if
@@ -88,6 +91,7 @@ def main(args: argparse.Namespace) -> int:
     if args.dtfm:
         return _dtfm(args)
     tree = load(args)  # the plan chooses run.stages and run.peers, so the file's own need not fit one another
+    preflight.refuse(_faults(args, tree))
     problem = problem_of(tree, args.cluster, args.wiring, args.uneven, args.swap)
     if args.check:
         given = plan.load(args.check)
@@ -110,8 +114,10 @@ def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> in
     tensor_bytes = max(problem.profile.boundary_bytes, problem.returned_bytes)
     if warning := config.narrow_store(tree, tensor_bytes, len(decided.stages), decided.inflight):
         print(f"warning: {warning}", file=sys.stderr)
-    other = _other(args, problem)
-    sensitivities = strategy.sensitivities(problem, lambda: np.random.default_rng(SEED)) if args.sensitivity else []
+    other = _other(args, problem, decided)
+    sensitivities = []
+    if args.sensitivity:
+        sensitivities = relaxing.sensitivities(problem, decided, lambda: np.random.default_rng(SEED))
     if args.pictures:
         _draw(decided, problem, Path(args.pictures))
     if args.json:
@@ -127,10 +133,11 @@ def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> in
     return 0
 
 
-def _other(args: argparse.Namespace, problem: Problem) -> plan.Plan | None:
+def _other(args: argparse.Namespace, problem: Problem, decided: plan.Plan) -> plan.Plan | None:
     if not args.what_if:
         return None
-    return strategy.decide(what_if(problem, args.what_if), np.random.default_rng(SEED), BUDGET, args.stages)
+    changed = what_if(problem, args.what_if)
+    return relaxing.decide_from(problem, decided, changed, np.random.default_rng(SEED), BUDGET, args.stages)
 
 
 def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
@@ -139,6 +146,26 @@ def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
     print(plan_report.numbers(decided, problem))
     if any(device.losses_per_h for device in problem.cluster.devices):
         print(plan_report.churn_cost(decided, problem, tree.run.heartbeat_timeout_s, tree.checkpoint.every))
+
+
+def _faults(args: argparse.Namespace, tree: config.Config) -> Iterator[str]:
+    """What can be seen before the model is counted, which takes seconds."""
+    if tree.device.executor != "emulated":
+        yield from preflight.model(tree)
+    try:
+        if args.cluster:
+            cluster.read(args.cluster)
+    except (ValueError, OSError) as error:
+        yield describe(error)
+    if args.out:
+        yield from preflight.writable(f"--out {args.out}", Path(args.out).parent)
+    if args.stages is not None and args.stages < 1:
+        yield f"--stages {args.stages}: a model has at least one"
+    try:
+        if args.check:
+            plan.load(args.check)
+    except (ValueError, OSError) as error:
+        yield describe(error)
 
 
 def _shares_out(tree: config.Config, peers: int) -> bool:

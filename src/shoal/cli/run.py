@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from shoal import config as configuration
@@ -17,7 +18,7 @@ from shoal import units
 from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, preflight, rundir
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
@@ -66,18 +67,15 @@ def main(args: argparse.Namespace) -> int:
     plan, config, cluster = _configured(args)
     if text := _slow_store(config, plan):
         print(f"warning: {text}", file=sys.stderr)
-    kill_every_s, peers = args.kill_every, config.run.peers
-    if kill_every_s is not None and not kill_every_s > 0:
-        raise ValueError(f"--kill-every {kill_every_s}: seconds between kills must be above 0; try 20")
-    time_s = units.parse(args.time, "_s") if args.time else None
-    if time_s is not None and not time_s > 0:
-        raise ValueError(f"--time {args.time}: must be above 0; try '8 h'")
-    here = peers if args.here is None else args.here
-    if not 1 <= here <= peers:
-        raise ValueError(f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}")
+    here = config.run.peers if args.here is None else args.here
+    local = cluster is None  # a rehearsal's peers have loopback addresses of their own
+    address = preflight.address(config, config.network.port) if local else []
+    preflight.refuse([*_options(args, config.run.peers, here), *preflight.machine(config), *address])
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
-        resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
+        resumed = Resumed()
+        if args.resume:
+            resumed = rundir.resume(config, directory, adopt=args.adopt, others=here < config.run.peers)
         if not args.resume:
             checkpoints.begin(config, directory, adopt=args.adopt)
             rundir.set_aside(directory)
@@ -93,10 +91,23 @@ def main(args: argparse.Namespace) -> int:
             resumed=resumed,
             plan=plan,
             cluster=cluster,
-            kill_every_s=kill_every_s,
-            time_s=time_s,
+            kill_every_s=args.kill_every,
+            time_s=units.parse(args.time, "_s") if args.time else None,
         )
         return asyncio.run(Launcher(job).run())
+
+
+def _options(args: argparse.Namespace, peers: int, here: int) -> Iterator[str]:
+    """What is wrong with options that do not concern the configuration."""
+    if args.kill_every is not None and not args.kill_every > 0:
+        yield f"--kill-every {args.kill_every}: seconds between kills must be above 0; try 20"
+    try:
+        if args.time and not units.parse(args.time, "_s") > 0:
+            yield f"--time {args.time}: must be above 0; try '8 h'"
+    except ValueError as error:
+        yield f"--time: {error}"
+    if not 1 <= here <= peers:
+        yield f"--here {here}: training starts with run.peers = {peers}; try 1 to {peers}"
 
 
 def _configured(args: argparse.Namespace) -> tuple[Plan | None, Config, Cluster | None]:
@@ -120,7 +131,10 @@ def _slow_store(config: Config, plan: Plan | None) -> str:
     known_bytes = plan.boundary_bytes if plan is not None else 0.0
     try:
         size_bytes = known_bytes or tensor_bytes(config)
-    except ValueError:  # a family whose shape only transformers knows: its tensors' size is not known here
+    except (
+        ValueError,
+        OSError,
+    ):  # no such model, which is said elsewhere; or only transformers knows the family's shape
         return ""
     return configuration.narrow_store(config, size_bytes, config.run.stages, config.run.inflight)
 

@@ -11,14 +11,15 @@ here, so PyTorch takes as many threads as it thinks right, unless device.threads
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,7 +29,8 @@ from shoal.config import Config
 from shoal.dashboard import plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher import checkpoints, devices, preflight, rundir
+from shoal.launcher.output_files import OutputFiles
 from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
 
@@ -55,6 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = configured(args.words)
+    preflight.refuse(preflight.machine(config))
     directory = config.run.directory
     with rundir.claimed(directory):
         resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
@@ -83,9 +86,8 @@ def configured(words: list[str]) -> Config:
         "device.executor" in word for word in words
     ):
         settings.append("device.executor=swapping")
-    if not _sets_threads(files, settings):
-        settings.append("device.threads=0")
     config = configuration.load(files[0] if files else None, [*settings, *ALONE])
+    os.environ.update(devices.allocator(os.environ))
     if config.device.executor == "emulated":
         raise ValueError("device.executor = 'emulated' trains nothing; try device.executor=resident")
     if config.train.local_steps > 1:
@@ -94,15 +96,6 @@ def configured(words: list[str]) -> Config:
             " try train.local_steps=1"
         )
     return config
-
-
-def _sets_threads(files: list[str], settings: list[str]) -> bool:
-    if any(word.startswith("device.threads=") for word in settings):
-        return True
-    try:
-        return bool(files) and "threads" in tomllib.loads(Path(files[0]).read_text()).get("device", {})
-    except (OSError, ValueError):  # `load` says what is wrong with it
-        return False
 
 
 def _long(word: str) -> str:
@@ -116,6 +109,7 @@ class LocalTraining:
     def __init__(self, config: Config, directory: Path, watch: RunMonitor, alone: Alone) -> None:
         self.config, self.directory, self.watch, self.alone = config, directory, watch, alone
         self.stopped = False
+        self._output = OutputFiles(directory, self._warn)
         self._shown_s = self._written_s = float("-inf")
 
     def run(self) -> int:
@@ -123,14 +117,10 @@ class LocalTraining:
 
         replace(self.directory / "config.toml", configuration.text(self.config).encode())
         early = ""
-        with (
-            Terminal() as terminal,
-            _asked_to_stop(self),
-            open(self.directory / "commits.jsonl", "ab", buffering=0) as file,
-        ):
+        with Terminal() as terminal, _asked_to_stop(self), contextlib.closing(self._output):
             try:
                 while self.alone.done < self.config.run.steps and not self.stopped:
-                    self._step(terminal, file)
+                    self._step(terminal)
                 if self.stopped and self.alone.done < self.config.run.steps:
                     self._save(terminal)
                     early = f"it was asked to stop; {self._left()}"
@@ -140,7 +130,7 @@ class LocalTraining:
             self._show(terminal)
         return self._conclude(early)
 
-    def _step(self, terminal: Terminal, file: IO[bytes]) -> None:
+    def _step(self, terminal: Terminal) -> None:
         def show_progress(done: int, count: int) -> None:
             now = time.monotonic()
             if now - self._shown_s >= SHOW_S:
@@ -151,7 +141,7 @@ class LocalTraining:
         view = self.alone.step(show_progress)
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
-        file.write(msgspec.json.encode(step) + b"\n")
+        self._output.commit(step)
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
             self.watch.books.overlapped.add(step.commit.step)  # it is applied while the next one is computed
         self._show(terminal)
@@ -167,7 +157,7 @@ class LocalTraining:
         if now - self._written_s >= SHOW_S:
             self._written_s = now
             snapshot = msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses))
-            replace(self.directory / "status.json", escaped_json(msgspec.json.encode(snapshot)))
+            self._output.put("status.json", escaped_json(msgspec.json.encode(snapshot)))
 
     def _save(self, terminal: Terminal) -> None:
         if self.alone.saved == self.alone.done:
@@ -181,6 +171,9 @@ class LocalTraining:
             "checkpoint", f"step {self.alone.done} saved at {self.watch.checkpoint} in {now - begun_s:.1f} s", now
         )
 
+    def _warn(self, text: str) -> None:
+        self.watch.tell("trouble", text, time.monotonic())
+
     def _left(self) -> str:
         if self.alone.saved is None:
             return "no checkpoint was written yet"
@@ -188,9 +181,9 @@ class LocalTraining:
 
     def _conclude(self, early: str) -> int:
         summary = self.watch.summary(time.monotonic(), early)
-        rundir.conclude(self.directory, summary, self.config.run.name)
+        written = rundir.conclude(self.directory, summary, self.config.run.name)
         print(f"all of it is in {self.directory}")
-        if not early:
+        if not early and written:
             return 0
         return INTERRUPTED if self.stopped else FAILED
 

@@ -31,6 +31,12 @@ class Data(Section, frozen=True):
         str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
     ] = "bytes"
     sequence: Annotated[int, Meta(ge=1, le=2**20, description="A sample has this many tokens.")] = 128
+    document_end: Annotated[
+        int,
+        Meta(
+            ge=-1, le=2**24, description="Documents end with this token and do not attend to one another; -1 lets them."
+        ),
+    ] = -1
     root: Annotated[
         str, Meta(description="Files are read only below this directory; `shoal join --files` sets it.")
     ] = ""

@@ -15,6 +15,7 @@ from shoal.config.train import Train
 
 DelayS = Annotated[float, Meta(ge=0, le=3600)]
 RateBps = Annotated[float, Meta(ge=0, le=MOST_Bps)]
+LEAST_Bps = 1000.0  # of a modelled line: less is a unit that was forgotten, and a run that seems to hang
 
 
 class Network(Section, frozen=True):
@@ -109,6 +110,10 @@ class Network(Section, frozen=True):
 def problems(network: Network, model: Model, train: Train, data: Data, device: Device) -> Iterator[str]:
     if network.links and network.transport != "tls":
         yield f"network.links are by host, which network.transport = {network.transport!r} does not know; try network.transport=tls"
+    for name in ("bandwidth_Bps", "up_Bps", "down_Bps"):
+        if 0 < getattr(network, name) < LEAST_Bps:
+            value = f"{getattr(network, name):g}"
+            yield f"network.{name} = {value} is {value} bytes per second; write the unit, such as '{value} Mbit/s'"
     if network.up_Bps and network.down_Bps:
         why = "network.up_Bps and network.down_Bps say it for each direction"
         yield from without_effect(network, "network", ["bandwidth_Bps"], why)

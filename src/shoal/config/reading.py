@@ -22,6 +22,7 @@ from shoal import units
 from shoal.config import describe
 from shoal.config.describe import Key, keys, sections
 from shoal.config.tree import Config, problems, to_tree
+from shoal.escaping import Faults
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -38,15 +39,19 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
             raise ValueError(f"{path} is not TOML: {error}") from None
     try:
         return from_tree(overridden(tree, overrides))
+    except Faults as error:
+        raise Faults([f"{path}: {line}" if path is not None else line for line in error.lines]) from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path is not None else str(error)) from None
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
-    """A checked configuration from plain dictionaries, such as a TOML file or an invite holds."""
-    config = Config(**{name: _section(name, fields) for name, fields in tree.items()})
-    for problem in problems(config):
-        raise ValueError(problem)
+    """A checked configuration from plain dictionaries, such as a TOML file or an invite holds. Faults: all that is wrong with it."""
+    wrong: list[str] = []
+    sections = {name: _section(name, fields, wrong) for name, fields in tree.items()}
+    config = Config() if wrong else Config(**sections)
+    if wrong := wrong or list(problems(config)):
+        raise Faults(wrong)
     return config
 
 
@@ -91,19 +96,25 @@ def _literal(written: str) -> Any:
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def _section(name: str, tree: object) -> Any:
-    """The section of that name from a dictionary."""
+def _section(name: str, tree: object, wrong: list[str]) -> Any:
+    """The section of that name from a dictionary; None when something is wrong with it, which is added to `wrong`."""
     if name not in sections():
-        raise ValueError(f"{name} is not a setting{_suggestion(name)}")
+        wrong.append(f"{name} is not a setting{_suggestion(name)}")
+        return None
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{name} = {tree!r} is a value; it must be a section [{name}]")
+        wrong.append(f"{name} = {tree!r} is a value; it must be a section [{name}]")
+        return None
     values = {}
     for field, value in tree.items():
         key = keys().get(f"{name}.{field}")
         if key is None:
-            raise ValueError(f"{name}.{field} is not a setting{_suggestion(str(field), name)}")
-        values[field] = _value(key, value)
-    return sections()[name](**values)
+            wrong.append(f"{name}.{field} is not a setting{_suggestion(str(field), name)}")
+            continue
+        try:
+            values[field] = _value(key, value)
+        except ValueError as error:
+            wrong.append(str(error))
+    return None if wrong else sections()[name](**values)
 
 
 def _value(key: Key, value: Any) -> Any:

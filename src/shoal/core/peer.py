@@ -35,6 +35,7 @@ from shoal.core.messages import (
     ChunkRequest,
     Command,
     Complaint,
+    CopyRequest,
     Dismissed,
     Done,
     Drop,
@@ -45,6 +46,7 @@ from shoal.core.messages import (
     GatherChunk,
     Heartbeat,
     Join,
+    JoinRefused,
     Lead,
     Leave,
     LoadFailed,
@@ -107,8 +109,8 @@ TO_LEADER = (
     Saved,
     Published,
 )
-ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect)
-FROM_LEADER = (Round, SaveRequest, PublishRequest)
+ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
+FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest)
 SERVER = (
     Forward,
     Backward,
@@ -327,6 +329,8 @@ class PeerMachine:
                 return self.relay.take(message, now)
             case Redirect():
                 return self.admission.on_redirect(peer, message)
+            case JoinRefused():
+                return self.admission.on_refused(peer, message, now)
         return []
 
     def _about_work(self, event: Received, now: float) -> list[Command]:
@@ -340,6 +344,8 @@ class PeerMachine:
             allowed = self.roster.belongs(peer)
         if not allowed:
             return _drop(event.blobs)
+        if isinstance(message, CopyRequest):
+            return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
         part = self.server if isinstance(message, FROM_LEADER + SERVER) else self.trainer
         return part.on_message(peer, message, event.blobs, event.fault, now)
 

@@ -79,7 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
     tokens_per_s: float = 0.0
-    step_s: float = 0.0  # recent seconds per step; 0 = unknown
+    step_s: float = 0.0  # between two recent commits; 0: fewer than two of this session
     issued: int = 0
     committed: int = 0
     redone: int = 0
@@ -93,11 +93,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimated seconds to the end, from the recent or the average pace; None: unknown."""
-        if self.step_s > 0:
-            return (self.steps - self.step) * self.step_s
-        steps_done = self.step - self.first_step
-        return (self.steps - self.step) * self.elapsed_s / steps_done if steps_done > 0 else None
+        """Estimated seconds to the end, from the pace of recent commits; None: unknown."""
+        return (self.steps - self.step) * self.step_s if self.step_s > 0 else None
 
 
 class Terminal:

@@ -7,18 +7,17 @@ available bytes and what would fit.
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from shoal.config import ROUND_COPIES, Config
+from shoal.executor.base import device_of, memory_limit
 from shoal.executor.swap.groups import Runner
+from shoal.host import free_bytes
 from shoal.model import stages
 from shoal.model.cut import Stage, cut
 from shoal.numerics.eightbit import nbytes
 from shoal.units import size
 
 ROUND_BYTES = 8  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient, and its clipped copy
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def check(config: Config) -> None:
@@ -34,7 +33,7 @@ def check_stage(config: Config, stage: int) -> None:
     """ValueError: that stage does not fit here."""
     stage_shape = check_host(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
-    limit = config.device.memory_bytes
+    limit = memory_limit(config)
     if config.device.executor == "swapping":
         runner = Runner(stage_shape, config)  # refuses a family that is not made of units
         try:
@@ -42,11 +41,16 @@ def check_stage(config: Config, stage: int) -> None:
                 runner.refuse()
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    elif limit and (needed := values * resident_bytes(config) + _moments(stage_shape, config.train.moments)) > limit:
+    elif limit and (needed := stage_bytes(stage_shape, config)) > limit:
         raise ValueError(
             f"{where}: device.memory_bytes = {size(limit)}, but with device.executor = 'resident' its {values:,} parameters"
             f" take {size(needed)} before any activation; try device.executor=swapping, or more stages"
         )
+
+
+def stage_bytes(stage: Stage, config: Config) -> int:
+    """Device bytes of a resident stage besides its activations."""
+    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments)
 
 
 def advice(config: Config, stage: int) -> str:
@@ -57,11 +61,11 @@ def advice(config: Config, stage: int) -> str:
     stage_shape = stages.hollow(config, stage)
     moments = _moments(stage_shape, train.moments)
     if device.executor == "resident":
-        needed, what = _values(stage_shape) * resident_bytes(config) + moments, "device memory before any activation"
+        needed, what = stage_bytes(stage_shape, config), "device memory before any activation"
     else:
         needed, what = _values(stage_shape) * host_bytes(config) + moments, "host memory"
     hints = {
-        "device.executor=swapping": device.executor == "resident" and device.kind != "mps",
+        "device.executor=swapping": device.executor == "resident" and device_of(config).type != "mps",
         "device.sequences=1": train.microbatch > 1 and device.sequences != 1,
         "train.moments=8bit": train.moments != "8bit",
         f"run.stages={config.run.stages + 1}": config.run.stages < sum(map(len, _blocks(config))),
@@ -87,7 +91,7 @@ def host_bytes(config: Config) -> int:
     apart = 8 if config.train.local_steps > 1 else 0  # parameters at the start of the round, and the outer momentum
     if config.device.executor == "swapping":  # value, sum, and the pending sum
         return 12 + copies + apart + _late_bytes(config)
-    return apart + (resident_bytes(config) if config.device.kind == "cpu" else 0)
+    return apart + (resident_bytes(config) if device_of(config).type == "cpu" else 0)
 
 
 def _late_bytes(config: Config) -> int:
@@ -116,7 +120,7 @@ def check_host(config: Config, stage: int) -> Stage:
     stage_shape = stages.hollow(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
     rounds = config.run.peers > 1
-    on_host = config.device.executor == "swapping" or config.device.kind == "cpu"
+    on_host = config.device.executor == "swapping" or device_of(config).type == "cpu"
     moments = _moments(stage_shape, config.train.moments) / values if on_host else 0.0
     value_bytes, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
     round_bytes = min(config.run.averaging_memory_bytes, copies * values)
@@ -139,34 +143,3 @@ def check_host(config: Config, stage: int) -> Stage:
         + f"), {source} {size(free)}; about {fitting:,} parameters would fit"
         + (f"; try {' or '.join(hints)}" if hints else "")
     )
-
-
-def free_bytes() -> int | None:
-    """Host memory available now; None: unknown."""
-    limits = [value for value in (_meminfo(), _cgroup()) if value is not None]
-    if limits:
-        return min(limits)
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-
-
-def _meminfo() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _cgroup() -> int | None:
-    """Free bytes of a container with a limit. Pages of the file cache count as free."""
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # no cgroup of version 2, or "max"
-        return None
-    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-    return max(0, limit - used + cached)

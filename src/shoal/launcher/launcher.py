@@ -92,7 +92,9 @@ class Launcher:
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
         self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
-        self._starter = Starter(self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step)
+        self._starter = Starter(
+            self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step, job.here
+        )
         self._majority = MajorityWatch(self.watch)
         self.watch.everyone.recover = f"shoal recover {job.directory}" if self.authority is not None else ""
 
@@ -187,6 +189,8 @@ class Launcher:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         rundir.conclude(self.directory, summary, self.config.run.name)
+        if self.watch.failed and self.watch.books.view is not None:
+            rundir.pass_over(self.directory, self.watch.books.view.step)
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
         print(f"all of it is in {self.directory}; the bytes of each peer: shoal status {self.directory} --peers")
@@ -341,8 +345,8 @@ class Launcher:
         """A peer has ended by itself."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
-        if child is self.crew.children[0] and self.authority is not None and not self.watch.started:
-            self._give_up(f"the first peer is gone before training began: {why}\n{child.last_words()}")
+        if self.authority is not None and not self.watch.started:  # what ended it would end the next one
+            self._give_up(f"{child.label} ended before training began: {why}\n{child.last_words()}")
         elif self.spares and self.authority is not None and self.crew.living:
             self.spares -= 1
             self._starter.join_soon()

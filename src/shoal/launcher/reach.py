@@ -70,10 +70,9 @@ async def welcome(directory: Path, addresses: Sequence[str], missing: int) -> st
     )
 
 
-def refuse_unreachable(addresses: Sequence[str]) -> None:
-    """ValueError: no address of an invite can be connected to; says of each what is in the way."""
-    if problems := asyncio.run(_problems(addresses)):
-        raise ValueError("this machine cannot get into the run. " + ". ".join(problems))
+def problems(addresses: Sequence[str]) -> list[str]:
+    """Of each address of an invite what is in the way; [] when one can be connected to."""
+    return asyncio.run(_problems(addresses))
 
 
 async def _problems(addresses: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
 RECENT_STEPS = 20  # that the live tokens per second are measured over
-_SAVED = re.compile(r"step (\d{1,15}) saved at (.*)", re.DOTALL)
+_SAVED = re.compile(r"step (\d{1,15}) saved at (.*?)(?: in \d+ copies)?", re.DOTALL)
 _NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+(?:\.[a-z2-7]{12}\.[0-9]+)?\b")
 
 
@@ -188,14 +188,16 @@ class RunMonitor:
 
     def tokens_per_s(self, recent: int | None = None) -> float:
         """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
+        step_s = self.step_s(recent)
+        tokens = self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
+        return tokens / step_s if step_s else 0.0
+
+    def step_s(self, recent: int | None = None) -> float:
+        """Between two commits of this session, over the same steps; 0.0 while there are fewer than two."""
         steps = [step for step in self.books.steps if step.commit.step >= self.resumed.first_step]
         if recent is not None:
             steps = steps[-recent:]
-        if len(steps) < 2:
-            return 0.0
-        seconds = steps[-1].heard_s - steps[0].heard_s
-        tokens = (len(steps) - 1) * self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
-        return tokens / seconds if seconds > 0 else 0.0
+        return (steps[-1].heard_s - steps[0].heard_s) / (len(steps) - 1) if len(steps) > 1 else 0.0
 
     @property
     def unable(self) -> str:
@@ -225,6 +227,7 @@ class RunMonitor:
             first_step=self.resumed.first_step,
             losses=self.losses(),
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
+            step_s=self.step_s(RECENT_STEPS),
             issued=account.issued,
             committed=account.committed,
             redone=account.redone,

@@ -68,6 +68,24 @@ def spans(blocks: int, stages: int, layers: tuple[int, ...] = ()) -> tuple[range
     return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
+def with_borders(x: Tensor, starts_BL: Tensor) -> Tensor:
+    """Hidden states (B, L, D) with a column more, 1 where a document starts: what stages exchange with data.document_end."""
+    return torch.cat([x, starts_BL.to(x.device, x.dtype)[..., None]], -1)
+
+
+def document_starts(inputs_BL: Tensor, end: int) -> Tensor:
+    """(B, L) bool: the first token of each sample, and those behind the token that ends a document."""
+    starts = torch.ones_like(inputs_BL, dtype=torch.bool)
+    starts[:, 1:] = inputs_BL[:, :-1] == end
+    return starts
+
+
+def positions(starts_BL: Tensor) -> Tensor:
+    """(B, L): of each token in its document."""
+    numbers = torch.arange(starts_BL.shape[1], device=starts_BL.device)
+    return numbers - torch.where(starts_BL, numbers, 0).cummax(1).values
+
+
 def inputs(tokens: Tensor) -> Tensor:
     """The first stage's input (B, L) from a microbatch's tokens (B, L+1)."""
     return tokens[:, :-1]

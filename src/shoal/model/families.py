@@ -29,6 +29,8 @@ PLANS: dict[str, tuple[str, ...]] = {
     "falcon": ("word_embeddings", "h", "ln_f"),
     "opt": ("embed_tokens", "embed_positions", "project_in", "layers", "final_layer_norm", "project_out"),
 }
+# Families whose own code keeps documents apart where their positions begin anew (tests/model/test_documents.py).
+PACKED = frozenset("llama qwen3 mistral gemma2 gemma3_text phi3 olmo2 smollm3 gpt2 gpt_neox mixtral qwen3_moe".split())
 # What families call the field of THEIRS.
 ALIASES = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 
@@ -63,6 +65,11 @@ def hf_config(config: Config) -> PreTrainedConfig:
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
         raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
     _refuse_dropout(hf)
+    if config.data.document_end >= 0 and family not in PACKED:
+        raise ValueError(
+            f"data.document_end = {config.data.document_end}: {family} is not known to keep documents apart, as these are:"
+            f" {', '.join(sorted(PACKED))}; set data.document_end=-1"
+        )
     _refuse_long(config, hf, where)
     return hf
 

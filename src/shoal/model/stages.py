@@ -12,15 +12,17 @@ parameter, whose gradient no group of replicas holds alone: they are refused for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config, microbatches, slices
 from shoal.model import balance, boundary, vocabulary
-from shoal.model.cut import cut, next_token_loss, targets
+from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.weights import materialise
 
@@ -78,8 +80,9 @@ class NoPositions(nn.Module):
 class HuggingFaceStage:
     """A cut.Stage: some blocks of a Hugging Face model, run by the model's own forward."""
 
-    def __init__(self, model: PreTrainedModel, *, first: bool, last: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, first: bool, last: bool, document_end: int = -1) -> None:
         self.model = model
+        self.document_end = document_end
         self.first = first
         self.last = last
         self.vocabulary: int | None = model.config.vocab_size
@@ -95,7 +98,9 @@ class HuggingFaceStage:
             logits: Tensor = self.model(**self._keywords(x)).logits
             return logits
         y = self._hidden(x)
-        return y if self._narrow is None else self._narrow(y)
+        if self._narrow is not None:
+            y = self._narrow(y)
+        return y if self.document_end < 0 else with_borders(y, self._starts(x))
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         head = vocabulary.sliced_head(self.model, targets(tokens).numel())
@@ -108,9 +113,16 @@ class HuggingFaceStage:
         return y
 
     def _keywords(self, x: Tensor) -> dict[str, Any]:
+        keywords: dict[str, Any] = {"use_cache": False}
+        if self.document_end >= 0:  # the family's own code makes the mask of positions that begin anew
+            keywords["position_ids"] = positions(self._starts(x))
+            x = x if self.first else x[..., :-1]
         if self._widen is not None:
             x = self._widen(x)
-        return {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
+        return keywords | {"input_ids" if self.first else "inputs_embeds": x}
+
+    def _starts(self, x: Tensor) -> Tensor:
+        return document_starts(x, self.document_end) if self.first else x[..., -1] > 0
 
 
 def check(config: Config) -> None:
@@ -125,7 +137,7 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    return HuggingFaceStage(model.eval().to(device), first=first, last=last)
+    return HuggingFaceStage(model.eval().to(device), first=first, last=last, document_end=config.data.document_end)
 
 
 def hollow(config: Config, stage: int) -> HuggingFaceStage:
@@ -133,7 +145,7 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage:
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks
     first, last = _insert(model, parts, config, stage)
-    return HuggingFaceStage(model.eval(), first=first, last=last)
+    return HuggingFaceStage(model.eval(), first=first, last=last, document_end=config.data.document_end)
 
 
 def _insert(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool, bool]:
@@ -220,11 +232,21 @@ def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
         )
     parts = Parts(model)
     balance.attach(model, parts.blocks, _losses(config))
+    if config.device.checkpointing:
+        for block in parts.blocks:
+            block.forward = partial(_checkpointed, block.forward)
     parts.remove_parts()
     if config.run.stages > 1:
         materialise(model, seed=config.run.seed, source=None)
         refuse_more_than_blocks(model, parts)
     return model, parts
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """The block's forward, of which the backward pass keeps the input alone. Blocks draw nothing at random."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **keywords)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
 
 
 def _losses(config: Config) -> int:

@@ -77,6 +77,7 @@ class HuggingFaceRow:
 
     def __init__(self, stage: HuggingFaceStage) -> None:
         self._model, self._first, self._last = stage.model, stage.first, stage.last
+        self._document_end = stage.document_end
         parts = Parts(stage.model)
         units: list[list[ChildSlot]] = []
         if stage.first:
@@ -109,7 +110,7 @@ class HuggingFaceRow:
                     _set_child(owner, place, part if start <= unit < stop else elsewhere)
         self._present = range(start, stop)
         first, last = self._first and start == 0, self._last and stop == len(self._unit_slots)
-        return HuggingFaceStage(self._model, first=first, last=last)
+        return HuggingFaceStage(self._model, first=first, last=last, document_end=self._document_end)
 
     def bind(self, unit: int, name: str, parameter: nn.Parameter) -> None:
         self._places.bind(unit, name, parameter)

@@ -29,6 +29,7 @@ from shoal.core.messages import (
     Finish,
     Heartbeat,
     Join,
+    JoinRefused,
     Lead,
     Message,
     Override,
@@ -60,6 +61,7 @@ from shoal.transport.directory.directory import Directory
 REPORT_S = 0.5
 FROM_OUTSIDE = (
     Join,
+    JoinRefused,
     VoteRequest,
     StandingRequest,
     Override,

@@ -7,13 +7,14 @@ peer and the virtual second.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.sim.task_runner import Reduced, World
+from shoal.sim.task_runner import UNLIKE, Reduced, World
 
 ALL_MEET = 16  # replicas of a group, at most
 MEETS = 2.5  # times the root of how many they are: others that one of a larger group exchanges its gradient with
@@ -104,6 +105,7 @@ class Watch:
         self._leaders: dict[int, m.Peer] = {}
         self._sent: dict[tuple[object, ...], m.Peer] = {}
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
+        self.durability = Durability(self)
         self._fresh = settings.first_step  # the version that the run began with, or went back to
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
@@ -192,6 +194,7 @@ class Watch:
             self.report(peer, "view", f"view {view.number} goes back to epoch {view.epoch}")
         elif not view.kept:
             self._fresh = view.step
+            self.durability.goes_back(view.step)
 
     def _staffed(self, peer: m.Peer, before: m.View, view: m.View) -> None:
         """A move never empties a stage: only the removal of its last replica does."""
@@ -264,7 +267,9 @@ class Watch:
             self.report(peer, "apply", f"{task} although step {task.step} was committed as {last}")
 
     def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None:
-        """Replicas of a stage have the same parameters at the same version."""
+        """Replicas of a stage have the same parameters at the same version, but for those of a peer that is unlike the others."""
+        if digest.startswith(UNLIKE):
+            return
         known = self._digests.setdefault((epoch, version, stage), digest)
         if known != digest:
             self.report(
@@ -276,7 +281,10 @@ class Watch:
         epochs = {epoch for epoch, version, _ in self._digests if version == step}
         stages = range(len(digests))
         wanted = [tuple(self._digests.get((epoch, step, stage), "") for stage in stages) for epoch in sorted(epochs)]
-        if not any(all(not a or a == b for a, b in zip(known, digests, strict=True)) for known in wanted):
+        if not any(
+            all(not a or a == b or b.startswith(UNLIKE) for a, b in zip(known, digests, strict=True))
+            for known in wanted
+        ):
             self.report(peer, "checkpoint", f"step {step} is published as {tuple(digests)}; known: {wanted}")
 
     # -------------------------------------------------------------------------------------------------------- the end
@@ -307,6 +315,45 @@ class Watch:
             self.report(missing[0], "progress", f"members that never finished: {missing}")
 
 
+class Durability:
+    """A checkpoint that is reported saved can be read in full from the machines alive, as long as fewer of them have died since than it has
+    copies. (A machine that dies takes its storage with it.)"""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._reported: dict[
+            int, tuple[m.Peer, int, int]
+        ] = {}  # by step: who said so, copies, machines that died since
+
+    def reported(self, peer: m.Peer, text: str) -> None:
+        found = re.fullmatch(r"step (\d+) saved at .*?(?: in (\d+) copies)?", text)
+        if found is not None:
+            self._reported[int(found[1])] = peer, int(found[2] or 1), 0
+            self._check()
+
+    def goes_back(self, step: int) -> None:
+        """What is later than that is void, and is written again."""
+        self._reported = {saved: known for saved, known in self._reported.items() if saved <= step}
+
+    def machine_lost(self) -> None:
+        self._reported = {step: (peer, copies, died + 1) for step, (peer, copies, died) in self._reported.items()}
+        self._check()
+
+    def _check(self) -> None:
+        world = self.watch.world
+        readable = world.readable()
+        for step, (peer, copies, died) in list(self._reported.items()):
+            have = world.copies(step, readable[step]) if step in readable else 0
+            if (
+                died < copies
+                and have < copies - died
+                and not any(step in one.damaged for one in world.storages.values())
+            ):
+                text = f"step {step} was reported saved in {copies} copies, {died} machines have died since, and {have} are left"
+                self.watch.report(peer, "durability", text)
+                del self._reported[step]
+
+
 def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tuple[str, str]:
     """What is wrong with a stage's reduced gradient ('' if nothing), and the parameters of that stage that made it.
 
@@ -319,6 +366,8 @@ def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tupl
         if indices != list(range(microbatches)):
             return f"chunk {number} holds indices {indices}", own
         origins = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        # An unlike peer computes until it is noticed.
+        origins = {one for one in origins if not one[2].startswith(UNLIKE)} or {min(origins)}
         if len(origins) != 1:
             return f"chunk {number} was made with different parameters: {sorted(origins)}", own
         of, under, own, _ = origins.pop()

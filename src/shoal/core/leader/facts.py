@@ -7,15 +7,16 @@ survive the leader: what must not be forgotten is in the View, and a new leader 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from shoal.core.allreduce.layout import fenced
+from shoal.core.leader.answers import unfit
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
 from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Pauses, Verdict
+from shoal.core.leader.history import History
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.progress import Progress
-from shoal.core.leader.rebalance import Move
 from shoal.core.leader.saving import Saving
 from shoal.core.leader.stalls import Stalls, Takeovers
 from shoal.core.messages import (
@@ -25,6 +26,7 @@ from shoal.core.messages import (
     Heartbeat,
     Index,
     Join,
+    JoinRefused,
     Leave,
     LoadFailed,
     Member,
@@ -34,6 +36,7 @@ from shoal.core.messages import (
     Reduced,
     RoundFailed,
     RoundWaits,
+    Send,
     Settings,
     View,
     Wire,
@@ -43,7 +46,6 @@ from shoal.core.replica_state import NOBODY, Known, owner_of
 
 FAILURES = 8  # rounds of one step that a peer may give up
 JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
-MOVES_KEPT = 256  # decided moves: older ones restrict no peer any more
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
@@ -74,6 +76,8 @@ class Evidence:
         self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
         self.resigns = ""  # why this peer should not lead
+        # Of what is computed now, by step, stage and microbatch: by the replica's key.
+        self.nonfinite: dict[tuple[int, int, Index], dict[str, NonFinite]] = {}
 
     def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
         self.progress.on_view(before, view, now)
@@ -82,45 +86,6 @@ class Evidence:
             self.stalls.on_step(now, first=before is None)
         self.stalls.on_view(view)
         self.reassigning, self.takeovers = {}, None
-
-
-class History:
-    """Times and decisions that the leader remembers."""
-
-    def __init__(self) -> None:
-        self.step_at: float | None = None  # when this step began, as far as this leader saw it
-        self.step_s = math.inf  # what the step before took
-        self.complete_at: float | None = None  # since when this step's books are complete
-        self.held_since: dict[str, float] = {}  # by rule: since when what it waits for has been so
-        self.due: dict[str, float] = {}  # by rule: not to be asked earlier
-        self.waited_s: dict[Peer, float] = {}  # joiners: how long steps have waited for them
-        self.moves: tuple[Move, ...] = ()  # decided before
-        self.norms: tuple[float, ...] = ()  # squared, of each stage's last gradient
-
-    def on_step(self, before: View | None, now: float) -> None:
-        """A step begins after the one of `before`."""
-        if before is not None and before.started and self.step_at is not None:
-            self.step_s = now - self.step_at
-        self.step_at, self.complete_at = None, None
-
-    def since(self, rule: Callable[..., Any]) -> float:
-        """Since when what that rule waits for has been so."""
-        return self.held_since[rule.__name__]
-
-    def remember(self, moves: tuple[Move, ...], norms: tuple[float, ...]) -> None:
-        """Moves that were decided; norms of a commit."""
-        self.moves = (*self.moves, *moves)[-MOVES_KEPT:]
-        self.norms = norms or self.norms
-
-    def rest_s(self, share: float, now: float) -> float:
-        """Seconds until this step's books are complete, if they fill as they have so far; as long as the last step when they are empty.
-        `share`: the part of them that is booked."""
-        if self.step_at is None:
-            return 0.0
-        passed_s = now - self.step_at
-        if share:
-            return passed_s * (1.0 - share) / share
-        return max(passed_s, self.step_s) if self.step_s < math.inf else passed_s
 
 
 class Facts:
@@ -133,15 +98,12 @@ class Facts:
         self.doubted: dict[Peer, float] = {}  # since when its connections are broken, with no sign of life
         self.heartbeats: dict[Peer, Heartbeat] = {}
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
-        self.nonfinite: dict[
-            tuple[int, int, Index], dict[str, NonFinite]
-        ] = {}  # by step, stage and index: by key of the replica
         self.load_failed: dict[Peer, LoadFailed] = {}  # who cannot load the checkpoint that all went back to
         self.requests = Requests(settings)
         self.evidence = Evidence(name, settings)
         self.rounds = StepRounds()
         self.history = History()
-        self.saving = Saving(name, settings)
+        self.saving = Saving(settings)
         self.changed = True  # something happened that the rules look at
         self.scan = True  # this decision is the one that each beat has, and looks at silence and replicas, too
 
@@ -259,7 +221,8 @@ class Facts:
         self.history.on_step(before, now)
         self.load_failed.clear()
         same = before is not None and before.epoch == view.epoch
-        self.nonfinite = {what: by for what, by in self.nonfinite.items() if same and what[0] >= view.step}
+        reports = self.evidence.nonfinite
+        self.evidence.nonfinite = {what: by for what, by in reports.items() if same and what[0] >= view.step}
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
             self.saving.begin(view)
@@ -335,6 +298,9 @@ class Facts:
             self.changed = True
         match message:
             case Join():
+                fault = unfit(self.settings.answers, message.answers)
+                if fault and not present:
+                    return [Send(peer, JoinRefused(fault))]
                 if not present and (peer in self.requests.joins or len(self.requests.joins) < JOINS):
                     self.requests.joins[peer] = message
             case _ if not present:
@@ -355,13 +321,18 @@ class Facts:
                 self._on_booker(peer, message)
                 self.evidence.stalls.on_answer(peer, message, now)
             case _:
-                return self.saving.on_message(peer, message, now)
+                return self.saving.on_message(peer, message, self.places)
         return []
+
+    @property
+    def places(self) -> dict[Peer, str]:
+        """Where each peer that has sent a heartbeat writes checkpoints."""
+        return {peer: heartbeat.place for peer, heartbeat in self.heartbeats.items()}
 
     def _on_heartbeat(self, peer: Peer, heartbeat: Heartbeat, now: float) -> None:
         view = self.view
         assert view is not None
-        self.changed |= peer not in self.serving or not view.started or view.finished or bool(self.nonfinite)
+        self.changed |= peer not in self.serving or not view.started or view.finished or bool(self.evidence.nonfinite)
         self.heartbeats[peer] = heartbeat
         self.evidence.progress.on_heartbeat(peer, heartbeat, view, now)
         self._take_books(peer, heartbeat)
@@ -407,7 +378,7 @@ class Facts:
         if (message.epoch, message.step) != (view.epoch, view.work) or message.index >= self.settings.microbatches:
             return
         if self.serving.get(peer) == message.stage:
-            self.nonfinite.setdefault((message.step, message.stage, message.index), {})[key_of(peer)] = message
+            self.evidence.nonfinite.setdefault((message.step, message.stage, message.index), {})[key_of(peer)] = message
 
     def _on_round(self, peer: Peer, message: Reduced | RoundFailed | RoundWaits, now: float) -> list[Command]:
         current = self.rounds.reporting(peer, message)

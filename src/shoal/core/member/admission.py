@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shoal.core.consensus.register import Register
 from shoal.core.member.roster import Roster
-from shoal.core.messages import Command, Find, Join, Member, Peer, Redirect, Send, Settings, View
+from shoal.core.messages import Command, Find, Join, JoinRefused, Member, Note, Peer, Redirect, Send, Settings, View
 from shoal.core.planned import planned_stage
 from shoal.core.server.server import Server
 
@@ -25,6 +25,7 @@ class Admission:
         self.known: tuple[Peer, ...] = ()  # peers to ask for admission
         self._settings, self._roster, self._register, self._server = settings, roster, register, server
         self._founding = founding  # this peer begins the run
+        self._refused = ""  # why, as last noted
 
     def begin(self, now: float) -> list[Command]:
         """Found the run with a view that lists this peer alone, or begin to look for it."""
@@ -55,6 +56,17 @@ class Admission:
         asked = self.find_at is not None and message.leader != self._roster.name and peer in self.known
         return [Send(message.leader, self._join)] if asked else []
 
+    def on_refused(self, peer: Peer, message: JoinRefused, now: float) -> list[Command]:
+        """A peer that was asked says why this one may not join. Another leader may say otherwise, and a liar must not end this peer: it
+        asks again, after a pause."""
+        if self.find_at is None or peer not in (self._register.leader, *self.known):
+            return []
+        self.find_at = max(self.find_at, now + self._settings.ban_s)
+        if message.reason == self._refused:
+            return []
+        self._refused = message.reason
+        return [Note("refused", f"{peer} refuses this peer: {message.reason}")]
+
     def enter(self) -> None:
         """A view lists this peer."""
         self.find_at, self._roster.outside = None, False
@@ -73,7 +85,7 @@ class Admission:
 
     @property
     def _join(self) -> Join:
-        return Join(holds=self._server.holding, seat=self._settings.seat)
+        return Join(self._server.holding, self._settings.seat, self._settings.answers)
 
     def _lost(self, now: float) -> bool:
         """A view lists this peer, but no leader was heard for long."""

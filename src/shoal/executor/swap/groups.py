@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Config, microbatches, slices
-from shoal.executor.base import DTYPES, boundary
-from shoal.executor.inputs import outcome
+from shoal.executor.base import DTYPES, boundary, device_of, memory_limit
+from shoal.executor.inputs import BackwardInput, outcome
 from shoal.executor.swap import memory
 from shoal.model.cut import Stage
 from shoal.model.units import Row, row
@@ -30,14 +30,6 @@ class LayerGroup(NamedTuple):
     parameters: tuple[nn.Parameter, ...]
     sums: tuple[Tensor | None, ...]  # None: an earlier group shares the parameter and adds both gradients
     ready: Callable[[], None]  # called before the sums are added to
-
-
-class GroupInput(NamedTuple):
-    """Inputs of a slice's backward pass through a group."""
-
-    x: Tensor  # input of the group
-    grad: Tensor | None  # of its output
-    tokens: Tensor | None
 
 
 class GroupResult(NamedTuple):
@@ -55,12 +47,16 @@ class Runner:
     """Runs groups of a stage's units with the parameters bound to them. The stage itself must not run meanwhile."""
 
     def __init__(self, stage: Stage, config: Config) -> None:
-        if config.device.kind == "mps":
-            raise ValueError("device.kind = 'mps' shares its memory with the host; use device.executor=resident")
-        self.device, self.dtype = config.device.kind, DTYPES[config.train.dtype]
+        device = device_of(config)
+        if device.type not in ("cpu", "cuda"):
+            why = "shares its memory with the host" if device.type == "mps" else "has no streams for it here"
+            raise ValueError(
+                f"device.executor = 'swapping' is for cuda, and {device} {why}; try device.executor=resident"
+            )
+        self.device, self.dtype, self.limit = str(device), DTYPES[config.train.dtype], memory_limit(config)
         self.shapes: Shapes = {name: value.shape for name, value in stage.named_parameters()}
         self.row: Row = row(stage)
-        spare = memory.spare_bytes(self.device, config.device.memory_bytes)
+        spare = memory.spare_bytes(self.device, self.limit)
         self.fixed_bytes = self.row.buffers_to(self.device) + spare
         counts = {name: shape.numel() for name, shape in self.shapes.items()}
         self.sizes = memory.UnitSizes(self.row.units, counts, self.dtype.itemsize, config.train.moments)
@@ -69,13 +65,11 @@ class Runner:
 
     def plan(self) -> memory.SwapPlan:
         """ValueError: the largest unit does not fit `device.memory_bytes`."""
-        limit = self._config.device.memory_bytes
-        return memory.plan(self.sizes, Trial(self, self._config).live, limit=limit, fixed_bytes=self.fixed_bytes)
+        return memory.plan(self.sizes, Trial(self, self._config).live, limit=self.limit, fixed_bytes=self.fixed_bytes)
 
     def refuse(self) -> None:
         """ValueError: no plan fits `device.memory_bytes`."""
-        limit = self._config.device.memory_bytes
-        memory.refuse(self.sizes, Trial(self, self._config).live, limit=limit, fixed_bytes=self.fixed_bytes)
+        memory.refuse(self.sizes, Trial(self, self._config).live, limit=self.limit, fixed_bytes=self.fixed_bytes)
 
     def names(self, start: int, stop: int) -> tuple[str, ...]:
         """Names of these units' parameters, each once, in the stage's order."""
@@ -98,7 +92,7 @@ class Runner:
         in_order = tuple(sums.get(name) for name in parameters)
         return LayerGroup(*span, tuple(parameters), tuple(parameters.values()), in_order, ready)
 
-    def back(self, stage: Stage, group: LayerGroup, end: GroupInput, shared: dict[str, Tensor]) -> GroupResult:
+    def back(self, stage: Stage, group: LayerGroup, end: BackwardInput, shared: dict[str, Tensor]) -> GroupResult:
         """Recompute one group on one slice, differentiate, add the gradients to the slab."""
         x, grad, tokens = (None if value is None else self.to_device(value) for value in end)
         assert x is not None
@@ -106,7 +100,7 @@ class Runner:
         if not stage.first:
             variables.append(x.requires_grad_())
         with torch.enable_grad():
-            y, grad_y, loss = outcome(stage, x, grad, tokens)
+            y, grad_y, loss = outcome(stage, BackwardInput(x, grad, tokens))
             y = y if loss is None else y / self._parts
             gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
         finite = torch.stack([torch.isfinite(part).all() for part in gradients]).all()
@@ -127,7 +121,7 @@ class Runner:
     def to_host(self, value: Tensor) -> Tensor:
         """A copy on the host. With CUDA the host may read it after the pass; later work on the device may use it at once."""
         with memory.host():
-            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device == "cuda")
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device.startswith("cuda"))
             return copy.copy_(value.detach(), non_blocking=True)
 
 
@@ -139,6 +133,7 @@ class Trial:
         count = config.device.sequences or config.train.microbatch
         self._tokens = torch.zeros(count, config.data.sequence + 1, dtype=torch.int64)
         (_, *rest), dtype = boundary(config)
+        rest[-1] += config.data.document_end >= 0  # the column of borders
         whole = runner.row.group(0, len(runner.row.units))
         first = (
             self._tokens[:, :-1]
@@ -155,7 +150,7 @@ class Trial:
         group, stage = self._group(start, stop), runner.row.group(start, stop)
         later = {name for unit in runner.row.units[stop:] for name in unit}
         shared = {name: torch.zeros(runner.shapes[name], dtype=runner.dtype) for name in group.names if name in later}
-        group_input = GroupInput(
+        group_input = BackwardInput(
             self._inputs[start], *((None, self._tokens) if stage.last else (self._inputs[stop], None))
         )
         meter = memory.MemoryMeter(runner.device)

@@ -13,7 +13,7 @@ import numpy as np
 from shoal import codec, config
 from shoal.planner.inputs import cluster, memory
 from shoal.planner.inputs.profile import Profile, Shape, Work, profile
-from shoal.planner.strategy import plan, strategy
+from shoal.planner.strategy import plan
 from shoal.planner.strategy.problem import Problem, gradient_bytes
 
 
@@ -48,6 +48,7 @@ def problem_of(
         travel=travel(tree),
         staleness=tree.train.staleness,
         moments=tree.train.moments,
+        kept_activations=0 if lab else tree.device.kept_activations,
         local_steps=tree.train.local_steps,
         store_limits=memory.StoreLimits(tree.network.activation_store_bytes, tree.network.activation_memory_bytes),
         counted=counted,
@@ -81,6 +82,7 @@ def refuse_other_size(given: plan.Plan, tree: config.Config, where: str) -> None
     formula, and only where that speaks against it by the model itself, as counting takes seconds."""
     if tree.device.executor == "emulated" or not any(stage.gradient_bytes for stage in given.stages):
         return
+    from shoal.planner.strategy import strategy  # scipy: half a second that only runs with a plan pay
 
     def mismatches(model: Profile) -> list[str]:
         if given.layers != model.blocks:

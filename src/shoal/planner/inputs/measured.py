@@ -102,8 +102,8 @@ def _device(device: Device, name: str) -> list[str]:
 
 
 def _lines(machine: Machine) -> list[str]:
-    found = {"up_Bps": machine.up_Bps, "down_Bps": machine.down_Bps}
-    return [f'{field} = "{_rate(value)}"' for field, value in found.items() if value]
+    rates = {"up_Bps": machine.up_Bps, "down_Bps": machine.down_Bps}
+    return [f'{field} = "{_rate(value)}"' for field, value in rates.items() if value]
 
 
 def _rate(value_Bps: float) -> str:

@@ -122,11 +122,11 @@ def _roles(replicas: int, line_rates: tuple[int, ...] = ()) -> tuple[tuple[Role,
     names = tuple(map(str, range(replicas)))
     layout = split(replicas * VALUES, names, line_rates=line_rates)
     whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
-    found = []
+    roles = []
     for role in map(layout.role, names):
         cut = [high - low for low, high in pairwise(role.cuts)]
-        found.append((role, whole | dict(zip(sorted(role.sends), cut, strict=True))))
-    return tuple(found)
+        roles.append((role, whole | dict(zip(sorted(role.sends), cut, strict=True))))
+    return tuple(roles)
 
 
 def rough_averaging_s(seats: Seats, cluster: Cluster) -> float:

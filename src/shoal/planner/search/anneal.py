@@ -86,17 +86,17 @@ def _begun(model: Model, rng: np.random.Generator, best: Best, budget: int) -> l
 
     rules = [((), groups) for groups in starts(model)[:budget]]
     drawn = (blocks.draw(model, rng) for _ in range(min(DRAWN_MOST, int(DRAWN * budget))))
-    found: list[tuple[Cost, tuple[int, ...], Ints]] = []
+    priced: list[tuple[Cost, tuple[int, ...], Ints]] = []
     for lengths, groups in itertools.chain(rules, drawn):
         cost = model.cost(groups)
         best.see(groups, cost.total_s)
-        found.append((cost, lengths, groups))
+        priced.append((cost, lengths, groups))
         if best.proven:
             return []
-    found.sort(key=lambda each: each[0].total_s)
+    priced.sort(key=lambda each: each[0].total_s)
     many = min(CHAINS, (budget - best.evaluations) // LEAST)
-    chosen = found[: (many + 1) // 2]
-    for each in found:
+    chosen = priced[: (many + 1) // 2]
+    for each in priced:
         if len(chosen) < many and all(each[1] != lengths for _, lengths, _ in chosen):
             chosen.append(each)
     begun = [swaps.chain(model.share, model.hop, groups, np.array(cost.order)) for cost, _, groups in chosen]
@@ -111,12 +111,12 @@ def _advance(model: Model, rng: np.random.Generator, best: Best, chain: Chain, s
     budget, first = stretch.evaluations - 1, best.evaluations  # its end is priced from scratch
     if best.proven or budget * _whole(model) < model.stages:
         return
-    made, proposed, found_s = float(chain.tally[1]), 0, float(chain.tally[0])
-    chain.tally[2] = made + budget * _whole(model)
+    matchings, proposed, start_s = float(chain.tally[1]), 0, float(chain.tally[0])
+    chain.tally[2] = matchings + budget * _whole(model)
     low, high = _spent(stretch.since), _spent(stretch.until)
     warm = WARM * max(1.0, math.sqrt(model.size / model.stages))
     while not best.proven:
-        part = (chain.tally[1] + model.stages - 1 - made) / (chain.tally[2] - made)
+        part = (chain.tally[1] + model.stages - 1 - matchings) / (chain.tally[2] - matchings)
         way = proposed / stretch.proposals
         if part > 1 or way > 1:
             break
@@ -124,9 +124,9 @@ def _advance(model: Model, rng: np.random.Generator, best: Best, chain: Chain, s
         heat_s = stretch.scale_s * warm * (COLD / warm) ** at
         swaps.advance(model.share, model.hop, chain, rng.random((AT_ONCE, swaps.DRAWS)), heat_s, _guide(at))
         proposed += AT_ONCE
-        best.evaluations = first + math.ceil((chain.tally[1] - made) / _whole(model))
+        best.evaluations = first + math.ceil((chain.tally[1] - matchings) / _whole(model))
         best.see(chain.best_groups, float(chain.tally[0]), 0)
-    if chain.tally[0] < found_s:
+    if chain.tally[0] < start_s:
         best.see(chain.best_groups, model.cost(chain.best_groups).total_s)  # along its best path it may cost less
 
 

@@ -24,10 +24,10 @@ def greedy_search(model: Model) -> Found:
 
 def starts(model: Model) -> list[Ints]:
     """Each rule's placement, without repeats."""
-    found = [nearest(model)]
+    starts_by_rule = [nearest(model)]
     for regions in scales(model.hop):
-        found += [spread(regions, model), gathered(regions, model)]
-    return list({np.sort(np.sort(groups, axis=1), axis=0).tobytes(): groups for groups in found}.values())
+        starts_by_rule += [spread(regions, model), gathered(regions, model)]
+    return list({np.sort(np.sort(groups, axis=1), axis=0).tobytes(): groups for groups in starts_by_rule}.values())
 
 
 def scales(seconds: Floats, most: int = 3) -> list[list[Ints]]:

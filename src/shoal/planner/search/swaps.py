@@ -39,7 +39,7 @@ class Chain(NamedTuple):
 
 def chain(share: Floats, hop: Floats, groups: Ints, order: Ints) -> Chain:
     stages, size = groups.shape
-    made = Chain(
+    state = Chain(
         groups.astype(np.int64).copy(),
         order.astype(np.int64).copy(),
         np.argsort(order).astype(np.int64),
@@ -49,8 +49,8 @@ def chain(share: Floats, hop: Floats, groups: Ints, order: Ints) -> Chain:
         groups.astype(np.int64).copy(),
         np.array([np.inf, 0.0, np.inf]),
     )
-    measure(share, hop, made)
-    return made
+    measure(share, hop, state)
+    return state
 
 
 @compiled
@@ -268,16 +268,16 @@ def _exchange(state: Chain, left: Ints, right: Ints, one: int, two: int) -> None
 @compiled
 def _follow(hop: Floats, groups: Ints, stages: Ints, first: int) -> Ints:
     """Where in each stage the device stands that is nearest to the one before, from `first` on."""
-    found = np.empty(len(stages), dtype=np.int64)
-    found[0] = first
+    devices = np.empty(len(stages), dtype=np.int64)
+    devices[0] = first
     for k in range(1, len(stages)):
-        line, group = hop[groups[stages[k - 1], found[k - 1]]], groups[stages[k]]
+        line, group = hop[groups[stages[k - 1], devices[k - 1]]], groups[stages[k]]
         nearest = 0
         for at in range(1, len(group)):
             if line[group[at]] < line[group[nearest]]:
                 nearest = at
-        found[k] = nearest
-    return found
+        devices[k] = nearest
+    return devices
 
 
 @compiled

@@ -42,9 +42,9 @@ def choose(problem: Problem, allow: tuple[str, ...], decide: Decide, peers_divid
     problem, best = _step(problem, best, "averaging", _averaging(problem, codes), decide, compared)
     if "local_steps" in allow:
         travel = msgspec.structs.replace(configured, averaging=problem.travel.averaging)  # one stage has no boundaries
-        local, made = _local(msgspec.structs.replace(problem, travel=travel), best, decide, peers_divide, compared)
-        if made is not best:  # and what is left of averaging may be encoded
-            problem, best = _step(local, made, "averaging", _averaging(local, codes), decide, compared)
+        local, plan = _local(msgspec.structs.replace(problem, travel=travel), best, decide, peers_divide, compared)
+        if plan is not best:  # and what is left of averaging may be encoded
+            problem, best = _step(local, plan, "averaging", _averaging(local, codes), decide, compared)
     return msgspec.structs.replace(best, choices=tuple(compared))
 
 
@@ -56,16 +56,16 @@ def _step(
     problem: Problem, best: Plan, what: str, travels: list[codec.Travel], decide: Decide, compared: list[Choice]
 ) -> tuple[Problem, Plan]:
     """The one of these ways to travel that gives most, if it gives enough."""
-    found = [(problem, best)]
+    priced = [(problem, best)]
     for travel in travels:
         if travel != problem.travel:
             other = msgspec.structs.replace(problem, travel=travel)
-            found.append((other, decide(other)))
-    chosen = max(found, key=lambda entry: tokens_per_s(entry[1]))
+            priced.append((other, decide(other)))
+    chosen = max(priced, key=lambda entry: tokens_per_s(entry[1]))
     if tokens_per_s(chosen[1]) < GAIN * tokens_per_s(best):
-        chosen = found[0]
-    if len(found) > 1:
-        compared += [_choice(what, _name(what, other.travel), made, other is chosen[0]) for other, made in found]
+        chosen = priced[0]
+    if len(priced) > 1:
+        compared += [_choice(what, _name(what, other.travel), plan, other is chosen[0]) for other, plan in priced]
     return chosen
 
 
@@ -75,49 +75,50 @@ def _local(
     """With the fewest local steps that bring nearly all that more of them would; the plan itself when that gives too little."""
     if problem.emulated_s or problem.local_steps > 1 or not peers_divide(len(problem.cluster.devices)):
         return problem, best
-    found = [(problem, best)]
+    priced = [(problem, best)]
     for steps in LOCAL_STEPS:
         work = msgspec.structs.replace(problem.work, microbatches=steps * problem.work.microbatches)
         other = msgspec.structs.replace(problem, work=work, local_steps=steps)
         try:
-            made = decide(other)
+            plan = decide(other)
         except ValueError:  # the whole model, which every peer must hold for them, fits on none
             break
-        if peers_divide(len(made.seats)):
-            found.append((other, made))
-    most = max(tokens_per_s(made) for _, made in found)
-    chosen = next(entry for entry in found if tokens_per_s(entry[1]) >= ENOUGH * most)
+        if peers_divide(len(plan.seats)):
+            priced.append((other, plan))
+    most = max(tokens_per_s(plan) for _, plan in priced)
+    chosen = next(entry for entry in priced if tokens_per_s(entry[1]) >= ENOUGH * most)
     if tokens_per_s(chosen[1]) < GAIN * tokens_per_s(best):
-        chosen = found[0]
-    compared += [_choice("local steps", str(other.local_steps), made, other is chosen[0]) for other, made in found]
+        chosen = priced[0]
+    compared += [_choice("local steps", str(other.local_steps), plan, other is chosen[0]) for other, plan in priced]
     return chosen
 
 
-def chosen(problem: Problem, made: Plan) -> Problem:
+def chosen(problem: Problem, plan: Plan) -> Problem:
     """The problem with what a plan made or read for it has chosen."""
     now, work = problem.travel, problem.work
     travel = codec.Travel(
-        made.activations or now.activations,
-        made.gradients or now.gradients,
-        made.averaging or now.averaging,
+        plan.activations or now.activations,
+        plan.gradients or now.gradients,
+        plan.averaging or now.averaging,
         now.narrow,
     )
-    local_steps = made.local_steps or problem.local_steps
-    microbatches = work.microbatches * local_steps // problem.local_steps
-    work = msgspec.structs.replace(work, microbatches=microbatches)
+    local_steps = plan.local_steps or problem.local_steps
+    sequences = plan.microbatch or work.sequences
+    microbatches = work.microbatches * work.sequences * local_steps // (sequences * problem.local_steps)
+    work = msgspec.structs.replace(work, sequences=sequences, microbatches=microbatches)
     return msgspec.structs.replace(problem, travel=travel, work=work, local_steps=local_steps)
 
 
-def tokens_per_s(made: Plan) -> float:
-    assert made.predicted is not None, "a plan that was just made has its numbers"
-    return made.predicted.tokens_per_s
+def tokens_per_s(plan: Plan) -> float:
+    assert plan.predicted is not None, "a new plan has its numbers"
+    return plan.predicted.tokens_per_s
 
 
 def _name(what: str, travel: codec.Travel) -> str:
     return travel.averaging if what == "averaging" else f"{travel.activations} there, {travel.gradients} back"
 
 
-def _choice(what: str, how: str, made: Plan, taken: bool) -> Choice:
-    assert made.predicted is not None
-    predicted = made.predicted
+def _choice(what: str, how: str, plan: Plan, taken: bool) -> Choice:
+    assert plan.predicted is not None
+    predicted = plan.predicted
     return Choice(what, how, predicted.step_s, predicted.tokens_per_s, predicted.sent_bytes, predicted.codec_s, taken)

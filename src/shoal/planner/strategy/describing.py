@@ -9,16 +9,17 @@ import msgspec
 
 from shoal.planner.inputs import memory
 from shoal.planner.prediction.seats import Seats, hop_s
+from shoal.planner.strategy.idle import Idle
 from shoal.planner.strategy.plan import PeerPlan, Plan, Prediction, StagePlan
 from shoal.planner.strategy.pricing import Option
 from shoal.planner.strategy.problem import Problem, basis, best_stages, stages_text
 from shoal.planner.strategy.seating import Refusal
 
 
-def described(problem: Problem, played: list[Option], refusals: list[Refusal]) -> Plan:
-    """The first of the played options as a Plan; the others are its runners-up."""
+def described(problem: Problem, played: list[Option], refusals: list[Refusal], idle: list[Idle]) -> Plan:
+    """The first of the played options as a Plan; the others are its runners-up. `idle`: the devices that it leaves out."""
     best, devices = played[0], problem.cluster.devices
-    seats, made = best.seats, problem.profile
+    seats, profile = best.seats, problem.profile
     stages = tuple(_stage(problem, best, number) for number in range(best.stages))
     left_out = tuple(devices[d].name for d, stage in enumerate(seats.stage_of) if stage < 0)
     runners_up = tuple(
@@ -30,7 +31,7 @@ def described(problem: Problem, played: list[Option], refusals: list[Refusal]) -
         problem.shape.layers,
         stages,
         left_out,
-        _reason(problem, played, refusals),
+        _reason(problem, played, refusals, idle),
         _prediction(problem, best),
         runners_up,
         _peers(problem, best, tuple(stage.memory_bytes for stage in stages)),
@@ -38,7 +39,7 @@ def described(problem: Problem, played: list[Option], refusals: list[Refusal]) -
         tuple(seats.line_rates[device] for device in seats.seated) if seats.line_rates else (),
         problem.work.sequences,
         problem.work.inflight,
-        made.boundary_bytes,
+        profile.boundary_bytes,
         problem.travel.activations,
         problem.travel.gradients,
         problem.travel.averaging,
@@ -48,20 +49,23 @@ def described(problem: Problem, played: list[Option], refusals: list[Refusal]) -
 
 def _stage(problem: Problem, option: Option, number: int) -> StagePlan:
     """One stage: its peers, the memory of the fullest, the seconds of the slowest."""
-    seats, made, span = option.seats, problem.profile, option.cut[number]
+    seats, profile, span = option.seats, problem.profile, option.cut[number]
     devices, group = problem.cluster.devices, option.seats.replicas(number)
-    what = made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer
+    what = profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer
     need = memory.swapping(*what) if option.swaps[number] else memory.resident(*what)
     rates = [1 / hop_s(seats, d) for d in group]
     kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
     need = msgspec.structs.replace(need, kept_bytes=kept_bytes)
-    memory_bytes = max(memory.peak(need, devices[d]) for d in group)
+    kept_activations = min(option.kept[d] for d in group)
+    memory_bytes = max(memory.peak(need, devices[d]) for d in group) + kept_activations * what[0].activation_bytes
     last = number == option.stages - 1
     slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
     names = tuple(devices[d].name for d in group)
     kind: Literal["swapping", "resident"] = "swapping" if option.swaps[number] else "resident"
     gradient_bytes = seats.gradient_bytes[number]
-    return StagePlan(span.start, span.stop, names, kind, memory_bytes, slowest_s, gradient_bytes, kept_bytes)
+    checkpointing = any(memory.checkpoints(need, devices[d]) for d in group)
+    executor = span.start, span.stop, names, kind, checkpointing
+    return StagePlan(*executor, memory_bytes, slowest_s, gradient_bytes, kept_bytes, kept_activations)
 
 
 def _peers(problem: Problem, option: Option, memory_bytes: tuple[float, ...]) -> tuple[PeerPlan, ...]:
@@ -130,7 +134,7 @@ def likeness(option: Option) -> str:
     return wired + (", swapping inside stages as ATOM" if any(option.swaps) else "")
 
 
-def _reason(problem: Problem, played: list[Option], refusals: list[Refusal]) -> str:
+def _reason(problem: Problem, played: list[Option], refusals: list[Refusal], idle: list[Idle]) -> str:
     best = played[0]
     assert best.step is not None
     near = best_stages(problem)
@@ -142,9 +146,8 @@ def _reason(problem: Problem, played: list[Option], refusals: list[Refusal]) -> 
         why += "; planned wiring: fixed routes are quicker than those chosen by measured times"
     if best.seats.line_rates:
         why += "; who owns what of a round follows the lines' line_rates, which differ"
-    idle = best.seats.stage_of.count(-1)
-    if idle:
-        why += f"; {idle} devices are left out, as they would hold the others up or cannot hold a stage"
+    for group in idle:
+        why += f"; {group.text(problem)}"
     if refusals:
         why += f"; not possible: {refusals[0].text}"
     return why

@@ -29,12 +29,14 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
     peers: tuple[str, ...]
     executor: str = "resident"  # or swapping: some of its devices cannot hold it
+    checkpointing: bool = False  # device.checkpointing: its activations do not fit otherwise
     memory_bytes: float = 0.0  # predicted, on the device where it is most
     microbatch_s: float = 0.0  # predicted compute of one microbatch on its slowest device, forward and backward
     gradient_bytes: float = 0.0  # that its replicas average
     kept_bytes: float = (
         0.0  # of boundary tensors that each of its peers keeps in memory until the step commits, at most
     )
+    kept_activations: int = -1  # forwards whose activations each of its peers keeps; -1: as memory is left when it runs
 
 
 class PeerPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,8 +244,8 @@ def _no_json(text: str, otherwise: str) -> str:
         json.loads(text)
     except json.JSONDecodeError as error:
         there = text[error.pos : error.pos + 10].split("\n")[0]
-        found = f"found {there!r}" if there else "the line ends" if error.pos < len(text) else "the file ends"
-        return f"line {error.lineno}, column {error.colno}: {found}; {error.msg[0].lower()}{error.msg[1:]}"
+        there_text = f"found {there!r}" if there else "the line ends" if error.pos < len(text) else "the file ends"
+        return f"line {error.lineno}, column {error.colno}: {there_text}; {error.msg[0].lower()}{error.msg[1:]}"
     return otherwise  # NaN and the like, which only Python takes for JSON
 
 

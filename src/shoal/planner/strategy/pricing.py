@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from shoal import codec
@@ -21,6 +23,7 @@ class Option(msgspec.Struct, frozen=True):
     cut: tuple[range, ...]
     seats: Seats
     swaps: tuple[bool, ...]  # by stage
+    kept: tuple[int, ...]  # forwards whose activations a device keeps
     rough_s: float
     step: Step | None = None
 
@@ -31,11 +34,24 @@ class Option(msgspec.Struct, frozen=True):
 
 def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
     """Those blocks on those devices, roughly priced; -1 is left out."""
-    made, devices = problem.profile, problem.cluster.devices
-    work = [made.stage(span) for span in cut]
+    profile, devices = problem.profile, problem.cluster.devices
+    work = [profile.stage(span) for span in cut]
+    checkpoints = tuple(
+        any(memory.checkpoints(_resident(problem, span), devices[d]) for d, own in enumerate(stage_of) if own == s)
+        for s, span in enumerate(cut)
+    )
     swaps = tuple(
         any(_lacks_resident(problem, span, devices[d]) > 0 for d, own in enumerate(stage_of) if own == s)
         for s, span in enumerate(cut)
+    )
+
+    every = range(len(devices))
+    wanted = [_in_progress(problem, stage_of, stage) for stage in range(len(cut))]
+    kept = tuple(
+        _kept(problem, cut[s], devices[d], wanted[s])
+        if 0 <= s < len(cut) - 1 and not (swaps[s] or checkpoints[s])
+        else 0
+        for d, s in enumerate(stage_of)
     )
 
     def seconds(device: int, direction: float) -> float:
@@ -45,14 +61,17 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
             return problem.emulated_s * (1.0 if direction == FORWARD else 2.0) + codec_s  # executor/emulated.py
         if stage < 0:
             return 0.0
-        compute_s = direction * work[stage].flops / devices[device].flops + codec_s
+        recomputed = FORWARD * (1.0 - kept[device] / wanted[stage])
+        flops = (FORWARD if direction == FORWARD else BACKWARD - FORWARD + recomputed) * work[stage].flops
+        if direction == BACKWARD and checkpoints[stage] and not swaps[stage]:
+            flops += work[stage].block_flops
+        compute_s = flops / devices[device].flops + codec_s
         if not swaps[stage]:
             return compute_s
         # One microbatch at a time: every part is loaded for it, and its gradient stored after a backward.
         moved = work[stage].parameters * (problem.work.value_bytes + (4 if direction == BACKWARD else 0))
         return max(compute_s, moved / devices[device].host_Bps)
 
-    every = range(len(devices))
     average_ratio = codec.bytes_per_value(problem.travel.averaging, 4) / 4
     gradient_bytes = tuple(
         (problem.emulated_gradient_bytes if problem.emulated_s else stage.parameters * GRADIENT_BYTES) * average_ratio
@@ -63,8 +82,8 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         tuple(seconds(d, FORWARD) for d in every),
         tuple(seconds(d, BACKWARD) for d in every),
         gradient_bytes,
-        made.boundary_bytes,
-        made.tokens_bytes,
+        profile.boundary_bytes,
+        profile.tokens_bytes,
         problem.work.microbatches,
         problem.work.inflight,
         returned_bytes=problem.returned_bytes,
@@ -73,30 +92,36 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         ),
         staleness=problem.staleness,
     )
-    return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
+    return Option(cut, seats, swaps, kept, rough_s(seats, problem.cluster))
 
 
 def as_planned(problem: Problem, plan: Plan) -> Seats:
     """Who serves what and what that takes, by a plan made or written for the problem."""
+    return option_of(problem, plan).seats
+
+
+def option_of(problem: Problem, plan: Plan) -> Option:
+    """A plan made or written for the problem as an option that is not played yet."""
     place = {device.name: number for number, device in enumerate(problem.cluster.devices)}
     stage_of = [-1] * len(place)
     for number, stage in enumerate(plan.stages):
         for peer in stage.peers:
             stage_of[place[peer]] = number
     cut = tuple(range(stage.first, stage.end) for stage in plan.stages)
-    seats = placed(problem, cut, tuple(stage_of)).seats
+    option = placed(problem, cut, tuple(stage_of))
+    seats = option.seats
     order = seats.seated  # a plan's line_rates and routes speak of seats, Seats of devices
     if plan.line_rates:
         width = dict(zip(order, plan.line_rates, strict=True))
         line_rates = tuple(width.get(device, 0) for device in range(len(place)))
         seats = owning(problem, msgspec.structs.replace(seats, line_rates=line_rates))
-    if not plan.routes:
-        return seats
-    ways = {
-        order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
-        for owner, by_stage in enumerate(plan.routes)
-    }
-    return msgspec.structs.replace(seats, routes=tuple(ways.get(device, ()) for device in range(len(place))))
+    if plan.routes:
+        routes = {
+            order[owner]: tuple(tuple(order[seat] for seat in turns) for turns in by_stage)
+            for owner, by_stage in enumerate(plan.routes)
+        }
+        seats = msgspec.structs.replace(seats, routes=tuple(routes.get(device, ()) for device in range(len(place))))
+    return msgspec.structs.replace(option, seats=seats)
 
 
 def owning(problem: Problem, seats: Seats) -> Seats:
@@ -116,17 +141,34 @@ def lacks_bytes(problem: Problem, span: range, device: Device) -> float:
     resident = _lacks_resident(problem, span, device)
     if resident <= 0 or not problem.swapping:
         return resident
-    made = problem.profile
-    need = memory.swapping(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    profile = problem.profile
+    need = memory.swapping(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
     return min(resident, memory.lacking(_keeping(problem, span, need), device))
 
 
 def _lacks_resident(problem: Problem, span: range, device: Device) -> float:
     if problem.emulated_s:
         return 0.0
-    made = problem.profile
-    need = memory.resident(made.stage(span), made.boundary_bytes, problem.work.value_bytes, problem.optimizer)
-    return memory.lacking(_keeping(problem, span, need), device)
+    return memory.lacking(_resident(problem, span), device)
+
+
+def _resident(problem: Problem, span: range) -> memory.Need:
+    profile = problem.profile
+    need = memory.resident(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
+    return _keeping(problem, span, need)
+
+
+def _in_progress(problem: Problem, stage_of: tuple[int, ...], stage: int) -> int:
+    """Microbatches that can be between forward and backward at one replica of the stage."""
+    members = sum(own >= 0 for own in stage_of)
+    most = min(problem.work.inflight * members, problem.work.microbatches)
+    return max(1, math.ceil(most / max(1, stage_of.count(stage))))
+
+
+def _kept(problem: Problem, span: range, device: Device, wanted: int) -> int:
+    most = wanted if problem.kept_activations < 0 else min(wanted, problem.kept_activations)
+    activation_bytes = problem.profile.stage(span).activation_bytes
+    return memory.kept_activations(_resident(problem, span), device, activation_bytes, most)
 
 
 def _keeping(problem: Problem, span: range, need: memory.Need) -> memory.Need:

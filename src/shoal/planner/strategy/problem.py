@@ -38,6 +38,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
     moments: str = "float32"  # train.moments
     store_limits: memory.StoreLimits = memory.StoreLimits()
+    kept_activations: int = 0  # device.kept_activations
     local_steps: int = 1  # between two averagings; `work` holds the microbatches of all of them
 
     @property
@@ -52,10 +53,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def profile(self) -> Profile:
         """With boundary tensors as large as they are when they travel and are kept."""
-        made = profile(self.shape, self.work)
+        model_profile = profile(self.shape, self.work)
         if self.counted is not None:
-            made = _sized(self.counted, self.work.sequences / self.counted_sequences)
-        return msgspec.structs.replace(made, boundary_bytes=self._boundary_bytes(self.travel.activations))
+            model_profile = _sized(self.counted, self.work.sequences / self.counted_sequences)
+        return msgspec.structs.replace(model_profile, boundary_bytes=self._boundary_bytes(self.travel.activations))
 
     @property
     def returned_bytes(self) -> float:
@@ -98,17 +99,19 @@ def _sized(counted: Profile, factor: float) -> Profile:
     return counted.of_size(factor)
 
 
-def gradient_bytes(made: Profile, span: range, how: str) -> float:
+def gradient_bytes(model_profile: Profile, span: range, how: str) -> float:
     """What the replicas of these blocks average, encoded as `how`."""
-    return made.stage(span).parameters * codec.bytes_per_value(how, GRADIENT_BYTES)
+    return model_profile.stage(span).parameters * codec.bytes_per_value(how, GRADIENT_BYTES)
 
 
 def best_stages(problem: Problem, local_steps: int = 1) -> float:
     """S* of the formula above."""
-    made, work = problem.profile, problem.work
+    model_profile, work = problem.profile, problem.work
     tokens = work.step_tokens / len(problem.cluster.devices)
-    moved_bytes = local_steps * tokens * made.boundary_bytes / work.microbatch_tokens
-    return math.sqrt(made.parameters * codec.bytes_per_value(problem.travel.averaging, GRADIENT_BYTES) / moved_bytes)
+    moved_bytes = local_steps * tokens * model_profile.boundary_bytes / work.microbatch_tokens
+    return math.sqrt(
+        model_profile.parameters * codec.bytes_per_value(problem.travel.averaging, GRADIENT_BYTES) / moved_bytes
+    )
 
 
 def basis(problem: Problem) -> str:

@@ -13,6 +13,7 @@ from shoal.planner.inputs.profile import consecutive, spans
 from shoal.planner.strategy.pricing import Option, lacks_bytes, placed
 from shoal.planner.strategy.problem import Problem, stages_text
 
+SHIFTED = 0.3  # of the moves of a search with uneven stages move a block instead of a device
 GAPS = 3  # of line rate, and of speed: as many smaller fleets are tried
 
 
@@ -29,12 +30,12 @@ def fleets(cluster: Cluster) -> list[tuple[int, ...]]:
     devices = range(len(cluster.devices))
     widest = np.where(np.eye(len(devices), dtype=bool), 0.0, cluster.bandwidth_Bps).max(axis=1)
     line = [min(d.up_Bps or math.inf, d.down_Bps or math.inf, float(widest[i])) for i, d in enumerate(cluster.devices)]
-    found: list[tuple[int, ...]] = [tuple(devices)]
+    fleets_by_gap: list[tuple[int, ...]] = [tuple(devices)]
     for value in (line, [device.flops for device in cluster.devices]):
         levels = sorted(set(value))
         gaps = sorted(range(1, len(levels)), key=lambda k: (-levels[k] / levels[k - 1], k))[:GAPS]
-        found += [tuple(i for i in devices if value[i] >= levels[k]) for k in sorted(gaps)]
-    return list(dict.fromkeys(found))
+        fleets_by_gap += [tuple(i for i in devices if value[i] >= levels[k]) for k in sorted(gaps)]
+    return list(dict.fromkeys(fleets_by_gap))
 
 
 def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Refusal:
@@ -85,6 +86,9 @@ def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: i
     if alike and _uniform(problem.cluster):
         return best  # every swap is the same placement, and `seated` has balanced the counts
     for _ in range(budget):
+        if problem.uneven and best.stages > 1 and rng.random() < SHIFTED:
+            best = _shifted(problem, best, rng)
+            continue
         stage_of = list(best.seats.stage_of)
         one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
         if stage_of[one] == stage_of[two]:
@@ -99,6 +103,23 @@ def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: i
         if other.rough_s < best.rough_s * (1 - 1e-9):
             best = other
     return best
+
+
+def _shifted(problem: Problem, best: Option, rng: np.random.Generator) -> Option:
+    """One block moved over a border between two stages, if the rough step gets shorter by that."""
+    border, up = int(rng.integers(1, best.stages)), bool(rng.integers(2))
+    ends = [span.stop for span in best.cut]
+    ends[border - 1] += 1 if up else -1
+    cut = tuple(range(first, end) for first, end in zip([0, *ends], ends, strict=False))
+    devices, stage_of = problem.cluster.devices, best.seats.stage_of
+    if not all(cut) or any(
+        lacks_bytes(problem, cut[stage], devices[d]) > 0
+        for d, stage in enumerate(stage_of)
+        if stage in (border - 1, border)
+    ):
+        return best
+    other = placed(problem, cut, stage_of)
+    return other if other.rough_s < best.rough_s * (1 - 1e-9) else best
 
 
 def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class Dataset:
     def __init__(self, samples: Samples, train: Train) -> None:
         self._samples = samples
         self._train = train
+        self._lock = Lock()  # microbatches are fetched on one thread, borders looked up on another
         self.digest = samples.digest
         self.describe = samples.describe
 
@@ -37,7 +39,8 @@ class Dataset:
         """Tokens (B, L + 1), int64: inputs and, shifted by one, targets."""
         size = self._train.microbatch
         first = (step * microbatches(self._train) + index) * size
-        return torch.from_numpy(np.stack([self.sample(first + b) for b in range(size)]))
+        with self._lock:
+            return torch.from_numpy(np.stack([self.sample(first + b) for b in range(size)]))
 
 
 def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
@@ -50,6 +53,11 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
         raise ValueError(
             f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocabulary} ids, "
             f"the model's vocabulary {limit}; set model.vocab_size to at least {tokenizer.vocabulary}"
+        )
+    if config.data.document_end not in (-1, tokenizer.separator):
+        raise ValueError(
+            f"data.document_end = {config.data.document_end}, but data.tokenizer = {config.data.tokenizer!r} ends documents with"
+            f" {tokenizer.separator}; set data.document_end={-1 if tokenizer.separator is None else tokenizer.separator}"
         )
     if config.data.source == "huggingface":
         return Dataset(_streamed(config.data, tokenizer, config.run.seed), config.train)

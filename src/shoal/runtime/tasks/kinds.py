@@ -14,7 +14,7 @@ from shoal.config import Config
 from shoal.core.messages import BULK, Backward, BoundaryTensor, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
-from shoal.runtime.data import vocabulary
+from shoal.runtime.data.dataset import vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.coding import Held

@@ -35,24 +35,30 @@ from shoal.core.messages import (
     Import,
     Init,
     Message,
+    OfferShard,
     ReadChunk,
+    ReadShard,
     Reset,
     Result,
     RunBackward,
+    RunCopy,
     RunForward,
     RunPublish,
     RunSave,
     Task,
+    WriteChunk,
 )
-from shoal.executor import base, create
-from shoal.executor.base import Executor
+from shoal.executor import create
+from shoal.executor.base import Executor, device_of, prepare_thread
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
-from shoal.runtime.checkpoints import checkpoint
-from shoal.runtime.data import Dataset
+from shoal.runtime.checkpoints import checkpoint, marker
+from shoal.runtime.checkpoints.copies import Copies
+from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
+from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.failures import DoesNotFit, Failures
 from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
@@ -98,14 +104,15 @@ class TaskRunner:
         make: Make = create,
     ) -> None:
         self._config = config
-        base.limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
+        prepare_thread(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
+        self._borders = Borders(config, dataset)
         self._store = store
         self._make = make
         self._seat: Seat | None = None
         self._sums = Sums(config)
-        on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
-        self._decodes_on = "cuda" if on_gpu else "cpu"  # the code crosses the bus, not the values
+        emulated = config.device.executor == "emulated"
+        self._decodes_on = "cpu" if emulated else str(device_of(config))  # the code crosses the bus, not the values
         self._saved: Copy | None = None  # for RunSave
         self._exported: Copy | None = None  # for ReadChunk
         self._downloaded: dict[int, torch.Tensor] = {}
@@ -114,8 +121,13 @@ class TaskRunner:
         self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
-        self._lanes = {name: Lane(name, lambda: base.limit_threads(config)) for name in names}
+        self._lanes = {name: Lane(name, lambda: prepare_thread(config)) for name in names}
         self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
+
+    @property
+    def place(self) -> str:
+        """Names where checkpoints are written; '' when nothing can be."""
+        return self._store.place if self._store is not None else ""
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -218,6 +230,12 @@ class TaskRunner:
                 raise Later("write", lambda: self._write(task, lambda: self._save(task, copy)))
             case RunPublish():
                 return self._write(task, lambda: self._publish(task))
+            case OfferShard() | RunCopy():
+                return self._copies.carry_out(task)
+            case ReadShard():
+                return self._give(task.out, torch.frombuffer(self._copies.read(task), dtype=torch.uint8))
+            case WriteChunk():
+                return Result(nbytes=self._copies.write(task, raw(take(task.blob))))
 
     def _taker(self, held: dict[str, Held]) -> Take:
         def take(name: str, device: str = "cpu") -> torch.Tensor:
@@ -261,15 +279,16 @@ class TaskRunner:
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
         executor = self._computing(task.stage, task.step)
-        return executor.forward(x[:, :-1] if task.stage == 0 else x)
+        return self._borders.plain(task, executor.forward(self._borders.input(task, x)))
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
         executor = self._computing(task.stage, task.step)
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
-        grad_x, loss = executor.backward(x[:, :-1] if first else x, None if last else grad, tokens)
+        grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
         if grad_x is None or not task.out:
             return Result(loss=loss)
+        grad_x = self._borders.plain(task, grad_x)
         return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
 
     def _computing(self, stage: int, step: int) -> Executor:
@@ -430,11 +449,12 @@ class TaskRunner:
         record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
         if self._saved is copy:
             self._saved = None  # the record is all that will be asked for again
-        return Result(record=record)
+        files = msgspec.json.decode(record, type=checkpoint.Record)
+        return Result(record=record, digest=marker.content_of((files.model, files.optimizer)))
 
     def _publish(self, task: RunPublish) -> Result:
         store = self._place()
-        path = store.publish(task.step, task.records, self._about)
+        path = store.publish(task.step, task.records, self._about, task.copies)
         try:
             store.prune(self._config.checkpoint.keep)
         except OSError as error:  # the new one is there; the old ones are only in the way
@@ -445,6 +465,10 @@ class TaskRunner:
     def _about(self) -> checkpoint.About:
         digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
         return checkpoint.about(self._config, digest, note)
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies(self._place(), self._config.run.stages)
 
     def _place(self) -> checkpoint.Store:
         if self._store is None:

@@ -56,7 +56,7 @@ def _attested(view: View, facts: Facts) -> NonFinite | None:
     keys: dict[int, set[str]] = {}
     for peer, stage in facts.serving.items():
         keys.setdefault(stage, set()).add(key_of(peer))
-    for (step, stage, _), by in facts.nonfinite.items():
+    for (step, stage, _), by in facts.evidence.nonfinite.items():
         witnesses = by.keys() & keys.get(stage, set())
         if step == view.step and witnesses and len(witnesses) >= min(WITNESSES, len(keys[stage])):
             return by[min(witnesses)]

@@ -14,7 +14,7 @@ from shoal.core.replica_state import TEXT
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """`moves` and `norms` are what the leader remembers of its decision (facts.py, History)."""
+    """`moves` and `norms` are what the leader remembers of its decision (history.py)."""
 
     view: View
     moves: tuple[Move, ...] = ()

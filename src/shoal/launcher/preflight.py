@@ -1,0 +1,306 @@
+"""Everything that can be checked before anything starts: data, model directory, tokenizer, device, address and port, room on disk.
+
+For `shoal run`, `join`, `train` and `plan`. Nothing here imports torch or transformers, so that what is wrong is said at once and all
+together; what needs them (does the model's family have a pipeline plan, does a stage fit) is checked by build.py. Each fault says
+where, what was found, and what would work.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from shoal.config import Config, Device
+from shoal.config.data import Data
+from shoal.escaping import Faults, describe
+from shoal.launcher import devices
+from shoal.launcher.planning import problem
+from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
+from shoal.runtime.checkpoints.catalog import url_of
+from shoal.runtime.checkpoints.storage import Storage
+from shoal.runtime.data.corpus import Corpus, open_corpus, text_field
+from shoal.transport.addresses import listening
+from shoal.units import size
+
+HEAD_BYTES = 1 << 16  # of a file of text that are looked at
+FILES = 64  # of a corpus that are looked into
+HUB_S = 1.5  # for the Hugging Face hub to say whether it has a tokenizer; a slow line passes
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+VALUE_BYTES = 4  # per parameter in a checkpoint, beside its moments
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise all of them as one error, if there are any."""
+    if lines := list(dict.fromkeys(faults)):
+        raise Faults(lines)
+
+
+def machine(config: Config) -> Iterator[str]:
+    """What this machine lacks to train by that configuration."""
+    yield from room(config)
+    if config.device.executor != "emulated":
+        yield from model(config)
+        yield from data(config.data)
+        yield from tokenizer(config)
+        yield from device(config.device)
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+
+def data(settings: Data) -> Iterator[str]:
+    """Is the text there, and is it text? Its first bytes are looked at."""
+    if settings.source == "huggingface":
+        if importlib.util.find_spec("datasets") is None:
+            yield "data.source = 'huggingface' needs the extra: pip install 'shoal[data]'"
+        return
+    if settings.source == "python":
+        return
+    try:
+        corpus = open_corpus(settings)
+        total_bytes = sum(file.stat().st_size for file in corpus.files)
+        if not total_bytes:
+            yield f"data.path = {settings.path!r}: {_counted(corpus)} and no text in it; name files that hold some"
+        elif settings.source == "text" and settings.tokenizer == "bytes" and total_bytes <= settings.sequence:
+            yield (
+                f"data.path = {settings.path!r}: {total_bytes} bytes of text are fewer than one sample of data.sequence + 1 ="
+                f" {settings.sequence + 1}; give more text, or a smaller data.sequence"
+            )
+        for file in corpus.files[:FILES]:
+            if wrong := _no_text(file, corpus):
+                yield wrong
+                return
+    except (ValueError, OSError) as error:
+        yield describe(error)
+
+
+def _counted(corpus: Corpus) -> str:
+    return f"{corpus.count} files" if corpus.count > 1 else "one file"
+
+
+def _no_text(file: Path, corpus: Corpus) -> str:
+    with file.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    if b"\0" in head:
+        return f"{file} is binary, not text: byte {head.index(0)} is NUL; name text files with data.path"
+    line = next((line for line in head.split(b"\n") if line.strip()), b"")
+    if corpus.json_field and line and (b"\n" in head or len(head) < HEAD_BYTES):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            return f"{file}:1: not a line of JSON ({error}); data.source = 'text' reads plain text"
+        text_field(row, corpus.json_field, f"{file}:1")
+    return ""
+
+
+# -------------------------------------------------------------------------------------------------- model and tokenizer
+
+
+def model(config: Config) -> Iterator[str]:
+    """Is model.path a directory with a configuration and whole weights?"""
+    if not config.model.path:
+        return
+    place, where = Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}"
+    if not (place / "config.json").is_file():
+        what = "has no config.json" if place.is_dir() else "is no directory"
+        yield f"{where} {what}; it must be a local Hugging Face model directory"
+        return
+    try:
+        shape = problem.shape(config)
+        if 0 < shape.layers < config.run.stages:
+            yield f"run.stages = {config.run.stages} is more than the {shape.layers} blocks of {where}; try {shape.layers} or fewer"
+    except (ValueError, OSError) as error:
+        if "its family's shape is not known here" not in str(error):
+            yield describe(error)
+    yield from _weights(place, where)
+
+
+def _weights(place: Path, where: str) -> Iterator[str]:
+    shards = [SINGLE]
+    if (place / INDEX).is_file():
+        try:
+            shards = sorted(set(json.loads((place / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+            yield f"{place / INDEX} is no index of weights ({type(error).__name__}); copy the model directory again"
+            return
+    for shard in shards:
+        try:
+            if wrong := _torn(place / shard):
+                yield f"{place / shard} {wrong}; copy the model directory again"
+        except OSError:
+            yield f"{where} has no {shard}; weights must be safetensors: save_pretrained(..., safe_serialization=True) writes them"
+
+
+def _torn(file: Path) -> str:
+    """What is wrong with a safetensors file by its header; '' when its size is what the header says."""
+    there_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if there_bytes < 8 + header_bytes or header_bytes > 100 << 20:
+            return "is no safetensors file, or its beginning alone"
+        try:
+            header = json.loads(stream.read(header_bytes))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return "is no safetensors file: its header cannot be read"
+    need_bytes = 8 + header_bytes + max(ends, default=0)
+    return f"has {there_bytes:,} bytes of {need_bytes:,}: it is torn" if there_bytes != need_bytes else ""
+
+
+def tokenizer(config: Config) -> Iterator[str]:
+    """Is it 'bytes', a directory with a tokenizer in it, or a name that is in the cache or on the hub?"""
+    name = config.data.tokenizer
+    if name == "bytes":
+        return
+    place, where = Path(name).expanduser(), f"data.tokenizer = {name!r}"
+    if place.exists():
+        if not any((place / file).is_file() for file in TOKENIZER_FILES):
+            yield f"{where} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); name a directory that does, or 'bytes'"
+        elif (place / "tokenizer.json").is_file():
+            yield from _vocabulary(config, place / "tokenizer.json", where)
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        yield f"{where}: no such directory; name one with a tokenizer.json, a tokenizer of the Hugging Face hub, or 'bytes'"
+        return
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
+    if (cache.expanduser() / f"models--{name.replace('/', '--')}").is_dir():
+        return
+    if why := _not_on_hub(name):
+        yield f"{where}: neither 'bytes', nor a directory here, nor in {cache}, and {why}"
+
+
+def _vocabulary(config: Config, file: Path, where: str) -> Iterator[str]:
+    from tokenizers import Tokenizer
+
+    try:
+        ids = Tokenizer.from_file(str(file)).get_vocab_size()
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for what it cannot read
+        yield f"{file} is no tokenizer: {' '.join(str(error).split())}"
+        return
+    if not config.model.path and ids > config.model.vocab_size:
+        yield f"{where} has {ids} ids, model.vocab_size = {config.model.vocab_size}; set model.vocab_size to at least {ids}"
+
+
+def _not_on_hub(name: str) -> str:
+    """Why the hub cannot give it; '' when it can, or when that is not known soon enough."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return "HF_HUB_OFFLINE keeps it from being downloaded"
+    hub, answers = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/"), [""]
+
+    def ask() -> None:
+        headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get("HF_TOKEN")) else {}
+        request = urllib.request.Request(f"{hub}/api/models/{name}", headers=headers)
+        try:
+            urllib.request.urlopen(request, timeout=HUB_S).close()
+        except urllib.error.HTTPError as error:
+            answers[0] = f"{hub} has no model of that name for you" if error.code in (401, 403, 404) else ""
+        except TimeoutError:
+            return
+        except (OSError, ValueError) as error:
+            answers[0] = f"{hub} cannot be reached: {getattr(error, 'reason', error)}"
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_S)
+    return answers[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ machine
+
+
+def device(settings: Device) -> Iterator[str]:
+    """Is there such a device, as far as its driver's files and the installed PyTorch say?"""
+    try:
+        devices.refuse_missing(settings, os.environ)
+    except ValueError as error:
+        yield str(error)
+
+
+def address(config: Config, port: int) -> Iterator[str]:
+    """Is network.host this machine's, and are the ports free? `port` 0: any will do."""
+    network = config.network
+    host = listening(network.host, ())
+    second = network.transport != "libp2p" and (network.transport == "auto" or network.discovery == "dht")
+    ports = [port, port + 1 if port < 65535 else port - 1] if port and second else [port]
+    with ExitStack() as stack:
+        for each in ports:
+            try:
+                family, kind, _, _, where = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM)[0]
+                listener = stack.enter_context(socket.socket(family, kind))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(where)
+                listener.listen(1)
+            except (socket.gaierror, UnicodeError) as error:
+                yield f"network.host = {host!r} is no address: {error}; name one of this machine's"
+                return
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    beside = f" (beside network.port = {port})" if each != port else ""
+                    yield f"network.port = {each}{beside} is taken on {host}; name a free one, or 0 for any"
+                elif error.errno == errno.EADDRNOTAVAIL:
+                    yield f"network.host = {host!r} is no address of this machine; name one that is"
+                    return
+                else:
+                    yield f"network.host = {host!r}, network.port = {each}: {error.strerror}"
+
+
+def room(config: Config) -> Iterator[str]:
+    """Can the run's directory and its checkpoints be written, and is there room for a checkpoint?"""
+    try:
+        storage = Storage(url_of(config))
+    except ValueError as error:
+        yield describe(error)
+        return
+    places = {"run.dir": Path(config.run.dir) / config.run.name}
+    if config.checkpoint.url and storage.local:
+        places["checkpoint.url"] = Path(storage.root)
+    for name, place in places.items():
+        yield from writable(f"{name} = {str(place)!r}", place)
+    need_bytes = _checkpoint_bytes(config)
+    disk = _existing(Path(storage.root)) if storage.local else None
+    if disk is not None and need_bytes and (free_bytes := shutil.disk_usage(disk).free) < need_bytes:
+        yield (
+            f"{disk} has {size(free_bytes)} free, and a checkpoint takes {size(need_bytes)}; free some, or name another disk"
+            " with checkpoint.url"
+        )
+
+
+def writable(what: str, place: Path) -> Iterator[str]:
+    """Can files be made in that directory, or the directory itself?"""
+    there = _existing(place)
+    if not there.is_dir():
+        yield f"{what}: {there} is a file; name a directory"
+        return
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # also where permissions say yes, such as a read-only disk for root
+    except OSError as error:
+        yield f"{what}: {there} cannot be written ({error.strerror}); name another directory"
+
+
+def _existing(place: Path) -> Path:
+    return next((each for each in (place, *place.absolute().parents) if each.exists()), Path("/"))
+
+
+def _checkpoint_bytes(config: Config) -> float:
+    if config.device.executor == "emulated" or not (config.checkpoint.every or config.checkpoint.at_end):
+        return 0.0
+    try:
+        parameters = profile(problem.shape(config), problem.work(config)).parameters
+    except (
+        ValueError,
+        OSError,
+    ):  # what is wrong with the model is said by `model`; another family's shape is not known
+        return 0.0
+    return parameters * (VALUE_BYTES + MOMENTS_BYTES[config.train.moments])

@@ -1,0 +1,84 @@
+"""What more or faster machines would give: `--what-if` and `--sensitivity`, searched from the plan for the machines at hand.
+
+Machines that are at least as many, fast, large and near can do whatever those at hand can, so the plan for them is no slower than the
+plan at hand: the search begins with that plan, and keeps it with its prediction where nothing better turns up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.strategy.plan import Plan
+from shoal.planner.strategy.pricing import option_of
+from shoal.planner.strategy.problem import Problem
+from shoal.planner.strategy.strategy import decide
+
+
+def decide_from(
+    problem: Problem, plan: Plan, changed: Problem, rng: np.random.Generator, budget: int, stages: int | None = None
+) -> Plan:
+    """The plan for the changed problem; no slower than `plan`, which is for `problem`, when the change only relaxes it."""
+    if not relaxes(problem, changed):
+        return decide(changed, rng, budget, stages)
+    other = decide(changed, rng, budget, stages, [option_of(changed, plan)])
+    assert plan.predicted is not None and other.predicted is not None
+    if other.predicted.step_s <= plan.predicted.step_s:
+        return other
+    known = {*plan.seats, *plan.left_out}
+    more = (device.name for device in changed.cluster.devices if device.name not in known)
+    return msgspec.structs.replace(plan, left_out=(*plan.left_out, *more))
+
+
+def relaxes(problem: Problem, changed: Problem) -> bool:
+    """Is everything that the changed problem asks the same, and its machines at least as many, fast, large and near?"""
+    work = msgspec.structs.replace(changed.work, inflight=problem.work.inflight)
+    alike = msgspec.structs.replace(changed, cluster=problem.cluster, work=work) == problem
+    return alike and changed.work.inflight >= problem.work.inflight and _covers(problem.cluster, changed.cluster)
+
+
+def _covers(cluster: Cluster, other: Cluster) -> bool:
+    at = {device.name: index for index, device in enumerate(other.devices)}
+    if any(device.name not in at for device in cluster.devices):
+        return False
+    indices = [at[device.name] for device in cluster.devices]
+    chosen = other.chosen(indices)
+    off = ~np.eye(len(indices), dtype=bool)
+    worse = (chosen.delay_s > cluster.delay_s) | (chosen.bandwidth_Bps < cluster.bandwidth_Bps)
+    pairs = zip(cluster.devices, chosen.devices, strict=True)
+    return not worse[off].any() and all(_at_least(device, other_device) for device, other_device in pairs)
+
+
+def _at_least(device: Device, other: Device) -> bool:
+    unlimited = ("memory_bytes", "up_Bps", "down_Bps")  # where it is 0
+    return all(
+        now >= before if before and now else not now
+        for before, now in ((getattr(device, name), getattr(other, name)) for name in unlimited)
+    ) and all(getattr(other, name) >= getattr(device, name) for name in ("flops", "host_memory_bytes", "host_Bps"))
+
+
+def sensitivities(
+    problem: Problem, plan: Plan, rng: Callable[[], np.random.Generator], budget: int = 100
+) -> list[tuple[str, float, int]]:
+    """What doubling each resource would give, best first: its name, the step's seconds and the stages then chosen. `plan`: of the
+    problem, from which each is searched."""
+    cluster, work = problem.cluster, problem.work
+    replace = msgspec.structs.replace
+    changes = {
+        "bandwidth x2": replace(problem, cluster=cluster.scaled(bandwidth=2)),
+        "delay / 2": replace(problem, cluster=cluster.scaled(delay=0.5)),
+        "memory x2": replace(problem, cluster=cluster.scaled(memory=2)),
+        "peers x2": replace(problem, cluster=cluster.of_size(2 * len(cluster.devices))),
+        "inflight x2": replace(problem, work=replace(work, inflight=2 * work.inflight)),
+    }
+    if not problem.emulated_s:
+        changes["speed x2"] = replace(problem, cluster=cluster.scaled(flops=2))
+    rows = []
+    for name, changed in changes.items():
+        other = decide_from(problem, plan, changed, rng(), budget)
+        assert other.predicted is not None
+        rows.append((name, other.predicted.step_s, len(other.stages)))
+    return sorted(rows, key=lambda row: (row[1], row[0]))
