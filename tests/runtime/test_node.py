@@ -423,8 +423,12 @@ class Listener:
 
     name = "a" * 32 + ".1"
     view = None
-    leading = False
+    leading = alone = False
+    leader = None
     deadline: float | None = None
+
+    def heard(self, now: float) -> tuple[Peer, ...]:
+        return ()
 
     def __init__(self) -> None:
         self.events: list[Event] = []
