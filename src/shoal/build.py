@@ -67,7 +67,7 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
     if config.device.executor == "emulated":
-        return TaskRunner(config, None, Store(url_of(config), run))
+        return TaskRunner(config, None, _store(config, run))
     return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 
@@ -80,15 +80,21 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
     """Data set and checkpoint store, after every check that is possible before weights are allocated."""
     stages.check(config)
     executor.check(config)
-    dataset, store = data(config), Store(url_of(config), run)
+    dataset, store = data(config), _store(config, run)
     if config.data.digest not in ("", dataset.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
         )
     if first_step:
-        refuse_foreign(store.catalog.open(first_step), config, dataset.digest)
+        training = store.catalog.inspect(first_step).training  # None: it is downloaded from another machine
+        if training is not None:
+            refuse_foreign(training, config, dataset.digest)
     return dataset, store
+
+
+def _store(config: Config, run: str | None) -> Store:
+    return Store(url_of(config), run, config.checkpoint.disk_bytes)
 
 
 def shared(config: Config) -> bytes:
@@ -106,7 +112,9 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=msgspec.structs.replace(settings(config, role.first_step), answers=known_answers(config)),
+        settings=msgspec.structs.replace(
+            settings(config, role.first_step), answers=known_answers(config), place=runner.place
+        ),
         seed=f"{config.run.seed}/{identity.name}",
         found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),

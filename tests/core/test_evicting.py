@@ -809,7 +809,7 @@ def test_only_whoever_was_asked_has_saved_its_stage(peer: str, answer: Saved | P
     leader = saving()
     leader.hear(peer, answer)
     assert (
-        leader.machine.facts.saving.records == {}
+        leader.machine.facts.saving.shards == {}
         and leader.machine.facts.saving.unable == {}
         and leader.machine.facts.saving.published == 0
     )
@@ -823,7 +823,7 @@ def test_only_whoever_was_asked_has_published() -> None:
     for peer, step in (("b", 1), ("c", 1), ("a", 2)):
         leader.hear(peer, Published(0, step, path="forged"))
     leader.hear("b", Published(0, 1, failed="forged"))
-    assert leader.machine.facts.saving.published == 0 and leader.machine.facts.saving.unpublished == {}
+    assert leader.machine.facts.saving.published == 0 and leader.machine.facts.saving.unable == {}
     leader.hear("a", Published(0, 1, path="there"))
     assert leader.machine.facts.saving.published == 1
 
@@ -832,4 +832,4 @@ def test_an_answer_that_comes_twice_is_one() -> None:
     leader = saving()
     for record in ("first", "second"):
         leader.hear("a", Saved(0, 1, 0, record=record))
-    assert leader.machine.facts.saving.records == {0: "first"}
+    assert leader.machine.facts.saving.shards[0].record == "first"

@@ -450,7 +450,9 @@ def back_at(step: int, settings: Settings) -> LeaderRig:
 
 def cannot_load(leader: LeaderRig, peer: str, older: int) -> None:
     view = leader.view
-    leader.hear(peer, LoadFailed(view.epoch, view.step, leader.stage_of(peer), older, "step-2: damaged: model-00001"))
+    leader.hear(
+        peer, LoadFailed(view.epoch, view.step, leader.stage_of(peer), older, "step-2: damaged: model-00001", asked=9)
+    )
 
 
 def test_a_checkpoint_that_a_stage_cannot_load_sends_everyone_further_back() -> None:
@@ -480,8 +482,8 @@ def test_one_replica_that_can_load_is_enough() -> None:
 def test_what_a_peer_says_of_another_epoch_or_step_sends_nobody_back() -> None:
     leader = back_at(2, SETTINGS)
     for epoch, step in ((0, 2), (2, 2), (1, 1), (1, 3)):
-        leader.hear("c", LoadFailed(epoch, step, 1, 1))
-    leader.hear("c", LoadFailed(1, 2, 0, 1))  # not the stage it serves
+        leader.hear("c", LoadFailed(epoch, step, 1, 1, asked=9))
+    leader.hear("c", LoadFailed(1, 2, 0, 1, asked=9))  # not the stage it serves
     assert leader.view.epoch == 1
 
 

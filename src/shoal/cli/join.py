@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
     checkpoints.refuse_others(config, invite.run)
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
-        rundir.set_aside(directory)
+        rundir.set_aside(directory, but=checkpoints.kept(config, invite.run))
         job = RunRequest(
             claim=claim, config=config, directory=directory, here=args.peers, started_s=started_s, invite=text
         )

@@ -73,7 +73,9 @@ def main(args: argparse.Namespace) -> int:
     preflight.refuse([*_options(args, config.run.peers, here), *preflight.machine(config), *address])
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
-        resumed = rundir.resume(config, directory, adopt=args.adopt) if args.resume else Resumed()
+        resumed = Resumed()
+        if args.resume:
+            resumed = rundir.resume(config, directory, adopt=args.adopt, others=here < config.run.peers)
         if not args.resume:
             checkpoints.begin(config, directory, adopt=args.adopt)
             rundir.set_aside(directory)

@@ -54,6 +54,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         queue_limit=run.queue_limit,
         save_every=config.checkpoint.every,
         save_last=config.checkpoint.at_end,
+        copies=config.checkpoint.copies,
         beat_s=run.heartbeat_s,
         silence_s=run.heartbeat_timeout_s,
         hop_floor_s=run.min_request_timeout_s,

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 20  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 21  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -26,6 +26,9 @@ Stage = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Seat = Annotated[int, msgspec.Meta(ge=-1, lt=2**20)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Digest = Annotated[str, msgspec.Meta(max_length=128)]
+Places = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=16)]  # that hold a copy
+
+ABOUT = "about"  # the shard of a checkpoint that holds its small files: configuration, tokenizer, training.json
 
 MAX_LIST_BYTES = 512 << 10  # of the authority's list of passes
 
@@ -313,6 +316,9 @@ class Heartbeat(Wire, frozen=True):
     work: Count = 0  # the step whose books these are
     closed: tuple[Booking, ...] = ()  # with delayed updates, those of the step before, until it is committed
     loaded: Count = 0  # chunks of my stage's state that are here, while it is downloaded
+    place: Digest = (
+        ""  # where I write checkpoints: peers that name the same one share it; "": nothing can be written there
+    )
 
 
 class KnownAnswers(Value, frozen=True):
@@ -715,11 +721,13 @@ class RoundFailed(Wire, frozen=True):
 
 
 class StateRequest(Wire, frozen=True):
-    """Joiner to replica: offer me the state of your stage, of version `since` or newer: what is committed from there on I hear."""
+    """Joiner to replica: offer me the state of your stage, of version `since` or newer: what is committed from there on I hear. With
+    `shard`, between any two: offer me that shard of the checkpoint of step `since`."""
 
     epoch: Count
     stage: Stage
     since: Count
+    shard: Digest = ""
 
 
 class Manifest(Value, frozen=True):
@@ -730,12 +738,13 @@ class Manifest(Value, frozen=True):
 
 
 class Offer(Wire, frozen=True):
-    """Replica to joiner. An empty manifest: I have no state of that stage to give (now)."""
+    """Replica to joiner. An empty manifest: I have no state of that stage, or not that shard, to give (now)."""
 
     epoch: Count
     step: Count
     stage: Stage
     manifest: Manifest
+    shard: Digest = ""
 
 
 class ChunkRequest(Wire, frozen=True):
@@ -745,27 +754,31 @@ class ChunkRequest(Wire, frozen=True):
     step: Count
     stage: Stage
     chunk: Index
+    shard: Digest = ""
 
 
 class Chunk(Wire, frozen=True):
-    """Blob 0: the chunk's bytes. `gone` (and no blob): that version is no longer held here."""
+    """Blob 0: the chunk's bytes. `gone` (and no blob): that version, or shard, is no longer held here."""
 
     epoch: Count
     step: Count
     stage: Stage
     chunk: Index
     gone: bool = False
+    shard: Digest = ""
 
 
 class LoadFailed(Wire, frozen=True):
     """Member to leader, before an epoch's first step: the checkpoint of `step` is damaged or gone, so I cannot load my stage from it.
-    `older`: the step of the newest older checkpoint of which I find every byte whole; 0: none is."""
+    `older`: the step of the newest older checkpoint of which I find every byte whole; 0: none is. `asked`: so many other peers do not have
+    what is missing."""
 
     epoch: Count
     step: Count
     stage: Stage
     older: Count
     reason: Text = ""
+    asked: Count = 0
 
 
 class NonFinite(Wire, frozen=True):
@@ -779,13 +792,14 @@ class NonFinite(Wire, frozen=True):
 
 
 class Saved(Wire, frozen=True):
-    """Replica to leader: my stage's shard of the checkpoint is written. `failed` says why it could not be."""
+    """To the leader: that stage's shard of the checkpoint is written where I write checkpoints. `failed` says why it could not be."""
 
     epoch: Count
     step: Count
     stage: Stage
     record: Annotated[str, msgspec.Meta(max_length=2**20)] = ""  # JSON: files, tensors, sizes, hashes
     failed: Text = ""
+    shard: Digest = ""  # names its content: SHA-256 over the hashes of its files
 
 
 class SaveRequest(Wire, frozen=True):
@@ -795,12 +809,26 @@ class SaveRequest(Wire, frozen=True):
     step: Count
 
 
+class CopyRequest(Wire, frozen=True):
+    """Leader to a peer of another place: download that shard from `holders` and write it where you write checkpoints. Answer: Saved."""
+
+    epoch: Count
+    step: Count
+    stage: Stage
+    record: Annotated[str, msgspec.Meta(max_length=2**20)]
+    shard: Digest
+    holders: Holders
+
+
 class PublishRequest(Wire, frozen=True):
-    """Leader to one peer: every shard is there; make the checkpoint whole and visible."""
+    """Leader to one peer of each place: every shard is where it belongs; make the checkpoint whole and visible."""
 
     epoch: Count
     step: Count
     records: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)]
+    copies: Annotated[
+        tuple[Places, ...], msgspec.Meta(max_length=4096)
+    ] = ()  # of each shard; none: all share one place
 
 
 class Published(Wire, frozen=True):
@@ -855,7 +883,8 @@ Message = (
     | Query | Pending
     | BoundaryTensor | TensorRequest | TensorPending | TensorGone | Missing
     | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | RoundWaits | BookerRequest | Booker
-    | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | NonFinite | Saved | SaveRequest | PublishRequest | Published
+    | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | NonFinite | Saved | SaveRequest | CopyRequest
+    | PublishRequest | Published
     | StandingRequest | Standing | Override
     | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
@@ -873,12 +902,12 @@ BULK = (
 )  # may carry blobs; all others travel as control
 
 
-RANKS = 5  # of bulk
+RANKS = 6  # of bulk
 
 
 def rank(message: Message) -> int:
     """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging,
-    and state for a joiner. Messages to one peer keep their order within a rank only."""
+    state for a joiner, and shards of a checkpoint. Messages to one peer keep their order within a rank only."""
     match message:
         case Backward():
             return 0
@@ -890,6 +919,8 @@ def rank(message: Message) -> int:
             return 2 if message.first else 3
         case ReduceChunk():
             return 3
+        case Chunk(shard=shard) if shard:
+            return 5
     return 4
 
 
@@ -940,6 +971,13 @@ class Done(Event, frozen=True):
     seconds: float = 0.0
 
 
+class Lack(Value, frozen=True):
+    """A shard of a checkpoint that is not whole here."""
+
+    stage: Stage
+    shard: Digest
+
+
 class Failed(Event, frozen=True):
     """A task was not done. `lost`: nor will it ever be, since the device is gone or has too little memory: the peer ends."""
 
@@ -948,6 +986,7 @@ class Failed(Event, frozen=True):
     lost: bool = False
     nonfinite: bool = False  # of RunForward and RunBackward: a result is not finite
     older: int | None = None  # of Init, for a damaged checkpoint: the step of the newest older whole one; 0: none is
+    lacks: tuple[Lack, ...] = ()  # of Init: shards that are missing or damaged here, and that another peer may have
 
 
 class Tick(Event, frozen=True):
@@ -1220,7 +1259,7 @@ class Blend(TaskBase, frozen=True):
 
 class RunSave(TaskBase, frozen=True):
     """Write this stage's shard of the checkpoint of version `step`, from the copy that Apply kept or from one made in turn with the
-    hops, while the parameters are still those. The file is written beside them. Result: record."""
+    hops, while the parameters are still those. The file is written beside them. Result: record, digest (names its content)."""
 
     stage: int
     step: int
@@ -1232,11 +1271,59 @@ class RunPublish(TaskBase, frozen=True):
     lane = "write"
     step: int
     records: tuple[str, ...]
+    copies: tuple[tuple[str, ...], ...] = ()
+
+
+class OfferShard(TaskBase, frozen=True):
+    """Read that shard of the checkpoint of `step` from the files. Result: manifest. Failed: it is not here, or not whole."""
+
+    lane = "write"
+    step: int
+    stage: int
+    shard: str
+
+
+class ReadShard(TaskBase, frozen=True):
+    """Chunk `chunk` of that shard, as it was offered, into blob `out`. Failed: it is no longer offered, or cannot be read."""
+
+    lane = "write"
+    outputs = ("out",)
+    step: int
+    stage: int
+    shard: str
+    chunk: int
+    out: str
+
+
+class WriteChunk(TaskBase, frozen=True):
+    """Compare blob `blob` with `digest` (SHA-256) and write it from byte `start` on of the shard that is `size_bytes` long. Result: nbytes,
+    0 when it differs and nothing was written. Failed: it cannot be written here, or such a shard does not belong here."""
+
+    lane = "write"
+    inputs = ("blob",)
+    step: int
+    stage: int
+    shard: str
+    record: str  # of the shard; '' when the marker of the checkpoint, which is here, says what its files are
+    start: int
+    size_bytes: int
+    digest: str
+    blob: str
+
+
+class RunCopy(TaskBase, frozen=True):
+    """All chunks of that shard are written: compare its files with their hashes and put them in their place. Result: record."""
+
+    lane = "write"
+    step: int
+    stage: int
+    shard: str
+    record: str
 
 
 Task = (
     Fetch | RunForward | RunBackward | Cut | AddRow | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk | Import
-    | Blend | RunSave | RunPublish
+    | Blend | RunSave | RunPublish | OfferShard | ReadShard | WriteChunk | RunCopy
 )  # fmt: skip
 
 
@@ -1253,6 +1340,8 @@ class Settings(msgspec.Struct, frozen=True):
     keep_bytes: int = 1 << 32  # of boundary tensors a server keeps before it answers Busy
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     save_last: bool = True
+    copies: int = 1  # of each shard of a checkpoint, in as many places, where there are so many
+    place: str = ""  # where this peer writes checkpoints
     beat_s: float = 0.5
     silence_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
     hop_floor_s: float = 2.0  # no hop is called slow before this

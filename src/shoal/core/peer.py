@@ -35,6 +35,7 @@ from shoal.core.messages import (
     ChunkRequest,
     Command,
     Complaint,
+    CopyRequest,
     Dismissed,
     Done,
     Drop,
@@ -109,7 +110,7 @@ TO_LEADER = (
     Published,
 )
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
-FROM_LEADER = (Round, SaveRequest, PublishRequest)
+FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest)
 SERVER = (
     Forward,
     Backward,
@@ -343,6 +344,8 @@ class PeerMachine:
             allowed = self.roster.belongs(peer)
         if not allowed:
             return _drop(event.blobs)
+        if isinstance(message, CopyRequest):
+            return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
         part = self.server if isinstance(message, FROM_LEADER + SERVER) else self.trainer
         return part.on_message(peer, message, event.blobs, event.fault, now)
 

@@ -7,8 +7,11 @@ cannot be decided without losing something is a ValueError that names every chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from shoal.config import Config
 from shoal.escaping import escaped
@@ -62,39 +65,77 @@ def refuse_others(config: Config, run: str) -> None:
         )
 
 
-def newest(config: Config, directory: Path, *, adopt: bool, saved: int = 0) -> Training | None:
-    """The checkpoint to go on from, every byte of which was checked; None when there never was one. `saved`: the step of
-    the newest, according to the run's commits."""
+class Beginning(msgspec.Struct, frozen=True):
+    """Where a resumed run begins: 0 when there never was a checkpoint. `training` is None where other machines hold all of it."""
+
+    step: int = 0
+    training: Training | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What is known before a run is resumed. `saved`: the step of the newest checkpoint, according to the run's commits. `others`: other
+    machines will join, and what is missing or damaged here is downloaded from them. `before`: no machine could load the checkpoint of
+    that step."""
+
+    adopt: bool = False
+    saved: int = 0
+    others: bool = False
+    before: float = math.inf
+
+
+def newest(config: Config, directory: Path, wanted: Wanted) -> Beginning:
+    """The checkpoint to go on from, every byte of which was checked."""
+    adopt, saved, others = wanted.adopt, wanted.saved, wanted.others
     run = authority(directory)
     catalog = Catalog(url_of(config), run)
-    others = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
-    if others and not adopt:
+    foreign = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
+    if foreign and not adopt:
         raise ValueError(
-            f"--resume: checkpoint.url = {catalog.url} holds {listed(others)}, and this is run {config.run.name!r} (key {run[:8]}, in "
+            f"--resume: checkpoint.url = {catalog.url} holds {listed(foreign)}, and this is run {config.run.name!r} (key {run[:8]}, in "
             f"{directory}). Nothing there was changed. Give that run's own run.name and run.dir, or another checkpoint.url; or add "
             "--adopt, and they become this run's"
         )
-    if others:
-        _take_over(catalog, config, others)
-    training, refused = catalog.soundest()
+    if foreign:
+        _take_over(catalog, config, foreign)
+    entry, refused = catalog.soundest_entry(wanted.before, others)
+    training = entry.training if entry is not None else None
+    step = training.step if training is not None else 0
+    refused += tuple(_passed_over(catalog, one) for one in catalog.entries() if one.step >= wanted.before)
+    if others and saved > step:
+        unmarked = f"foreign: no {marker.MARKER}"  # it is the run's own, if what is left of it is
+        _refuse_unread(catalog, step, [one for one in refused if (one.step, one.wrong) != (saved, unmarked)])
+        here = next((one.wrong for one in refused if one.step == saved), "nothing of it is here")
+        print(escaped(f"the checkpoint of step {saved} is downloaded from the machines that join: {here}"))
+        _set_damaged_aside(catalog, [one for one in refused if one.step > saved])
+        return Beginning(saved)
     _refuse_unusable(catalog, training, refused)
     if training is None and saved:
         raise ValueError(
             f"--resume: a checkpoint of step {saved} was saved, and none is at {catalog.url}. Put it back, or set "
-            "checkpoint.url to where it is; or give the command without --resume to begin at step 0"
+            "checkpoint.url to where it is; where other machines hold copies of it, let them join (--here N, less than run.peers); "
+            "or give the command without --resume to begin at step 0"
         )
     if training is not None:
         marker.refuse_foreign(training, config)
     _set_damaged_aside(catalog, refused)
     if training is not None and (training.step < saved or any(not catalog.unfinished(entry) for entry in refused)):
         print(f"GOING BACK to step {training.step}: its checkpoint is the newest that is whole")
-    return training
+    if entry is not None and (entry.wrong or entry.elsewhere):
+        what = entry.wrong or f"{', '.join(entry.elsewhere)} are kept by other machines"
+        print(escaped(f"{entry.path}: {what}; what is needed here is downloaded from the machines that join"))
+    return Beginning(step, training)
+
+
+def _passed_over(catalog: Catalog, entry: Entry) -> Entry:
+    """A checkpoint that no machine could load, with what is wrong with it here."""
+    read = entry if entry.wrong else catalog.read(entry)
+    return read if read.wrong else msgspec.structs.replace(read, wrong="damaged: no machine could load it")
 
 
 def saved_by(config: Config, run: str) -> int:
     """The step of that run's newest whole checkpoint, 0 when it has saved none. For an operator who sends survivors back to it."""
     catalog = Catalog(url_of(config), run)
-    training, refused = catalog.soundest()
+    training, refused = catalog.soundest(others=True)
     lost = [entry for entry in refused if not catalog.unfinished(entry)]
     for entry in lost:
         print(escaped(f"passed over {entry.path}: {entry.wrong}"))
@@ -129,12 +170,26 @@ def _refuse_unusable(catalog: Catalog, training: Training | None, refused: Seque
             f"from: {wrongs(lost)}. Put a whole copy of one there, or use the version of Shoal that wrote them; or give the "
             "command without --resume to begin at step 0: what is there is then kept beside it"
         )
-    unread = [entry for entry in lost if entry.wrong.startswith("foreign")]
-    if training is not None and unread:
+    if training is not None:
+        _refuse_unread(catalog, training.step, lost)
+
+
+def _refuse_unread(catalog: Catalog, step: int, refused: Sequence[Entry]) -> None:
+    """What another version wrote is never passed over."""
+    unread = [entry for entry in refused if entry.wrong.startswith("foreign")]
+    if unread:
         raise ValueError(
-            f"--resume: {catalog.url} holds what this version cannot read, newer than the checkpoint of step {training.step}, which "
-            f"is whole: {wrongs(unread)}. Use the version of Shoal that wrote it, or move it away to go on from step {training.step}"
+            f"--resume: {catalog.url} holds what this version cannot read, newer than the checkpoint of step {step}, which "
+            f"is whole: {wrongs(unread)}. Use the version of Shoal that wrote it, or move it away to go on from step {step}"
         )
+
+
+def kept(config: Config, run: str) -> str:
+    """The name of the folder in a guest's directory with checkpoints of that run, which the run may need again; '' if there is none."""
+    catalog = Catalog(url_of(config), run)
+    own = any(entry.training is not None and entry.training.authority == run for entry in catalog.entries())
+    inside = own and not config.checkpoint.url
+    return Path(catalog.url).name if inside else ""
 
 
 def _set_damaged_aside(catalog: Catalog, refused: Sequence[Entry]) -> None:

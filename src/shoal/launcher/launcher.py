@@ -181,6 +181,8 @@ class Launcher:
             return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         rundir.conclude(self.directory, summary, self.config.run.name)
+        if self.watch.failed and self.watch.books.view is not None:
+            rundir.pass_over(self.directory, self.watch.books.view.step)
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
         print(f"all of it is in {self.directory}; the bytes of each peer: shoal status {self.directory} --peers")

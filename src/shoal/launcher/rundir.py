@@ -9,6 +9,7 @@
     invites.json   invites that were issued, renewed, revoked
     names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
     session.json   what this session began with, when it resumed an earlier one
+    unloadable     the step of the checkpoint for which the session before ended
 
 For `shoal run`, which writes most of it, `shoal join`, `shoal invite`, `shoal revoke` and `shoal status`.
 """
@@ -146,6 +147,7 @@ def claimed(directory: Path) -> Iterator[IO[str]]:
         yield lock
 
 
+UNLOADABLE = "unloadable"  # the step of a checkpoint that no machine could load
 FOUNDING = ("config.toml", "authority.key", "session.json", "plan.json")  # written once, when a session begins
 
 
@@ -186,8 +188,8 @@ def make_anew(directory: Path, files: Mapping[str, bytes], claim: IO[str]) -> IO
     return claim
 
 
-def set_aside(directory: Path) -> None:
-    """A new run begins with an empty directory; what an earlier one of that name left is kept under another."""
+def set_aside(directory: Path, but: str = "") -> None:
+    """A new run begins with an empty directory; what an earlier one of that name left is kept under another. `but`: a folder that stays."""
     if directory.exists() and any(directory.iterdir()):
         number = 1
         while (old := directory.with_name(f"{directory.name}.{number}")).exists():
@@ -197,28 +199,37 @@ def set_aside(directory: Path) -> None:
         print(f"what was in {directory} is now in {old}")
         if killed:
             print(f"that run was killed; to go on with it, name it {directory.name} again and add --resume")
+        if but:
+            directory.mkdir()
+            os.rename(old / but, directory / but)
+            print(f"except {directory / but}, which the run may need")
     directory.mkdir(parents=True, exist_ok=True)
 
 
-def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
+def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool = False) -> Resumed:
     """The newest complete checkpoint, and the commits of the steps that it holds; from the beginning when there is no checkpoint
-    yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone."""
+    yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone. `others`: machines
+    will join that hold what is missing here."""
     directory.mkdir(parents=True, exist_ok=True)
     standing = surviving(_written(directory))
     saved = max([_summary_saved(directory), *(step.saved for step in standing)])
-    training = checkpoints.newest(config, directory, adopt=adopt, saved=saved)
+    before = _unloadable(directory)
+    if saved >= before:
+        print(f"--resume: no machine could load the checkpoint of step {before:.0f}; an older one is taken")
+        saved = 0
+    beginning = checkpoints.newest(config, directory, checkpoints.Wanted(adopt, saved, others, before))
+    training, first = beginning.training, beginning.step
     store = Catalog(url_of(config))
-    first = training.step if training is not None else 0
     kept = tuple(step for step in standing if step.commit.step < first)
     void = sum(step.commit.step >= first for step in standing)
-    if training is None:
+    if not first:
         print(f"--resume: there is no checkpoint in {store.url} yet: training begins at step 0")
     if void:
         print(f"{void} steps that were committed after step {first} are undone and trained again")
     base = restarted(standing, first, microbatches(config.train), _began_with(directory))
     if training is not None and training.adopted and not standing:
         base = msgspec.structs.replace(base, adopted_steps=first)
-    resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if training else "")
+    resumed = Resumed(first_step=first, steps=kept, base=base, checkpoint=store.path(first) if first else "")
     if first >= config.run.steps:
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")
         return resumed
@@ -227,7 +238,20 @@ def resume(config: Config, directory: Path, *, adopt: bool = False) -> Resumed:
     replace(directory / "session.json", msgspec.json.encode(base))
     replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
+    (directory / UNLOADABLE).unlink(missing_ok=True)
     return resumed
+
+
+def pass_over(directory: Path, step: int) -> None:
+    """No machine could load the checkpoint of that step: the next --resume goes on from an older one."""
+    replace(directory / UNLOADABLE, str(step).encode())
+
+
+def _unloadable(directory: Path) -> float:
+    try:
+        return int((directory / UNLOADABLE).read_text())
+    except (FileNotFoundError, ValueError):
+        return float("inf")
 
 
 def _summary_saved(directory: Path) -> int:

@@ -25,7 +25,7 @@ from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
 RECENT_STEPS = 20  # that the live tokens per second are measured over
-_SAVED = re.compile(r"step (\d{1,15}) saved at (.*)", re.DOTALL)
+_SAVED = re.compile(r"step (\d{1,15}) saved at (.*?)(?: in \d+ copies)?", re.DOTALL)
 _NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+(?:\.[a-z2-7]{12}\.[0-9]+)?\b")
 
 

@@ -7,6 +7,7 @@ peer and the virtual second.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -104,6 +105,7 @@ class Watch:
         self._leaders: dict[int, m.Peer] = {}
         self._sent: dict[tuple[object, ...], m.Peer] = {}
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
+        self.durability = Durability(self)
         self._fresh = settings.first_step  # the version that the run began with, or went back to
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
@@ -192,6 +194,7 @@ class Watch:
             self.report(peer, "view", f"view {view.number} goes back to epoch {view.epoch}")
         elif not view.kept:
             self._fresh = view.step
+            self.durability.goes_back(view.step)
 
     def _staffed(self, peer: m.Peer, before: m.View, view: m.View) -> None:
         """A move never empties a stage: only the removal of its last replica does."""
@@ -310,6 +313,45 @@ class Watch:
         missing = sorted(members.intersection(alive).difference(finished))
         if missing:
             self.report(missing[0], "progress", f"members that never finished: {missing}")
+
+
+class Durability:
+    """A checkpoint that is reported saved can be read in full from the machines alive, as long as fewer of them have died since than it has
+    copies. (A machine that dies takes its storage with it.)"""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._reported: dict[
+            int, tuple[m.Peer, int, int]
+        ] = {}  # by step: who said so, copies, machines that died since
+
+    def reported(self, peer: m.Peer, text: str) -> None:
+        found = re.fullmatch(r"step (\d+) saved at .*?(?: in (\d+) copies)?", text)
+        if found is not None:
+            self._reported[int(found[1])] = peer, int(found[2] or 1), 0
+            self._check()
+
+    def goes_back(self, step: int) -> None:
+        """What is later than that is void, and is written again."""
+        self._reported = {saved: known for saved, known in self._reported.items() if saved <= step}
+
+    def machine_lost(self) -> None:
+        self._reported = {step: (peer, copies, died + 1) for step, (peer, copies, died) in self._reported.items()}
+        self._check()
+
+    def _check(self) -> None:
+        world = self.watch.world
+        readable = world.readable()
+        for step, (peer, copies, died) in list(self._reported.items()):
+            have = world.copies(step, readable[step]) if step in readable else 0
+            if (
+                died < copies
+                and have < copies - died
+                and not any(step in one.damaged for one in world.storages.values())
+            ):
+                text = f"step {step} was reported saved in {copies} copies, {died} machines have died since, and {have} are left"
+                self.watch.report(peer, "durability", text)
+                del self._reported[step]
 
 
 def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tuple[str, str]:

@@ -14,7 +14,8 @@ from shoal.sim.checkers import Watch
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import Network
 from shoal.sim.scenarios.scenario import Case
-from shoal.sim.task_runner import Blob, World
+from shoal.sim.storage import Blob
+from shoal.sim.task_runner import World
 
 Recorder = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
 Values = tuple[Blob, ...]  # the blobs of one message
@@ -75,9 +76,11 @@ class Context:
     def restart(self, first_step: int, digests: tuple[str, ...]) -> None:
         """The run begins again at `first_step`, with stages whose parameters have these digests. Violations stay."""
         self.settings = msgspec.structs.replace(self.settings, first_step=first_step)
-        violations = self.watch.violations
+        before = self.watch
         self.watch = self._new_watch()
-        self.watch.violations = violations
+        self.watch.violations, self.watch.durability = before.violations, before.durability
+        self.watch.durability.watch = self.watch
+        self.watch.durability.goes_back(first_step)
         self.watch.resumes(first_step, digests)
 
     def note(self, text: str) -> None:

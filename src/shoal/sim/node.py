@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,10 +14,12 @@ import msgspec
 from shoal.core import messages as m
 from shoal.core.consensus import certificates
 from shoal.core.peer import PeerMachine
+from shoal.kept import Kept
 from shoal.sim import signatures
 from shoal.sim.context import Context, Values
 from shoal.sim.faults.garbled import garble
-from shoal.sim.task_runner import BAD, Blob, TaskRunner, overflown
+from shoal.sim.storage import Blob
+from shoal.sim.task_runner import BAD, TaskRunner, overflown
 
 SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 REBOOT_S = 5.0  # until a hostile process that has ended is started again
@@ -113,9 +116,10 @@ class Node:
         self.name = process.name
         settings = context.settings_of(process.key)
         self.machine = PeerMachine(self.name, settings, case.rng(self.name), process.founder)
-        self.runner = TaskRunner(context.world, self._later, self._now)
+        self.runner = TaskRunner(context.world, self._later, self._now, settings.place)
         pace = self.runner.pace
         pace.forward_s, pace.backward = case.forward_s, case.scenario.backward
+        pace.kept = Kept(case.kept, math.inf)
         pace.rounds, pace.states = case.rounds, case.states
         pace.slowness = case.speeds[process.key % len(case.speeds)]
         self.runner.fails = context.task_fails
@@ -296,7 +300,7 @@ class Node:
         self._report_tasks()
         if isinstance(result, m.Done) and result.result.record.startswith("checkpoints/") and self.mask is None:
             step = int(result.result.record.rpartition("-")[2])
-            self.context.watch.published(self.name, step, self.context.world.storage.published[step])
+            self.context.watch.published(self.name, step, self.runner.copies.storage.published[step])
         self.receive(result)
         if isinstance(result, m.Done) and result.result.digest and self.mask is None:
             self._report_state()
@@ -328,6 +332,8 @@ class Node:
         self.finish = command
 
     def _note(self, command: m.Note) -> None:
+        if command.kind == "checkpoint" and self.mask is None:
+            self.context.watch.durability.reported(self.name, command.text)
         if self.context.notes is not None:
             self.context.note(f"{self.name:6} {command.kind}: {command.text}")
 

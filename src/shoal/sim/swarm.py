@@ -114,8 +114,7 @@ class Swarm:
         """Every process is killed and the same command started again: it resumes from the newest checkpoint.
 
         False if the run is over, or nothing would be left to do."""
-        storage = self.world.storage
-        published = {step: digests for step, digests in storage.published.items() if step not in storage.damaged}
+        published = self.world.readable()
         first_step = max(published, default=self.settings.first_step)
         if self.context.over or first_step >= self.settings.steps:
             return False

@@ -8,21 +8,20 @@ goes one task after the other, reading and writing beside it.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core import messages as m
+from shoal.kept import Kept
 from shoal.sim.lines import Wire
+from shoal.sim.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
 
-CHUNKS = 3  # of a stage's state
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
 UNLIKE = "~"  # begins the digest of a state that follows from an optimizer step with other bits
 HUGE = ("huge",)  # among what was added: finite by itself, and nothing that is made of it is
-Blob = tuple[Any, ...]
 Ends = Callable[[m.Done | m.Failed], None]
 After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
 
@@ -30,14 +29,12 @@ After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, wi
 SECONDS: dict[type, float] = {
     m.Fetch: 0.01, m.Cut: 0.01, m.AddRow: 0.02, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
+    m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
-MAY_FAIL = (m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish)
-
-
-def short(*parts: object) -> str:
-    """A digest of nested tuples of plain values."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+MAY_FAIL = (
+    m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk, m.RunCopy,
+)  # fmt: skip
 
 
 def norm_sq(digest: str) -> float:
@@ -53,22 +50,12 @@ class Reduced(msgspec.Struct, frozen=True):
     chunks: tuple[tuple[Blob, ...], ...]
 
 
-class Storage:
-    """The run's checkpoint storage, shared by all peers. `full` fails every write."""
-
-    def __init__(self) -> None:
-        self.full = False
-        self.damaged: set[int] = set()  # steps of published checkpoints that nobody can load
-        self.shards: dict[tuple[int, int], str] = {}
-        self.published: dict[int, tuple[str, ...]] = {}
-
-
 class Unloadable(ValueError):
-    """A checkpoint is no good; `older`: the step of the newest older one that is whole, 0 for none."""
+    """A checkpoint is no good here; `older`: the step of the newest older one that is whole, 0 for none."""
 
-    def __init__(self, reason: str, older: int) -> None:
+    def __init__(self, reason: str, older: int, lack: m.Lack) -> None:
         super().__init__(reason)
-        self.older = older
+        self.older, self.lack = older, lack
 
 
 class NotFinite(ValueError):
@@ -91,10 +78,30 @@ class World:
         self.stages = stages
         self.values = values
         self.staleness = staleness
-        self.storage = Storage()
+        self.storages: dict[str, Storage] = {}  # by place
         self.reduced: dict[str, Reduced] = {}
         self.versions: dict[tuple[int, str], int] = {}  # (stage, parameters) -> gradients that are in them
         self.faults: list[str] = []  # what no machine may ever ask for; the swarm makes violations of them
+
+    @property
+    def storage(self) -> Storage:
+        """The one of a run whose peers share it."""
+        return self.storage_of("")
+
+    def storage_of(self, place: str) -> Storage:
+        return self.storages.setdefault(place, Storage())
+
+    def copies(self, step: int, digests: Sequence[str]) -> int:
+        """Of that checkpoint's rarest shard."""
+        return min(
+            sum(storage.has(step, stage, digest) for storage in self.storages.values())
+            for stage, digest in enumerate(digests)
+        )
+
+    def readable(self) -> dict[int, tuple[str, ...]]:
+        """By step, the published checkpoints of which every shard is whole somewhere."""
+        known = {(step, digests) for storage in self.storages.values() for step, digests in storage.published.items()}
+        return {step: digests for step, digests in sorted(known) if self.copies(step, digests)}
 
     def length(self, stage: int) -> int:
         return self.values + 7 * stage
@@ -106,7 +113,8 @@ class Pace:
     def __init__(self, wire: Wire | None, stages: int) -> None:
         self.slowness = 1.0  # seconds per second of a usual peer
         self.forward_s = 0.1
-        self.backward = 2.5  # forwards that a backward takes
+        self.backward = 2.5  # forwards that a backward takes which recomputes
+        self.kept: Kept[Blob] = Kept(0, math.inf)  # inputs of the forwards whose activations are held
         self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
         self.states = 1.0  # and those of downloads and checkpoints
         self.share = 1.0  # of the gradient, that a round's piece is
@@ -117,7 +125,7 @@ class Pace:
         """`length`: of the stage's gradient."""
         kind = type(task)
         if kind is m.RunForward or kind is m.RunBackward:
-            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
+            seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
         else:
             seconds = SECONDS[kind] * self.slowness
             if isinstance(task, m.Cut):
@@ -130,6 +138,14 @@ class Pace:
         if self._wire is not None:
             seconds += self._wire.codec_s(task, self._stages, inputs) * self.slowness
         return seconds
+
+    def _forwards(self, task: m.Task, x: Blob) -> float:
+        """What a hop takes, in forwards: a backward of an input whose activations are kept does not recompute."""
+        if isinstance(task, m.RunBackward):
+            return self.backward - (1.0 if self.kept.take(lambda other: other == x) is not None else 0.0)
+        if self.kept.has_room(0.0):
+            self.kept.add(x, 0.0)
+        return 1.0
 
     def wait_s(self, task: m.Task, seconds: float, now: float) -> float:
         """Until a task is done that is given `now` and takes so long: at once, or after the computing tasks before it."""
@@ -186,8 +202,9 @@ class Rounds:
 class TaskRunner:
     """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
 
-    def __init__(self, world: World, after: After, now: Callable[[], float]) -> None:
+    def __init__(self, world: World, after: After, now: Callable[[], float], place: str = "") -> None:
         self.world = world
+        self.copies = Copies(world.stages, place, world.storage_of, world.faults)
         self.blobs: dict[str, Blob] = {}
         self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
@@ -225,8 +242,9 @@ class TaskRunner:
                 raise ValueError("fault drawn by the simulation")
             result = _WORK[type(task)](self, task, inputs)
         except ValueError as error:
-            older = error.older if isinstance(error, Unloadable) else None
-            ends(m.Failed(task.id, str(error), nonfinite=isinstance(error, NotFinite), older=older))
+            unloadable = error if isinstance(error, Unloadable) else None
+            older, lacks = (unloadable.older, (unloadable.lack,)) if unloadable else (None, ())
+            ends(m.Failed(task.id, str(error), nonfinite=isinstance(error, NotFinite), older=older, lacks=lacks))
             return
         ends(m.Done(task.id, result, seconds))
 
@@ -242,6 +260,7 @@ class TaskRunner:
         self.pace.share = 1.0
         self._rounds.forget()
         self._kept.clear()
+        self.pace.kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
 
     # ------------------------------------------------------------------------------------------------------- hops
@@ -339,6 +358,7 @@ class TaskRunner:
 
     def _reset(self, task: m.Reset, inputs: Sequence[Blob]) -> m.Result:
         self.sums.clear()
+        self.pace.kept.clear()
         return m.Result()
 
     # ------------------------------------------------------------------------------------------ state, checkpoints
@@ -352,13 +372,15 @@ class TaskRunner:
         if task.step == 0:
             digest = short("init", task.stage)
             return self._build(task.stage, 0, digest, digest)
-        storage = self.world.storage
+        storage = self.copies.storage
         saved = storage.published.get(task.step)
-        if saved is None or task.step in storage.damaged:
+        if saved is None or not storage.has(task.step, task.stage, saved[task.stage]):
             older = max(
                 (step for step in storage.published if step < task.step and step not in storage.damaged), default=0
             )
-            raise Unloadable(f"there is no whole checkpoint of step {task.step}", older)
+            name = shard_name(task.step, task.stage, saved[task.stage]) if saved is not None else m.ABOUT
+            why = f"there is no whole checkpoint of step {task.step}"
+            raise Unloadable(why, older, m.Lack(task.stage if saved is not None else 0, name))
         return self._build(task.stage, task.step, saved[task.stage], saved[task.stage])
 
     def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
@@ -412,28 +434,17 @@ class TaskRunner:
         return self._build(task.stage, task.step, digest, previous)
 
     def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
-        if self.world.storage.full:
-            raise ValueError("no space left on the storage")
+        self.copies.storage.need_room()
         digest = self._saves.get((task.stage, task.step))
         if digest is None and (self.stage, self.version) == (task.stage, task.step):
             digest = self.digest
         if digest is None:
             raise ValueError(f"no copy of stage {task.stage} version {task.step}")
-        self.world.storage.shards[(task.step, task.stage)] = digest
-        return m.Result(record=json.dumps({"step": task.step, "stage": task.stage, "digest": digest}))
+        return self.copies.save(task, digest)
 
-    def _publish(self, task: m.RunPublish, inputs: Sequence[Blob]) -> m.Result:
-        storage = self.world.storage
-        if storage.full:
-            raise ValueError("no space left on the storage")
-        records = sorted((json.loads(record) for record in task.records), key=lambda record: record["stage"])
-        stages = [(record["step"], record["stage"]) for record in records]
-        if stages != [(task.step, stage) for stage in range(self.world.stages)]:
-            self.world.faults.append(f"RunPublish of step {task.step} with records {records}")
-            raise ValueError("records are not one of each stage")
-        storage.damaged.discard(task.step)
-        storage.published[task.step] = tuple(record["digest"] for record in records)
-        return m.Result(record=f"checkpoints/step-{task.step}")
+    def _read_shard(self, task: m.ReadShard, inputs: Sequence[Blob]) -> m.Result:
+        self._put(task.out, self.copies.read(task))
+        return m.Result(nbytes=1000)
 
 
 def _small(blob: Blob) -> None:
@@ -469,5 +480,9 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.Import: TaskRunner._import,
     m.Blend: TaskRunner._blend,
     m.RunSave: TaskRunner._save,
-    m.RunPublish: TaskRunner._publish,
+    m.ReadShard: TaskRunner._read_shard,
+    m.RunPublish: lambda runner, task, inputs: runner.copies.publish(task),
+    m.OfferShard: lambda runner, task, inputs: runner.copies.offer(task),
+    m.WriteChunk: lambda runner, task, inputs: runner.copies.write(task, inputs[0]),
+    m.RunCopy: lambda runner, task, inputs: runner.copies.finish(task),
 }

@@ -103,7 +103,7 @@ class Facts:
         self.evidence = Evidence(name, settings)
         self.rounds = StepRounds()
         self.history = History()
-        self.saving = Saving(name, settings)
+        self.saving = Saving(settings)
         self.changed = True  # something happened that the rules look at
         self.scan = True  # this decision is the one that each beat has, and looks at silence and replicas, too
 
@@ -321,8 +321,13 @@ class Facts:
                 self._on_booker(peer, message)
                 self.evidence.stalls.on_answer(peer, message, now)
             case _:
-                return self.saving.on_message(peer, message, now)
+                return self.saving.on_message(peer, message, self.places)
         return []
+
+    @property
+    def places(self) -> dict[Peer, str]:
+        """Where each peer that has sent a heartbeat writes checkpoints."""
+        return {peer: heartbeat.place for peer, heartbeat in self.heartbeats.items()}
 
     def _on_heartbeat(self, peer: Peer, heartbeat: Heartbeat, now: float) -> None:
         view = self.view

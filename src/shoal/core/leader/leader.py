@@ -98,13 +98,15 @@ class Leader:
         if view.finished:
             return self._dismiss(view, now)
         commands = self._look(view, now) if facts.scan else []
+        commands += self._save(view, now)  # before the rules: the run is finished once this ends
         for entry in order.RULES:
             proposal = self._ask(entry, view, now)
             if proposal is not None:
                 return commands + self._propose(proposal, view, register, now)
         if facts.requests.save and view.started:
             facts.saving.begin_now(view)
-        return commands + self._average(view, now) + facts.saving.tick(view, now)
+            commands += self._save(view, now)
+        return commands + self._average(view, now)
 
     def _ask(self, entry: order.Rule | order.Check, view: View, now: float) -> Proposal | None:
         facts = self.facts
@@ -147,6 +149,10 @@ class Leader:
         for verdict in facts.evidence.progress.late(view, facts.history.step_s, now).items():
             facts.convict(verdict)
         return commands
+
+    def _save(self, view: View, now: float) -> list[Command]:
+        saving = self.facts.saving
+        return [] if saving.idle else saving.tick(view, self.facts.places, now)
 
     def _dismiss(self, view: View, now: float) -> list[Command]:
         """A finished run: tell the others once all know, or after a while."""

@@ -1,13 +1,25 @@
-"""The leader's part in a checkpoint: one replica of each stage writes its shard, then one peer makes the whole visible.
+"""The leader's part in a checkpoint: who writes which shard, where its copies are kept, and who makes the whole visible.
 
-If a replica cannot write, the next one of its stage is asked; if none can, the checkpoint is given up with its reason and training
-goes on: older checkpoints stay. A new leader asks again, and the replicas answer from what they have written. For leader.py.
+A place is where peers write checkpoints: a machine's directory, or one that several reach; each peer's heartbeat names its own. One
+replica of each stage writes its shard to its place; peers of other places download copies of it until there are as many as wanted, or as
+there are places. Then one peer of each place that has any makes the checkpoint visible there. The places of the view's first members come
+first, so that as long as they have room each of a few machines holds the whole.
+
+A replica that cannot write is followed by the next one of its stage, a place that cannot by the next place. If a stage cannot be saved
+anywhere, the checkpoint is given up with its reason and training goes on: older checkpoints stay. A new leader asks again, and everybody
+answers from what is written. For leader.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from shoal.core.messages import (
     Command,
+    CopyRequest,
+    Member,
     Note,
     Peer,
     Published,
@@ -20,24 +32,46 @@ from shoal.core.messages import (
     Wire,
 )
 
-PUBLISHER = -1
+PUBLISHER = -1  # in the place of a stage
+SOURCE = "replica"  # in the place of a place
+REPEAT_BEATS, DOUBLED = (
+    4,
+    4,
+)  # requests are repeated, since messages vanish: after so many beats, then after twice as many, so many times
+HOLDERS = 4  # that a copy is downloaded from
+
+Place = str
+
+
+class SavedShard(msgspec.Struct):
+    """A stage's shard of the checkpoint, and the places that hold it, each with the peer that wrote it."""
+
+    record: str
+    shard: str
+    places: dict[Place, Peer]
 
 
 class Saving:
     """One checkpoint at a time; `idle` when none is being written."""
 
-    def __init__(self, name: Peer, settings: Settings) -> None:
-        self.name, self.settings = name, settings
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.step: int | None = None
         self.published = 0  # newest version known to be visible
         self.epoch = 0  # of the checkpoint that is being written
         self.hasty = False  # the step may end before every stage has copied its parameters
         self.requested = -1  # the newest step that `begin_now` was called for
         self.seen = 0  # of the newest view
-        self.records: dict[int, str] = {}
-        self.unable: dict[int, dict[Peer, str]] = {}  # per stage: who could not, and why
-        self.unpublished: dict[Peer, str] = {}
-        self.asked: dict[int, tuple[Peer, float]] = {}  # stage, or PUBLISHER -> whom and when
+        self._begin()
+
+    def _begin(self) -> None:
+        self.shards: dict[int, SavedShard] = {}
+        self.unable: dict[int, dict[Peer, str]] = {}  # per stage, or PUBLISHER: who could not, and why
+        self.refused: dict[tuple[int, Place], str] = {}  # copies of that stage's shard are not kept there
+        self.paths: dict[Place, str] = {}  # where it is visible
+        self.asked: dict[
+            tuple[int, Place], tuple[Peer, float, int]
+        ] = {}  # stage and SOURCE or place -> whom, when, how often
 
     @property
     def idle(self) -> bool:
@@ -46,7 +80,7 @@ class Saving:
     def begin(self, view: View) -> None:
         """The view's last step asked for a checkpoint: of version `view.step`."""
         self.step, self.epoch, self.hasty = view.step, view.epoch, False
-        self.records, self.unable, self.unpublished, self.asked = {}, {}, {}, {}
+        self._begin()
 
     def begin_now(self, view: View) -> None:
         """A checkpoint is requested in the middle of a step, which may take long: of the parameters that the step began with, once a step.
@@ -66,65 +100,160 @@ class Saving:
                 self.step = None
         self.seen = view.epoch
         present = {member.peer for member in view.members}
-        self.asked = {stage: asked for stage, asked in self.asked.items() if asked[0] in present}
+        self.asked = {key: asked for key, asked in self.asked.items() if asked[0] in present}
 
-    def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
+    def on_message(self, peer: Peer, message: Wire, places: Mapping[Peer, Place]) -> list[Command]:
+        """`places`: of each peer that has sent a heartbeat."""
+        place = places.get(peer, "")
         match message:
-            case Saved() if not self._expected(peer, message.stage, message):
+            case Saved() | Published() if (message.step, message.epoch) != (self.step, self.epoch):
                 pass
-            case Published() if not self._expected(peer, PUBLISHER, message):
+            case Saved() if self._answers(peer, message.stage, SOURCE):
+                self._on_source(peer, place, message)
+            case Saved() if self._answers(peer, message.stage, place):
+                self._on_copy(peer, place, message)
+            case Published() if not self._answers(peer, PUBLISHER, place):
                 pass
-            case Saved() if not message.failed:
-                self.records.setdefault(message.stage, message.record)
-            case Saved():
-                self.unable.setdefault(message.stage, {})[peer] = message.failed
-                self.asked.pop(message.stage, None)
-            case Published() if not message.failed:
-                self.step, self.published = None, message.step
-                return [Note("checkpoint", f"step {message.step} saved at {message.path}")]
+            case Published() if message.failed:
+                self.unable.setdefault(PUBLISHER, {})[peer] = message.failed
+                self.asked.pop((PUBLISHER, place), None)
             case Published():
-                self.unpublished[peer] = message.failed
-                self.asked.pop(PUBLISHER, None)
+                self.paths[place] = message.path
         return []
 
-    def tick(self, view: View, now: float) -> list[Command]:
-        """Send the requests that are due."""
-        if self.step is None:
+    def _on_source(self, peer: Peer, place: Place, message: Saved) -> None:
+        if message.failed:
+            self.unable.setdefault(message.stage, {})[peer] = message.failed
+            self.asked.pop((message.stage, SOURCE), None)
+        elif message.stage not in self.shards:
+            self.shards[message.stage] = SavedShard(message.record, message.shard, {place: peer})
+
+    def _on_copy(self, peer: Peer, place: Place, message: Saved) -> None:
+        shard = self.shards.get(message.stage)
+        if message.failed:
+            self.refused[message.stage, place] = f"{peer}: {message.failed}"
+            self.asked.pop((message.stage, place), None)
+        elif shard is not None and shard.shard == message.shard:
+            shard.places.setdefault(place, peer)
+
+    def tick(self, view: View, places: Mapping[Peer, Place], now: float) -> list[Command]:
+        """Send the requests that are due. Nothing before every member's place is known: a new leader learns them from heartbeats."""
+        if self.step is None or any(member.peer not in places for member in view.members):
             return []
+        seats = [(member, places[member.peer]) for member in view.members]
+        self._forget_lost({place for _, place in seats})
         commands: list[Command] = []
+        complete = True
         for stage in range(self.settings.stages):
-            if stage in self.records:
-                continue
-            able = [m.peer for m in view.members if m.stage == stage and m.peer not in self.unable.get(stage, {})]
-            if not able:
-                return self._give_up(self.unable.get(stage, {}), f"stage {stage}")
-            commands += self._ask(stage, able[0], SaveRequest(epoch=self.epoch, step=self.step), now)
-        if len(self.records) == self.settings.stages:
-            able = [m.peer for m in view.members if m.peer not in self.unpublished]
-            if not able:
-                return self._give_up(self.unpublished, "publishing")
-            publisher = self.name if self.name in able else able[0]
-            records = tuple(self.records[stage] for stage in range(self.settings.stages))
-            commands += self._ask(
-                PUBLISHER, publisher, PublishRequest(epoch=self.epoch, step=self.step, records=records), now
-            )
+            if stage not in self.shards:
+                able = [m for m, _ in seats if m.stage == stage and m.peer not in self.unable.get(stage, {})]
+                if not able:
+                    return self._give_up(self.unable.get(stage, {}), f"stage {stage}")
+                home = seats[0][1]
+                first = next((m for m in able if places[m.peer] == home), able[0])
+                asked = self.asked.get((stage, SOURCE))
+                source = asked[0] if asked is not None and any(m.peer == asked[0] for m in able) else first.peer
+                commands += self._ask(stage, SOURCE, source, SaveRequest(epoch=self.epoch, step=self.step), now)
+            copies = self._copy(stage, seats, now)
+            complete = complete and copies is None
+            commands += copies or []
+        return commands + self._publish(seats, now) if complete else commands
+
+    def _forget_lost(self, places: set[Place]) -> None:
+        """Nobody is left who reaches those other places."""
+        for stage, shard in list(self.shards.items()):
+            shard.places = {place: peer for place, peer in shard.places.items() if place in places}
+            if not shard.places:
+                del self.shards[stage]
+                self.asked.pop((stage, SOURCE), None)
+        self.paths = {place: path for place, path in self.paths.items() if place in places}
+
+    def _copy(self, stage: int, seats: list[tuple[Member, Place]], now: float) -> list[Command] | None:
+        """Requests for copies that are due; None: there are as many as there can be."""
+        shard = self.shards.get(stage)
+        if shard is None:
+            return []
+        others: dict[Place, list[Peer]] = {}
+        for member, place in seats:
+            if place and place not in shard.places:
+                others.setdefault(place, []).append(member.peer)
+        able = [place for place in others if (stage, place) not in self.refused]
+        wanted = able[: max(0, self.settings.copies - len(shard.places))]
+        if not wanted:
+            return None
+        assert self.step is not None
+        holders = tuple(member.peer for member, place in seats if place in shard.places)[:HOLDERS]
+        request = CopyRequest(self.epoch, self.step, stage, shard.record, shard.shard, holders)
+        commands: list[Command] = []
+        for place in wanted:  # a place's peers share the work
+            last, peers = self.asked.get((stage, place), ("",))[0], others[place]
+            commands += self._ask(stage, place, last if last in peers else peers[stage % len(peers)], request, now)
         return commands
 
-    def _ask(self, stage: int, peer: Peer, message: SaveRequest | PublishRequest, now: float) -> list[Command]:
-        asked = self.asked.get(stage)
-        if asked is not None and asked[0] == peer and now - asked[1] < 4 * self.settings.beat_s:
-            return []
-        self.asked[stage] = (peer, now)
+    def _publish(self, seats: list[tuple[Member, Place]], now: float) -> list[Command]:
+        assert self.step is not None
+        shards = [self.shards[stage] for stage in range(self.settings.stages)]
+        holding = {place for shard in shards for place in shard.places}
+        if holding <= self.paths.keys():
+            return self._end(shards, [place for _, place in seats if place in holding])
+        unable = self.unable.get(PUBLISHER, {})
+        commands: list[Command] = []
+        for place in sorted(holding - self.paths.keys()):
+            able = [member.peer for member, other in seats if other == place and member.peer not in unable]
+            if not able:
+                return self._leave_out(place, [member for member, other in seats if other == place])
+            wrote = [shard.places[place] for shard in shards if place in shard.places]
+            publisher = next((peer for peer in wrote if peer in able), able[0])
+            records = tuple(shard.record for shard in shards)
+            copies = tuple(tuple(shard.places) for shard in shards) if len(holding) > 1 else ()
+            request = PublishRequest(epoch=self.epoch, step=self.step, records=records, copies=copies)
+            commands += self._ask(PUBLISHER, place, publisher, request, now)
+        return commands
+
+    def _leave_out(self, place: Place, members: list[Member]) -> list[Command]:
+        """Nobody there can make the checkpoint visible: what that place holds does not count."""
+        failed = self.unable.get(PUBLISHER, {})
+        reasons = {member.peer: failed[member.peer] for member in members}
+        for stage, shard in list(self.shards.items()):
+            shard.places.pop(place, None)
+            self.refused[stage, place] = "; ".join(f"{peer}: {why}" for peer, why in reasons.items())
+            self.unable.setdefault(stage, {}).update(reasons)
+            if not shard.places:
+                del self.shards[stage]
+                self.asked.pop((stage, SOURCE), None)
+        return [] if self.shards else self._give_up(reasons, "publishing")
+
+    def _end(self, shards: list[SavedShard], places: list[Place]) -> list[Command]:
+        step, self.step = self.step, None
+        assert step is not None
+        self.published = step
+        copies = min(len(shard.places) for shard in shards)
+        text = f"step {step} saved at {self.paths[places[0]]}"
+        notes: list[Command] = [Note("checkpoint", text if copies < 2 else f"{text} in {copies} copies")]
+        if self.refused and copies < self.settings.copies:
+            why = "; ".join(dict.fromkeys(self.refused.values()))
+            notes.append(Note("state", f"step {step} is saved in {copies} of {self.settings.copies} copies: {why}"))
+        return notes
+
+    def _ask(
+        self, stage: int, place: Place, peer: Peer, message: SaveRequest | CopyRequest | PublishRequest, now: float
+    ) -> list[Command]:
+        last, at, times = self.asked.get((stage, place), ("", 0.0, 0))
+        if last != peer:
+            times = 0
+        elif now - at < REPEAT_BEATS * 2 ** min(times - 1, DOUBLED) * self.settings.beat_s:
+            return []  # a shard may take minutes, and its record may be as large as a chunk
+        self.asked[stage, place] = (peer, now, times + 1)
         return [Send(peer, message)]
 
-    def _give_up(self, reasons: dict[Peer, str], what: str) -> list[Command]:
+    def _give_up(self, reasons: Mapping[Peer, str], what: str) -> list[Command]:
         step, self.step = self.step, None
         why = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items()) or "no replica left"
         if self.hasty:
             return [Note("checkpoint", f"step {step} was over before it could be saved: {what}: {why}")]
         return [Note("unsaved", f"NOT saved at step {step}: {what}: {why}; older checkpoints are kept")]
 
-    def _expected(self, peer: Peer, stage: int, message: Saved | Published) -> bool:
-        """It answers the newest request, and is about this checkpoint."""
-        asked = self.asked.get(stage)
-        return (message.step, message.epoch) == (self.step, self.epoch) and asked is not None and asked[0] == peer
+    def _answers(self, peer: Peer, stage: int, place: Place) -> bool:
+        """It answers the newest such request."""
+        asked = self.asked.get((stage, place))
+        return asked is not None and asked[0] == peer

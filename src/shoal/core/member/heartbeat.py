@@ -65,6 +65,7 @@ class HeartbeatSender:
             work=server.work,
             closed=server.closed,
             loaded=self._transfer.loaded,
+            place=self._settings.place,
         )
 
     def _silent(self, silences: float, now: float) -> bool:

@@ -71,12 +71,12 @@ class Shards:
             return []
         task = f"s/{next(self._serial)}"
         self._publishing = task, peer, Published(message.epoch, message.step)
-        return [Do(RunPublish(task, message.step, message.records))]
+        return [Do(RunPublish(task, message.step, message.records, message.copies))]
 
     def on_done(self, done: Done) -> list[Command]:
         if self._saving is not None and self._saving[0] == done.id:
             (_, peer, saved), self._saving = self._saving, None
-            self._saved = Saved(saved.epoch, saved.step, saved.stage, done.result.record)
+            self._saved = Saved(saved.epoch, saved.step, saved.stage, done.result.record, shard=done.result.digest)
             return [Send(peer, self._saved)]
         if self._publishing is not None and self._publishing[0] == done.id:
             (_, peer, published), self._publishing = self._publishing, None

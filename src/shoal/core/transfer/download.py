@@ -3,7 +3,8 @@
 The donors offer the same manifest (hashes and sizes of the chunks of one version). Each chunk comes from one of them and is compared
 with its hash. A donor that dies, lies or falls silent costs the chunks requested of it; the verified chunks stay. A late chunk is as
 good as one in time, and lengthens the patience: otherwise a line on which each chunk takes longer than the deadline would never deliver
-one. For transfer.py, which decides what to download and what to do with a whole state; the sending side is donor.py.
+one. For transfer.py, which decides what to download and what to do with a whole state, and for copies.py, which downloads shards of
+checkpoints from whoever holds them. The sending sides are donor.py and copies.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shoal.core.messages import (
     Settings,
     StateRequest,
     View,
+    WriteChunk,
 )
 from shoal.core.replica_state import drop
 
@@ -41,12 +43,29 @@ RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer g
 DOUBLED = 4  # and twice as long, at most so many times, after each donor given up since the last chunk arrived
 
 
+class Shard(msgspec.Struct, frozen=True):
+    """A shard of the checkpoint of `step`, named by its content. `record`: what its files are; '' if the checkpoint's marker says so."""
+
+    step: int
+    stage: int
+    shard: str
+    record: str = ""
+
+
 class Target(msgspec.Struct, frozen=True):
-    """The state to prepare, and the stages that it is made from: its own, or its two neighbours if it is rebuilt."""
+    """The state to prepare, and the stages that it is made from: its own, or its two neighbours if it is rebuilt. Or a `saved` shard,
+    which `holders` may have."""
 
     epoch: int
     stage: int
     sources: tuple[int, ...]
+    saved: Shard | None = None
+    holders: tuple[Peer, ...] = ()
+
+    @property
+    def shard(self) -> str:
+        """'' of a state."""
+        return self.saved.shard if self.saved is not None else ""
 
 
 class Download(msgspec.Struct):
@@ -129,18 +148,20 @@ class Downloader:
         self.retry_at = None
         return True
 
-    def request(self, view: View, since: int) -> list[Command]:
-        """Ask replicas of the next source for their state. `since`: the oldest version of the target's own stage that is useful."""
+    def request(self, view: View, since: int, most: int = DONORS) -> list[Command]:
+        """Ask replicas of the next source for their state. `since`: the oldest version of the target's own stage that is useful. `most`: so
+        many are asked."""
         target, source, current = self.target, self._source, self.current
         assert target is not None
-        able = [member.peer for member in view.members if member.stage == source and member.peer != self._name]
+        able = [peer for peer in self._able(view) if peer != self._name]
         able = [peer for peer in able if current is None or peer not in current.donors]
         if not set(able) - self._shunned:
             self._shunned.clear()
         able = [peer for peer in able if peer not in self._shunned]
-        chosen = self._rng.sample(able, min(DONORS, len(able)))  # none: repeated when a view brings one
+        chosen = self._rng.sample(able, min(most, len(able)))  # none: repeated when a view brings one
         oldest = self._oldest(view, since)
-        return [Send(peer, StateRequest(epoch=target.epoch, stage=source, since=oldest)) for peer in chosen]
+        request = StateRequest(epoch=target.epoch, stage=source, since=oldest, shard=target.shard)
+        return [Send(peer, request) for peer in chosen]
 
     def give_up_late(self, now: float) -> list[Command]:
         """Go on without the donors whose chunks are late."""
@@ -158,9 +179,9 @@ class Downloader:
 
     def on_offer(self, peer: Peer, offer: Offer, view: View, since: int, now: float) -> list[Command]:
         target, source = self.target, self._source
-        if target is None or (target.epoch, source) != (offer.epoch, offer.stage):
+        if target is None or (target.epoch, source, target.shard) != (offer.epoch, offer.stage, offer.shard):
             return []
-        if not any((member.peer, member.stage) == (peer, source) for member in view.members):
+        if peer not in self._able(view):
             return []  # only a replica of that stage has its state
         sizes, hashes = offer.manifest.sizes, offer.manifest.hashes
         if not sizes or len(sizes) != len(hashes) or offer.step < self._oldest(view, since):
@@ -180,8 +201,8 @@ class Downloader:
     def on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         unused = drop(tuple(blob.id for blob in blobs))
         current, target = self.current, self.target
-        version = (chunk.epoch, chunk.stage, chunk.step)
-        if current is None or target is None or (target.epoch, current.stage, current.step) != version:
+        version = (chunk.epoch, chunk.stage, chunk.step, chunk.shard)
+        if current is None or target is None or (target.epoch, current.stage, current.step, target.shard) != version:
             return unused
         usable = not chunk.gone and not fault and len(blobs) == 1
         donor, requested_at = current.open.get(chunk.chunk, ("", 0.0))
@@ -198,9 +219,7 @@ class Downloader:
         self._misses = 0
         task = f"y/{next(self._serial)}"
         current.checking[task] = chunk.chunk, peer
-        digest = current.manifest.hashes[chunk.chunk]
-        kept_as = current.first + chunk.chunk
-        return [Do(CheckChunk(id=task, chunk=kept_as, digest=digest, blob=blobs[0].id)), *unused]
+        return [Do(_check(task, current, chunk.chunk, blobs[0].id, target.saved)), *unused]
 
     # ------------------------------------------------------------------------------------------------ task results
 
@@ -241,7 +260,7 @@ class Downloader:
                 chunk = current.wanted.pop(0)
                 current.open[chunk] = donor, now
                 busy += 1
-                request = ChunkRequest(epoch=target.epoch, step=current.step, stage=current.stage, chunk=chunk)
+                request = ChunkRequest(target.epoch, current.step, current.stage, chunk, target.shard)
                 commands.append(Send(donor, request))
         self._watch(now)
         return commands
@@ -253,9 +272,17 @@ class Downloader:
         """The stage whose state comes next."""
         return self.target.sources[len(self.whole)] if self.target is not None else -1
 
+    def _able(self, view: View) -> tuple[Peer, ...]:
+        """Who may have the next source."""
+        if self.target is not None and self.target.saved is not None:
+            return self.target.holders
+        return tuple(member.peer for member in view.members if member.stage == self._source)
+
     def _oldest(self, view: View, since: int) -> int:
         """The oldest version of the next source that is useful: neighbours' states must be those of the view."""
         assert self.target is not None
+        if self.target.saved is not None:
+            return self.target.saved.step
         return since if self._source == self.target.stage else view.step
 
     def _watch(self, now: float) -> None:
@@ -284,3 +311,21 @@ class Downloader:
             return [note, *self.go_on(now)]
         self.retry_at = now + self._settings.beat_s
         return [note]
+
+
+def _check(task: str, current: Download, chunk: int, blob: str, saved: Shard | None) -> CheckChunk | WriteChunk:
+    """What compares a chunk with its hash: one of a state is kept in memory, one of a checkpoint's shard is written."""
+    digest, sizes = current.manifest.hashes[chunk], current.manifest.sizes
+    if saved is None:
+        return CheckChunk(id=task, chunk=current.first + chunk, digest=digest, blob=blob)
+    return WriteChunk(
+        id=task,
+        step=saved.step,
+        stage=saved.stage,
+        shard=saved.shard,
+        record=saved.record,
+        start=sum(sizes[:chunk]),
+        size_bytes=sum(sizes),
+        digest=digest,
+        blob=blob,
+    )

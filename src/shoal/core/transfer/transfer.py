@@ -3,7 +3,8 @@
 Before the first step the state is built from the seed, or from the checkpoint that the run resumes (Init). Later it is downloaded
 (download.py) and imported once it is whole and verified (Import); a stage without replicas may be made from its two neighbours (Blend).
 A download goes on while the run commits steps: those are applied afterwards (catch_up.py), so that it begins anew only when its version
-is older than what was received of the commits. Giving the state to others is donor.py's business. For peer.py.
+is older than what was received of the commits. Giving the state to others is donor.py's business, and shards of checkpoints, which this
+peer keeps for others or lacks itself, are copies.py's. For peer.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from shoal.core.messages import (
     Chunk,
     ChunkRequest,
     Command,
+    CopyRequest,
     Do,
     Done,
     Failed,
     Import,
     Init,
+    Lack,
     LoadFailed,
     Member,
     Note,
@@ -33,6 +36,8 @@ from shoal.core.messages import (
     Wire,
 )
 from shoal.core.replica_state import TEXT, member_of
+from shoal.core.timers import soonest
+from shoal.core.transfer.copies import Copier, ShardDonor
 from shoal.core.transfer.donor import Donor
 from shoal.core.transfer.download import Download, Downloader, Target
 
@@ -84,11 +89,14 @@ class StateTransfer:
         self._build = Build()
         self.downloader = Downloader(name, settings, rng, self._serial)
         self._donor = Donor(server, self._serial)
+        self._copier, self._shards = Copier(name, settings, rng, self._serial), ShardDonor(self._serial)
+        self._unloadable: Failed | None = None  # why Init failed, while what it lacks is downloaded
+        self._brought: set[Lack] = set()  # what it lacked before
         self.load_failed: LoadFailed | None = None  # for the leader: the checkpoint that all go back to is no good
 
     @property
     def deadline(self) -> float | None:
-        return self.downloader.retry_at
+        return soonest(self.downloader.retry_at, self._copier.deadline)
 
     @property
     def loaded(self) -> int:
@@ -104,6 +112,9 @@ class StateTransfer:
         if self._me is None:
             self._abandon()
             return []
+        return self._prepare(view, now) + self._repaired(self._copier.on_view(view, now), now)
+
+    def _prepare(self, view: View, now: float) -> list[Command]:
         before, self._member = self._member, member_of(view.members, self._name) is not None
         if before and not self._member and self._server.has_state:  # demoted: the state held here is not trusted
             self._abandon()
@@ -138,6 +149,9 @@ class StateTransfer:
         return [Note("state", f"the download begins anew: {why}"), *self._obtain(now)]
 
     def tick(self, now: float) -> list[Command]:
+        return self._tick(now) + self._repaired(self._copier.tick(now), now)
+
+    def _tick(self, now: float) -> list[Command]:
         if not self.downloader.due(now) or self.downloader.target is None or self._build.id:
             return []
         return self.downloader.give_up_late(now) if self.downloader.has_donors else self._obtain(now)
@@ -165,7 +179,29 @@ class StateTransfer:
             return self._start(Init(id=self._id(), stage=target.stage, step=view.step))
         return self.downloader.request(view, self._server.since)
 
+    def _repaired(self, commands: list[Command], now: float) -> list[Command]:
+        """What Init lacked is here, so that it is tried again; or nobody has it, and the leader has to know."""
+        why, failed, target = self._copier.repaired, self._unloadable, self.downloader.target
+        if why is None or failed is None or target is None:
+            return commands
+        self._copier.repaired = self._unloadable = None
+        if not why:
+            return commands + self._obtain(now)
+        self._brought.clear()
+        self.downloader.start_over(now)
+        return commands + self._cannot_load(failed, f"{failed.reason}; {why}")
+
+    def _cannot_load(self, failed: Failed, reason: str) -> list[Command]:
+        target, view = self.downloader.target, self._view
+        if failed.older is not None and target is not None and view is not None:
+            asked, step = len(view.members) + len(view.joining) - 1, self._build.step
+            self.load_failed = LoadFailed(target.epoch, step, target.stage, failed.older, reason[:TEXT], asked)
+        return [Note("state", f"the stage's state could not be built: {reason}")]
+
     def _abandon(self) -> None:
+        self._copier.stop_repair()
+        self._unloadable = None
+        self._brought.clear()
         self._build.abandon()
         self.downloader.abandon()
 
@@ -175,6 +211,12 @@ class StateTransfer:
         self, peer: Peer, message: Wire, blobs: tuple[BlobRef, ...], fault: str, now: float
     ) -> list[Command]:
         match message:
+            case CopyRequest():
+                return self._copier.copy(peer, message, now)
+            case Offer(shard=shard) | Chunk(shard=shard) | StateRequest(shard=shard) | ChunkRequest(shard=shard) if (
+                shard
+            ):
+                return self._on_shard(peer, message, blobs, fault, now)
             case Offer():
                 if self._build.id or self._server.has_state or self._view is None:
                     return []
@@ -187,7 +229,24 @@ class StateTransfer:
                 return self._donor.on_chunk_request(peer, message)
         return []
 
+    def _on_shard(self, peer: Peer, message: Wire, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
+        """About a shard of a checkpoint. Only those of the view receive any."""
+        present = self._view is not None and member_of(self._view.members + self._view.joining, peer) is not None
+        match message:
+            case Offer():
+                return self._repaired(self._copier.on_offer(peer, message, now), now)
+            case Chunk():
+                return self._copier.on_chunk(peer, message, blobs, fault, now)
+            case StateRequest() if present:
+                return self._shards.on_state_request(peer, message)
+            case ChunkRequest() if present:
+                return self._shards.on_chunk_request(peer, message)
+        return []
+
     def on_done(self, done: Done, now: float) -> list[Command]:
+        commands = self._copier.on_done(done, now)
+        if commands is not None:
+            return self._repaired(commands, now)
         if done.id == self._build.id:
             return self._on_built(done, now)
         if self._build.is_void(done.id):
@@ -195,22 +254,31 @@ class StateTransfer:
         if self.downloader.is_checking(done.id):
             finished = self.downloader.on_right(done.id)
             return self.downloader.go_on(now) if finished is None else self._on_source(finished, now)
-        return self._donor.on_done(done)
+        return self._donor.on_done(done) + self._shards.on_done(done)
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
+        commands = self._copier.on_failed(failed, now)
+        if commands is not None:
+            return self._repaired(commands, now)
         if self._build.is_void(failed.id):
             return self._start_waiting()
         if failed.id == self._build.id:
             self._build.id = ""
             self.downloader.start_over(now)
             target = self.downloader.target
-            if failed.older is not None and target is not None:
-                reason = failed.reason[:TEXT]
-                self.load_failed = LoadFailed(target.epoch, self._build.step, target.stage, failed.older, reason)
-            return [Note("state", f"the stage's state could not be built: {failed.reason}")]
+            again = self._brought.issuperset(failed.lacks)  # it was brought, and is not whole all the same
+            self._brought = set() if again else self._brought | set(failed.lacks)
+            if failed.lacks and target is not None and not again:
+                self._unloadable, self.downloader.retry_at = failed, None
+                note = Note("state", f"asks the others for what is missing here: {failed.reason}")
+                return [
+                    note,
+                    *self._repaired(self._copier.repair(failed.lacks, target.epoch, self._build.step, now), now),
+                ]
+            return self._cannot_load(failed, failed.reason)
         if self.downloader.is_checking(failed.id):
             return self.downloader.on_wrong(failed.id, failed.reason, now)
-        return self._donor.on_failed(failed)
+        return self._donor.on_failed(failed) + self._shards.on_failed(failed)
 
     def _on_source(self, finished: Download, now: float) -> list[Command]:
         """One source is whole: download the next one, or make the state."""

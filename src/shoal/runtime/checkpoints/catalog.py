@@ -16,18 +16,21 @@ import msgspec
 from shoal.config import Config
 from shoal.runtime.checkpoints import marker
 from shoal.runtime.checkpoints.marker import MARKER, Training
-from shoal.runtime.checkpoints.storage import Storage
+from shoal.runtime.checkpoints.storage import File, Storage
 
 STEP = re.compile(r"^step-(\d{1,15})$")
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A checkpoint found in the directory; `wrong` says why it cannot be used, '' for a complete one."""
+    """A checkpoint found in the directory; `wrong` says why it cannot be used, '' for one that is as it was written. `elsewhere`: files
+    that other places hold. `repairable`: what is wrong can be had from another place, as its marker says."""
 
     step: int
     path: str
     wrong: str = ""
     training: Training | None = None
+    elsewhere: tuple[str, ...] = ()
+    repairable: bool = False
 
 
 class Catalog:
@@ -38,6 +41,14 @@ class Catalog:
         self.authority = authority
         self.storage = Storage(url)
         self.url = url
+        self._place: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The name of this place; '' when it has none."""
+        if self._place is None:
+            self._place = self.storage.place(make=False)
+        return self._place
 
     def path(self, step: int) -> str:
         """Where the checkpoint of `step` is, once published."""
@@ -57,17 +68,25 @@ class Catalog:
             refused.append(f"{entry.path}: {entry.wrong}")
         return None, tuple(refused)
 
-    def soundest(self, before: float = math.inf) -> tuple[Training | None, tuple[Entry, ...]]:
+    def soundest(self, before: float = math.inf, others: bool = False) -> tuple[Training | None, tuple[Entry, ...]]:
         """The newest checkpoint of a step below `before` of which every byte is what was written, and the newer ones, with what is wrong
-        with each. Reads all of them: as long as it takes to load one."""
+        with each. Reads all of them: as long as it takes to load one. `others`: what other places hold will do."""
+        entry, refused = self.soundest_entry(before, others)
+        return entry.training if entry is not None else None, refused
+
+    def soundest_entry(self, before: float = math.inf, others: bool = False) -> tuple[Entry | None, tuple[Entry, ...]]:
+        """The same, with what is wrong with it where that can be had from other places."""
         refused: list[Entry] = []
         for entry in self.entries():
             if entry.step >= before:
                 continue
-            wrong = entry.wrong or self.damage(entry)
-            if not wrong:
-                return entry.training, tuple(refused)
-            refused.append(msgspec.structs.replace(entry, wrong=wrong))
+            entry = entry if entry.wrong else self.read(entry)
+            if not others and not entry.wrong and entry.elsewhere:
+                wrong = f"elsewhere: {entry.elsewhere[0]} is kept by other machines"
+                entry = msgspec.structs.replace(entry, wrong=wrong, repairable=True)
+            if not entry.wrong or (others and entry.repairable):
+                return entry, tuple(refused)
+            refused.append(entry)
         return None, tuple(refused)
 
     def open(self, step: int) -> Training:
@@ -94,26 +113,40 @@ class Catalog:
             return Entry(step, path, f"foreign: {MARKER} is of step {training.step}")
         if self.authority is not None and training.authority != self.authority:
             return Entry(step, path, f"of another run: {whose(training)}", training)
+        intact, elsewhere = marker.intact(text), list[str]()
         for name, file in sorted(training.files.items()):
             size = self.storage.size(f"{place}/{name}") if _inside(name) else None
-            if size != file.bytes:
+            if size is None and training.copies and not training.belongs(name, self.place):
+                elsewhere.append(name)
+            elif size != file.bytes:
                 wrong = f"{name} is missing" if size is None else f"{name} has {size} bytes, not {file.bytes}"
-                return Entry(step, path, f"damaged: {wrong}", training)
-        if not marker.intact(text):
+                return self._damaged(step, wrong, training if intact else None, name)
+        if not intact:
             return Entry(step, path, f"damaged: {MARKER} is not what was written")
-        return Entry(step, path, "", training)
+        return Entry(step, path, "", training, tuple(elsewhere))
 
-    def damage(self, entry: Entry) -> str:
-        """What is wrong with the content of its files; '' when nothing is."""
+    def _damaged(self, step: int, wrong: str, training: Training | None, name: str) -> Entry:
+        repairable = training is not None and bool(training.copies) and training.elsewhere(name, self.place)
+        return Entry(step, self.path(step), f"damaged: {wrong}", training, repairable=repairable)
+
+    def read(self, entry: Entry) -> Entry:
+        """The same, with what is wrong with the content of its files."""
         assert entry.training is not None
         for name, file in sorted(entry.training.files.items()):
-            try:
-                found = self.storage.hash(f"{folder(entry.step)}/{name}")
-            except OSError as error:  # a disk that fails, or somebody deletes it just now
-                return f"damaged: {name} cannot be read: {error.strerror or error}"
-            if found != file.sha256:
-                return f"damaged: {name} has SHA-256 {found[:16]}, not {file.sha256[:16]}"
-        return ""
+            wrong = "" if name in entry.elsewhere else self.fault(entry.step, name, file)
+            if wrong:
+                return self._damaged(entry.step, wrong, entry.training, name)
+        return entry
+
+    def fault(self, step: int, name: str, file: File) -> str:
+        """Why that file of the checkpoint of `step` is not what was written; '' when it is."""
+        try:
+            found = self.storage.hash(f"{folder(step)}/{name}")
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:  # a disk that fails
+            return f"{name} cannot be read: {error.strerror or error}"
+        return "" if found == file.sha256 else f"{name} has SHA-256 {found[:16]}, not {file.sha256[:16]}"
 
     def newest_bytes(self, beside: Path) -> int:
         """Size of the newest checkpoint, if it lies on the same disk as `beside`, else 0: about what the next one will take."""

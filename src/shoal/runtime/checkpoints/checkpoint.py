@@ -14,12 +14,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import torch
 
 from shoal.config import Config
+from shoal.core.messages import ABOUT, Lack
 from shoal.runtime import state as states
 from shoal.runtime.checkpoints import marker
 from shoal.runtime.checkpoints.catalog import STEP, Catalog, folder
@@ -31,6 +33,9 @@ INDEX = "model.safetensors.index.json"
 MODEL = "model/"  # prefix of parameters in a stage's state; all else is the optimizer's
 KEY_LENGTH = 8  # letters of the run's key in the name of what is not a checkpoint yet, or no more: 40 bits
 HIDDEN = re.compile(r"^\.step-(\d{1,15})\.([0-9a-z]*\.)?(part|gone)$")
+
+
+Copies = tuple[tuple[str, ...], ...]  # of each shard: the places that hold it
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,22 +59,49 @@ class About(msgspec.Struct, frozen=True):
     files: dict[str, bytes]
 
 
-class Unloadable(ValueError):
-    """A checkpoint is damaged, gone or foreign. `older`: the step of the newest older one of which every byte is whole, 0 for none."""
+class Lacking(ValueError):
+    """Files of a checkpoint are missing or damaged here. `lacks`: the shards that they belong to."""
 
-    def __init__(self, reason: str, older: int) -> None:
+    def __init__(self, reason: str, lacks: Iterable[Lack]) -> None:
         super().__init__(reason)
-        self.older = older
+        self.lacks = tuple(lacks)
+
+
+class Unloadable(ValueError):
+    """A checkpoint is damaged, gone or foreign. `older`: the step of the newest older one that can be read, 0 for none. `lacks`: what
+    would have to be brought from other places."""
+
+    def __init__(self, reason: str, older: int, lacks: tuple[Lack, ...] = ()) -> None:
+        super().__init__(reason)
+        self.older, self.lacks = older, lacks
 
 
 class Store:
     """Checkpoints at a local path or any fsspec URL, of the run with that key's id: another run's are never read, overwritten or deleted.
     None: nobody's in particular, and all are alike. ValueError when that kind of storage is not at hand."""
 
-    def __init__(self, url: str, authority: str | None = None) -> None:
+    def __init__(self, url: str, authority: str | None = None, most_bytes: int = 0) -> None:
+        """`most_bytes`: that checkpoints may take here; 0: what the disk has."""
         self.catalog = Catalog(url, authority)
         self.url = url
         self._storage = self.catalog.storage
+        self._most_bytes = most_bytes
+
+    @cached_property
+    def place(self) -> str:
+        """The name of the place, made at the first call; '' when nothing can be written there."""
+        return self._storage.place(make=True)
+
+    def refuse_full(self, nbytes: int) -> None:
+        """ValueError: so many bytes more have no room here."""
+        free = self._storage.free_bytes()
+        if free is not None and free < nbytes:
+            raise ValueError(f"{self.url} has no room for {nbytes} bytes: {free} are free on its disk")
+        if self._most_bytes and self._storage.local and self._storage.used_bytes() + nbytes > self._most_bytes:
+            raise ValueError(
+                f"{self.url} has no room for {nbytes} bytes: {self._storage.used_bytes()} of checkpoint.disk_bytes = "
+                f"{self._most_bytes} are taken"
+            )
 
     def path(self, step: int) -> str:
         """Where the checkpoint of `step` is, once published."""
@@ -80,15 +112,12 @@ class Store:
 
         One checkpoint is written at a time: what was begun for older steps is given up, and would only take space.
         OSError (no space, no access): this shard's files are removed again. ValueError: what lies there is not this run's."""
-        self._refuse_taken(step)
-        self._sweep(before=step)
-        draft = self._unfinished(step)
-        if not self._storage.local:
-            self._storage.delete(f"{draft}/{MARKER}")  # what was there under this step is being replaced
+        draft = self.begin(step)
         model = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
         optimizer = {name: tensor for name, tensor in state.items() if not name.startswith(MODEL)}
+        self.refuse_full(sum(tensor.numel() * tensor.element_size() for tensor in state.values()))
         note = {"format": "pt", "step": str(step), "stage": str(stage)}
-        names = _shard_names(stage, stages)
+        names = marker.shard_names(stage, stages)
         files = []
         try:
             for name, tensors in zip(names, (model, optimizer), strict=True):
@@ -101,25 +130,38 @@ class Store:
         record = Record(step, stage, stages, files[0], files[1], tuple(model), size)
         return msgspec.json.encode(record).decode()
 
-    def publish(self, step: int, records: Iterable[str], about: About) -> str:
-        """Make the checkpoint of `step` whole and visible, and return its path. Asked again, it answers the same.
+    def begin(self, step: int) -> str:
+        """Where the checkpoint of `step` is written until it is published. ValueError: what lies in its place is not this run's."""
+        self.refuse_taken(step)
+        self._sweep(before=step)
+        draft = self.unfinished(step)
+        if not self._storage.local:
+            self._storage.delete(f"{draft}/{MARKER}")  # what was there under this step is being replaced
+        return draft
+
+    def publish(self, step: int, records: Iterable[str], about: About, copies: Copies = ()) -> str:
+        """Make the checkpoint of `step` whole and visible, and return its path. Asked again, it answers the same. `copies`: the places
+        that hold each shard; () when all are here.
 
         ValueError: the records are not one of each stage, or a shard is not here. OSError: as the storage has it."""
         shards = _checked(step, records)
         files = {name: file for shard in shards for name, file in _files_of(shard).items()}
-        self._refuse_taken(step)
+        self.refuse_taken(step)
         ours = self.catalog.inspect(step)
         if ours.training is not None and not ours.wrong and files.items() <= ours.training.files.items():
-            if not self.catalog.damage(ours):  # trained again after it was damaged, it has the same hashes
+            if not self.catalog.read(ours).wrong:  # trained again after it was damaged, it has the same hashes
                 return self.path(step)
-        draft = self._unfinished(step)
+        draft = self.unfinished(step)
+        training = _training(step, shards, about, files, self.catalog.authority or "", copies)
         for name, file in files.items():
-            if self._storage.size(f"{draft}/{name}") != file.bytes:
-                raise ValueError(f"{name} of step {step} is not at {self.url}, which must be one place for all peers")
+            if (not copies or training.belongs(name, self.place)) and self._storage.size(
+                f"{draft}/{name}"
+            ) != file.bytes:
+                raise ValueError(f"{name} of step {step} is not at {self.url}")
         for name, content in {**about.files, INDEX: _index(shards)}.items():
             files[name] = self._storage.write(f"{draft}/{name}", [memoryview(content)])
-        training = marker.encoded(_training(step, shards, about, files, self.catalog.authority or ""))
-        self._storage.write(f"{draft}/{MARKER}", [memoryview(training)])
+        training = msgspec.structs.replace(training, files=dict(sorted(files.items())))
+        self._storage.write(f"{draft}/{MARKER}", [memoryview(marker.encoded(training))])
         if self._storage.local:
             self._reveal(step, {*files, MARKER})
         return self.path(step)
@@ -137,25 +179,57 @@ class Store:
     def load(self, step: int, like: State) -> dict[str, torch.Tensor]:
         """The tensors that `like` has, in its order, from whichever shards hold them: any cut reads any other's.
 
-        Unloadable: files were damaged, or it is a checkpoint of another model."""
+        Unloadable: files are damaged or not here, or it is a checkpoint of another model."""
         try:
             return self._load(step, like)
         except ValueError as error:
-            older, _ = self.catalog.soundest(before=step)
-            raise Unloadable(str(error), older.step if older is not None else 0) from error
+            older, _ = self.catalog.soundest(before=step, others=True)
+            lacks = error.lacks if isinstance(error, Lacking) else ()
+            raise Unloadable(str(error), older.step if older is not None else 0, lacks) from error
 
     def _load(self, step: int, like: State) -> dict[str, torch.Tensor]:
-        training = self.catalog.open(step)
+        training = self._open(step)
         found: dict[str, torch.Tensor] = {}
+        bad: dict[int, str] = {}  # shards that cannot be read here: why
         for name, file in sorted(training.files.items()):
-            if name.endswith(".safetensors"):
+            shard = training.shard_of(name)
+            if shard is None:
+                continue
+            try:
                 found |= self._load_file(step, name, file, like)
+            except (ValueError, OSError) as error:
+                reason = f"{self.path(step)}: {name} is missing" if isinstance(error, FileNotFoundError) else str(error)
+                bad.setdefault(shard, reason)
         for name, tensor in like.items():
             here = found.get(name)
+            if here is None and bad:
+                raise self._lacking(training, like, bad)
             if here is None or here.shape != tensor.shape or here.dtype != tensor.dtype:
                 what = "does not hold it" if here is None else f"has {_shaped(here)}"
                 raise ValueError(f"{self.path(step)}: foreign: the model has {name}, {_shaped(tensor)}; this {what}")
         return {name: found[name] for name in like}
+
+    def _open(self, step: int) -> Training:
+        """The marker of a checkpoint whose small files are whole here. Lacking: they are not."""
+        entry = self.catalog.inspect(step)
+        training = entry.training
+        if entry.wrong.startswith(("foreign", "of another run")) and self._storage.size(f"{folder(step)}/{MARKER}"):
+            raise ValueError(f"{entry.path}: {entry.wrong}")
+        if training is None:
+            raise Lacking(f"{entry.path}: {entry.wrong}", (Lack(0, ABOUT),))
+        for name, file in sorted(training.files.items()):
+            fault = "" if training.shard_of(name) is not None else self.catalog.fault(step, name, file)
+            if fault:
+                raise Lacking(f"{entry.path}: damaged: {fault}", (Lack(0, ABOUT),))
+        return training
+
+    def _lacking(self, training: Training, like: State, bad: dict[int, str]) -> Lacking:
+        """Of the shards that cannot be read, those that hold what `like` has."""
+        index = json.loads(self._storage.read(f"{folder(training.step)}/{INDEX}", states.MAX_HEADER_BYTES))
+        needed = {training.shard_of(file) for name, file in index["weight_map"].items() if MODEL + name in like}
+        shards = [shard for shard in sorted(bad) if shard in needed] or sorted(bad)
+        lacks = (Lack(shard, marker.content_of(training.shard_files(shard).values())) for shard in shards)
+        return Lacking(bad[shards[0]], lacks)
 
     def _load_file(self, step: int, name: str, file: File, like: State) -> dict[str, torch.Tensor]:
         prefix = "" if name.startswith("optimizer/") else MODEL
@@ -179,7 +253,7 @@ class Store:
             )
         return {prefix + short: tensor for short, tensor in tensors.items()}
 
-    def _refuse_taken(self, step: int) -> None:
+    def refuse_taken(self, step: int) -> None:
         """ValueError: something else lies where the checkpoint of `step` belongs."""
         entry = self.catalog.inspect(step)
         unmarked = not self._storage.local and entry.training is None and MARKER in entry.wrong and "no " in entry.wrong
@@ -188,7 +262,8 @@ class Store:
                 f"{entry.path} is there, {entry.wrong}: it is not overwritten; give another checkpoint.url"
             )
 
-    def _unfinished(self, step: int) -> str:
+    def unfinished(self, step: int) -> str:
+        """The folder in which that checkpoint is written."""
         return self._hidden(step, "part") if self._storage.local else folder(step)
 
     def _hidden(self, step: int, ending: str) -> str:
@@ -197,7 +272,7 @@ class Store:
         return f".step-{step}.{key}{ending}"
 
     def _reveal(self, step: int, names: set[str]) -> None:
-        draft = self._unfinished(step)
+        draft = self.unfinished(step)
         self._storage.keep_only(draft, names)  # without drafts of peers that died while writing
         if self._storage.exists(folder(step)):
             self._hide(step)
@@ -261,13 +336,8 @@ def _holds(handle: Any, prefix: str, like: State) -> bool:
     return any(prefix + short in like for short in places)
 
 
-def _shard_names(stage: int, stages: int) -> tuple[str, str]:
-    number = f"{stage + 1:05}-of-{stages:05}"
-    return f"model-{number}.safetensors", f"optimizer/stage-{number}.safetensors"
-
-
 def _files_of(shard: Record) -> dict[str, File]:
-    return dict(zip(_shard_names(shard.stage, shard.stages), (shard.model, shard.optimizer), strict=True))
+    return dict(zip(marker.shard_names(shard.stage, shard.stages), (shard.model, shard.optimizer), strict=True))
 
 
 def _checked(step: int, records: Iterable[str]) -> list[Record]:
@@ -288,12 +358,14 @@ def _index(shards: list[Record]) -> bytes:
     names: dict[str, str] = {}
     for shard in shards:
         for name in shard.tensors:
-            names.setdefault(name, _shard_names(shard.stage, shard.stages)[0])
+            names.setdefault(name, marker.shard_names(shard.stage, shard.stages)[0])
     size = sum(shard.values_bytes for shard in shards)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}, indent=2).encode()
 
 
-def _training(step: int, shards: list[Record], about: About, files: dict[str, File], authority: str) -> Training:
+def _training(
+    step: int, shards: list[Record], about: About, files: dict[str, File], authority: str, copies: Copies
+) -> Training:
     config, train = about.config, about.config.train
     return Training(
         format=FORMAT,
@@ -307,8 +379,9 @@ def _training(step: int, shards: list[Record], about: About, files: dict[str, Fi
         data=about.data,
         data_note=about.data_note,
         config=config,
-        files=dict(sorted(files.items())),
+        files=files,
         authority=authority,
+        copies=copies,
         model=marker.model_digest(config),
     )
 

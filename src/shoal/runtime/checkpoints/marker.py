@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from shoal.runtime.checkpoints.storage import File
 
 FORMAT = 1
 MARKER = "training.json"
+SHARD_FILE = re.compile(r"(?:model-|optimizer/stage-)(\d{5})-of-\d{5}\.safetensors")
 SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"')
 
 
@@ -47,8 +49,29 @@ class Training(msgspec.Struct, frozen=True):
     files: dict[str, File]
     authority: str = ""  # id of the key that founded the run; before November 2026 none was written
     model: str = ""  # digest of what the model is; likewise
+    copies: tuple[tuple[str, ...], ...] = ()  # the places that hold each shard; none: all of them are here
     adopted: tuple[str, ...] = ()  # keys of the runs whose it was before, by `--adopt`
     seal: str = "0" * 64  # SHA-256 of this file, with zeros here; before November 2026 there was none
+
+    def shard_files(self, shard: int) -> dict[str, File]:
+        """A shard's files. KeyError: there is no such shard."""
+        return {name: self.files[name] for name in shard_names(shard, self.stages)}
+
+    def shard_of(self, name: str) -> int | None:
+        """Which shard a file belongs to; None of one that every place has."""
+        found = SHARD_FILE.fullmatch(name)
+        return int(found[1]) - 1 if found is not None else None
+
+    def elsewhere(self, name: str, place: str) -> bool:
+        """Does another place hold a copy of that file?"""
+        shard = self.shard_of(name)
+        places = self.copies if shard is None else self.copies[shard : shard + 1]
+        return any(one != place for held in places for one in held)
+
+    def belongs(self, name: str, place: str) -> bool:
+        """Is that file meant to be at `place`?"""
+        shard = self.shard_of(name)
+        return shard is None or not self.copies[shard : shard + 1] or place in self.copies[shard]
 
 
 class Unreadable(ValueError):
@@ -70,6 +93,17 @@ def decoded(text: bytes) -> Training:
         return msgspec.json.decode(msgspec.json.encode(found), type=Training)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Unreadable(f"damaged: {MARKER} cannot be read: {error}") from error
+
+
+def shard_names(stage: int, stages: int) -> tuple[str, str]:
+    """A stage's files: parameters, and the optimizer's state."""
+    number = f"{stage + 1:05}-of-{stages:05}"
+    return f"model-{number}.safetensors", f"optimizer/stage-{number}.safetensors"
+
+
+def content_of(files: Iterable[File]) -> str:
+    """Names a shard by what its files hold."""
+    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
 
 def intact(text: bytes) -> bool:

@@ -13,12 +13,14 @@ import posixpath
 import shutil
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
+PLACE = ".place"  # a file whose content names the place
 READ_BYTES = 8 << 20  # at a time, when every byte of a file is hashed
 
 
@@ -45,6 +47,30 @@ class Storage:
         """For people and other programs."""
         place = self._place(name)
         return place if self.local else str(self._fs.unstrip_protocol(place))
+
+    def place(self, *, make: bool) -> str:
+        """Names this place, for all who reach it, on whatever machine; '' when it has no name yet and (`make`) none can be written there.
+        A local copy of it is another place: it has another inode."""
+        try:
+            if make and self.size(PLACE) is None:
+                self.write(PLACE, [memoryview(uuid.uuid4().hex.encode())])
+            with self.open(PLACE) as handle:
+                text = handle.read(100)
+            inode = os.stat(self._place(PLACE)).st_ino if self.local else 0
+        except OSError:
+            return ""
+        return hashlib.sha256(b"%s %d" % (text, inode)).hexdigest()[:16]
+
+    def free_bytes(self) -> int | None:
+        """Left on its disk; None: not known."""
+        try:
+            return shutil.disk_usage(self.root).free if self.local else None
+        except OSError:
+            return None
+
+    def used_bytes(self) -> int:
+        """Of local storage: what its files take."""
+        return sum(path.stat().st_size for path in Path(self.root).rglob("*") if path.is_file())
 
     def names(self) -> list[str]:
         """What the directory holds; nothing when there is none."""
@@ -94,6 +120,14 @@ class Storage:
                 os.unlink(draft)
             raise
         return file
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """ValueError: it is longer. OSError: it cannot be read."""
+        with self.open(name) as handle:
+            data: bytes = handle.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise ValueError(f"{self.path(name)} is longer than {most_bytes} bytes")
+        return data
 
     def delete(self, name: str) -> None:
         """A file; one that is not there is what was wanted."""

@@ -40,11 +40,12 @@ class Failures:
 
     def answer(self, task: Task, stage: int | None, error: Exception) -> Failed:
         """`stage`: the one that this peer serves, or builds with this task."""
-        older = error.older if isinstance(error, checkpoint.Unloadable) else None
+        unloadable = error if isinstance(error, checkpoint.Unloadable) else None
+        older, lacks = (unloadable.older, unloadable.lacks) if unloadable else (None, ())
         if isinstance(error, ValueError | OSError):
             reason = str(error)[:REASON_LENGTH] or type(error).__name__
             lost, nonfinite = isinstance(error, DoesNotFit), isinstance(error, base.NotFinite)
-            return Failed(task.id, reason, lost=lost, nonfinite=nonfinite, older=older)
+            return Failed(task.id, reason, lost=lost, nonfinite=nonfinite, older=older, lacks=lacks)
         log.error("%s failed", task, exc_info=error)
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
         if not base.alive(self._config):

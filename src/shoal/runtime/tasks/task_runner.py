@@ -35,20 +35,25 @@ from shoal.core.messages import (
     Import,
     Init,
     Message,
+    OfferShard,
     ReadChunk,
+    ReadShard,
     Reset,
     Result,
     RunBackward,
+    RunCopy,
     RunForward,
     RunPublish,
     RunSave,
     Task,
+    WriteChunk,
 )
 from shoal.executor import create
 from shoal.executor.base import Executor, device_of, prepare_thread
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
-from shoal.runtime.checkpoints import checkpoint
+from shoal.runtime.checkpoints import checkpoint, marker
+from shoal.runtime.checkpoints.copies import Copies
 from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks import coding
@@ -118,6 +123,11 @@ class TaskRunner:
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
         self._lanes = {name: Lane(name, lambda: prepare_thread(config)) for name in names}
         self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
+
+    @property
+    def place(self) -> str:
+        """Names where checkpoints are written; '' when nothing can be."""
+        return self._store.place if self._store is not None else ""
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -220,6 +230,12 @@ class TaskRunner:
                 raise Later("write", lambda: self._write(task, lambda: self._save(task, copy)))
             case RunPublish():
                 return self._write(task, lambda: self._publish(task))
+            case OfferShard() | RunCopy():
+                return self._copies.carry_out(task)
+            case ReadShard():
+                return self._give(task.out, torch.frombuffer(self._copies.read(task), dtype=torch.uint8))
+            case WriteChunk():
+                return Result(nbytes=self._copies.write(task, raw(take(task.blob))))
 
     def _taker(self, held: dict[str, Held]) -> Take:
         def take(name: str, device: str = "cpu") -> torch.Tensor:
@@ -433,11 +449,12 @@ class TaskRunner:
         record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
         if self._saved is copy:
             self._saved = None  # the record is all that will be asked for again
-        return Result(record=record)
+        files = msgspec.json.decode(record, type=checkpoint.Record)
+        return Result(record=record, digest=marker.content_of((files.model, files.optimizer)))
 
     def _publish(self, task: RunPublish) -> Result:
         store = self._place()
-        path = store.publish(task.step, task.records, self._about)
+        path = store.publish(task.step, task.records, self._about, task.copies)
         try:
             store.prune(self._config.checkpoint.keep)
         except OSError as error:  # the new one is there; the old ones are only in the way
@@ -448,6 +465,10 @@ class TaskRunner:
     def _about(self) -> checkpoint.About:
         digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
         return checkpoint.about(self._config, digest, note)
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies(self._place(), self._config.run.stages)
 
     def _place(self) -> checkpoint.Store:
         if self._store is None:

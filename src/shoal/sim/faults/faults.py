@@ -118,7 +118,8 @@ def jump(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 
 
 def full_disk(injector: Injector, planned: PlannedFault, rng: Random) -> None:
-    storage = injector.context.world.storage
+    storages = injector.context.world.storages or {"": injector.context.world.storage}
+    storage = storages[rng.choice(sorted(storages))] if len(storages) > 1 else next(iter(storages.values()))
     storage.full = True
 
     def over(_: object) -> None:

@@ -17,7 +17,7 @@ from shoal.sim.faults import faults
 from shoal.sim.faults.injector import Fault, Injector, PlannedFault, Trap
 from shoal.sim.network import region
 from shoal.sim.node import Node
-from shoal.sim.scenarios.scenario import Case
+from shoal.sim.scenarios.scenario import Case, place_of
 
 BACK = 0.7  # how often another process takes the place of one that was struck
 AGAIN_S = 2.0  # after which something that nobody could be spared for is tried again
@@ -31,6 +31,10 @@ MOMENTS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "tellings": ((m.Gather,), (m.GatherChunk,)),
     "applying": ((m.Apply,), ()),
     "saving": ((m.RunSave, m.RunPublish), (m.Saved, m.Published)),
+    "copying": (
+        (m.OfferShard, m.ReadShard, m.WriteChunk, m.RunCopy),
+        (m.CopyRequest, m.Saved, m.PublishRequest, m.Published),
+    ),
     "downloading": ((m.CheckChunk, m.Import), (m.ChunkRequest,)),
     "uploading": ((m.Export, m.ReadChunk), (m.Offer, m.Chunk)),
     "leading": ((), (m.Propose, m.Round, m.SaveRequest, m.PublishRequest)),
@@ -107,6 +111,21 @@ def a_region(injector: Injector, planned: PlannedFault, rng: Random) -> None:
         injector.retry(planned, AGAIN_S)
 
 
+def machine(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """Everybody on one machine, and its disk."""
+    places, world = injector.context.case.places, injector.context.world
+    for number in rng.sample(range(places), places):
+        place = place_of(number, places)
+        nodes = injector.processes.nodes
+        names = [name for name, node in nodes.items() if place_of(node.process.key, places) == place]
+        if names and injector.spares(set(names), whole=False):
+            world.storages.pop(place, None)
+            _kill(injector, planned, names, rng)
+            injector.context.watch.durability.machine_lost()
+            return
+    injector.retry(planned, AGAIN_S)
+
+
 def region_cut(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """One region neither receives from the others nor reaches them."""
     names = _region(injector, rng)
@@ -166,6 +185,7 @@ APPLY: dict[str, Fault] = {
     **dict.fromkeys(MOMENTS, trap),
     "pairs": pair,
     "regions": a_region,
+    "machines": machine,
     "region_cuts": region_cut,
     "cuts": cut,
     "ways": way,

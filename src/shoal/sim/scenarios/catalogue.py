@@ -152,6 +152,13 @@ FAULTS = (  # one for each way of failing that a run must survive
     _fault("dies_averaging", strikes=Strikes(averaging=3)),
     _fault("dies_applying", strikes=Strikes(applying=3)),
     _fault("dies_saving", strikes=Strikes(saving=3), save_every=(1, 2)),
+    _fault("dies_copying", places=(2, 4), strikes=Strikes(copying=3, saving=1, leading=1), save_every=(1, 2)),
+    _fault(
+        "copies", places=(2, 4), save_every=(1, 2), strikes=Strikes(cuts=2, ways=1, copying=1),
+        happenings=Happenings(full_disks=3, joiners=1, restarts=2, losses=1),
+    ),
+    _fault("machine_dies", peers=(8, 14), places=(3, 5), strikes=Strikes(machines=2, copying=1), save_every=(1, 2)),
+    _fault("wiped_apart", places=(2, 3), steps=(6, 10), strikes=Strikes(wipes=1, copying=1), save_every=(1, 3)),
     _fault("dies_downloading", strikes=Strikes(downloading=2, uploading=2), happenings=_SOME_COME),
     _fault("leader_dies", strikes=Strikes(leading=3), save_every=(1, 2)),
     _fault("trainer_dies", strikes=Strikes(training=3)),
@@ -162,7 +169,7 @@ FAULTS = (  # one for each way of failing that a run must survive
     _fault("last_replica", peers=(8, 16), stages=(2, 4), happenings=Happenings(losses=2), save_every=(0, 2)),
     _fault("nonfinite", nonfinite=(1, 4), happenings=Happenings(kills=2, restarts=2, joiners=2), save_every=(0, 2)),
     _fault("wiped", steps=(6, 10), strikes=Strikes(wipes=1), save_every=(1, 3)),
-)
+)  # fmt: skip
 _LONG = Scenario(
     sure=True,
     stages=(4, 8),

@@ -54,6 +54,9 @@ def draw(scenario: Scenario, seed: int) -> Case:
         keep_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
     )
+    disks = Random(f"{scenario.name}/{seed}/places")
+    places = disks.randint(*scenario.places)
+    settings = msgspec.structs.replace(settings, copies=disks.choice((1, 2, 2, 3)) if places else 1)
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
         settings = msgspec.structs.replace(
@@ -67,6 +70,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         speeds=speeds,
         forward_s=forward_s,
         wire=wire,
+        kept=Random(f"{scenario.name}/{seed}/kept").choice((0, 2, 16)),
         rounds=rng.choice((1.0, 1.0, 10.0, 30.0)),
         states=rng.choice((1.0, 5.0, 15.0, 50.0)),
         messages=_some(scenario.messages, rng, whole=False),
@@ -75,6 +79,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         hostile=hostile.draw(scenario.strangers, scenario.acts, peers, Random(f"{scenario.name}/{seed}/strangers")),
         nonfinite=_nonfinite(scenario, settings, Random(f"{scenario.name}/{seed}/nonfinite")),
         regions=aimed.randint(*scenario.regions),
+        places=places,
         patience=TIGHT if settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
     )
 

@@ -64,6 +64,8 @@ class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cuts: int = 0  # one peer is cut off, both ways
     ways: int = 0  # one peer is cut off, one way
     wipes: int = 0  # everybody; the same command is started again
+    copying: int = 0  # a shard of a checkpoint, to another machine
+    machines: int = 0  # everybody on one machine, which loses its disk
     rows: int = 0  # in the exchanges of an averaging: what a row adds up (or a group of one row),
     columns: int = 0  # what the rows' sums add up to,
     tellings: int = 0  # the sums that every replica receives
@@ -86,7 +88,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     boundary_bytes: int = 200_000
     values: int = 20_000  # in one stage's gradient
     lines: Ranges | None = None  # every peer has an uplink and a downlink, and what travels its own size (lines.py)
-    backward: float = 2.5  # seconds of a backward over those of a forward
+    backward: float = 2.5  # seconds of a backward that recomputes over those of a forward
     save_every: tuple[int, int] = (0, 3)
     silence_s: float = 4.0
     staleness: Literal[0, 1, -1] = -1  # of gradients; -1: drawn
@@ -99,6 +101,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nonfinite: tuple[int, int] = (0, 0)  # steps with a microbatch whose result is not finite, whoever computes it
     strangers: tuple[int, int] = (0, 0)  # hostile peers (faults/strangers.py)
     acts: tuple[str, ...] = ()  # what those do, as role/act; empty: anything
+    places: tuple[int, int] = (0, 0)  # machines with a disk of their own for checkpoints; 0: all peers share one
     regions: tuple[int, int] = (1, 1)  # links within one are fast, between two slow
     faults_s: float = 25.0  # counted from the start of training; then everything heals
     start_s: float = 90.0  # the run must have started by then
@@ -122,6 +125,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     peers: int
     speeds: tuple[float, ...]
     forward_s: float
+    kept: int = 0  # forwards whose activations a replica keeps; its backwards of them do not recompute
     rounds: float = 1.0  # how much longer than usual averaging takes, so that faults meet it
     states: float = 1.0  # the same of downloads and checkpoints
     messages: Messages
@@ -130,6 +134,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     hostile: tuple[Hostile, ...] = ()
     nonfinite: frozenset[tuple[int, int, int]] = frozenset()  # (step, microbatch, stage)
     regions: int = 1
+    places: int = 0
     patience: float = 1.0  # times the scenario's bounds on progress
     wire: Wire | None = None  # with `lines`
 
@@ -140,8 +145,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def settings_of(self, key: int) -> Settings:
         """Of the peer with that number: its own seat, if it has one. A restarted process asks for the seat it had."""
         seat = key if key < len(self.settings.seats) else -1
-        return msgspec.structs.replace(self.settings, seat=seat)
+        return msgspec.structs.replace(self.settings, seat=seat, place=place_of(key, self.places))
 
     def stream(self, purpose: str) -> str:
         """What seeds that stream; a peer's name is the purpose of its machine's."""
         return f"{self.scenario.name}/{self.seed}/{purpose}"
+
+
+def place_of(key: int, places: int) -> str:
+    """Where the process with that key writes checkpoints."""
+    return f"machine{key % places}" if places else ""

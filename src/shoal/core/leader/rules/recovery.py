@@ -94,8 +94,10 @@ def recover(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
 
 
 def cannot_load(view: View, facts: Facts, settings: Settings, now: float) -> bool:
-    """Before an epoch's first step, a peer reports that it cannot load its stage."""
-    return not view.started and bool(facts.load_failed)
+    """Before an epoch's first step, a peer reports that it cannot load its stage. At the beginning, those that have not joined yet may
+    have what it lacks."""
+    waits = not view.epoch and len(facts.present) < settings.peers
+    return not view.started and not waits and bool(facts.load_failed)
 
 
 def further_back(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
@@ -104,7 +106,8 @@ def further_back(view: View, facts: Facts, settings: Settings, now: float) -> Pr
     for stage in range(settings.stages):
         peers = [member.peer for member in view.members + view.joining if member.stage == stage]
         failed = [facts.load_failed[peer] for peer in peers if peer in facts.load_failed]
-        reports = [report for report in failed if report.stage == stage]
+        others = len(view.members if view.epoch else facts.present) - 1
+        reports = [one for one in failed if one.stage == stage and one.asked >= others]
         if not peers or len(reports) < len(peers):
             continue
         older = max(report.older for report in reports)

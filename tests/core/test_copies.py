@@ -1,0 +1,223 @@
+"""Shards of checkpoints between peers: copies that the leader wants, and repairs of what cannot be loaded."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from shoal.core.messages import (
+    ABOUT,
+    RANKS,
+    BlobRef,
+    Chunk,
+    ChunkRequest,
+    Command,
+    CopyRequest,
+    Do,
+    Done,
+    Failed,
+    Init,
+    Lack,
+    Manifest,
+    Member,
+    Offer,
+    OfferShard,
+    Phase,
+    ReadShard,
+    Result,
+    RunCopy,
+    Saved,
+    Send,
+    Settings,
+    StateRequest,
+    Task,
+    View,
+    Wire,
+    WriteChunk,
+    rank,
+)
+from shoal.core.server.server import Server
+from shoal.core.transfer.copies import PATIENCE_BEATS, READS_AT_ONCE
+from shoal.core.transfer.transfer import StateTransfer
+
+SETTINGS = Settings(stages=2, microbatches=4, steps=99, beat_s=0.5)
+MANIFEST = Manifest(hashes=("h0", "h1", "h2"), sizes=(100, 100, 50))
+MEMBERS = (Member("a", 0), Member("b", 1), Member("me", 1))
+GATHERING = View(number=1, step=5, members=MEMBERS, phase=Phase.GATHERING)
+TRAINING = View(number=1, step=5, members=MEMBERS, phase=Phase.TRAINING)
+COPY = CopyRequest(0, 5, 0, "record", "shard", ("a", "b"))
+T = TypeVar("T")
+
+
+class Play:
+    def __init__(self, view: View = TRAINING) -> None:
+        self.transfer = StateTransfer("me", SETTINGS, random.Random(1), Server("me", SETTINGS))
+        self.now, self.said = 0.0, list[Command]()
+        self.view(view)
+
+    def view(self, view: View) -> None:
+        self.said = self.transfer.on_view(view, self.now)
+
+    def hear(self, peer: str, message: Wire, blobs: tuple[BlobRef, ...] = ()) -> None:
+        self.said = self.transfer.on_message(peer, message, blobs, "", self.now)
+
+    def done(self, task: Task, **result: object) -> None:
+        self.said = self.transfer.on_done(Done(task.id, Result(**result)), self.now)  # type: ignore[arg-type]
+
+    def failed(self, task: Task, reason: str = "not here", **more: object) -> None:
+        self.said = self.transfer.on_failed(Failed(task.id, reason, **more), self.now)  # type: ignore[arg-type]
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.said = self.transfer.tick(self.now)
+
+    def offer(self, peer: str, manifest: Manifest = MANIFEST, stage: int = 0, shard: str = "shard") -> None:
+        self.hear(peer, Offer(0, 5, stage, manifest, shard))
+
+    def chunk(self, peer: str, chunk: int, size: int = 100) -> WriteChunk:
+        self.hear(peer, Chunk(0, 5, 0, chunk, shard="shard"), (BlobRef(f"blob {chunk}", size),))
+        return self.task(WriteChunk)
+
+    def task(self, kind: type[T]) -> T:
+        (task,) = [c.task for c in self.said if isinstance(c, Do) and isinstance(c.task, kind)]
+        return task
+
+    def sent(self, kind: type[T]) -> list[tuple[str, T]]:
+        return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]
+
+
+def copying() -> Play:
+    play = Play()
+    play.hear("a", COPY)
+    play.failed(play.task(RunCopy))  # it is not here yet
+    assert {peer for peer, request in play.sent(StateRequest) if request.shard == "shard"} == {"a", "b"}
+    play.offer("a")
+    assert [(peer, request.chunk) for peer, request in play.sent(ChunkRequest)] == [("a", 0), ("a", 1)]
+    return play
+
+
+def test_a_copy_is_downloaded_written_and_answered() -> None:
+    play = copying()
+    task = play.chunk("a", 1)
+    assert (task.start, task.size_bytes, task.record, task.digest) == (100, 250, "record", "h1")
+    play.done(task, nbytes=100)
+    play.done(play.chunk("a", 0), nbytes=100)
+    play.done(play.chunk("a", 2, 50), nbytes=50)
+    play.done(play.task(RunCopy), record="record")
+    assert play.sent(Saved) == [("a", Saved(0, 5, 0, "record", shard="shard"))]
+    play.hear("b", COPY)
+    assert play.sent(Saved) == [("b", Saved(0, 5, 0, "record", shard="shard"))], "a new leader is answered from memory"
+
+
+def test_what_is_here_already_is_not_downloaded() -> None:
+    play = Play()
+    play.hear("a", COPY)
+    play.done(play.task(RunCopy), record="record")
+    assert play.sent(Saved)
+
+
+def test_a_wrong_chunk_comes_from_another_holder() -> None:
+    play = copying()
+    play.offer("b")
+    play.done(play.chunk("a", 0), nbytes=0)
+    assert [(peer, request.chunk) for peer, request in play.sent(ChunkRequest)] == [("b", 0)]
+
+
+@pytest.mark.parametrize("how", ["no room", "last step", "nobody has it", "silence", "holders gone"])
+def test_a_copy_that_cannot_be_made_is_said_to_the_leader(how: str) -> None:
+    play = copying()
+    match how:
+        case "no room":
+            play.failed(play.chunk("a", 0), "no room")
+        case "last step":
+            for chunk in range(3):
+                play.done(play.chunk("a", chunk), nbytes=1)
+            play.failed(play.task(RunCopy), "it came with another hash")
+        case "nobody has it":
+            play.offer("a", Manifest((), ()))
+            play.offer("b", Manifest((), ()))
+        case "silence":
+            while not play.sent(Saved):
+                assert play.now < 10 * PATIENCE_BEATS
+                play.wait(0.5)
+        case "holders gone":
+            play.view(msgspec.structs.replace(TRAINING, number=2, members=(Member("me", 1), Member("c", 0))))
+    ((leader, answer),) = play.sent(Saved)
+    assert leader == "a" and answer.failed and answer.shard == "shard"
+
+
+def test_what_an_older_epoch_wanted_is_dropped() -> None:
+    play = copying()
+    play.view(msgspec.structs.replace(GATHERING, number=2, epoch=1))
+    play.hear("a", Chunk(0, 5, 0, 0, shard="shard"), (BlobRef("blob", 100),))
+    assert not [c for c in play.said if isinstance(c, Do)]
+
+
+def loading() -> Play:
+    play = Play(GATHERING)
+    play.failed(play.task(Init), "step-5: damaged: model-00002", older=3, lacks=(Lack(1, "mine"),))
+    play.failed(play.task(RunCopy))
+    assert {peer for peer, request in play.sent(StateRequest) if request.since == 5} == {"a", "b"}
+    return play
+
+
+def test_what_cannot_be_loaded_is_downloaded_and_loaded() -> None:
+    play = loading()
+    play.hear("a", Offer(0, 5, 1, Manifest(("h",), (9,)), "mine"))
+    play.hear("a", Chunk(0, 5, 1, 0, shard="mine"), (BlobRef("blob", 9),))
+    play.done(play.task(WriteChunk), nbytes=9)
+    play.done(play.task(RunCopy))
+    assert play.task(Init).step == 5
+    assert play.transfer.load_failed is None
+
+
+def test_what_nobody_has_is_told_with_its_name_and_how_many_were_asked() -> None:
+    play = loading()
+    for peer in "ab":
+        play.offer(peer, Manifest((), ()), 1, "mine")
+    report = play.transfer.load_failed
+    assert report is not None and (report.older, report.asked, report.stage) == (3, 2, 1)
+    assert "model-00002" in report.reason and "no other peer has it" in report.reason
+
+
+def test_a_peer_that_is_alone_asks_nobody_and_says_so() -> None:
+    play = Play(msgspec.structs.replace(GATHERING, members=(Member("me", 1),)))
+    play.failed(play.task(Init), "gone", older=0, lacks=(Lack(0, ABOUT),))
+    play.failed(play.task(RunCopy))
+    assert play.transfer.load_failed is not None and play.transfer.load_failed.asked == 0
+
+
+def test_shards_are_given_to_the_view_alone_and_reads_are_bounded() -> None:
+    play = Play()
+    play.hear("stranger", StateRequest(0, 0, 5, "shard"))
+    assert not play.said
+    play.hear("a", StateRequest(0, 0, 5, "shard"))
+    task = play.task(OfferShard)
+    play.hear("b", StateRequest(0, 0, 5, "shard"))
+    assert not play.said, "it is read once for both"
+    play.done(task, manifest=Manifest(tuple(map(str, range(40))), (1,) * 40))
+    assert {peer for peer, _ in play.sent(Offer)} == {"a", "b"}
+    reads = 0
+    for chunk in range(40):
+        play.hear("a", ChunkRequest(0, 5, 0, chunk, "shard"))
+        reads += len([c for c in play.said if isinstance(c, Do) and isinstance(c.task, ReadShard)])
+    assert reads == READS_AT_ONCE
+    play.hear("b", ChunkRequest(0, 5, 0, 40, "shard"))
+    assert play.sent(Chunk)[0][1].gone
+
+
+def test_shards_travel_below_everything_that_trains() -> None:
+    assert rank(Chunk(0, 5, 0, 0, shard="shard")) == RANKS - 1 > rank(Chunk(0, 5, 0, 0))
+
+
+def test_what_is_not_whole_after_it_was_brought_is_not_tried_at_once_again() -> None:
+    play = loading()
+    play.hear("a", Offer(0, 5, 1, Manifest(("h",), (9,)), "mine"))
+    play.hear("a", Chunk(0, 5, 1, 0, shard="mine"), (BlobRef("blob", 9),))
+    play.done(play.task(WriteChunk), nbytes=9)
+    play.done(play.task(RunCopy))
+    play.failed(play.task(Init), "step-5: damaged: model-00002", older=3, lacks=(Lack(1, "mine"),))
+    assert not [c for c in play.said if isinstance(c, Do)] and play.transfer.load_failed is not None
