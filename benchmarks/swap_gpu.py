@@ -37,9 +37,9 @@ from typing import Any
 
 import msgspec
 
-os.environ.setdefault(
-    "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-)  # or what lies between tensors counts against the limit
+from shoal.launcher import devices
+
+os.environ.update(devices.allocator(os.environ))  # before torch is imported
 
 import torch
 from torch import Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -62,6 +63,16 @@ def test_the_cores_are_divided_by_the_local_peers_unless_somebody_says_otherwise
         assert {each["OMP_NUM_THREADS"] for each in given(Device(), here, {}, tmp_path)} == {threads}
     assert "OMP_NUM_THREADS" not in devices.environment(Device(), 0, 4, {"OMP_NUM_THREADS": "3"}, tmp_path)
     assert devices.environment(Device(threads=2), 0, 4, {"OMP_NUM_THREADS": "3"}, tmp_path) == {"OMP_NUM_THREADS": "2"}
+
+
+def test_a_containers_share_of_the_cores_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    limit = tmp_path / devices.CPU_LIMIT
+    limit.parent.mkdir(parents=True)
+    for text, count in (("250000 100000", 2), ("max 100000", 64), ("50000 100000", 1), ("9000000 100000", 64)):
+        limit.write_text(f"{text}\n")
+        assert devices.cores(tmp_path) == count
+    assert devices.cores(tmp_path / "none") == 64
 
 
 @pytest.mark.parametrize(("version", "name"), [("2.13.0+cu130", 0), ("2.9.1", 0), ("2.8.0+cu128", 1), ("2.6.0a0", 1)])

@@ -211,3 +211,13 @@ def test_shards_are_given_to_the_view_alone_and_reads_are_bounded() -> None:
 
 def test_shards_travel_below_everything_that_trains() -> None:
     assert rank(Chunk(0, 5, 0, 0, shard="shard")) == RANKS - 1 > rank(Chunk(0, 5, 0, 0))
+
+
+def test_what_is_not_whole_after_it_was_brought_is_not_tried_at_once_again() -> None:
+    play = loading()
+    play.hear("a", Offer(0, 5, 1, Manifest(("h",), (9,)), "mine"))
+    play.hear("a", Chunk(0, 5, 1, 0, shard="mine"), (BlobRef("blob", 9),))
+    play.done(play.task(WriteChunk), nbytes=9)
+    play.done(play.task(RunCopy))
+    play.failed(play.task(Init), "step-5: damaged: model-00002", older=3, lacks=(Lack(1, "mine"),))
+    assert not [c for c in play.said if isinstance(c, Do)] and play.transfer.load_failed is not None

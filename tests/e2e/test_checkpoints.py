@@ -79,21 +79,6 @@ def test_a_run_that_cannot_save_says_so_all_along_and_ends_with_an_error(start: 
     assert "NOTHING SAVED YET" in status
 
 
-def test_machines_without_a_directory_in_common_are_told_on_both_that_nothing_is_saved(
-    start: Start, tmp_path: Path
-) -> None:
-    common = (*PAIR, "device.emulated_s=0.1")
-    host = start("run", "tiny.toml", "--here", "1", "run.steps=8", "checkpoint.every=4", *common)
-    bootstrap = tmp_path / "runs/tiny/bootstrap.json"
-    wait_for(lambda: host.poll() is not None or (bootstrap.exists() and json.loads(bootstrap.read_bytes())))
-    invite = end(start("invite", "tiny.toml")).strip()
-    guest = start("join", invite, "run.dir=guest", *NO_MODEL, "device.emulated_s=0.1")
-    said = end(host, code=1)
-    assert "which must be one place for all peers" in said
-    assert "Every sample counted once." in said and "NOTHING SAVED YET: a checkpoint was due at step 8: " in said
-    assert "NOTHING SAVED YET" in end(guest, code=1)
-
-
 def damage(folder: Path) -> None:
     """One bit of its weights."""
     path = next(folder.glob("model-*.safetensors"))

@@ -23,6 +23,7 @@ class Machines:
 
     def __init__(self, start: Start, place: Path, *words: str) -> None:
         self.start, self.place, self.words = start, place, words
+        self.guests: tuple[str, ...] = ()  # settings of the guest alone
         self.host: subprocess.Popen[str]
         self.guest: subprocess.Popen[str]
 
@@ -40,7 +41,7 @@ class Machines:
         invite = end(self.start("invite", "tiny.toml")).strip()
         local = [word for word in self.words if word.startswith("device.")]
         files = ("--files", ".") if not local else ()
-        self.guest = self.start("join", invite, "run.dir=guest", *files, *local)
+        self.guest = self.start("join", invite, "run.dir=guest", *files, *local, *self.guests)
 
     def kill(self) -> None:
         for launcher in (self.host, self.guest):
@@ -119,7 +120,7 @@ def test_the_founders_whole_machine_may_be_gone(machines: Machines) -> None:
     words = (*WORDS, *machines.words, f"checkpoint.url={machines.stores[1]}")
     end(machines.start("run", "tiny.toml", *words, "--resume", "--adopt", f"run.steps={step + 4}"))
     found = summary(machines.place)
-    assert (found["balanced"], found["lost"], found["taken_over"], found["first_step"]) == (True, 0, step, step)
+    assert (found["balanced"], found["lost"], found["adopted_steps"], found["first_step"]) == (True, 0, step, step)
 
 
 def test_a_bit_in_every_file_of_one_machine_is_found_and_repaired(machines: Machines) -> None:
@@ -149,8 +150,19 @@ def test_what_no_machine_has_whole_is_refused_by_name_and_the_next_time_an_older
     assert summary(machines.place)["first_step"] == step - 2
 
 
-def test_a_guest_without_room_is_told_of_and_the_founder_keeps_all_that_it_can(start: Start, tmp_path: Path) -> None:
+def test_machines_without_a_model_save_on_both_too(start: Start, tmp_path: Path) -> None:
     machines = Machines(start, tmp_path, *NO_MODEL, "device.emulated_s=0.05")
     machines.train("run.steps=8")
     assert "NOTHING SAVED" not in end(machines.host)
+    end(machines.guest)
     assert all((store / "step-8").exists() for store in machines.stores)
+
+
+def test_a_guest_without_room_is_named_and_the_run_is_saved_in_one_copy(start: Start, tmp_path: Path) -> None:
+    machines = Machines(start, tmp_path, *NO_MODEL, "device.emulated_s=0.05")
+    machines.guests = ("checkpoint.disk_bytes=1",)
+    machines.train("run.steps=8", "run.stages=1")
+    said = end(machines.host)
+    assert "step 8 is saved in 1 of 2 copies: " in said and "checkpoint.disk_bytes" in said
+    end(machines.guest)
+    assert (machines.stores[0] / "step-8").exists() and not list(machines.stores[1].glob("step-*"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal import executor
-from shoal.config import Config, Device
+from shoal.config import Config, Device, Train
 from shoal.executor import base, probe
 
 
@@ -84,6 +84,17 @@ def test_each_thread_of_a_peer_computes_on_its_card(monkeypatch: pytest.MonkeyPa
     for kind in ("cuda:3", "cuda", "auto", "cpu"):
         base.prepare_thread(on(kind))
     assert taken == [3]
+
+
+def test_a_card_without_bfloat16_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    cards(monkeypatch, "cuda", 1)
+    memory(monkeypatch, free=1 << 30)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    monkeypatch.setattr("shoal.executor.fit.check", lambda config: None)
+    for dtype, told in (("float32", 0), ("bfloat16", 1)):
+        executor.check(msgspec.structs.replace(on(), train=Train(dtype=dtype)))
+        assert len(caplog.records) == told
+    assert "emulates train.dtype=bfloat16" in caplog.text
 
 
 def test_the_probe_says_what_bfloat16_costs() -> None:

@@ -124,7 +124,7 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
     )
     print(f"memory        {units.size(memory[0])} free on the device, {units.size(memory[1])} in the host")
     print(f"bfloat16      {probe.bf16_words(device)}")
-    print(f"threads       {torch.get_num_threads()} of {os.cpu_count()} cores")
+    print(f"threads       {torch.get_num_threads()} of {devices.cores()} cores")
     link = probe.link_Bps(device)
     what = "host and device" if kind != "cpu" else "memory and memory"
     print(f"host link     {units.size(link)}/s between {what}", flush=True)

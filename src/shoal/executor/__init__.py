@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from shoal.config import Config
-from shoal.executor.base import Executor, check_device, check_memory, device_of
+from shoal.executor.base import Executor, check_device, check_memory, device_of, emulates_bf16
 from shoal.executor.delayed import Delayed, Restorable
 from shoal.numerics.optimizer import Schedule
+
+log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> None:
@@ -13,6 +17,10 @@ def check(config: Config) -> None:
     if config.device.executor != "emulated":
         check_device(config)
         check_memory(config)
+        if config.train.dtype == "bfloat16" and emulates_bf16(device_of(config)):
+            log.warning(
+                "this card emulates train.dtype=bfloat16, seldom faster than float32; shoal probe measures both"
+            )
         from shoal.executor import fit
 
         fit.check(config)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +72,7 @@ class Executor(Protocol):
         ...
 
     def digest(self) -> str:
-        """SHA-256 of the parameters in order."""
+        """`digest_of` the parameters in order."""
         ...
 
     def refresh(self) -> None:
@@ -123,6 +124,11 @@ def check_device(config: Config) -> None:
         raise ValueError(
             f"device.kind = {config.device.kind!r}, but PyTorch finds only {there} here; try device.kind=auto"
         )
+
+
+def emulates_bf16(device: torch.device) -> bool:
+    """A T4 or an older card: products of bfloat16 take as long as those of float32."""
+    return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def check_memory(config: Config) -> None:
@@ -182,11 +188,18 @@ def prepare_thread(config: Config) -> None:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    hasher = hashlib.sha256()
+    """Of the bytes of all tensors, the same on every machine. For replicas that compare their states after every step: it finds every
+    honest difference, and is no defence against a peer that lies, which could repeat another's digest anyway."""
+    from shoal.numerics.loops import LANES, mix  # numba: half a second that only those who train pay
+
+    lanes, rests = np.arange(LANES, dtype=np.uint64), hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        hasher.update(flat.numpy().data)
-    return hasher.hexdigest()
+        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        whole = len(flat) - len(flat) % (4 * LANES)
+        mix(lanes, flat[:whole].view(np.uint32))
+        rests.update(flat[whole:].data)
+    rests.update(lanes.data)
+    return rests.hexdigest()
 
 
 def copy_state_(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.executor.base import device_of, free_bytes
+from shoal.executor.base import device_of, emulates_bf16, free_bytes
 from shoal.executor.resident import Resident
 from shoal.model import analysis, stages
 from shoal.planner.inputs.profile import BACKWARD, FORWARD
@@ -111,7 +111,7 @@ def bf16_words(device: torch.device) -> str:
         seconds.append(min(_product_s(factor, device) for _ in range(4)))
     ratio = seconds[0] / seconds[1]
     words = f"{ratio:.2g} times the rate of float32 products"
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if emulates_bf16(device):
         words += ", emulated: this card has none, and its float16 units stay idle"
     return words + ("; train.dtype=float32 is faster here" if ratio < 1 else "")
 

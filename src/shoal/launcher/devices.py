@@ -21,6 +21,7 @@ LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 NVIDIA = "proc/driver/nvidia/gpus"  # one folder per card
 # A driver's file, by the field of torch/version.py that says what PyTorch was built for. WSL has a driver of its own.
 DRIVERS = {"cuda": ("dev/nvidiactl", "dev/dxg"), "hip": ("dev/kfd",), "xpu": ("dev/dri", "dev/dxg")}
+CPU_LIMIT = "sys/fs/cgroup/cpu.max"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since PyTorch 2.9, and before
 SEGMENTS = "expandable_segments:True"  # or gaps between tensors count against the limit
 
@@ -45,9 +46,14 @@ def allocator(inherited: Mapping[str, str]) -> dict[str, str]:
     return {ALLOCATORS[0] if (int(major), int(minor)) >= (2, 9) else ALLOCATORS[1]: SEGMENTS}
 
 
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(root: Path = ROOT) -> int:
+    """Those that this process may use, and no more than its container's share."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (root / CPU_LIMIT).read_text().split()
+        return max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup of version 2, or "max"
+        return count
 
 
 def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = ROOT) -> None:

@@ -24,3 +24,4 @@ def saved_by_autograd(own: set[int]) -> Iterator[dict[int, int]]:
 
     with saved_tensors_hooks(pack, lambda value: value):
         yield sizes
+    alive.clear()  # the hooks stay with the graph, and a backward pass frees what it has used

@@ -72,6 +72,8 @@ class Copies:
             raise ValueError(f"shards {missing} of step {task.step} are not here")
         storage.damaged.discard(task.step)
         storage.published[task.step], storage.held[task.step] = digests, here
+        for stage in here:
+            storage.shards.pop((task.step, stage), None)
         return m.Result(record=f"checkpoints/step-{task.step}")
 
     def _find_shard(self, task: m.OfferShard | m.ReadShard | m.RunCopy) -> Blob:
@@ -105,12 +107,9 @@ class Copies:
         chunks = self._written.pop((task.step, task.shard), {})
         storage = self.storage
         if not chunks:
-            if task.record:
-                draft = storage.shards.get((task.step, task.stage))
-                if draft is None or shard_name(task.step, task.stage, draft) != task.shard:
-                    raise ValueError("it is not here yet")
-            else:
-                self._find_shard(task)
+            if not task.record:
+                storage.shards.pop((task.step, task.stage), None)  # of an older epoch: not what is loaded
+            self._find_shard(task)
             return m.Result(record=task.record)
         held = {chunk[2] for chunk in chunks.values() if chunk[:2] == ("shard", task.shard)}
         if len(chunks) != CHUNKS or len(held) != 1:

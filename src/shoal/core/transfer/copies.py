@@ -38,7 +38,7 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, drop
 from shoal.core.timers import soonest
-from shoal.core.transfer.download import Downloader, Shard, Target
+from shoal.core.transfer.download import DONORS, Downloader, Shard, Target
 
 if TYPE_CHECKING:
     from random import Random
@@ -198,6 +198,9 @@ class Copier:
         target, view = self._downloader.target, self._view
         if target is None or view is None or self._task or target.shard != offer.shard or peer not in target.holders:
             return []
+        current = self._downloader.current
+        if offer.manifest.sizes and current is not None and len(current.donors) >= DONORS:
+            return []
         commands = self._downloader.on_offer(peer, offer, view, 0, now)
         if not offer.manifest.sizes and offer.epoch == target.epoch:
             left = tuple(one for one in target.holders if one != peer)
@@ -256,9 +259,10 @@ class Copier:
         return self._request(now) if holders else self._fail("no other peer is here", now)
 
     def _request(self, now: float) -> list[Command]:
-        assert self._view is not None
+        assert self._view is not None and self._job is not None
         self._downloader.wait(now)
-        return self._downloader.request(self._view, 0)
+        repairs = not self._job.leader  # whoever has it may be anybody: all are asked at once
+        return self._downloader.request(self._view, 0, len(self._job.holders) if repairs else DONORS)
 
     def _finish(self, record: str, now: float) -> list[Command]:
         job = self._job

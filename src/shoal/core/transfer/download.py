@@ -148,8 +148,9 @@ class Downloader:
         self.retry_at = None
         return True
 
-    def request(self, view: View, since: int) -> list[Command]:
-        """Ask replicas of the next source for their state. `since`: the oldest version of the target's own stage that is useful."""
+    def request(self, view: View, since: int, most: int = DONORS) -> list[Command]:
+        """Ask replicas of the next source for their state. `since`: the oldest version of the target's own stage that is useful. `most`: so
+        many are asked."""
         target, source, current = self.target, self._source, self.current
         assert target is not None
         able = [peer for peer in self._able(view) if peer != self._name]
@@ -157,7 +158,7 @@ class Downloader:
         if not set(able) - self._shunned:
             self._shunned.clear()
         able = [peer for peer in able if peer not in self._shunned]
-        chosen = self._rng.sample(able, min(DONORS, len(able)))  # none: repeated when a view brings one
+        chosen = self._rng.sample(able, min(most, len(able)))  # none: repeated when a view brings one
         oldest = self._oldest(view, since)
         request = StateRequest(epoch=target.epoch, stage=source, since=oldest, shard=target.shard)
         return [Send(peer, request) for peer in chosen]

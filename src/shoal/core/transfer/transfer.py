@@ -24,6 +24,7 @@ from shoal.core.messages import (
     Failed,
     Import,
     Init,
+    Lack,
     LoadFailed,
     Member,
     Note,
@@ -90,6 +91,7 @@ class StateTransfer:
         self._donor = Donor(server, self._serial)
         self._copier, self._shards = Copier(name, settings, rng, self._serial), ShardDonor(self._serial)
         self._unloadable: Failed | None = None  # why Init failed, while what it lacks is downloaded
+        self._brought: set[Lack] = set()  # what it lacked before
         self.load_failed: LoadFailed | None = None  # for the leader: the checkpoint that all go back to is no good
 
     @property
@@ -185,6 +187,7 @@ class StateTransfer:
         self._copier.repaired = self._unloadable = None
         if not why:
             return commands + self._obtain(now)
+        self._brought.clear()
         self.downloader.start_over(now)
         return commands + self._cannot_load(failed, f"{failed.reason}; {why}")
 
@@ -198,6 +201,7 @@ class StateTransfer:
     def _abandon(self) -> None:
         self._copier.stop_repair()
         self._unloadable = None
+        self._brought.clear()
         self._build.abandon()
         self.downloader.abandon()
 
@@ -262,7 +266,9 @@ class StateTransfer:
             self._build.id = ""
             self.downloader.start_over(now)
             target = self.downloader.target
-            if failed.lacks and target is not None:
+            again = self._brought.issuperset(failed.lacks)  # it was brought, and is not whole all the same
+            self._brought = set() if again else self._brought | set(failed.lacks)
+            if failed.lacks and target is not None and not again:
                 self._unloadable, self.downloader.retry_at = failed, None
                 note = Note("state", f"asks the others for what is missing here: {failed.reason}")
                 return [

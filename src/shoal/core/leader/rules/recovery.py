@@ -106,7 +106,8 @@ def further_back(view: View, facts: Facts, settings: Settings, now: float) -> Pr
     for stage in range(settings.stages):
         peers = [member.peer for member in view.members + view.joining if member.stage == stage]
         failed = [facts.load_failed[peer] for peer in peers if peer in facts.load_failed]
-        reports = [one for one in failed if one.stage == stage and one.asked + 1 >= len(facts.present)]
+        others = len(view.members if view.epoch else facts.present) - 1
+        reports = [one for one in failed if one.stage == stage and one.asked >= others]
         if not peers or len(reports) < len(peers):
             continue
         older = max(report.older for report in reports)
