@@ -37,9 +37,9 @@ from typing import Any
 
 import msgspec
 
-os.environ.setdefault(
-    "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-)  # or what lies between tensors counts against the limit
+from shoal.launcher import devices
+
+os.environ.update(devices.allocator(os.environ))  # before torch is imported
 
 import torch
 from torch import Tensor
@@ -117,7 +117,9 @@ def main() -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("PyTorch finds no CUDA device here, and this benchmark measures one: nothing was measured")
         return
-    machine = Machine(device_name(given.device), matmul_flops(given.device), link_Bps(given.device))
+    machine = Machine(
+        device_name(torch.device(given.device)), matmul_flops(given.device), link_Bps(torch.device(given.device))
+    )
     print(
         f"{machine.name}: {machine.matmul_flops / 1e12:.1f} TFLOP/s of bf16 products, {machine.link_Bps / 1e9:.1f} GB/s to the host"
     )
@@ -398,7 +400,7 @@ def resident(case: Case) -> Found:
     def fits(config: Config) -> bool:
         parameters = sum(value.numel() for _, value in stages.hollow(config, 0).named_parameters())
         return (
-            parameters * (fit.resident_bytes(config) + 8) <= 0.8 * memory_bytes(case.device)[0]
+            parameters * (fit.resident_bytes(config) + 8) <= 0.8 * memory_bytes(torch.device(case.device))[0]
         )  # the rest: activations
 
     layers = layers_that_fit(case, fits)
@@ -475,7 +477,7 @@ def zero3(case: Case) -> dict[str, Any]:
 def baseline_fits(config: Config) -> bool:
     made = stages.hollow(config, 0)
     needed = BASELINE_BYTES * sum(value.numel() for _, value in made.named_parameters())
-    return needed <= memory_bytes("cpu")[0]
+    return needed <= memory_bytes(torch.device("cpu"))[0]
 
 
 def baseline_model(case: Case, layers: int) -> Any:

@@ -9,7 +9,6 @@ rounded by itself as in a run. `follow` adds as the ledger says and must end wit
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from shoal import trace
 from shoal.config import Config, local_batch, microbatches
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
+from shoal.executor.base import digest_of
 from shoal.model import stages
 from shoal.numerics.optimizer import learning_rate
 from shoal.runtime.data.dataset import Dataset
@@ -40,7 +40,7 @@ NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces of so many values
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """After one step. `digests`: of each stage's parameters, SHA-256 over their values in the model's order."""
+    """After one step. `digests`: of each stage's parameters in the model's order."""
 
     step: int
     loss: float
@@ -84,7 +84,7 @@ class OneProcess:
     """The whole model and its optimizer."""
 
     def __init__(self, config: Config, dataset: Dataset) -> None:
-        assert config.train.dtype == "float32" and config.device.kind == "cpu"
+        assert config.train.dtype == "float32" and config.device.kind in ("auto", "cpu")
         torch.set_num_threads(max(1, config.device.threads))
         self.config, self.dataset = config, dataset
         self.microbatches = microbatches(config.train)
@@ -132,10 +132,7 @@ class OneProcess:
         return Trained(self.step - 1, loss, norm, tuple(self.digest(stage) for stage in range(len(self.names))))
 
     def digest(self, stage: int) -> str:
-        sha = hashlib.sha256()
-        for name in self.names[stage]:
-            sha.update(self.parameters[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return sha.hexdigest()
+        return digest_of(self.parameters[name] for name in self.names[stage])
 
     def state(self) -> Tensors:
         """Parameters and moments, named as in a checkpoint's stages."""

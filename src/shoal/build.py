@@ -18,7 +18,7 @@ import msgspec
 
 from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
-from shoal.core.messages import PROTOCOL
+from shoal.core.messages import PROTOCOL, Peer
 from shoal.core.peer import PeerMachine
 from shoal.executor.answers import known_answers
 from shoal.model import stages
@@ -31,7 +31,7 @@ from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
-from shoal.runtime.records.report import Listening
+from shoal.runtime.records.report import Listening, Located
 from shoal.runtime.signing import Signing
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.auto import Address, AutoTransport
@@ -128,7 +128,7 @@ async def peer(
         transport = _transport(config, identity, membership, role.port, daemon, tell)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(config, identity, membership, invite, transport, daemon)
+        directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, _locating(record))
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
@@ -153,7 +153,9 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         transport = _transport(config, identity, membership, 0, daemon, tell=print)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(config, identity, membership, invite, transport, daemon)
+        directory = _directory(
+            config, (identity, membership), invite.addresses, transport, daemon, lambda peer, host: None
+        )
         stack.push_async_callback(directory.close)
         await directory.start()
         yield transport, directory
@@ -215,10 +217,29 @@ def _transport(
     return Shaped(plain, AccessLink(network.delay_s, up_Bps, down_Bps, pairs))
 
 
+def _locating(record: Recorder) -> Callable[[Peer, str], None]:
+    """Reports where peers are, each address once."""
+    hosts: dict[Peer, str] = {}
+
+    def located(peer: Peer, host: str) -> None:
+        if hosts.get(peer) != host:
+            hosts[peer] = host
+            record.tell(Located(peer=peer, host=host))
+
+    return located
+
+
 def _directory(
-    config: Config, identity: Identity, membership: Membership, invite: Invite, transport: Reachable, daemon: Daemon
+    config: Config,
+    member: tuple[Identity, Membership],
+    bootstrap: tuple[str, ...],
+    transport: Reachable,
+    daemon: Daemon,
+    located: Callable[[Peer, str], None],
 ) -> Directory:
-    """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both."""
+    """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both. `located` receives the
+    host of every other peer."""
+    identity, membership = member
     host, port, addresses = config.network.host, 0, ()
     match config.network.transport:
         case "tls":
@@ -230,6 +251,7 @@ def _directory(
     own = PeerRecord(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
 
     def learn(record: PeerRecord) -> None:
+        located(record.peer, record.host)
         match config.network.transport:
             case "tls":
                 transport.learn(record.peer, (record.host, record.port))
@@ -239,5 +261,5 @@ def _directory(
                 transport.learn(record.peer, Address((record.host, record.port), record.addresses))
 
     if config.network.discovery == "dht":
-        return Dht(identity, membership, own, invite.addresses, learn, daemon)
-    return Gossip(identity, membership, own, invite.addresses, learn)
+        return Dht(identity, membership, own, bootstrap, learn, daemon)
+    return Gossip(identity, membership, own, bootstrap, learn)

@@ -47,7 +47,7 @@ MACHINE = frozenset(
     run.dir run.trace_bytes data.root checkpoint.disk_bytes
     network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
     network.links network.activation_memory_bytes network.pass_lifetime_s
-    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.emulated_s
+    device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
     device.emulated_backward_s device.emulated_values device.emulated_gradient device.machine device.threads
     """.split()
 )
@@ -234,7 +234,7 @@ def _needs(config: Config) -> Iterator[tuple[str, int]]:
     model, train, run = config.model, config.train, config.run
     tokens = (config.device.sequences or train.microbatch) * config.data.sequence
     yield "the tokens of one microbatch take", train.microbatch * (config.data.sequence + 1) * 8
-    if model.path or (config.device.kind != "cpu" and config.device.executor == "resident"):
+    if model.path or (config.device.kind not in ("auto", "cpu") and config.device.executor == "resident"):
         return  # its sizes are in this machine's own files; a device has a limit of its own
     block = 2 * model.hidden_size * (model.intermediate_size + model.hidden_size)
     most = max(run.layers) if run.layers else -(-model.layers // run.stages)

@@ -212,9 +212,8 @@ def test_an_invite_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pyt
 
 def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INVITE_VARIABLE, "shoal-secret")
-    for threads in (0, 2):
-        spec = PeerSpec(config={"device": {"threads": threads}}, directory="", label="p1", first=False)
-        assert "shoal-secret" not in _environment(spec).values()
+    spec = PeerSpec(config={"device": {}}, directory="", label="p1", first=False)
+    assert "shoal-secret" not in _environment(spec).values()
 
 
 def test_settings_and_invite_are_told_apart() -> None:

@@ -239,7 +239,8 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
             trained()
     assert "one: step 3/4, loss" in screens[0] and "nobody" not in screens[0] and "not running" not in screens[0]
     assert main.main(["status"]) == 0
-    assert "`shoal train ... --resume` goes on" in capsys.readouterr().out
+    dead = capsys.readouterr().out
+    assert "DEAD since 20" in dead and "`shoal train ... --resume` goes on" in dead and "to go," not in dead
     assert trained("--resume") == 0
     assert main.main(["status", "runs/one"]) == 0
     assert capsys.readouterr().out.endswith("Every sample counted once.\n")

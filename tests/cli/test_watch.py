@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
+from shoal.dashboard.terminal import headline
+from shoal.launcher.members import Members
 from shoal.launcher.watch import Resumed, RunMonitor
-from shoal.runtime.records.report import Agreed, Listening, Notice, PeerProgress
+from shoal.runtime.records.report import Agreed, Listening, Located, Notice, PeerProgress
 from shoal.traffic import StoredBytes, Traffic
 
 CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))
@@ -165,3 +169,66 @@ def test_the_time_to_go_counts_committed_steps_and_no_start_up() -> None:
     assert watch.snapshot(60.0).remaining_s is None
     watch.hear("p0", Agreed(61.0, a_view(2, 2, loss=4.0)), 61.0)
     assert watch.snapshot(61.0).remaining_s == 2.0
+
+
+def two_machines(*silent: str) -> RunMonitor:
+    """p0 is here, the others on two other machines. `silent`: whom p0 has not heard for long."""
+    watch = RunMonitor(CONFIG, 0.0, Resumed())
+    watch.hear("p0", Listening("a", ()), 0.0)
+    watch.hear("p0", Located("c", "192.0.2.7"), 0.0)
+    watch.hear("p0", Agreed(0.0, a_view(1, 1, loss=5.0)), 1.0)
+    heard = tuple(each.peer for each in MEMBERS[1:] if each.peer not in silent)
+    progress = PeerProgress("a", stage=0, ready=True, leader="" if silent else "c", alone=bool(silent), heard=heard)
+    watch.hear("p0", progress, 20.0)
+    return watch
+
+
+def test_members_on_other_machines_are_shown_with_machine_and_stage() -> None:
+    peers = two_machines().snapshot(21.0).peers
+    shown = [(peer.label, peer.machine, peer.stage, peer.ready, peer.leading) for peer in peers]
+    assert shown == [
+        ("p0", "", 0, True, False),
+        ("b", "?", 0, True, False),
+        ("c", "192.0.2.7", 1, True, True),
+        ("d", "?", 1, True, False),
+    ]
+
+
+def test_a_run_without_its_majority_says_who_is_silent_since_when_and_what_to_do() -> None:
+    assert two_machines("d").stopped_by() == [], "three of four are a majority"
+    watch = two_machines("b", "c", "d")
+    snapshot = watch.snapshot(30.0)
+    assert snapshot.stopped == "STOPPED at 20.0 s: no majority without b, c, d"
+    assert "to go" not in headline(snapshot) and "STOPPED" in headline(snapshot)
+    said = watch.advice(watch.stopped_by(), Path("runs/ours"), True)
+    assert "b (?), c (192.0.2.7), d (?) silent; 1 of 4 members answer, and 3 are needed" in said
+    assert said.endswith("shoal recover runs/ours --gone b c d")
+    assert "on the machine that founded the run" in watch.advice(watch.stopped_by(), Path("guest/ours"), False)
+    watch.hear("p0", PeerProgress("a", leader="c", heard=("b", "c", "d")), 40.0)
+    assert watch.snapshot(41.0).stopped == "", "they are back"
+
+
+def test_two_members_tolerate_no_loss_and_the_user_reads_that() -> None:
+    members = Members()
+    two = msgspec.structs.replace(a_view(1, 1, loss=5.0), members=(Member("a", 0), Member("c", 1)))
+    assert "Two members tolerate no loss" in members.advice(two, ["c"], "shoal recover runs/ours")
+    assert members.survives(two) == (
+        "survives no loss (1 with 1 peer more); stages 0, 1 have one replica, without which the run goes back to its "
+        "newest checkpoint"
+    )
+
+
+def test_how_many_losses_the_run_survives_is_told_by_peer_and_by_machine() -> None:
+    members = Members()
+    view = a_view(1, 1, loss=5.0)
+    assert members.survives(view) == "survives the loss of 1 peer (2 with 1 peer more)"
+    members.machines = {"a": "192.0.2.1", "b": "192.0.2.1", "c": "192.0.2.2", "d": "192.0.2.3"}
+    assert members.survives(view).endswith("more), but not of 192.0.2.1 with its 2 of 4")
+    assert members.survives(a_view(1, 1)) == "", "training has not begun"
+
+
+def test_a_run_that_waits_says_for_how_many() -> None:
+    alone = msgspec.structs.replace(a_view(1, 0), members=MEMBERS[:1])
+    assert (
+        a_watch(alone).snapshot(1.0).state == f"waiting for {CONFIG.run.peers - 1} of {CONFIG.run.peers} peers to join"
+    )

@@ -94,7 +94,9 @@ def test_bytes_are_told_by_kind_and_by_peer() -> None:
     assert "sent" not in account.text(a_summary())
     sent = Traffic(3 << 20, 2 << 20, 1 << 20, 0, 2048)
     p1 = account.PeerTraffic(sent, Traffic(state=5 << 20), StoredBytes(store=7 << 20, memory=9 << 20, disk=1 << 30))
-    text = account.text(a_summary(sent=sent, traffic={"p1": p1}))
+    short = account.text(a_summary(sent=sent, traffic={"p1": p1}))
+    assert "sent           6.0 MiB" in short and "p1" not in short
+    text = account.text(a_summary(sent=sent, traffic={"p1": p1}), peers=True)
     assert "sent           6.0 MiB: activations 3.0 MiB, gradients 2.0 MiB, averaging 1.0 MiB, control 2.0 KiB" in text
     assert "p1             sent 6.0 MiB: activations" in text
     assert "received 5.0 MiB: state 5.0 MiB\n" in text

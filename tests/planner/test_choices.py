@@ -65,7 +65,7 @@ def test_on_slow_lines_what_is_allowed_is_taken_with_its_price() -> None:
     ]
     assert [option.taken for option in boundary] == [False, False, True]
     assert boundary[0].codec_s == 0.0 < boundary[1].codec_s < boundary[2].codec_s
-    assert boundary[0].sent_bytes > boundary[1].sent_bytes > boundary[2].sent_bytes
+    assert boundary[0].sent_bytes > max(option.sent_bytes for option in boundary[1:])
     averaging = [option for option in best.choices if option.what == "averaging"]
     assert [(option.how, option.taken) for option in averaging] == [("none", False), ("int8", True)]
     assert averaging[0].tokens_per_s == boundary[2].tokens_per_s, "one after another"

@@ -16,8 +16,8 @@ from shoal.core import messages as m
 from shoal.executor.resident import Resident
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import Stage
-from shoal.runtime import data
 from shoal.runtime.checkpoints.checkpoint import Store
+from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.tasks.task_runner import TaskRunner
 
 ANSWER_S = 60.0
@@ -87,7 +87,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config,
         watch_lanes(patched, detector)
         watch_swapping(patched, detector)
         watch_optimizer(patched)
-        runner = TaskRunner(config, data.open_dataset(config), Store("checkpoints"))
+        runner = TaskRunner(config, open_dataset(config), Store("checkpoints"))
         runner._stepped = CheckedEvent(detector)
         runner._stepped.set()
         driver = Driver(runner, detector)

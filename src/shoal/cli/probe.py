@@ -26,6 +26,7 @@ from shoal import units
 from shoal.cli.config import divided
 from shoal.config import Config
 from shoal.escaping import escaped
+from shoal.launcher import devices
 from shoal.planner.inputs import measured
 from shoal.planner.inputs.cluster import Device
 
@@ -82,17 +83,19 @@ def main(args: argparse.Namespace) -> int:
 
 def _probed(words: list[str]) -> Config:
     """The configuration to compute with: the model's own sizes, two blocks, one stage."""
-    import torch
+    os.environ.update(devices.allocator(os.environ))
+    from shoal.executor.base import device_of
 
     file, given = divided(words)
-    if not any(word.startswith("device.kind=") for word in given) and not file and torch.cuda.is_available():
-        given.append("device.kind=cuda")
     fixed = ["run.stages=1", "device.executor=resident"]
     if file:
         tree = configuration.load(file, [*given, *fixed])
         short = ["model.layers=2"] if not tree.model.path else ["model.extra.num_hidden_layers=2"]
         return configuration.load(file, [*given, *fixed, *short])
-    large = "device.kind=cuda" in given
+    large = device_of(configuration.load(None, [word for word in given if word.startswith("device.")])).type in (
+        "cuda",
+        "xpu",
+    )
     sizes, work = (LARGE, LARGE_WORK) if large else (SMALL, SMALL_WORK)
     if any(word.startswith("model.path=") for word in given):
         model: Sequence[str] = ["model.extra.num_hidden_layers=2"]
@@ -105,23 +108,24 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
     import torch
 
     from shoal.executor import probe
-    from shoal.executor.base import check_device
+    from shoal.executor.base import check_device, device_of, prepare_thread
 
     check_device(config)
-    kind, threads = config.device.kind, config.device.threads
-    if threads:
-        torch.set_num_threads(threads)
+    prepare_thread(config)
+    device, kind = device_of(config), device_of(config).type
     load = os.getloadavg()[0]
     shape = f"{config.train.dtype}, width {config.model.hidden_size}, {config.train.microbatch} x {config.data.sequence} tokens"
-    on = probe.device_name(kind) + (f", {torch.get_num_threads()} threads" if kind == "cpu" else "")
+    on = probe.device_name(device) + (f", {torch.get_num_threads()} threads" if kind == "cpu" else "")
     print(f"{on}: computing for {args.seconds:g} s ({shape})", flush=True)
-    memory = probe.memory_bytes(kind)  # before we take some
+    memory = probe.memory_bytes(device)  # before we take some
     rate = probe.compute(config, args.seconds, lambda text: print(f"  {text}", flush=True))
     print(
         f"compute       {_flops(rate.flops)} sustained over {rate.passes} passes, {_flops(rate.slow)} to {_flops(rate.quick)}"
     )
     print(f"memory        {units.size(memory[0])} free on the device, {units.size(memory[1])} in the host")
-    link = probe.link_Bps(kind)
+    print(f"bfloat16      {probe.bf16_words(device)}")
+    print(f"threads       {torch.get_num_threads()} of {devices.cores()} cores")
+    link = probe.link_Bps(device)
     what = "host and device" if kind != "cpu" else "memory and memory"
     print(f"host link     {units.size(link)}/s between {what}", flush=True)
     written, read = probe.disk_Bps(folder)
@@ -134,7 +138,7 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
         busy = f"load average {load:.1f} before it began: other work ran beside this, so the figures are too low"
         print(f"note          {busy}")
         notes.append(busy)
-    device = Device(
+    measured_device = Device(
         name=args.name or socket.gethostname(),
         flops=rate.flops,
         memory_bytes=memory[0],
@@ -143,7 +147,7 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
         disk_Bps=min(written, read),
         basis=f"measured: {shape}",
     )
-    return device, notes
+    return measured_device, notes
 
 
 def _flops(value: float) -> str:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,7 @@ from shoal.config import Config
 from shoal.dashboard import plot
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
-from shoal.launcher import checkpoints, preflight, rundir
+from shoal.launcher import checkpoints, devices, preflight, rundir
 from shoal.launcher.output_files import OutputFiles
 from shoal.launcher.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
@@ -86,9 +86,8 @@ def configured(words: list[str]) -> Config:
         "device.executor" in word for word in words
     ):
         settings.append("device.executor=swapping")
-    if not _sets_threads(files, settings):
-        settings.append("device.threads=0")
     config = configuration.load(files[0] if files else None, [*settings, *ALONE])
+    os.environ.update(devices.allocator(os.environ))
     if config.device.executor == "emulated":
         raise ValueError("device.executor = 'emulated' trains nothing; try device.executor=resident")
     if config.train.local_steps > 1:
@@ -97,15 +96,6 @@ def configured(words: list[str]) -> Config:
             " try train.local_steps=1"
         )
     return config
-
-
-def _sets_threads(files: list[str], settings: list[str]) -> bool:
-    if any(word.startswith("device.threads=") for word in settings):
-        return True
-    try:
-        return bool(files) and "threads" in tomllib.loads(Path(files[0]).read_text()).get("device", {})
-    except (OSError, ValueError):  # `load` says what is wrong with it
-        return False
 
 
 def _long(word: str) -> str:

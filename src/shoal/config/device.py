@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -13,15 +14,19 @@ from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, wi
 from shoal.config.train import Train
 
 _EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
-_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing")
+_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing", "tf32")
 
 
 class Device(Section, frozen=True):
     """What this peer computes on."""
 
     kind: Annotated[
-        Literal["cpu", "cuda", "mps"], Meta(description="The stage is computed on this kind of device.")
-    ] = "cpu"
+        str,
+        Meta(
+            description="The stage is computed on this device: cpu, cuda (ROCm too), cuda:N, xpu, xpu:N or mps; auto is this"
+            " machine's accelerator, or cpu where there is none."
+        ),
+    ] = "auto"
     executor: Annotated[
         Literal["resident", "swapping", "emulated"],
         Meta(
@@ -30,7 +35,12 @@ class Device(Section, frozen=True):
         ),
     ] = "resident"
     memory_bytes: Annotated[
-        int, Meta(ge=0, le=MOST_BYTES, description="The stage takes at most this much device memory; 0 sets no limit.")
+        int,
+        Meta(
+            ge=0,
+            le=MOST_BYTES,
+            description="The stage takes at most this much device memory; 0 is what a card has free when it is built.",
+        ),
     ] = 0
     host_bytes: Annotated[
         int,
@@ -55,6 +65,12 @@ class Device(Section, frozen=True):
             " memory lacks."
         ),
     ] = False
+    tf32: Annotated[
+        bool,
+        Meta(
+            description="A CUDA device rounds factors of float32 products to 10 bits (TF32), which is several times as fast."
+        ),
+    ] = False
     emulated_s: Annotated[
         float,
         Meta(ge=0, le=DAY_S, description="The emulated executor takes this long for a microbatch's forward pass."),
@@ -76,8 +92,13 @@ class Device(Section, frozen=True):
         ),
     ] = ""
     threads: Annotated[
-        int, Meta(ge=0, le=1024, description="A peer computes with this many CPU threads; 0 leaves it to PyTorch.")
-    ] = 1
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="A peer computes with this many CPU threads; 0 is this machine's cores divided by its local peers.",
+        ),
+    ] = 0
 
 
 def slices(device: Device, train: Train) -> int:
@@ -86,6 +107,8 @@ def slices(device: Device, train: Train) -> int:
 
 
 def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d{1,3})?", device.kind):
+        yield f"device.kind = {device.kind!r} is none of auto, cpu, cuda, cuda:N, xpu, xpu:N and mps; try device.kind=auto"
     if device.sequences and train.microbatch % device.sequences:
         near = nearest_divisor(train.microbatch, device.sequences)
         yield f"device.sequences = {device.sequences} does not divide train.microbatch = {train.microbatch}; try {near}"

@@ -185,6 +185,19 @@ class PeerMachine:
         return self.leader_role.leadership
 
     @property
+    def alone(self) -> bool:
+        """Training has begun, and no leader was heard for long: nothing is agreed."""
+        return self.heartbeat.alone
+
+    def heard(self, now: float) -> tuple[Peer, ...]:
+        """Peers of the view that may be alive, as far as this peer can tell: all others were silent towards it."""
+        return self.roster.heard(self._alive_s, now)
+
+    @property
+    def _alive_s(self) -> float:
+        return ALIVE_SILENCES * self.settings.silence_s
+
+    @property
     def finished(self) -> bool:
         return self.departure.finished
 
@@ -310,8 +323,7 @@ class PeerMachine:
             case Dismissed() if self.view is not None and self.view.finished and self.roster.belongs(peer):
                 return self._finish(True, self._run_over)
             case StandingRequest():
-                within_s = ALIVE_SILENCES * self.settings.silence_s
-                standing = self.roster.standing(self.register.term, within_s, now)
+                standing = self.roster.standing(self.register.term, self._alive_s, now)
                 return [Send(peer, standing)] if standing is not None else []
             case Override():
                 return self.relay.take(message, now)

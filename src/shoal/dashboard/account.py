@@ -71,8 +71,8 @@ def read(path: str | Path) -> Summary:
         raise ValueError(f"{path} is not the summary of a run: {error}") from None
 
 
-def text(summary: Summary) -> str:
-    """The account in a few lines of plain text."""
+def text(summary: Summary, peers: bool = False) -> str:
+    """The account in a few lines of plain text. `peers`: with the bytes of each peer."""
     rows = [
         ("issued", f"{summary.issued:,} microbatches"),
         ("committed", f"{summary.committed:,}"),
@@ -85,7 +85,7 @@ def text(summary: Summary) -> str:
         *_overlap(summary),
         *_peers(summary),
         ("checkpoint", summary.checkpoint or "none was written"),
-        *_traffic(summary),
+        *_traffic(summary, peers),
     ]
     width = max(len(name) for name, _ in rows)
     if summary.balanced:
@@ -118,12 +118,12 @@ def _peers(summary: Summary) -> list[tuple[str, str]]:
     return [("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way")]
 
 
-def _traffic(summary: Summary) -> list[tuple[str, str]]:
-    """Rows of all peers together, then of each peer."""
+def _traffic(summary: Summary, peers: bool) -> list[tuple[str, str]]:
+    """A row of all peers together; with `peers`, then of each."""
     if not summary.sent.total:
         return []
     rows = [("sent", f"{_session(summary)}{_bytes(summary.sent)}")]
-    for label, carried in summary.traffic.items():
+    for label, carried in summary.traffic.items() if peers else ():
         rows += [
             (label, f"sent {_bytes(carried.sent)}"),
             ("", f"received {_bytes(carried.received)}"),

@@ -28,6 +28,7 @@ _STYLES = {
     "removed": "red",
     "trouble": "red",
     "unsaved": "bold red",
+    "stopped": "bold red",
     "refused": "red",
     "stall": "yellow",
     "skipped": "bold red",
@@ -50,6 +51,7 @@ class PeerLine(msgspec.Struct, frozen=True):
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
     kept: StoredBytes = StoredBytes()
+    machine: str = ""  # another machine's peer: its address; its rate and bytes are not known here
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -71,6 +73,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     stages: int  # 0: a machine alone, without peers
     state: str = ""  # shown while no step is trained: 'waiting for 2 more peers', 'writing ...'
+    stopped: str = ""  # since when and why nothing can be trained, or that the run is dead
+    survives: str = ""  # how many losses the run survives now
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
     tokens_per_s: float = 0.0
@@ -136,9 +140,10 @@ class ProgressLines:
         self._serial = max([self._serial, *(event.serial for event in new_events)])
         due = snapshot.elapsed_s >= self._printed_s + PLAIN_EVERY_S
         ended = snapshot.step >= snapshot.steps
-        if (snapshot.step != self._step and (due or ended)) or snapshot.state != self._state:
+        state = snapshot.stopped or snapshot.state
+        if (snapshot.step != self._step and (due or ended)) or state != self._state:
             lines.append(headline(snapshot))
-            self._printed_s, self._step, self._state = snapshot.elapsed_s, snapshot.step, snapshot.state
+            self._printed_s, self._step, self._state = snapshot.elapsed_s, snapshot.step, state
         return lines
 
 
@@ -150,7 +155,7 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.tokens_per_s > 0:
         words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
     if snapshot.stages:
-        words.append(f"{len(snapshot.peers)} peers")
+        words.append(_count(snapshot.peers))
     if snapshot.staleness:
         words.append(f"gradients {snapshot.staleness} step late")
     if snapshot.redone:
@@ -160,11 +165,18 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.unsaved:
         words.append(snapshot.unsaved.partition(":")[0])
     words.append(units.duration(snapshot.elapsed_s))
-    if snapshot.remaining_s is not None and snapshot.step < snapshot.steps:
+    if snapshot.stopped:
+        words.append(snapshot.stopped)
+    elif snapshot.remaining_s is not None and snapshot.step < snapshot.steps:
         words.append(f"about {units.duration(snapshot.remaining_s)} to go")
     if snapshot.state:
         words.append(snapshot.state)
     return escaped(", ".join(words))
+
+
+def _count(peers: tuple[PeerLine, ...]) -> str:
+    machines = {peer.machine for peer in peers}
+    return f"{len(peers)} peers" + (f" on {len(machines)} machines" if len(machines) > 1 else "")
 
 
 def rows(snapshot: Snapshot) -> int:
@@ -179,6 +191,9 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         _bar(snapshot.step / max(1, snapshot.steps), width),
     ]
     room = height - 3  # headline, bar and one line kept free
+    if snapshot.stopped:
+        parts.append(Text(escaped(snapshot.stopped), style="bold red", no_wrap=True, overflow="ellipsis"))
+        room -= 1
     if snapshot.unsaved:
         parts.append(Text(escaped(snapshot.unsaved), style=_STYLES["unsaved"], no_wrap=True, overflow="ellipsis"))
         room -= 1
@@ -186,6 +201,9 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         stages = _stages(snapshot)
         parts.append(stages)
         room -= 1 + stages.row_count
+    if snapshot.survives:
+        parts.append(Text(escaped(snapshot.survives), style="dim", no_wrap=True, overflow="ellipsis"))
+        room -= 1
     if snapshot.sent.total and room > 1:
         parts.append(Text(traffic_line(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
         room -= 1
@@ -239,7 +257,7 @@ def traffic_line(sent: Traffic) -> str:
 
 def _tables(snapshot: Snapshot, width: int) -> list[Table]:
     """Tables of each peer's bytes: sent by kind, received by kind, and stored; side by side where they fit."""
-    peers = snapshot.peers
+    peers = tuple(peer for peer in snapshot.peers if not peer.machine)
     sent = {kind: [getattr(peer.sent, kind) for peer in peers] for kind in KINDS}
     received = {kind: [getattr(peer.received, kind) for peer in peers] for kind in KINDS}
     sent["received"] = [peer.received.total for peer in peers]
@@ -263,7 +281,8 @@ def _bytes(title: str, peers: tuple[PeerLine, ...], columns: dict[str, list[int]
 
 
 def _peer_label(peer: PeerLine) -> str:
-    return escaped(f"{peer.label}{'*' if peer.leading else ''}{'' if peer.ready else '~'}")
+    machine = f"@{peer.machine}" if peer.machine else ""
+    return escaped(f"{peer.label}{machine}{'*' if peer.leading else ''}{'' if peer.ready else '~'}")
 
 
 def _event_line(event: Happening) -> str:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+
 from shoal.config import Config
-from shoal.executor.base import Executor, check_device
+from shoal.executor.base import Executor, check_device, check_memory, device_of, emulates_bf16
 from shoal.executor.delayed import Delayed, Restorable
 from shoal.numerics.optimizer import Schedule
+
+log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> None:
     """ValueError: a stage of this run does not fit this machine. No weights are read or allocated."""
     if config.device.executor != "emulated":
         check_device(config)
+        check_memory(config)
+        if config.train.dtype == "bfloat16" and emulates_bf16(device_of(config)):
+            log.warning(
+                "this card emulates train.dtype=bfloat16, seldom faster than float32; shoal probe measures both"
+            )
         from shoal.executor import fit
 
         fit.check(config)
@@ -40,7 +49,7 @@ def _plain(config: Config, stage: int, source: str | None, schedule: Schedule | 
         from shoal.executor.resident import Resident
         from shoal.model import stages
 
-        return Resident(stages.build(config, stage, source=source, device=config.device.kind), config, schedule)
+        return Resident(stages.build(config, stage, source=source, device=str(device_of(config))), config, schedule)
     if config.device.executor == "swapping":
         from shoal.executor.swap.swapping import Swapping
         from shoal.model import stages

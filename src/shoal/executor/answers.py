@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.config import Config
 from shoal.core.messages import KnownAnswers
-from shoal.executor.base import DTYPES, digest_of
+from shoal.executor.base import DTYPES, device_of, digest_of
 from shoal.executor.master import Master
 from shoal.numerics import compress
 from shoal.numerics.optimizer import nesterov_, norm_sq
@@ -40,7 +40,7 @@ def _drawn(seed: int, *shape: int) -> Tensor:
 
 def _updated(config: Config) -> list[Tensor]:
     """Parameters and moments after some steps, the norm, and an outer step of local steps."""
-    device = "cpu" if config.device.executor == "swapping" else config.device.kind
+    device = torch.device("cpu") if config.device.executor == "swapping" else device_of(config)
     parameters = [_drawn(1, ROWS, COLUMNS).to(device), _drawn(2, COLUMNS).to(device)]
     master = Master(("matrix", "vector"), parameters, config)
     norms = []
@@ -63,7 +63,7 @@ def _decoded(how: str) -> Tensor:
 
 def _forward(config: Config) -> tuple[float, ...]:
     """Eight values of a network with the operations of a layer."""
-    device, dtype = config.device.kind, DTYPES[config.train.dtype]
+    device, dtype = device_of(config), DTYPES[config.train.dtype]
     x = _drawn(12, 8, 64).to(device, dtype)
     for seed in (13, 14):
         weight = (_drawn(seed, 64, 64) * 0.25).to(device, dtype)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class Executor(Protocol):
         ...
 
     def digest(self) -> str:
-        """SHA-256 of the parameters in order."""
+        """`digest_of` the parameters in order."""
         ...
 
     def refresh(self) -> None:
@@ -101,13 +102,54 @@ def hidden_size(config: Config) -> int:
     return config.model.hidden_size
 
 
+def device_of(config: Config) -> torch.device:
+    """What this peer computes on. Without a number it is the current card, of those that the launcher lets this process see."""
+    if config.device.kind != "auto":
+        return torch.device(config.device.kind)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or (accelerator.type != "cuda" and config.device.executor == "swapping"):
+        return torch.device("cpu")
+    return torch.device(accelerator.type)
+
+
 def check_device(config: Config) -> None:
-    """Raise ValueError when this machine has no device of the configured kind."""
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    kind = config.device.kind
-    if not available.get(kind, False):
-        kinds = [name for name, is_available in available.items() if is_available]
-        raise ValueError(f"device.kind = {kind!r}, but PyTorch finds only {kinds} here; try device.kind={kinds[-1]}")
+    """ValueError: this machine has no such device."""
+    device = device_of(config)
+    count = torch.accelerator.device_count()
+    accelerator = torch.accelerator.current_accelerator() if count else None
+    cards = [f"{accelerator.type}:{n}" for n in range(count)] if accelerator is not None else []
+    if device.type != "cpu" and (not cards or str(device) not in (*cards, cards[0].partition(":")[0])):
+        there = ", ".join(["cpu", *cards])
+        raise ValueError(
+            f"device.kind = {config.device.kind!r}, but PyTorch finds only {there} here; try device.kind=auto"
+        )
+
+
+def emulates_bf16(device: torch.device) -> bool:
+    """A T4 or an older card: products of bfloat16 take as long as those of float32."""
+    return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def check_memory(config: Config) -> None:
+    """ValueError: `device.memory_bytes` is more than the device has free."""
+    free, limit = free_bytes(device_of(config)), config.device.memory_bytes
+    if free is not None and limit > free:
+        there = f"{device_of(config)} has {free:,} free"
+        raise ValueError(f"device.memory_bytes = {limit:,}, but {there}; try device.memory_bytes={free}")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Device memory that this process can still take, its own cache included; None: the host's, or not known."""
+    if device.type not in ("cuda", "xpu"):
+        return None
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def memory_limit(config: Config) -> int:
+    """Device bytes that a stage may take: `device.memory_bytes`, and never more than is free; 0: no limit."""
+    free, limit = free_bytes(device_of(config)), config.device.memory_bytes
+    return limit if free is None else min(limit or free, free)
 
 
 def alive(config: Config) -> bool:
@@ -116,7 +158,7 @@ def alive(config: Config) -> bool:
     if config.device.executor == "emulated":
         return True
     try:
-        return bool(torch.ones(1, device=config.device.kind).add_(1).item() == 2)
+        return bool(torch.ones(1, device=device_of(config)).add_(1).item() == 2)
     except RuntimeError as error:
         return out_of_memory(error)
 
@@ -131,18 +173,32 @@ def out_of_memory(error: Exception) -> bool:
     )
 
 
-def limit_threads(config: Config) -> None:
-    """For the thread that calls: `device.threads`, where that is set."""
+def prepare_thread(config: Config) -> None:
+    """For the thread that calls: its share of the cores, its card, and the rounding of products there."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
+    if config.device.executor == "emulated":
+        return
+    device = device_of(config)
+    if device.index is not None and device.index < torch.accelerator.device_count():
+        torch.accelerator.set_device_index(device.index)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.device.tf32
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    hasher = hashlib.sha256()
+    """Of the bytes of all tensors, the same on every machine. For replicas that compare their states after every step: it finds every
+    honest difference, and is no defence against a peer that lies, which could repeat another's digest anyway."""
+    from shoal.numerics.loops import LANES, mix  # numba: half a second that only those who train pay
+
+    lanes, rests = np.arange(LANES, dtype=np.uint64), hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        hasher.update(flat.numpy().data)
-    return hasher.hexdigest()
+        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        whole = len(flat) - len(flat) % (4 * LANES)
+        mix(lanes, flat[:whole].view(np.uint32))
+        rests.update(flat[whole:].data)
+    rests.update(lanes.data)
+    return rests.hexdigest()
 
 
 def copy_state_(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from shoal.config import ROUND_COPIES, Config
+from shoal.executor.base import device_of, memory_limit
 from shoal.executor.swap.groups import Runner
 from shoal.host import free_bytes
 from shoal.model import stages
@@ -32,7 +33,7 @@ def check_stage(config: Config, stage: int) -> None:
     """ValueError: that stage does not fit here."""
     stage_shape = check_host(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
-    limit = config.device.memory_bytes
+    limit = memory_limit(config)
     if config.device.executor == "swapping":
         runner = Runner(stage_shape, config)  # refuses a family that is not made of units
         try:
@@ -59,7 +60,7 @@ def advice(config: Config, stage: int) -> str:
     else:
         needed, what = _values(stage_shape) * host_bytes(config) + moments, "host memory"
     hints = {
-        "device.executor=swapping": device.executor == "resident" and device.kind != "mps",
+        "device.executor=swapping": device.executor == "resident" and device_of(config).type != "mps",
         "device.sequences=1": train.microbatch > 1 and device.sequences != 1,
         "train.moments=8bit": train.moments != "8bit",
         f"run.stages={config.run.stages + 1}": config.run.stages < sum(map(len, _blocks(config))),
@@ -85,7 +86,7 @@ def host_bytes(config: Config) -> int:
     apart = 8 if config.train.local_steps > 1 else 0  # parameters at the start of the round, and the outer momentum
     if config.device.executor == "swapping":  # value, sum, and the pending sum
         return 12 + copies + apart + _late_bytes(config)
-    return apart + (resident_bytes(config) if config.device.kind == "cpu" else 0)
+    return apart + (resident_bytes(config) if device_of(config).type == "cpu" else 0)
 
 
 def _late_bytes(config: Config) -> int:
@@ -114,7 +115,7 @@ def check_host(config: Config, stage: int) -> Stage:
     stage_shape = stages.hollow(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
     rounds = config.run.peers > 1
-    on_host = config.device.executor == "swapping" or config.device.kind == "cpu"
+    on_host = config.device.executor == "swapping" or device_of(config).type == "cpu"
     moments = _moments(stage_shape, config.train.moments) / values if on_host else 0.0
     value_bytes, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
     round_bytes = min(config.run.averaging_memory_bytes, copies * values)

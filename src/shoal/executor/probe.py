@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config
+from shoal.executor.base import device_of, emulates_bf16, free_bytes
 from shoal.executor.resident import Resident
 from shoal.model import analysis, stages
 from shoal.planner.inputs.profile import BACKWARD, FORWARD
@@ -25,6 +26,7 @@ from shoal.planner.inputs.profile import BACKWARD, FORWARD
 WARM_UP = 2  # passes not counted: kernels are selected, memory is allocated
 LINK_BYTES = 64 << 20  # one copy between host and device
 LINK_COPIES = 8
+PRODUCT = (4096, 512)  # rows of the square factors of a product: on a card, on a CPU
 DISK_BYTES = 128 << 20
 
 
@@ -41,7 +43,7 @@ def compute(config: Config, seconds: float, progress: Callable[[str], None]) -> 
     """Repeat forward and backward of the whole model for `seconds`; `progress` receives a line every 2 s."""
     profile = analysis.count(config)
     flops = (FORWARD + BACKWARD) * profile.flops
-    stage = stages.build(config, 0, device=config.device.kind)
+    stage = stages.build(config, 0, device=str(device_of(config)))
     executor = Resident(stage, config)
     shape = (config.train.microbatch, config.data.sequence + 1)
     tokens = torch.randint(stage.vocabulary or 1, shape, generator=torch.Generator().manual_seed(0))
@@ -51,7 +53,7 @@ def compute(config: Config, seconds: float, progress: Callable[[str], None]) -> 
         before = time.perf_counter()
         executor.forward(tokens[:, :-1])
         executor.backward(tokens[:, :-1], None, tokens)
-        _synchronize(config.device.kind)
+        _synchronize(device_of(config))
         if warm_up:
             warm_up -= 1
             continue
@@ -69,11 +71,11 @@ def compute(config: Config, seconds: float, progress: Callable[[str], None]) -> 
     )
 
 
-def link_Bps(kind: str) -> float:
+def link_Bps(device: torch.device) -> float:
     """Bytes per second between host and device memory, in the slower direction; for a CPU those of a copy."""
-    host = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=kind == "cuda")
-    on_device = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=kind)
-    return min(_copy_Bps(on_device, host, kind), _copy_Bps(host, on_device, kind))
+    host = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    return min(_copy_Bps(on_device, host, device), _copy_Bps(host, on_device, device))
 
 
 def disk_Bps(folder: Path) -> tuple[float, float]:
@@ -94,10 +96,31 @@ def disk_Bps(folder: Path) -> tuple[float, float]:
         return written, DISK_BYTES / (time.perf_counter() - before)
 
 
-def memory_bytes(kind: str) -> tuple[float, float]:
+def memory_bytes(device: torch.device) -> tuple[float, float]:
     """Free bytes of the device and of the host; for a CPU the same number."""
-    host = host_bytes()
-    return (float(torch.cuda.mem_get_info()[0]), host) if kind == "cuda" else (host, host)
+    free, host = free_bytes(device), host_bytes()
+    return (host if free is None else float(free)), host
+
+
+def bf16_words(device: torch.device) -> str:
+    """How fast the device multiplies in bfloat16, measured, and what to do where that is emulated."""
+    size = PRODUCT[device.type == "cpu"]
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        factor = torch.randn(size, size, device=device).to(dtype)
+        seconds.append(min(_product_s(factor, device) for _ in range(4)))
+    ratio = seconds[0] / seconds[1]
+    words = f"{ratio:.2g} times the rate of float32 products"
+    if emulates_bf16(device):
+        words += ", emulated: this card has none, and its float16 units stay idle"
+    return words + ("; train.dtype=float32 is faster here" if ratio < 1 else "")
+
+
+def _product_s(factor: Tensor, device: torch.device) -> float:
+    before = time.perf_counter()
+    torch.mm(factor, factor)
+    _synchronize(device)
+    return time.perf_counter() - before
 
 
 def host_bytes(root: Path = Path("/")) -> float:
@@ -120,30 +143,28 @@ def host_bytes(root: Path = Path("/")) -> float:
     return available
 
 
-def device_name(kind: str) -> str:
-    if kind == "cuda":
-        return torch.cuda.get_device_name()
+def device_name(device: torch.device) -> str:
+    if device.type in ("cuda", "xpu"):
+        return f"{torch.get_device_module(device).get_device_name(device)} ({device})"
     info = Path("/proc/cpuinfo")
     names = (
         [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         if info.exists()
         else []
     )
-    return names[0] if names else kind
+    return names[0] if names else device.type
 
 
-def _copy_Bps(into: Tensor, source: Tensor, kind: str) -> float:
+def _copy_Bps(into: Tensor, source: Tensor, device: torch.device) -> float:
     into.copy_(source, non_blocking=True)
-    _synchronize(kind)
+    _synchronize(device)
     before = time.perf_counter()
     for _ in range(LINK_COPIES):
         into.copy_(source, non_blocking=True)
-    _synchronize(kind)
+    _synchronize(device)
     return LINK_COPIES * LINK_BYTES / (time.perf_counter() - before)
 
 
-def _synchronize(kind: str) -> None:
-    if kind == "cuda":
-        torch.cuda.synchronize()
-    elif kind == "mps":
-        torch.mps.synchronize()
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

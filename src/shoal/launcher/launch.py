@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 
+from shoal.config import Device
 from shoal.escaping import escaped_lines
+from shoal.launcher import devices
 from shoal.launcher.process import identify
 from shoal.runtime.records.report import AnyLine, Ended, Listening, decode, replace
 
@@ -37,6 +39,8 @@ class PeerSpec(msgspec.Struct, frozen=True):
     first: bool
     first_step: int = 0
     run: str | None = None  # id of the key that founded it
+    number: int = 0  # among the local peers
+    here: int = 1  # local peers
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -206,6 +210,6 @@ class PeerProcesses:
 
 def _environment(spec: PeerSpec) -> dict[str, str]:
     """Threads that wait by spinning would take the cores from the other peers of this machine."""
-    threads = spec.config["device"]["threads"]
-    environment = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
-    return {**environment, "OMP_NUM_THREADS": str(threads)} if threads else environment
+    device = msgspec.convert(spec.config["device"], Device)
+    inherited = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
+    return inherited | devices.environment(device, spec.number, spec.here, inherited)

@@ -92,7 +92,9 @@ class Launcher:
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
         self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
-        self._starter = Starter(self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step)
+        self._starter = Starter(
+            self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step, job.here
+        )
         self._majority = MajorityWatch(self.watch)
 
     @property
@@ -183,7 +185,9 @@ class Launcher:
             rundir.pass_over(self.directory, self.watch.books.view.step)
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             print(text)
-        print(f"all of it is in {self.directory}")
+        print(f"all of it is in {self.directory}; the bytes of each peer: shoal status {self.directory} --peers")
+        if finished and summary.saved and self.config.device.executor != "emulated":
+            print(f'next: shoal generate {self.directory} "a few words"')
         if not finished and summary.steps and not self.watch.failed:  # its reason says what --resume does
             print(escaped_lines(self._goes_on(summary)))
         return self._exit_code(summary, finished)
@@ -244,6 +248,8 @@ class Launcher:
 
     def _check_majority(self, now: float) -> None:
         """Peers without a majority wait for ever, as they must: the user has to be told."""
+        if silent := self._majority.newly_silent():
+            self.watch.tell("stopped", self.watch.advice(silent, self.directory, self.authority is not None), now)
         lost_s = self._majority.lost_s({child.label for child in self.crew.living}, now)
         if lost_s == 0.0:
             self.watch.tell("trouble", f"{NO_MAJORITY}; see `shoal recover {self.directory}`", now)

@@ -66,9 +66,10 @@ class Starter:
         processes: PeerProcesses,
         passes: RunPasses,
         first_step: int,
+        here: int,
     ) -> None:
-        """`config`: of the peer with that number, from 0."""
-        self._config, self._directory, self._first_step = config, directory, first_step
+        """`config`: of the peer with that number, from 0. `here`: local peers at the start."""
+        self._config, self._directory, self._first_step, self._here = config, directory, first_step, here
         self._processes, self._passes = processes, passes
         self._started = 0
         self._joining: set[asyncio.Task[None]] = set()
@@ -85,6 +86,8 @@ class Starter:
                 first=first,
                 first_step=self._first_step,
                 run=self._passes.run,
+                number=number,
+                here=self._here,
             )
         )
 

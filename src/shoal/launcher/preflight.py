@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import urllib.error
@@ -22,9 +21,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from shoal.config import Config
+from shoal.config import Config, Device
 from shoal.config.data import Data
 from shoal.escaping import Faults, describe
+from shoal.launcher import devices
 from shoal.launcher.planning import problem
 from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
 from shoal.runtime.checkpoints.catalog import url_of
@@ -54,7 +54,7 @@ def machine(config: Config) -> Iterator[str]:
         yield from model(config)
         yield from data(config.data)
         yield from tokenizer(config)
-        yield from device(config.device.kind)
+        yield from device(config.device)
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -220,29 +220,12 @@ def _not_on_hub(name: str) -> str:
 # ------------------------------------------------------------------------------------------------------------ machine
 
 
-def device(kind: str) -> Iterator[str]:
+def device(settings: Device) -> Iterator[str]:
     """Is there such a device, as far as its driver's files and the installed PyTorch say?"""
-    if kind == "mps" and sys.platform != "darwin":
-        yield "device.kind = 'mps' is Apple's, and this is not macOS; try device.kind=cpu"
-    if kind != "cuda":
-        return
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        yield "device.kind = 'cuda', and CUDA_VISIBLE_DEVICES hides every GPU; unset it, or try device.kind=cpu"
-    elif sys.platform == "linux" and not any(
-        Path(place).exists() for place in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-    ):
-        yield "device.kind = 'cuda', and this machine has no GPU with a driver (no /dev/nvidia0); try device.kind=cpu"
-    elif _torch_for_cpu():
-        yield "device.kind = 'cuda', and the installed PyTorch is built for the CPU alone; install one for CUDA, or try device.kind=cpu"
-
-
-def _torch_for_cpu() -> bool:
-    torch = importlib.util.find_spec("torch")
     try:
-        version = Path(torch.origin if torch and torch.origin else "").with_name("version.py").read_text()
-    except (OSError, ValueError):
-        return False
-    return "cuda: Optional[str] = None" in version and "hip: Optional[str] = None" in version
+        devices.refuse_missing(settings, os.environ)
+    except ValueError as error:
+        yield str(error)
 
 
 def address(config: Config, port: int) -> Iterator[str]:

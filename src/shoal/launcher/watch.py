@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
+from pathlib import Path
 
 import msgspec
 
+from shoal import units
 from shoal.config import Config, microbatches
 from shoal.core.messages import Peer, View
 from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.escaping import escaped, escaped_lines
+from shoal.launcher.members import Members
 from shoal.runtime.records.account import Base, CommitHistory, CommittedStep
-from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Notice, PeerProgress
+from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Located, Notice, PeerProgress
 from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
@@ -47,7 +50,7 @@ class RunMonitor:
             resumed.steps,
             resumed.base,
         )
-        self.labels: dict[Peer, str] = {}
+        self.everyone = Members()
         self.standing: dict[str, PeerProgress] = {}  # by label, of the peers that live
         self.carried: dict[Peer, PeerProgress] = {}  # the last that each peer told, those that are gone too
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
@@ -55,7 +58,6 @@ class RunMonitor:
         self.saved = resumed.first_step  # the step of the newest checkpoint, as the members agree
         self._unable = ""  # why a checkpoint could not be saved, until one is
         self.killed = 0
-        self._serial = 0
         self.first_step_s: float | None = None  # from the command to the first step of this session
         self._losses: tuple[int, tuple[float, ...]] = (-1, ())
 
@@ -64,9 +66,12 @@ class RunMonitor:
         match line:
             case Listening():
                 self.labels[line.peer] = label
+            case Located():
+                self.everyone.machines[line.peer] = escaped(line.host)
             case PeerProgress():
                 self.standing[label] = line
                 self.carried[line.peer] = line
+                self.everyone.update(self.standing, now)
             case Notice():
                 if line.kind == "checkpoint" and (match := _SAVED.fullmatch(line.text)):
                     self.saved, self.checkpoint = max(self.saved, int(match[1])), escaped(match[2])
@@ -94,9 +99,9 @@ class RunMonitor:
         return step
 
     def tell(self, kind: str, text: str, now: float, label: str = "") -> None:
-        self._serial += 1
+        serial = self.happenings[-1].serial + 1 if self.happenings else 1
         text = escaped(self._named(text))
-        self.happenings.append(Happening(self._serial, now - self.started_s, escaped(kind), text, label))
+        self.happenings.append(Happening(serial, now - self.started_s, escaped(kind), text, label))
 
     def _named(self, text: str) -> str:
         """With peers' labels, or the beginnings of their names, instead of the whole."""
@@ -107,6 +112,11 @@ class RunMonitor:
 
     def remove(self, label: str) -> None:
         self.standing.pop(label, None)
+
+    @property
+    def labels(self) -> dict[Peer, str]:
+        """Of this machine's peers."""
+        return self.everyone.labels
 
     @property
     def started(self) -> bool:
@@ -225,7 +235,12 @@ class RunMonitor:
             undone=account.undone,
             recovered=self.books.recovered,
             staleness=self.config.train.staleness,
-            peers=tuple(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+            stopped=self._stopped(),
+            survives=self.everyone.survives(view),
+            peers=(
+                *(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+                *self.everyone.lines(view, self.standing),
+            ),
             sent=self._sent(),
             unsaved=self.unsaved(),
             happenings=tuple(self.happenings),
@@ -275,16 +290,41 @@ class RunMonitor:
     def _sent(self) -> Traffic:
         return sum((line.sent for line in self.carried.values()), start=Traffic())
 
+    def stopped_by(self) -> list[Peer]:
+        """The silent members for whose sake nothing is agreed; [] while there is a majority, as far as known here."""
+        view = self.books.view
+        if view is None or view.finished or self.everyone.stopped_at is None:
+            return []
+        silent = self.everyone.silent(view, self.standing)
+        return silent if 2 * (len(view.voters) - len(silent)) <= len(view.voters) else []
+
+    def advice(self, silent: list[Peer], directory: Path, founder: bool) -> str:
+        """What to do while these are silent. `founder`: the run's key is on this machine."""
+        view = self.books.view
+        assert view is not None
+        return self.everyone.advice(view, silent, f"shoal recover {directory}" if founder else "")
+
+    def _stopped(self) -> str:
+        silent = self.stopped_by()
+        if not silent or self.everyone.stopped_at is None:
+            return ""
+        names = ", ".join(map(self.everyone.name, silent))
+        return f"STOPPED at {units.duration(self.everyone.stopped_at - self.started_s)}: no majority without {names}"
+
     def _state(self) -> str:
         view = self.books.view
         if view is None:
-            return "starting"
+            return "looking for the run's leader" if self.labels else "starting"
         if view.finished:
             return "ended" if view.failed else "finished"
         if not view.started:
             ready = sum(standing.ready for standing in self.standing.values())
             if view.epoch:  # with whoever is left
                 return f"back at step {view.step}, a stage was lost: {ready} of {len(self.standing)} peers ready"
+            missing = self.config.run.peers - len(view.members + view.joining)
+            if missing > 0:
+                return f"waiting for {missing} of {self.config.run.peers} peers to join"
+            ready += sum(member.peer not in self.labels for member in view.members)
             return f"{ready} of {self.config.run.peers} peers ready"
         return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
 
@@ -295,6 +335,12 @@ class MajorityWatch:
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
         self._lost: tuple[int, float] | None = None  # in which view, since when
+        self._silent: list[Peer] = []  # voters without whom nothing is agreed, as last returned
+
+    def newly_silent(self) -> list[Peer]:
+        """The silent members for whose sake nothing is agreed, once."""
+        before, self._silent = self._silent, self._monitor.stopped_by()
+        return self._silent if self._silent != before else []
 
     def lost_s(self, living: set[str], now: float) -> float | None:
         """Seconds without a majority in the newest view; 0.0 once, when it was just lost; None: there is one. `living`: labels."""

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.config import Config
+from shoal.config import Config, slices
 from shoal.model.families import hf_config, model_class
 from shoal.model.stages import HuggingFaceStage, Parts, on_meta
 from shoal.planner.inputs.profile import COUNTED, Part, Profile
@@ -72,6 +72,7 @@ def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
     scaled = tuple(
         msgspec.structs.replace(
             part,
+            flops=slices(config) * part.flops,
             activation_bytes=factor * part.activation_bytes,
             working_bytes=factor * part.working_bytes,
             input_bytes=factor * part.input_bytes,
@@ -87,6 +88,7 @@ def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
         8.0 * sequences * (tokens + 1),
         tied,
         COUNTED if fused else UNFUSED.format(hf.model_type),
+        slices(config),
     )
 
 
@@ -97,7 +99,7 @@ def _count_part(
     model = parts.model
     parts.remove_parts()
     parts.insert_parts(blocks, first=first, last=last)
-    shape = (config.train.microbatch, config.data.sequence)
+    shape = (config.device.sequences or config.train.microbatch, config.data.sequence)
     values = sum(parameter.numel() for parameter in model.parameters())
     try:
         with _quiet(), fake, torch.device("meta"):
@@ -106,7 +108,7 @@ def _count_part(
             if not first:
                 x = torch.zeros((*shape, model.config.hidden_size), dtype=model.dtype).requires_grad_()
             stage = HuggingFaceStage(model, first=first, last=last)
-            own_storages = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
+            own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
             flops, memory = FlopCounterMode(display=False), _MemoryMode()
             with flops, memory:
                 with _saved_by_autograd(own_storages) as saved:
@@ -114,6 +116,7 @@ def _count_part(
                 forward = flops.get_total_flops()
                 if y.requires_grad:
                     y.backward(torch.empty_like(y))
+        before_bytes = x.nbytes if x.untyped_storage()._cdata in saved else 0  # saved, and not of `memory`
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"model.family = {parts.family!r}: {name} cannot be counted without values ({str(error).splitlines()[0]});"
@@ -127,7 +130,8 @@ def _count_part(
         float(values),
         float(forward),
         saved_bytes,
-        max(0.0, memory.most - saved_bytes - values * model.dtype.itemsize),
+        max(0.0, memory.most + before_bytes - saved_bytes - values * model.dtype.itemsize),
+        float(max(parameter.numel() for parameter in model.parameters())),
         float(x.nbytes) if blocks else 0.0,
     )
 
@@ -156,8 +160,9 @@ def _fused(
     width = value.shape[-1]
     if width < query.shape[-1]:
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))  # as transformers does for fused kernels
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if rest[0] is not None:  # with a mask, transformers gives each query head a copy of its keys and values
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
     return out[..., :width].transpose(1, 2).contiguous(), None
 
@@ -176,7 +181,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _saved_by_autograd(own: set[int]) -> Iterator[dict[int, int]]:
-    """Bytes that autograd saves inside, by storage, without parameters and the part's input."""
+    """Bytes that autograd saves inside, by storage, without `own` ones."""
     sizes: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no storage address is reused
 
@@ -189,6 +194,7 @@ def _saved_by_autograd(own: set[int]) -> Iterator[dict[int, int]]:
 
     with saved_tensors_hooks(pack, lambda value: value):
         yield sizes
+    alive.clear()  # the hooks stay with the graph, and a backward pass frees what it has used
 
 
 class _MemoryMode(TorchDispatchMode):

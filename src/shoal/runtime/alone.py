@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.config import Config, microbatches
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.executor import create
-from shoal.executor.base import Executor, limit_threads
+from shoal.executor.base import Executor, prepare_thread
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
@@ -40,7 +40,7 @@ class Alone:
 
     def __init__(self, config: Config, dataset: Dataset, store: Store, first_step: int = 0) -> None:
         self._config, self._dataset, self._store = config, dataset, store
-        limit_threads(config)
+        prepare_thread(config)
         self._count = microbatches(config.train)
         self.executor: Executor = create(config, 0)
         if first_step:
@@ -49,7 +49,7 @@ class Alone:
         self._first = self.done = first_step  # steps
         self.saved = first_step or None  # the step of the newest checkpoint
         self._optimizer_thread = (
-            ThreadPoolExecutor(1, "shoal-optimizer", lambda: limit_threads(config)) if config.train.staleness else None
+            ThreadPoolExecutor(1, "shoal-optimizer", lambda: prepare_thread(config)) if config.train.staleness else None
         )
         self._pending_update: Future[None] | None = None  # the update to the newest version, if unfinished
 

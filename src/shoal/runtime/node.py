@@ -118,7 +118,7 @@ class Node:
             for task in tasks:
                 task.cancel()
         self.reporter.traffic(time.monotonic())
-        self.reporter.progress()
+        self.reporter.progress(time.monotonic())
         assert self.finish is not None
         return self.finish
 
@@ -256,7 +256,7 @@ class Node:
 
     async def _report(self) -> None:
         while True:
-            self.reporter.progress()
+            self.reporter.progress(time.monotonic())
             await asyncio.sleep(REPORT_S)
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.sim.task_runner import Reduced, World
+from shoal.sim.task_runner import UNLIKE, Reduced, World
 
 ALL_MEET = 16  # replicas of a group, at most
 MEETS = 2.5  # times the root of how many they are: others that one of a larger group exchanges its gradient with
@@ -267,7 +267,9 @@ class Watch:
             self.report(peer, "apply", f"{task} although step {task.step} was committed as {last}")
 
     def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None:
-        """Replicas of a stage have the same parameters at the same version."""
+        """Replicas of a stage have the same parameters at the same version, but for those of a peer that is unlike the others."""
+        if digest.startswith(UNLIKE):
+            return
         known = self._digests.setdefault((epoch, version, stage), digest)
         if known != digest:
             self.report(
@@ -279,7 +281,10 @@ class Watch:
         epochs = {epoch for epoch, version, _ in self._digests if version == step}
         stages = range(len(digests))
         wanted = [tuple(self._digests.get((epoch, step, stage), "") for stage in stages) for epoch in sorted(epochs)]
-        if not any(all(not a or a == b for a, b in zip(known, digests, strict=True)) for known in wanted):
+        if not any(
+            all(not a or a == b or b.startswith(UNLIKE) for a, b in zip(known, digests, strict=True))
+            for known in wanted
+        ):
             self.report(peer, "checkpoint", f"step {step} is published as {tuple(digests)}; known: {wanted}")
 
     # -------------------------------------------------------------------------------------------------------- the end
@@ -361,6 +366,8 @@ def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tupl
         if indices != list(range(microbatches)):
             return f"chunk {number} holds indices {indices}", own
         origins = {(one[0], one[2], one[3], one[4]) for one in chunk}
+        # An unlike peer computes until it is noticed.
+        origins = {one for one in origins if not one[2].startswith(UNLIKE)} or {min(origins)}
         if len(origins) != 1:
             return f"chunk {number} was made with different parameters: {sorted(origins)}", own
         of, under, own, _ = origins.pop()

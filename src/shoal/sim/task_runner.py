@@ -18,6 +18,7 @@ from shoal.sim.lines import Wire
 from shoal.sim.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
 
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
+UNLIKE = "~"  # begins the digest of a state that follows from an optimizer step with other bits
 HUGE = ("huge",)  # among what was added: finite by itself, and nothing that is made of it is
 Ends = Callable[[m.Done | m.Failed], None]
 After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
@@ -196,6 +197,7 @@ class TaskRunner:
         self.blobs: dict[str, Blob] = {}
         self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
+        self.unlike = False  # its optimizer has other bits than the others'
         self._after = after
         self._now = now
         self.stage = -1
@@ -333,10 +335,11 @@ class TaskRunner:
         self._expect(self.stage, task.step, "Apply")
         if task.skip:
             digest = short(self.digest, task.step, "skip")  # another one, for checkers to know the version by
-            if task.save:
-                self._saves[(self.stage, task.step + 1)] = digest
-            return self._seat(self.stage, task.step + 1, digest, self.digest)
-        digest = short(self.digest, task.step, self._rounds.reduced(task.round).chunks, task.norm)
+        else:
+            chunks = self._rounds.reduced(task.round).chunks
+            digest = short(self.digest, task.step, chunks, task.norm, *([UNLIKE] if self.unlike else []))
+        if self.unlike or self.digest.startswith(UNLIKE):
+            digest = UNLIKE + digest
         if task.save:
             self._saves[(self.stage, task.step + 1)] = digest
         return self._seat(self.stage, task.step + 1, digest, self.digest)

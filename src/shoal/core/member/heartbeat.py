@@ -32,7 +32,7 @@ class HeartbeatSender:
         self.beat_at: float | None = None
         self._settings, self._roster, self._register, self._leader_role = settings, roster, register, leader_role
         self._server, self._transfer = server, transfer
-        self._noted_alone = False  # people were told that there is no leader
+        self.alone = False  # no leader for long: nothing is agreed, and people were told
 
     def beat(self, departure: Departure, known: tuple[Peer, ...], now: float) -> list[Command]:
         """Report to the leader; if none is heard, ask the members and the `known` peers for a newer view."""
@@ -76,9 +76,9 @@ class HeartbeatSender:
     def _note_alone(self, alone: bool) -> list[Command]:
         """Tell people once that this side of the network waits, and once that it goes on."""
         view = self._roster.view
-        if alone == self._noted_alone or not (view is not None and view.started):
+        if alone == self.alone or not (view is not None and view.started):
             return []
-        self._noted_alone = alone
+        self.alone = alone
         if not alone:
             return [Note("stall", "a leader speaks again: going on")]
         words = f"no leader for {self._settings.silence_s:g} s: nothing is committed until a majority of the members is in touch"

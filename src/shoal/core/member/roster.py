@@ -44,5 +44,8 @@ class Roster:
         """What the operator is told: the view, and which of its peers sent anything within that time."""
         if self.view is None:
             return None
-        heard = tuple(other for other, at in self._heard.items() if now - at <= within_s)
-        return Standing(term=term, view=self.view, heard=heard)
+        return Standing(term=term, view=self.view, heard=self.heard(within_s, now))
+
+    def heard(self, within_s: float, now: float) -> tuple[Peer, ...]:
+        """Peers of the view that sent anything within that time."""
+        return tuple(peer for peer, at in self._heard.items() if now - at <= within_s)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Config, microbatches, slices
-from shoal.executor.base import DTYPES, boundary
+from shoal.executor.base import DTYPES, boundary, device_of, memory_limit
 from shoal.executor.inputs import outcome
 from shoal.executor.swap import memory
 from shoal.model.cut import Stage
@@ -55,12 +55,16 @@ class Runner:
     """Runs groups of a stage's units with the parameters bound to them. The stage itself must not run meanwhile."""
 
     def __init__(self, stage: Stage, config: Config) -> None:
-        if config.device.kind == "mps":
-            raise ValueError("device.kind = 'mps' shares its memory with the host; use device.executor=resident")
-        self.device, self.dtype = config.device.kind, DTYPES[config.train.dtype]
+        device = device_of(config)
+        if device.type not in ("cpu", "cuda"):
+            why = "shares its memory with the host" if device.type == "mps" else "has no streams for it here"
+            raise ValueError(
+                f"device.executor = 'swapping' is for cuda, and {device} {why}; try device.executor=resident"
+            )
+        self.device, self.dtype, self.limit = str(device), DTYPES[config.train.dtype], memory_limit(config)
         self.shapes: Shapes = {name: value.shape for name, value in stage.named_parameters()}
         self.row: Row = row(stage)
-        spare = memory.spare_bytes(self.device, config.device.memory_bytes)
+        spare = memory.spare_bytes(self.device, self.limit)
         self.fixed_bytes = self.row.buffers_to(self.device) + spare
         counts = {name: shape.numel() for name, shape in self.shapes.items()}
         self.sizes = memory.UnitSizes(self.row.units, counts, self.dtype.itemsize, config.train.moments)
@@ -69,13 +73,11 @@ class Runner:
 
     def plan(self) -> memory.SwapPlan:
         """ValueError: the largest unit does not fit `device.memory_bytes`."""
-        limit = self._config.device.memory_bytes
-        return memory.plan(self.sizes, Trial(self, self._config).live, limit=limit, fixed_bytes=self.fixed_bytes)
+        return memory.plan(self.sizes, Trial(self, self._config).live, limit=self.limit, fixed_bytes=self.fixed_bytes)
 
     def refuse(self) -> None:
         """ValueError: no plan fits `device.memory_bytes`."""
-        limit = self._config.device.memory_bytes
-        memory.refuse(self.sizes, Trial(self, self._config).live, limit=limit, fixed_bytes=self.fixed_bytes)
+        memory.refuse(self.sizes, Trial(self, self._config).live, limit=self.limit, fixed_bytes=self.fixed_bytes)
 
     def names(self, start: int, stop: int) -> tuple[str, ...]:
         """Names of these units' parameters, each once, in the stage's order."""
@@ -127,7 +129,7 @@ class Runner:
     def to_host(self, value: Tensor) -> Tensor:
         """A copy on the host. With CUDA the host may read it after the pass; later work on the device may use it at once."""
         with memory.host():
-            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device == "cuda")
+            copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device.startswith("cuda"))
             return copy.copy_(value.detach(), non_blocking=True)
 
 

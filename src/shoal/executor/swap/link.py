@@ -67,7 +67,7 @@ class HostLink:
         self._loaded: list[object] = [None] * count  # mark: the slot's parameters are loaded
         self._filled: list[object] = [None] * slabs  # mark: the slab may be added to
         self._stored: list[object] = [None] * slabs  # mark: the slab's sums are on the host
-        self._streams: Streams = streams or (CudaStreams() if device == "cuda" else NoStreams())
+        self._streams: Streams = streams or (CudaStreams() if device.startswith("cuda") else NoStreams())
 
     @property
     def nbytes(self) -> int:
@@ -221,7 +221,7 @@ def pinned(flat: Tensor, device: str) -> Tensor:
     """Pin a host tensor for CUDA copies, for as long as the tensor lives.
 
     Registered, not allocated pinned: PyTorch's pinned allocator rounds up to a power of two, up to twice the memory."""
-    if device == "cuda":
+    if device.startswith("cuda"):
         address = flat.data_ptr()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, flat.nbytes, 0))
         weakref.finalize(flat, torch.cuda.cudart().cudaHostUnregister, address)

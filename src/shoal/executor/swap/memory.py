@@ -198,7 +198,7 @@ def padded(nbytes: int) -> int:
 
 def spare_bytes(device: str, limit: int) -> int:
     """Device bytes reserved for PyTorch's allocator where it is capped at the limit."""
-    return CUDA_SPARE if device == "cuda" and limit >= CUDA_CAPPED else 0
+    return CUDA_SPARE if device.startswith("cuda") and limit >= CUDA_CAPPED else 0
 
 
 def cap_(device: str, limit: int) -> None:
@@ -245,13 +245,13 @@ class MemoryMeter(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not _ON_HOST.get():
             for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor) and leaf.device.type == self._device:
+                if isinstance(leaf, Tensor) and leaf.device.type == self._device.partition(":")[0]:
                     self._count(leaf.untyped_storage(), inputs)
         return result
 
     def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        if self._device == "cuda":
+        if self._device.startswith("cuda"):
             nbytes = -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK
         if key in inputs or key in self._alive:
             return

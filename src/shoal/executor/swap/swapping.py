@@ -47,7 +47,7 @@ class Swapping:
         for _, parameter in named:
             parameter.data = torch.empty(0)  # replaced by the groups' tensors
         self.plan = runner.plan()
-        memory.cap_(self._device, config.device.memory_bytes)
+        memory.cap_(self._device, runner.limit)
         spans = [(group.start, group.stop) for group in self.plan.groups]
         transfers = [self._host.transfers(runner.names(*span), runner.sizes.own(*span)) for span in spans]
         self._link = HostLink(self._host.computing, transfers, self._device, self.plan.slabs, streams)

@@ -3,7 +3,8 @@
 Resident (executor/resident.py): fp32 master values, two moments (fp32 or 8-bit) and the step's sum, the compute copy when the dtype is
 narrower, the activations of one microbatch through the whole stage (where those do not fit, the inputs of its blocks and the
 activations of one: device.checkpointing), and the boundary tensors in hand. Swapping (swapping.py):
-the optimizer's state lives in the host's memory, and two of the stage's largest parts are on the device at a time.
+the optimizer's state lives in the host's memory; two of the stage's largest parts are on the device at a time, and what one of them
+keeps for its backward pass. With more memory it takes more parts at once. tests/planner/test_memory.py compares with what is measured.
 
 A server keeps both ends of its boundaries until the step is committed
 (core/server/activation_store.py), in the host's memory as
@@ -12,11 +13,15 @@ far as network.activation_memory_bytes goes. A device whose host's memory is not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from shoal.planner.inputs.cluster import Device
-from shoal.planner.inputs.profile import FP32_BYTES, MOMENTS_BYTES, StageProfile
+from shoal.planner.inputs.profile import FP32_BYTES, MOMENTS_BYTES, Part, StageProfile
 
+SLACK = 1.015  # tables of positions, masks, checks that values are finite; measured: 0.98 to 1.02 without it
+STEPPING_BYTES = 8  # per parameter in an optimizer step: the averaged gradient, and its clipped copy
 RESERVE_BYTES = 1e9  # context, kernels and allocator slack of an accelerator: papers' rule of thumb
 SMALL_BYTES = 8e9  # a device with less is a CPU process or a small card: it reserves an eighth
 
@@ -80,18 +85,66 @@ class Optimizer(msgspec.Struct, frozen=True):
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
-    fixed_bytes = stage.parameters * each_bytes + 4 * boundary_bytes
-    fewer = stage.checkpointed_bytes if stage.checkpointed_bytes < stage.activation_bytes else 0.0
-    return Need(
-        fixed_bytes + stage.activation_bytes,
-        checkpointed_bytes=fixed_bytes + stage.checkpointed_bytes if fewer else 0.0,
-    )
+    fixed_bytes = stage.parameters * each_bytes
+    stepping_bytes = stage.parameters * STEPPING_BYTES
+
+    def whole(checkpointing: bool) -> float:
+        passing_bytes = backward_bytes(stage, boundary_bytes, value_bytes, checkpointing=checkpointing)
+        peak_bytes = passing_bytes + stepping_bytes if optimizer.staleness else max(passing_bytes, stepping_bytes)
+        return SLACK * (fixed_bytes + peak_bytes)
+
+    return Need(whole(False), checkpointed_bytes=whole(True) if whole(True) < whole(False) else 0.0)
+
+
+def backward_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int, *, checkpointing: bool) -> float:
+    """Peak of a backward pass beyond what a stage always holds; in the end all gradients with, of bf16, their fp32 copies, or what
+    checks one."""
+    hand_bytes, others = max(boundary_bytes, stage.input_bytes), 1 - 1 / stage.slices
+    given_bytes = 0.0 if stage.last else hand_bytes  # the gradient of its output
+    most, gradients = _passing(stage.parts, value_bytes, given_bytes, others, checkpointing)
+    if stage.tied:  # the head's gradient, the embedding's, and their sum
+        most = max(most, gradients + stage.parts[0].parameters * value_bytes)
+    checking = (value_bytes + 3) * max(part.matrix for part in stage.parts)  # that a gradient is finite
+    copies = 4 * stage.parameters if value_bytes < 4 else 0.0
+    most = max(most, stage.parameters * value_bytes + max(checking, copies))
+    # Of slices: the sum before, in case a later one fails, and the gradients of their inputs. fp32 blocks save their input itself.
+    inner = 0.0 if stage.first else others + (1.0 if value_bytes < 4 else others)
+    return most + inner * hand_bytes + 4 * stage.parameters * (stage.slices > 1)
+
+
+def _passing(
+    parts: Sequence[Part], value_bytes: int, given_bytes: float, others: float, checkpointing: bool
+) -> tuple[float, float]:
+    """The peak of the parts' backward passes, and the bytes of their gradients: at each part what the parts before keep, what it keeps
+    and works with, and the gradients made so far. One slice of what is given, but not the `others`, is the last part's work."""
+    most, gradients = 0.0, 0.0
+    kept = [part.input_bytes if checkpointing and part.input_bytes else part.activation_bytes for part in parts]
+    for number in reversed(range(len(parts))):
+        part = parts[number]
+        gradients += part.parameters * value_bytes
+        own_bytes = part.activation_bytes + part.working_bytes
+        if checkpointing and value_bytes < 4:
+            own_bytes += part.input_bytes  # fp32 blocks save it themselves
+        given = given_bytes * (others if number + 1 == len(parts) and not checkpointing else 1.0)
+        most = max(most, sum(kept[:number]) + own_bytes + gradients + given)
+    return most, gradients
 
 
 def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
+    hand_bytes = max(boundary_bytes, stage.input_bytes) / stage.slices
+    groups: list[list[Part]] = [[]]  # as the executor makes the most of them: by parameters
+    for part in stage.parts:
+        if groups[-1] and sum(each.parameters for each in groups[-1]) + part.parameters > stage.largest_parameters:
+            groups.append([])
+        groups[-1].append(part)
+    passing_bytes = 0.0
+    for group in groups:
+        most, gradients = _passing(group, value_bytes, hand_bytes, 1.0, False)
+        checking = (2 * value_bytes + 3) * max(part.matrix for part in group)
+        passing_bytes = max(passing_bytes, most, gradients + checking)
     part_bytes = 2 * stage.largest_parameters * (value_bytes + 4)
     return Need(
-        part_bytes + stage.activation_bytes + 4 * boundary_bytes,
+        SLACK * (part_bytes + passing_bytes + hand_bytes),
         stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes),
     )
 

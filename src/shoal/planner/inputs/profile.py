@@ -62,6 +62,7 @@ class Part(msgspec.Struct, frozen=True):
     flops: float  # of one forward, per microbatch
     activation_bytes: float  # kept for its backward, per microbatch
     working_bytes: float = 0.0  # beyond that, at the worst moment
+    matrix: float = 0.0  # parameters of its largest tensor
     input_bytes: float = 0.0  # of a block: what activation checkpointing keeps instead of activation_bytes
 
 
@@ -77,6 +78,7 @@ class Profile(msgspec.Struct, frozen=True):
     tokens_bytes: float  # what the first and the last stage are sent of a microbatch
     tied: bool = False  # the head's matrix is the embedding's: one copy at each end
     basis: str = FORMULA
+    slices: int = 1  # of a microbatch, one after another on the device: bytes of parts are those of one
 
     @property
     def blocks(self) -> int:
@@ -120,9 +122,11 @@ class Profile(msgspec.Struct, frozen=True):
             sum(part.flops for part in held),
             sum(part.activation_bytes for part in held) + max((part.working_bytes for part in held), default=0.0),
             max((part.parameters for part in held), default=0.0),
-            sum(part.input_bytes for part in held)
-            + max((part.activation_bytes + part.working_bytes for part in held), default=0.0),
-            sum(part.flops for part in held if part.input_bytes),
+            tuple(held),
+            first,
+            last,
+            self.tied and first and last,
+            self.slices,
         )
 
 
@@ -131,8 +135,21 @@ class StageProfile(msgspec.Struct, frozen=True):
     flops: float  # of one forward, per microbatch
     activation_bytes: float
     largest_parameters: float  # of its largest part: what swapping must hold at once
-    checkpointed_bytes: float = 0.0  # activation_bytes with activation checkpointing of its blocks
-    block_flops: float = 0.0  # what that computes again, per microbatch
+    parts: tuple[Part, ...]
+    first: bool
+    last: bool
+    tied: bool  # its first and its last part share a matrix
+    slices: int
+
+    @property
+    def block_flops(self) -> float:
+        """What activation checkpointing computes again, per microbatch."""
+        return sum(part.flops for part in self.parts if part.input_bytes)
+
+    @property
+    def input_bytes(self) -> float:
+        """A whole microbatch's boundary tensor as it is computed with."""
+        return self.slices * max((part.input_bytes for part in self.parts), default=0.0)
 
 
 @cache
@@ -147,13 +164,14 @@ def profile(shape: Shape, work: Work) -> Profile:
         flops=tokens * (2 * weights + 4.0 * work.tokens * queries),
         # Two norms and their outputs, two residuals; q, k, v before and after rotation; the attention's output; the MLP's inside.
         activation_bytes=tokens * value * (6.0 * d + 3 * queries + 3 * keys + (matrices + 1) * shape.intermediate),
+        matrix=float(d * max(queries, shape.intermediate)),
         input_bytes=float(tokens * value * d),
     )
     table = float(shape.vocabulary) * d
-    embedding = Part("embedding", table, 0.0, tokens * value * float(d))
+    embedding = Part("embedding", table, 0.0, tokens * value * float(d), matrix=table)
     # Logits in the compute dtype, in fp32, and their gradient.
     logits = min(tokens * shape.vocabulary, LOGITS)
-    head = Part("head", table + d, 2.0 * tokens * table, logits * (value + 8.0))
+    head = Part("head", table + d, 2.0 * tokens * table, logits * (value + 8.0), matrix=table)
     parts = (embedding, *(msgspec.structs.replace(block, name=f"block {i}") for i in range(shape.layers)), head)
     sequence_bytes = 8.0 * (work.tokens + 1)
     return Profile(parts, float(tokens * value * d), work.sequences * sequence_bytes, shape.tied)

@@ -27,6 +27,13 @@ class Listening(ReportLine, frozen=True):
     addresses: tuple[str, ...]
 
 
+class Located(ReportLine, frozen=True):
+    """Another peer is reached at this host."""
+
+    peer: Peer
+    host: str
+
+
 class Agreed(ReportLine, frozen=True):
     """The peer has received this agreed view."""
 
@@ -43,6 +50,9 @@ class PeerProgress(ReportLine, frozen=True):
     stage: int | None = None
     ready: bool = False
     leading: bool = False
+    leader: Peer = ""  # whom it follows; '': nobody that it hears
+    alone: bool = False  # it has heard no leader for long: nothing is agreed
+    heard: tuple[Peer, ...] = ()  # peers of the view that sent it anything lately
     queue_s: float = 0.0
     rate: float = 0.0  # microbatches per second its stage passes when busy
     booked: int = 0
@@ -71,7 +81,7 @@ class Ended(ReportLine, frozen=True):
     user_error: bool = False
 
 
-AnyLine = Listening | Agreed | PeerProgress | Notice | Ended
+AnyLine = Listening | Located | Agreed | PeerProgress | Notice | Ended
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyLine)

@@ -52,15 +52,15 @@ class Reporter:
     def kept_most(self) -> StoredBytes:
         return self._runner.kept_most(self._most_stored_bytes)
 
-    def progress(self) -> None:
+    def progress(self, now: float) -> None:
         sent, received = self.tally.totals()
         figures = msgspec.structs.replace(
-            progress(self._machine), sent=sent, received=received, kept=self.kept, kept_most=self.kept_most
+            progress(self._machine, now), sent=sent, received=received, kept=self.kept, kept_most=self.kept_most
         )
         self._record.tell(figures)
 
 
-def progress(machine: PeerMachine) -> PeerProgress:
+def progress(machine: PeerMachine, now: float) -> PeerProgress:
     server, load = machine.server, machine.trainer.summary()
     return PeerProgress(
         peer=machine.name,
@@ -69,6 +69,9 @@ def progress(machine: PeerMachine) -> PeerProgress:
         stage=server.stage if server.has_state else None,
         ready=server.ready,
         leading=machine.leading,
+        leader="" if machine.alone else machine.leader or "",
+        alone=machine.alone,
+        heard=machine.heard(now),
         queue_s=server.queue_s,
         rate=server.rate,
         booked=len(server.books),

@@ -49,7 +49,7 @@ from shoal.core.messages import (
     WriteChunk,
 )
 from shoal.executor import create
-from shoal.executor.base import Executor, limit_threads
+from shoal.executor.base import Executor, device_of, prepare_thread
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint, marker
@@ -104,15 +104,15 @@ class TaskRunner:
         make: Make = create,
     ) -> None:
         self._config = config
-        limit_threads(config)  # for the driver's thread, which checks blobs; each lane needs it again
+        prepare_thread(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
         self._borders = Borders(config, dataset)
         self._store = store
         self._make = make
         self._seat: Seat | None = None
         self._sums = Sums(config)
-        on_gpu = config.device.kind == "cuda" and config.device.executor != "emulated"
-        self._decodes_on = "cuda" if on_gpu else "cpu"  # the code crosses the bus, not the values
+        emulated = config.device.executor == "emulated"
+        self._decodes_on = "cpu" if emulated else str(device_of(config))  # the code crosses the bus, not the values
         self._saved: Copy | None = None  # for RunSave
         self._exported: Copy | None = None  # for ReadChunk
         self._downloaded: dict[int, torch.Tensor] = {}
@@ -121,7 +121,7 @@ class TaskRunner:
         self._stepped.set()
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
-        self._lanes = {name: Lane(name, lambda: limit_threads(config)) for name in names}
+        self._lanes = {name: Lane(name, lambda: prepare_thread(config)) for name in names}
         self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     @property

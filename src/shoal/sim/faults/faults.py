@@ -1,4 +1,4 @@
-"""What goes wrong around peers that live: stopped, cut off, slow, a jumping clock, lies, a full disk.
+"""What goes wrong around peers that live: stopped, cut off, slow, a jumping clock, lies, a full disk, other bits.
 
 Each fault ends by itself, at the latest when the swarm heals. Peers that a fault may cost their membership are chosen
 like those to be killed, so that the run can always go on without them.
@@ -28,6 +28,7 @@ def plan(case: Case) -> list[PlannedFault]:
         "jump": drawn.jumps,
         "full_disk": drawn.full_disks,
         "liar": drawn.liars,
+        "unlike": drawn.unlikes,
     }
     return planned_faults(kinds, end_s, rng, lambda: rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.0))
 
@@ -140,6 +141,18 @@ def liar(injector: Injector, planned: PlannedFault, rng: Random) -> None:
         injector.until(planned.length_s, over)
 
 
+def unlike(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """Every optimizer step gives it other bits than the others, until everything heals."""
+    node = injector.victim(rng)
+    if node is not None:
+        node.condition.away = node.runner.unlike = True
+
+        def over(_: object) -> None:
+            node.condition.away = node.runner.unlike = False
+
+        injector.until(injector.context.case.scenario.faults_s, over)
+
+
 def _anyone(injector: Injector, rng: Random) -> Node | None:
     living = [node for node in injector.processes.nodes.values() if node.lives]
     return rng.choice(living) if living else None
@@ -154,4 +167,5 @@ APPLY: dict[str, Fault] = {
     "jump": jump,
     "full_disk": full_disk,
     "liar": liar,
+    "unlike": unlike,
 }

@@ -45,6 +45,7 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     jumps: int = 0  # one peer's clock jumps ahead
     full_disks: int = 0
     liars: int = 0  # peers that send faulty blobs and garbled messages
+    unlikes: int = 0  # peers whose optimizer has other bits
 
 
 class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

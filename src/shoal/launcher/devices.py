@@ -1,0 +1,96 @@
+"""What a local peer gets of this machine: a card, a share of the cores, and an allocator that wastes little. Without torch.
+
+For launch.py, which gives it to each process, and for the commands, which ask whether a device is there before anything starts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal.config import Device
+
+ROOT = Path("/")
+# How the processes of one vendor are told which cards they see; an inherited list says which there are for this run.
+LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+NVIDIA = "proc/driver/nvidia/gpus"  # one folder per card
+# A driver's file, by the field of torch/version.py that says what PyTorch was built for. WSL has a driver of its own.
+DRIVERS = {"cuda": ("dev/nvidiactl", "dev/dxg"), "hip": ("dev/kfd",), "xpu": ("dev/dri", "dev/dxg")}
+CPU_LIMIT = "sys/fs/cgroup/cpu.max"
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since PyTorch 2.9, and before
+SEGMENTS = "expandable_segments:True"  # or gaps between tensors count against the limit
+
+
+def environment(
+    device: Device, number: int, here: int, inherited: Mapping[str, str], root: Path = ROOT
+) -> dict[str, str]:
+    """Variables of local peer `number`, from 0, of `here`. What was set by the user stays."""
+    variables: dict[str, str] = {}
+    if device.threads or "OMP_NUM_THREADS" not in inherited:
+        variables["OMP_NUM_THREADS"] = str(device.threads or max(1, cores() // here))
+    if device.kind in ("auto", "cuda", "xpu"):
+        variables |= {name: cards[number % len(cards)] for name, cards in _card_lists(inherited, root).items()}
+    return variables | allocator(inherited)
+
+
+def allocator(inherited: Mapping[str, str]) -> dict[str, str]:
+    """To be set before torch is imported. Only CUDA on Linux has expandable segments."""
+    if not _build().get("cuda") or sys.platform != "linux" or any(name in inherited for name in ALLOCATORS):
+        return {}
+    major, minor, *_ = importlib.metadata.version("torch").split(".")
+    return {ALLOCATORS[0] if (int(major), int(minor)) >= (2, 9) else ALLOCATORS[1]: SEGMENTS}
+
+
+def cores(root: Path = ROOT) -> int:
+    """Those that this process may use, and no more than its container's share."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (root / CPU_LIMIT).read_text().split()
+        return max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup of version 2, or "max"
+        return count
+
+
+def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = ROOT) -> None:
+    """ValueError: the device that the user named is not there. What torch alone can find out, the peers check."""
+    kind, _, number = device.kind.partition(":")
+    if kind in ("auto", "cpu") or device.executor == "emulated":
+        return
+    build = {name for name, version in _build().items() if version}
+    drivers = {name for name, files in DRIVERS.items() if any((root / file).exists() for file in files)}
+    usable = {"cuda" if name == "hip" else name for name in build & drivers} | (
+        {"mps"} if sys.platform == "darwin" else set()
+    )
+    version = importlib.metadata.version("torch")
+    if kind not in usable:
+        why = f"PyTorch {version} is built for {' and '.join(sorted(build)) or 'the CPU alone'}"
+        found = f"this machine has a driver for {' and '.join(sorted(drivers)) or 'no card'}"
+        there = ", ".join(["cpu", *sorted(usable)])
+        raise ValueError(f"device.kind = {device.kind!r}: {why}, and {found}; there is {there}; try device.kind=auto")
+    for cards in _card_lists(inherited, root).values():
+        if number and int(number) >= len(cards):
+            raise ValueError(
+                f"device.kind = {device.kind!r}, but there are {len(cards)} cards; try device.kind={kind}:0"
+            )
+
+
+def _card_lists(inherited: Mapping[str, str], root: Path) -> dict[str, list[str]]:
+    """The cards by the variable that names them: those of inherited lists, else all of NVIDIA's; {} where none is known."""
+    lists = {name: [card.strip() for card in inherited[name].split(",")] for name in LISTS if inherited.get(name)}
+    count = (
+        0 if any(name in inherited for name in LISTS) else len(list((root / NVIDIA).glob("*")))
+    )  # an empty list hides all
+    return lists or ({LISTS[0]: [str(card) for card in range(count)]} if count else {})
+
+
+def _build() -> dict[str, str | None]:
+    """What the installed PyTorch was built for, of its version.py: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    fields = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return {name: fields.get(name) for name in DRIVERS}
