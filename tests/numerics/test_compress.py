@@ -193,3 +193,14 @@ def test_fed_back_errors_do_not_add_up(how: str) -> None:
         code, error = with_feedback(values, error, how)
         sent += compress.decode(code).double()
     assert relative(sent / 50, values) < 0.1 * once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_is_finite_unless_a_value_is_not_even_if_its_sum_overflows(dtype: torch.dtype) -> None:
+    large = torch.full((4, 5), torch.finfo(dtype).max, dtype=dtype)
+    assert compress.finite(torch.zeros(3, dtype=dtype), large)
+    for bad in (math.inf, -math.inf, math.nan):
+        value = torch.ones(4, 5, dtype=dtype)
+        value[2, 3] = bad
+        assert not compress.finite(torch.zeros(3, dtype=dtype), value)
+    assert not compress.finite(torch.tensor([math.inf, -math.inf]))

@@ -14,7 +14,7 @@ from shoal import codec
 from shoal.planner.inputs import memory
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work, profile, spans
-from shoal.planner.strategy import plan, relaxing, strategy
+from shoal.planner.strategy import plan, pricing, relaxing, strategy
 from shoal.planner.strategy.plan import Plan, StagePlan
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem, best_stages
@@ -420,3 +420,32 @@ def test_a_stage_whose_tensors_have_no_room_until_the_commit_does_not_fit(fields
     stages = tuple(msgspec.structs.replace(stage, kept_bytes=9e9) for stage in best.stages)
     words = plan.validate(msgspec.structs.replace(best, stages=stages), roomy.profile, cluster, 2)
     assert len(words) == 8 and "does not fit" in words[0]
+
+
+# ------------------------------------------------------------------------------------------------ activations that are kept
+
+
+def test_a_stage_with_memory_left_runs_back_in_two_forwards_and_one_without_recomputes() -> None:
+    stage_of, cut = tuple(index % 4 for index in range(8)), spans(16, 4)
+
+    def backward(kept_activations: int, memory_bytes: float) -> tuple[tuple[int, ...], list[float]]:
+        given = problem(machines(memory_bytes=memory_bytes), kept_activations=kept_activations)
+        option = pricing.placed(given, cut, stage_of)
+        assert not any(option.swaps)
+        work = [given.profile.stage(span).flops / 10e12 for span in cut]
+        return option.kept[:4], [option.seats.backward_s[stage] / work[stage] for stage in range(4)]
+
+    in_progress = WORK.inflight * 8 // 2  # at each of a stage's two replicas
+    assert backward(-1, 200e9) == ((in_progress,) * 3 + (0,), [pytest.approx(n) for n in (2.0, 2.0, 2.0, 3.0)])
+    assert backward(0, 200e9) == ((0,) * 4, [pytest.approx(3.0)] * 4)
+    assert backward(4, 200e9) == ((4, 4, 4, 0), [pytest.approx(n) for n in (2.75, 2.75, 2.75, 3.0)])
+    kept, forwards = backward(-1, 16e9)
+    assert 0 < kept[1] < in_progress and forwards[1] == pytest.approx(3.0 - kept[1] / in_progress)
+
+
+def test_a_plan_says_how_many_activations_its_stages_keep_and_predicts_a_shorter_step() -> None:
+    keeping, not_keeping = (decided(problem(machines(memory_bytes=200e9), kept_activations=n), 4) for n in (-1, 0))
+    assert [stage.kept_activations > 0 for stage in keeping.stages] == [True, True, True, False]
+    assert not any(stage.kept_activations for stage in not_keeping.stages)
+    assert step_s(keeping) < step_s(not_keeping)
+    assert keeping.stages[1].memory_bytes > not_keeping.stages[1].memory_bytes

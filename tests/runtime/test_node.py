@@ -423,7 +423,8 @@ class Listener:
 
     name = "a" * 32 + ".1"
     view = None
-    leading = False
+    leading = alone = False
+    leader = None
     deadline: float | None = None
 
     def __init__(self) -> None:
@@ -431,6 +432,9 @@ class Listener:
         self.until = 0
         real = PeerMachine(self.name, settings(TINY), Random(1), False)
         self.server, self.trainer = real.server, real.trainer
+
+    def heard(self, now: float) -> tuple[str, ...]:
+        return ()
 
     def handle(self, event: Event, now: float) -> list[Command]:
         self.events.append(event)

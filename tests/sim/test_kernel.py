@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.core import messages as m
+from shoal.kept import Kept
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenarios import catalogue, drawing, scenario
@@ -240,3 +241,25 @@ def test_computing_is_one_after_the_other_and_reading_beside_it() -> None:
     runner.submit(m.Fetch("t", 0, 1, "z"), lambda r: ends.append((r.id, bench.kernel.now)))
     bench.kernel.run(until=1e9, events=100)
     assert [(name, pytest.approx(at - began)) for name, at in ends] == [("t", 0.01), ("f0", 1.0), ("f1", 2.0)]
+
+
+def test_a_backward_whose_activations_are_kept_takes_one_forward_less() -> None:
+    bench = Bench()
+    runner = bench.runner()
+    runner.pace.forward_s, runner.pace.backward, runner.pace.kept = 1.0, 3.0, Kept(1, 1.0)
+    bench.do(runner, m.Init("i", 0, 0))
+    taken_s = []
+    for index in range(3):
+        runner.blobs[f"x{index}"] = ("x", 0, index, 0, "")
+        runner.blobs[f"g{index}"] = ("g", 0, index, 0, "")
+    bench.do(runner, m.RunForward("f0", 0, 0, 0, "x0", "y0"))
+    bench.do(runner, m.RunForward("f1", 0, 1, 0, "x1", "y1"))
+    for index in range(2):
+        began = bench.kernel.now
+        bench.do(runner, m.RunBackward(f"b{index}", 0, index, 0, f"x{index}", f"g{index}", ""))
+        taken_s.append(bench.kernel.now - began)
+    bench.do(runner, m.RunForward("f2", 0, 2, 0, "x2", "y2"))
+    bench.do(runner, m.Reset("r"))
+    began = bench.kernel.now
+    bench.do(runner, m.RunBackward("b2", 0, 2, 0, "x2", "g2", ""))
+    assert [*taken_s, bench.kernel.now - began] == [pytest.approx(seconds) for seconds in (2.0, 3.0, 3.0)]

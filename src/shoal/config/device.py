@@ -14,7 +14,7 @@ from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, wi
 from shoal.config.train import Train
 
 _EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
-_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing", "tf32")
+_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing", "kept_activations", "tf32")
 
 
 class Device(Section, frozen=True):
@@ -65,6 +65,15 @@ class Device(Section, frozen=True):
             " memory lacks."
         ),
     ] = False
+    kept_activations: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=2**20,
+            description="A resident stage keeps the activations of this many forwards, which their backwards then do not"
+            " recompute; -1 is as many as memory is left for.",
+        ),
+    ] = -1
     tf32: Annotated[
         bool,
         Meta(

@@ -21,10 +21,11 @@ def headline(problem: Problem, name: str) -> str:
 
 
 def table(plan: Plan) -> str:
-    rows = [("stage", "blocks", "peers", "executor", "memory", "kept of a step", "a microbatch")]
+    rows = [("stage", "blocks", "peers", "executor", "memory", "kept of a step", "activations kept", "a microbatch")]
     for number, stage in enumerate(plan.stages):
         peers = ", ".join(stage.peers[:4]) + (f" and {len(stage.peers) - 4} more" if len(stage.peers) > 4 else "")
         blocks = f"{stage.first}-{stage.end - 1}"
+        kept = f"{stage.kept_activations} forwards" if stage.kept_activations > 0 else "none"
         sizes = units.size(stage.memory_bytes), units.size(stage.kept_bytes)
         rows.append(
             (
@@ -33,6 +34,7 @@ def table(plan: Plan) -> str:
                 peers,
                 stage.executor + ", checkpointing" * stage.checkpointing,
                 *sizes,
+                kept,
                 _seconds(stage.microbatch_s),
             )
         )

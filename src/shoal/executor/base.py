@@ -42,7 +42,8 @@ class Executor(Protocol):
         ...
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
-        """Recompute the stage on `x`, differentiate from `grad` (last stage: from the loss against `tokens` (B, L+1)), add to `sum`.
+        """Run the stage on `x` again, or use the activations that `forward` kept of the same bits; differentiate from `grad` (last
+        stage: from the loss against `tokens` (B, L+1)); add to `sum`.
 
         Returns the gradient of `x` (None at stage 0) and the microbatch's mean loss (None before the last stage). The loss is divided
         by the microbatches of a step, so that a step's sum is the gradient of the batch's mean. A ValueError, NotFinite included,

@@ -41,11 +41,16 @@ def check_stage(config: Config, stage: int) -> None:
                 runner.refuse()
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    elif limit and (needed := values * resident_bytes(config) + _moments(stage_shape, config.train.moments)) > limit:
+    elif limit and (needed := stage_bytes(stage_shape, config)) > limit:
         raise ValueError(
             f"{where}: device.memory_bytes = {size(limit)}, but with device.executor = 'resident' its {values:,} parameters"
             f" take {size(needed)} before any activation; try device.executor=swapping, or more stages"
         )
+
+
+def stage_bytes(stage: Stage, config: Config) -> int:
+    """Device bytes of a resident stage besides its activations."""
+    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments)
 
 
 def advice(config: Config, stage: int) -> str:
@@ -56,7 +61,7 @@ def advice(config: Config, stage: int) -> str:
     stage_shape = stages.hollow(config, stage)
     moments = _moments(stage_shape, train.moments)
     if device.executor == "resident":
-        needed, what = _values(stage_shape) * resident_bytes(config) + moments, "device memory before any activation"
+        needed, what = stage_bytes(stage_shape, config), "device memory before any activation"
     else:
         needed, what = _values(stage_shape) * host_bytes(config) + moments, "host memory"
     hints = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +45,12 @@ def check_ends(stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | No
         raise ValueError(f"input {tuple(x.shape)} does not fit tokens {tuple(tokens.shape)}")
 
 
-BackwardInput = tuple[Tensor, Tensor | None, Tensor | None]  # a stage's input, the gradient of its output, the tokens
+class BackwardInput(NamedTuple):
+    """What the backward pass of one slice starts from, through a stage or a part of it."""
+
+    x: Tensor
+    grad: Tensor | None  # of the output
+    tokens: Tensor | None
 
 
 def cut(sequences: int, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> list[BackwardInput]:
@@ -57,7 +63,7 @@ def cut(sequences: int, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -
             f"an input of {len(x)} sequences, with {'tokens' if grad is None else 'a gradient'} of another number"
         )
     return [
-        (part.detach(), part_grad, part_tokens)
+        BackwardInput(part.detach(), part_grad, part_tokens)
         for part, part_grad, part_tokens in zip(xs, grads, token_parts, strict=True)
     ]
 
@@ -69,16 +75,17 @@ def joined(slices: Sequence[tuple[Tensor | None, float | None]]) -> tuple[Tensor
     return torch.cat(grads) if grads else None, math.fsum(losses) / len(losses) if losses else None
 
 
-def outcome(
-    stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The tensor to differentiate, the gradient to start from, and the loss. Call `check_ends` before."""
+def outcome(stage: Stage, given: BackwardInput, y: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tensor to differentiate, the gradient to start from, and the loss. Call `check_ends` before. `y`: the output on `x`
+    with its graph, where that is kept."""
+    x, grad, tokens = given
     if stage.last:
         assert tokens is not None
         loss = stage.loss(x, tokens)
         return loss, None, loss.detach()
     assert grad is not None
-    y = stage.forward(x)
+    if y is None:
+        y = stage.forward(x)
     if grad.shape != y.shape:
         raise ValueError(f"gradient {tuple(grad.shape)} of an output {tuple(y.shape)}")
     return y, grad.to(y.dtype), None

@@ -1,4 +1,5 @@
-"""Runs a stage whose parameters stay on its device. Activations are not kept: backward recomputes from the stage's input.
+"""Runs a stage whose parameters stay on its device. Activations are kept while memory is left (graphs.py); else backward recomputes
+them from the stage's input, with the same bits.
 
 With train.dtype = bfloat16 the stage computes with bf16 copies; optimizer, `state`, `digest` and checkpoints use the fp32
 parameters. Gradients are added in fp32 in either case.
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches, slices
-from shoal.executor.base import DTYPES, NotFinite
-from shoal.executor.inputs import check_ends, check_input, cut, joined, outcome
+from shoal.executor.base import DTYPES, NotFinite, out_of_memory
+from shoal.executor.graphs import Graph, Graphs
+from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
+from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
 
 
@@ -38,11 +41,16 @@ class Resident:
         self.length = self._master.length
         self.sum = torch.zeros(self.length, dtype=torch.float32, device=self._device)
         self._sums = self._master.views(self.sum)
+        self.graphs = Graphs(stage, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = torch.cat([self._stage.forward(part) for part in torch.split(self._input(x), self._slice)])
-        if not torch.isfinite(y).all():
+        xs = torch.split(self._input(x), self._slice)
+        ys = self.graphs.forward(xs)
+        if ys is None:
+            with torch.no_grad():
+                ys = [self._stage.forward(part) for part in xs]
+        y = ys[0] if len(ys) == 1 else torch.cat(ys)
+        if not finite(y):
             raise NotFinite("the stage's output is not finite")
         return y
 
@@ -51,23 +59,27 @@ class Resident:
         check_ends(self._stage, x, grad, tokens)
         slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
         sum_before = self.sum.clone() if len(slices) > 1 else None  # a later slice can fail
+        graphs = self.graphs.take([part.x for part in slices])
         try:
-            results = [self._slice_back(*part) for part in slices]
-        except Exception:  # such as no memory: the hop is done again elsewhere, and must not count twice
+            results = [self._slice_back(part, graphs[at] if graphs else None) for at, part in enumerate(slices)]
+        except Exception as error:  # such as no memory: the hop is done again elsewhere, and must not count twice
             if sum_before is not None:
                 self.sum.copy_(sum_before)
+            if out_of_memory(error):
+                self.graphs.give_up()
             raise
         return joined(results)
 
-    def _slice_back(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
+    def _slice_back(self, part: BackwardInput, graph: Graph | None) -> tuple[Tensor | None, float | None]:
+        x = part.x if graph is None else graph.x
         variables = list(self.computing)
         if not self._stage.first:
             variables.append(x.requires_grad_())
         with torch.enable_grad():
-            y, grad_y, loss = outcome(self._stage, x, grad, tokens)
+            y, grad_y, loss = outcome(self._stage, part._replace(x=x), None if graph is None else graph.y)
             y = y if loss is None else y / self._parts
             gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
-        if not torch.stack([torch.isfinite(part).all() for part in gradients]).all():
+        if not finite(*gradients):
             raise NotFinite("the stage's gradient is not finite")
         grad_x = None if self._stage.first else gradients.pop()
         torch._foreach_add_(self._sums, [part.float() for part in gradients])
@@ -75,6 +87,7 @@ class Resident:
 
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()
+        self.graphs.clear()
 
     def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.sum[start:stop].to("cpu", copy=True)
@@ -103,10 +116,12 @@ class Resident:
 
     def refresh(self) -> None:
         """Round the fp32 parameters into the copies to compute with."""
+        self.graphs.clear()
         if self.computing is not self._master.parameters:
             self.compute_with(self._master.parameters)
 
     def compute_with(self, values: Sequence[Tensor]) -> None:
+        self.graphs.clear()
         with torch.no_grad():
             torch._foreach_copy_(list(self.computing), list(values))
 

@@ -19,13 +19,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import Config, slices
 from shoal.model.families import hf_config, model_class
+from shoal.model.saved import saved_by_autograd
 from shoal.model.stages import HuggingFaceStage, Parts, on_meta
 from shoal.planner.inputs.profile import COUNTED, Part, Profile
 
@@ -111,7 +111,7 @@ def _count_part(
             own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
             flops, memory = FlopCounterMode(display=False), _MemoryMode()
             with flops, memory:
-                with _saved_by_autograd(own_storages) as saved:
+                with saved_by_autograd(own_storages) as saved:
                     y = stage.loss(x, tokens) if last else stage.forward(x)
                 forward = flops.get_total_flops()
                 if y.requires_grad:
@@ -177,24 +177,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-@contextmanager
-def _saved_by_autograd(own: set[int]) -> Iterator[dict[int, int]]:
-    """Bytes that autograd saves inside, by storage, without `own` ones."""
-    sizes: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no storage address is reused
-
-    def pack(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        if storage._cdata not in own:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(value)
-        return value
-
-    with saved_tensors_hooks(pack, lambda value: value):
-        yield sizes
-    alive.clear()  # the hooks stay with the graph, and a backward pass frees what it has used
 
 
 class _MemoryMode(TorchDispatchMode):

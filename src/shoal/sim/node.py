@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import msgspec
 from shoal.core import messages as m
 from shoal.core.consensus import certificates
 from shoal.core.peer import PeerMachine
+from shoal.kept import Kept
 from shoal.sim import signatures
 from shoal.sim.context import Context, Values
 from shoal.sim.faults.garbled import garble
@@ -117,6 +119,7 @@ class Node:
         self.runner = TaskRunner(context.world, self._later, self._now, settings.place)
         pace = self.runner.pace
         pace.forward_s, pace.backward = case.forward_s, case.scenario.backward
+        pace.kept = Kept(case.kept, math.inf)
         pace.rounds, pace.states = case.rounds, case.states
         pace.slowness = case.speeds[process.key % len(case.speeds)]
         self.runner.fails = context.task_fails

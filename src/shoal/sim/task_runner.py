@@ -8,12 +8,14 @@ goes one task after the other, reading and writing beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core import messages as m
+from shoal.kept import Kept
 from shoal.sim.lines import Wire
 from shoal.sim.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
 
@@ -111,7 +113,8 @@ class Pace:
     def __init__(self, wire: Wire | None, stages: int) -> None:
         self.slowness = 1.0  # seconds per second of a usual peer
         self.forward_s = 0.1
-        self.backward = 2.5  # forwards that a backward takes
+        self.backward = 2.5  # forwards that a backward takes which recomputes
+        self.kept: Kept[Blob] = Kept(0, math.inf)  # inputs of the forwards whose activations are held
         self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
         self.states = 1.0  # and those of downloads and checkpoints
         self.share = 1.0  # of the gradient, that a round's piece is
@@ -122,7 +125,7 @@ class Pace:
         """`length`: of the stage's gradient."""
         kind = type(task)
         if kind is m.RunForward or kind is m.RunBackward:
-            seconds = self.forward_s * self.slowness * (1.0 if kind is m.RunForward else self.backward)
+            seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
         else:
             seconds = SECONDS[kind] * self.slowness
             if isinstance(task, m.Cut):
@@ -135,6 +138,14 @@ class Pace:
         if self._wire is not None:
             seconds += self._wire.codec_s(task, self._stages, inputs) * self.slowness
         return seconds
+
+    def _forwards(self, task: m.Task, x: Blob) -> float:
+        """What a hop takes, in forwards: a backward of an input whose activations are kept does not recompute."""
+        if isinstance(task, m.RunBackward):
+            return self.backward - (1.0 if self.kept.take(lambda other: other == x) is not None else 0.0)
+        if self.kept.has_room(0.0):
+            self.kept.add(x, 0.0)
+        return 1.0
 
     def wait_s(self, task: m.Task, seconds: float, now: float) -> float:
         """Until a task is done that is given `now` and takes so long: at once, or after the computing tasks before it."""
@@ -249,6 +260,7 @@ class TaskRunner:
         self.pace.share = 1.0
         self._rounds.forget()
         self._kept.clear()
+        self.pace.kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
 
     # ------------------------------------------------------------------------------------------------------- hops
@@ -346,6 +358,7 @@ class TaskRunner:
 
     def _reset(self, task: m.Reset, inputs: Sequence[Blob]) -> m.Result:
         self.sums.clear()
+        self.pace.kept.clear()
         return m.Result()
 
     # ------------------------------------------------------------------------------------------ state, checkpoints

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.config import Config, microbatches, slices
 from shoal.executor.base import DTYPES, boundary, device_of, memory_limit
-from shoal.executor.inputs import outcome
+from shoal.executor.inputs import BackwardInput, outcome
 from shoal.executor.swap import memory
 from shoal.model.cut import Stage
 from shoal.model.units import Row, row
@@ -30,14 +30,6 @@ class LayerGroup(NamedTuple):
     parameters: tuple[nn.Parameter, ...]
     sums: tuple[Tensor | None, ...]  # None: an earlier group shares the parameter and adds both gradients
     ready: Callable[[], None]  # called before the sums are added to
-
-
-class GroupInput(NamedTuple):
-    """Inputs of a slice's backward pass through a group."""
-
-    x: Tensor  # input of the group
-    grad: Tensor | None  # of its output
-    tokens: Tensor | None
 
 
 class GroupResult(NamedTuple):
@@ -100,7 +92,7 @@ class Runner:
         in_order = tuple(sums.get(name) for name in parameters)
         return LayerGroup(*span, tuple(parameters), tuple(parameters.values()), in_order, ready)
 
-    def back(self, stage: Stage, group: LayerGroup, end: GroupInput, shared: dict[str, Tensor]) -> GroupResult:
+    def back(self, stage: Stage, group: LayerGroup, end: BackwardInput, shared: dict[str, Tensor]) -> GroupResult:
         """Recompute one group on one slice, differentiate, add the gradients to the slab."""
         x, grad, tokens = (None if value is None else self.to_device(value) for value in end)
         assert x is not None
@@ -108,7 +100,7 @@ class Runner:
         if not stage.first:
             variables.append(x.requires_grad_())
         with torch.enable_grad():
-            y, grad_y, loss = outcome(stage, x, grad, tokens)
+            y, grad_y, loss = outcome(stage, BackwardInput(x, grad, tokens))
             y = y if loss is None else y / self._parts
             gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
         finite = torch.stack([torch.isfinite(part).all() for part in gradients]).all()
@@ -158,7 +150,7 @@ class Trial:
         group, stage = self._group(start, stop), runner.row.group(start, stop)
         later = {name for unit in runner.row.units[stop:] for name in unit}
         shared = {name: torch.zeros(runner.shapes[name], dtype=runner.dtype) for name in group.names if name in later}
-        group_input = GroupInput(
+        group_input = BackwardInput(
             self._inputs[start], *((None, self._tokens) if stage.last else (self._inputs[stop], None))
         )
         meter = memory.MemoryMeter(runner.device)

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from shoal.config import Config, slices
 from shoal.executor.base import NotFinite
-from shoal.executor.inputs import check_ends, check_input, cut, joined
+from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined
 from shoal.executor.master import Master
 from shoal.executor.swap import memory
-from shoal.executor.swap.groups import GroupInput, LayerGroup, Runner
+from shoal.executor.swap.groups import LayerGroup, Runner
 from shoal.executor.swap.link import GroupTransfers, HostLink, Streams, pinned, segments
 from shoal.model.cut import Stage, inputs
+from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
 
 Activations = list[Tensor]  # of one slice: the input of each group, on the host; the stage's own input first
@@ -119,7 +120,7 @@ class Swapping:
         with self._link.one_pass():
             batch = self._forwards([self._input(whole, x) for x in xs], len(self._groups))
         ys = [activations.pop() for activations in batch]
-        if not all(torch.isfinite(y).all() for y in ys):
+        if not finite(*ys):
             raise NotFinite("the stage's output is not finite")
         self._stored.extend(batch)
         return ys
@@ -129,7 +130,7 @@ class Swapping:
     ) -> list[tuple[Tensor | None, float | None]]:
         """`backward` of several slices, added in their order. On a ValueError the sum is unchanged."""
         whole = self._row.group(0, len(self._row.units))
-        group_inputs = [GroupInput(self._input(whole, x), *rest) for x, *rest in zip(xs, grads, tokens, strict=True)]
+        group_inputs = [BackwardInput(self._input(whole, x), *rest) for x, *rest in zip(xs, grads, tokens, strict=True)]
         for group_input in group_inputs:
             check_ends(whole, *group_input)
         shared: list[dict[str, Tensor]] = [{} for _ in group_inputs]
@@ -145,7 +146,7 @@ class Swapping:
                 for at, (group_input, activations) in enumerate(zip(group_inputs, batch, strict=True)):
                     result = self._runner.back(stage, group, group_input._replace(x=activations[index]), shared[at])
                     self._link.computed(index, True)
-                    group_inputs[at] = GroupInput(group_input.x, result.grad, None)
+                    group_inputs[at] = BackwardInput(group_input.x, result.grad, None)
                     losses.append(result.loss)  # the last group, which has the losses, runs first
                     finite.append(result.finite)
                 self._link.close(index, self._pending)

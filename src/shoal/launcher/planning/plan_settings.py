@@ -85,8 +85,8 @@ def of_seat(config: Config, plan: Plan, number: int, cluster: Cluster | None) ->
     name = tree["device"]["machine"] = names[number]
     stage = plan.stages[plan.seats[name]]
     if config.device.executor != "emulated":
-        tree["device"]["executor"] = stage.executor
-        tree["device"]["checkpointing"] = stage.checkpointing
+        tree["device"] |= {"executor": stage.executor, "checkpointing": stage.checkpointing}
+        tree["device"]["kept_activations"] = stage.kept_activations
     elif config.device.emulated_s == 0 and plan.peers:
         _rehearse(tree, plan, number)
     if cluster is not None:

@@ -48,6 +48,7 @@ def problem_of(
         travel=travel(tree),
         staleness=tree.train.staleness,
         moments=tree.train.moments,
+        kept_activations=0 if lab else tree.device.kept_activations,
         local_steps=tree.train.local_steps,
         store_limits=memory.StoreLimits(tree.network.activation_store_bytes, tree.network.activation_memory_bytes),
         counted=counted,

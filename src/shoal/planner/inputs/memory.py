@@ -2,7 +2,8 @@
 
 Resident (executor/resident.py): fp32 master values, two moments (fp32 or 8-bit) and the step's sum, the compute copy when the dtype is
 narrower, the activations of one microbatch through the whole stage (where those do not fit, the inputs of its blocks and the
-activations of one: device.checkpointing), and the boundary tensors in hand. Swapping (swapping.py):
+activations of one: device.checkpointing), and the boundary tensors in hand; what is left may keep the activations of other
+forwards, whose backwards then do not recompute them (executor/graphs.py). Swapping (swapping.py):
 the optimizer's state lives in the host's memory; two of the stage's largest parts are on the device at a time, and what one of them
 keeps for its backward pass. With more memory it takes more parts at once. tests/planner/test_memory.py compares with what is measured.
 
@@ -147,6 +148,14 @@ def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optim
         SLACK * (part_bytes + passing_bytes + hand_bytes),
         stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes),
     )
+
+
+def kept_activations(need: Need, device: Device, activation_bytes: float, wanted: int) -> int:
+    """Of how many forwards a resident stage keeps the activations, at most `wanted`: in half of what is left, as it does when it runs."""
+    if not device.memory_bytes:
+        return wanted
+    left_bytes = device.memory_bytes - reserve(device) - peak(need, device)
+    return max(0, min(wanted, int(left_bytes / 2 // max(activation_bytes, 1.0))))
 
 
 def reserve(device: Device) -> float:

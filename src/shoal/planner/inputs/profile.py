@@ -1,8 +1,8 @@
 """What a model asks of whoever runs it, block by block: parameters, FLOPs, boundary and activation bytes.
 
 Either counted (model/analysis.py) or, here, by arithmetic on a plain decoder's shape; nothing is built. Conventions as in
-executor/resident.py: a backward recomputes the stage, so it costs three forwards; attention is the full L x L square;
-parameters, two moments and the step's sum are fp32. Seconds come from a device's sustained FLOP/s (`shoal probe`).
+executor/resident.py: a backward that recomputes the stage costs three forwards, one whose activations are kept two; attention is the full
+L x L square; parameters, two moments and the step's sum are fp32. Seconds come from a device's sustained FLOP/s (`shoal probe`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOMENTS_BYTES = {
     "8bit": 2.0 + 8.0 / 256,
 }  # per parameter, of AdamW's two, by train.moments: codes with scales
 LOGITS = 1 << 24  # exist at a time (model/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
-FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward recomputes
+FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward that recomputes
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,16 +56,16 @@ def _stage(problem: Problem, option: Option, number: int) -> StagePlan:
     rates = [1 / hop_s(seats, d) for d in group]
     kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
     need = msgspec.structs.replace(need, kept_bytes=kept_bytes)
-    memory_bytes = max(memory.peak(need, devices[d]) for d in group)
+    kept_activations = min(option.kept[d] for d in group)
+    memory_bytes = max(memory.peak(need, devices[d]) for d in group) + kept_activations * what[0].activation_bytes
     last = number == option.stages - 1
     slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
     names = tuple(devices[d].name for d in group)
     kind: Literal["swapping", "resident"] = "swapping" if option.swaps[number] else "resident"
     gradient_bytes = seats.gradient_bytes[number]
     checkpointing = any(memory.checkpoints(need, devices[d]) for d in group)
-    return StagePlan(
-        span.start, span.stop, names, kind, checkpointing, memory_bytes, slowest_s, gradient_bytes, kept_bytes
-    )
+    executor = span.start, span.stop, names, kind, checkpointing
+    return StagePlan(*executor, memory_bytes, slowest_s, gradient_bytes, kept_bytes, kept_activations)
 
 
 def _peers(problem: Problem, option: Option, memory_bytes: tuple[float, ...]) -> tuple[PeerPlan, ...]:

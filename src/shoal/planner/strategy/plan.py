@@ -36,6 +36,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_bytes: float = (
         0.0  # of boundary tensors that each of its peers keeps in memory until the step commits, at most
     )
+    kept_activations: int = -1  # forwards whose activations each of its peers keeps; -1: as memory is left when it runs
 
 
 class PeerPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from shoal import codec
@@ -21,6 +23,7 @@ class Option(msgspec.Struct, frozen=True):
     cut: tuple[range, ...]
     seats: Seats
     swaps: tuple[bool, ...]  # by stage
+    kept: tuple[int, ...]  # forwards whose activations a device keeps
     rough_s: float
     step: Step | None = None
 
@@ -42,6 +45,15 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         for s, span in enumerate(cut)
     )
 
+    every = range(len(devices))
+    wanted = [_in_progress(problem, stage_of, stage) for stage in range(len(cut))]
+    kept = tuple(
+        _kept(problem, cut[s], devices[d], wanted[s])
+        if 0 <= s < len(cut) - 1 and not (swaps[s] or checkpoints[s])
+        else 0
+        for d, s in enumerate(stage_of)
+    )
+
     def seconds(device: int, direction: float) -> float:
         stage = stage_of[device]
         codec_s = problem.codec_s(stage, len(cut), direction == BACKWARD) if stage >= 0 else 0.0
@@ -49,7 +61,8 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
             return problem.emulated_s * (1.0 if direction == FORWARD else 2.0) + codec_s  # executor/emulated.py
         if stage < 0:
             return 0.0
-        flops = direction * work[stage].flops
+        recomputed = FORWARD * (1.0 - kept[device] / wanted[stage])
+        flops = (FORWARD if direction == FORWARD else BACKWARD - FORWARD + recomputed) * work[stage].flops
         if direction == BACKWARD and checkpoints[stage] and not swaps[stage]:
             flops += work[stage].block_flops
         compute_s = flops / devices[device].flops + codec_s
@@ -59,7 +72,6 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         moved = work[stage].parameters * (problem.work.value_bytes + (4 if direction == BACKWARD else 0))
         return max(compute_s, moved / devices[device].host_Bps)
 
-    every = range(len(devices))
     average_ratio = codec.bytes_per_value(problem.travel.averaging, 4) / 4
     gradient_bytes = tuple(
         (problem.emulated_gradient_bytes if problem.emulated_s else stage.parameters * GRADIENT_BYTES) * average_ratio
@@ -80,7 +92,7 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         ),
         staleness=problem.staleness,
     )
-    return Option(cut, seats, swaps, rough_s(seats, problem.cluster))
+    return Option(cut, seats, swaps, kept, rough_s(seats, problem.cluster))
 
 
 def as_planned(problem: Problem, plan: Plan) -> Seats:
@@ -144,6 +156,19 @@ def _resident(problem: Problem, span: range) -> memory.Need:
     profile = problem.profile
     need = memory.resident(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
     return _keeping(problem, span, need)
+
+
+def _in_progress(problem: Problem, stage_of: tuple[int, ...], stage: int) -> int:
+    """Microbatches that can be between forward and backward at one replica of the stage."""
+    members = sum(own >= 0 for own in stage_of)
+    most = min(problem.work.inflight * members, problem.work.microbatches)
+    return max(1, math.ceil(most / max(1, stage_of.count(stage))))
+
+
+def _kept(problem: Problem, span: range, device: Device, wanted: int) -> int:
+    most = wanted if problem.kept_activations < 0 else min(wanted, problem.kept_activations)
+    activation_bytes = problem.profile.stage(span).activation_bytes
+    return memory.kept_activations(_resident(problem, span), device, activation_bytes, most)
 
 
 def _keeping(problem: Problem, span: range, need: memory.Need) -> memory.Need:

@@ -38,6 +38,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
     moments: str = "float32"  # train.moments
     store_limits: memory.StoreLimits = memory.StoreLimits()
+    kept_activations: int = 0  # device.kept_activations
     local_steps: int = 1  # between two averagings; `work` holds the microbatches of all of them
 
     @property

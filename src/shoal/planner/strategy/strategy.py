@@ -30,7 +30,7 @@ SIZES = (0.25, 0.5, 1, 2, 4)  # of the configured microbatch
 PLAYED = 4  # numbers of stages whose step is played, the best by the rough formula
 EVERY = 12  # up to so many blocks or devices every number of stages is looked at
 WIRED_PEERS = 256  # more are wired stochastically: a table of routes would be as long as the run is wide
-WIRED = 1  # options, the best ones, whose step is also played with planned wiring
+WIRED = 2  # options, the best ones, whose step is also played with planned wiring
 PLANNED_GAIN = (
     1.03  # planned wiring must be so many times as fast: the stochastic one adapts to what the plan does not know
 )

@@ -70,6 +70,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         speeds=speeds,
         forward_s=forward_s,
         wire=wire,
+        kept=Random(f"{scenario.name}/{seed}/kept").choice((0, 2, 16)),
         rounds=rng.choice((1.0, 1.0, 10.0, 30.0)),
         states=rng.choice((1.0, 5.0, 15.0, 50.0)),
         messages=_some(scenario.messages, rng, whole=False),

@@ -88,7 +88,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     boundary_bytes: int = 200_000
     values: int = 20_000  # in one stage's gradient
     lines: Ranges | None = None  # every peer has an uplink and a downlink, and what travels its own size (lines.py)
-    backward: float = 2.5  # seconds of a backward over those of a forward
+    backward: float = 2.5  # seconds of a backward that recomputes over those of a forward
     save_every: tuple[int, int] = (0, 3)
     silence_s: float = 4.0
     staleness: Literal[0, 1, -1] = -1  # of gradients; -1: drawn
@@ -125,6 +125,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     peers: int
     speeds: tuple[float, ...]
     forward_s: float
+    kept: int = 0  # forwards whose activations a replica keeps; its backwards of them do not recompute
     rounds: float = 1.0  # how much longer than usual averaging takes, so that faults meet it
     states: float = 1.0  # the same of downloads and checkpoints
     messages: Messages
