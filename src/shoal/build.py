@@ -28,24 +28,28 @@ from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.checkpoints.marker import refuse_foreign
 from shoal.runtime.data.dataset import Dataset, open_dataset
+from shoal.runtime.entry import Entry
 from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import Listening, Located
 from shoal.runtime.signing import Signing
 from shoal.runtime.tasks.task_runner import TaskRunner
+from shoal.transport import addresses
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
 from shoal.transport.directory.dht import Dht
 from shoal.transport.directory.directory import Directory, Gossip
-from shoal.transport.directory.records import PeerRecord
+from shoal.transport.directory.records import MAX_ADDRESSES, PeerRecord
 from shoal.transport.emulated.faulty import FAULTS, Faulty
 from shoal.transport.emulated.shaped import AccessLink, PairLink, Reachable, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
-from shoal.transport.tls import TlsTransport
+from shoal.transport.tls import Place, TlsTransport
+
+UNSPECIFIED = ("0.0.0.0", "::")  # to listen on all interfaces
 
 
 class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +103,8 @@ def _store(config: Config, run: str | None) -> Store:
 
 def shared(config: Config) -> bytes:
     """The configuration in an invite, as JSON: the run's settings that are not defaults (guest.py)."""
-    return msgspec.json.encode(guest.invite_settings(config, to_tree(config), to_tree(Config())))
+    tree = guest.invite_settings(config, to_tree(config), to_tree(Config()))
+    return msgspec.json.encode({**tree, guest.VERSION: {"protocol": PROTOCOL}})
 
 
 @asynccontextmanager
@@ -107,6 +112,7 @@ async def peer(
     config: Config, role: PeerRole, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
 ) -> AsyncIterator[Node]:
     """A listening peer, whose addresses are reported; call the node's `run`. Closes everything at the end, the task runner too."""
+    config = _reachable(config, invite)
     identity = Identity.new()
     membership = invite.membership(identity)
     header = trace.Header(
@@ -133,7 +139,10 @@ async def peer(
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.first)
-        signing, gate = Signing(identity, membership.run), Gate(transport, membership)
+        signing, gate = (
+            Signing(identity, membership.run),
+            Gate(transport, membership, Entry(directory, invite.addresses)),
+        )
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
         yield node
@@ -142,6 +151,7 @@ async def peer(
 @asynccontextmanager
 async def operator(config: Config, invite: Invite, passes: bytes = b"") -> AsyncIterator[tuple[Reachable, Directory]]:
     """Transport and directory of an operator, who queries and instructs peers without joining. `passes`: the authority's list, if known."""
+    config = _reachable(config, invite)
     identity = Identity.new()
     membership = invite.membership(identity)
     if passes:
@@ -159,6 +169,12 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         stack.push_async_callback(directory.close)
         await directory.start()
         yield transport, directory
+
+
+def _reachable(config: Config, invite: Invite) -> Config:
+    """With the address to listen on for network.host = 'auto'."""
+    host = addresses.listening(config.network.host, addresses.hosts(invite.addresses))
+    return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, host=host))
 
 
 def _recorder(config: Config, header: trace.Header, role: PeerRole, out: IO[bytes] | None) -> Recorder:
@@ -240,26 +256,32 @@ def _directory(
     """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both. `located` receives the
     host of every other peer."""
     identity, membership = member
-    host, port, addresses = config.network.host, 0, ()
-    match config.network.transport:
+    network = config.network
+    host, port, streams = network.host, 0, ()
+    match network.transport:
         case "tls":
             host, port = transport.address
         case "libp2p":
-            addresses = transport.address
+            streams = transport.address
         case "auto":
-            (host, port), addresses = transport.address.direct, transport.address.streams
-    own = PeerRecord(run=membership.run, peer=identity.name, host=host, port=port, addresses=addresses)
+            (host, port), streams = transport.address.direct, transport.address.streams
+    hosts: tuple[str, ...] = (host,)
+    if network.host in UNSPECIFIED:
+        hosts = addresses.announced(network.host, addresses.hosts(bootstrap))
+    ways = (*hosts[1:], *streams)[:MAX_ADDRESSES]
+    own = PeerRecord(run=membership.run, peer=identity.name, host=hosts[0], port=port, addresses=ways)
 
     def learn(record: PeerRecord) -> None:
         located(record.peer, record.host)
-        match config.network.transport:
+        direct: Place = (record.host, record.port, *record.hosts[1:])
+        match network.transport:
             case "tls":
-                transport.learn(record.peer, (record.host, record.port))
+                transport.learn(record.peer, direct)
             case "libp2p":
-                transport.learn(record.peer, record.addresses)
+                transport.learn(record.peer, record.multiaddrs)
             case "auto":
-                transport.learn(record.peer, Address((record.host, record.port), record.addresses))
+                transport.learn(record.peer, Address(direct, record.multiaddrs))
 
-    if config.network.discovery == "dht":
+    if network.discovery == "dht":
         return Dht(identity, membership, own, bootstrap, learn, daemon)
-    return Gossip(identity, membership, own, bootstrap, learn)
+    return Gossip(identity, membership, own, bootstrap, learn, network.host)

@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.config import Config, from_tree, overridden
 from shoal.config.model import THEIRS
+from shoal.core.messages import PROTOCOL
 from shoal.host import free_bytes
 from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
@@ -57,6 +58,8 @@ FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
+VERSION = "version"  # beside the sections of the configuration in an invite
+
 # Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
 _BOUNDS = {
     "run.heartbeat_s": (0.05, 3600.0),
@@ -88,11 +91,17 @@ def visitor(config_json: bytes, overrides: Sequence[str]) -> Config:
 
 def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
     try:
-        return msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
+        tree = msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
         ) from None
+    protocol = tree.pop(VERSION, {}).get("protocol", PROTOCOL)
+    if protocol != PROTOCOL:
+        raise ValueError(
+            f"the run's peers speak protocol {protocol}, and shoal here speaks {PROTOCOL}: install the same version on both machines"
+        )
+    return tree
 
 
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:

@@ -16,7 +16,7 @@ from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.config import Config
 from shoal.escaping import Faults
-from shoal.launcher import preflight
+from shoal.launcher import preflight, reach
 
 
 @pytest.fixture(autouse=True)
@@ -138,15 +138,16 @@ def test_a_taken_port_and_a_foreign_address_are_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        words_said = list(preflight.address(settings(), port))
+        words_said = list(preflight.address(settings("network.host=127.0.0.1"), port))
         assert words_said[0] == f"network.port = {port} is taken on 127.0.0.1; name a free one, or 0 for any"
-        beside = list(preflight.address(settings(), port - 1))
+        beside = list(preflight.address(settings("network.host=127.0.0.1"), port - 1))
         assert f"network.port = {port} (beside network.port = {port - 1}) is taken" in beside[-1]
-        assert list(preflight.invited([f"127.0.0.1:{port}"])) == []
+        assert reach.problems([f"127.0.0.1:{port}", "192.0.2.1:1"]) == []
     assert list(preflight.address(settings(), 0)) == []
     assert "is no address of this machine" in next(preflight.address(settings("network.host=192.0.2.1"), 0))
     assert "is no address" in next(preflight.address(settings("network.host=no.such.host.invalid"), 0))
-    assert "nobody listens at 127.0.0.1:" in next(preflight.invited([f"/ip4/127.0.0.1/tcp/{port}/p2p/x"]))
+    (fault,) = reach.problems([f"/ip4/127.0.0.1/tcp/{port}/p2p/x"])
+    assert f"127.0.0.1 refuses the connection: that machine is up, but nobody listens on TCP port {port}" in fault
 
 
 def test_a_directory_that_cannot_be_written_or_has_no_room_is_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -12,7 +10,7 @@ from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.dashboard.terminal import headline
 from shoal.launcher.members import Members
 from shoal.launcher.watch import Resumed, RunMonitor
-from shoal.runtime.records.report import Agreed, Listening, Located, Notice, PeerProgress
+from shoal.runtime.records.report import Agreed, Listening, Located, Notice, PeerProgress, decode, encode
 from shoal.traffic import StoredBytes, Traffic
 
 CONFIG = msgspec.structs.replace(Config(), run=msgspec.structs.replace(Config().run, stages=2, steps=4))
@@ -178,7 +176,7 @@ def two_machines(*silent: str) -> RunMonitor:
     watch.hear("p0", Located("c", "192.0.2.7"), 0.0)
     watch.hear("p0", Agreed(0.0, a_view(1, 1, loss=5.0)), 1.0)
     heard = tuple(each.peer for each in MEMBERS[1:] if each.peer not in silent)
-    progress = PeerProgress("a", stage=0, ready=True, leader="" if silent else "c", alone=bool(silent), heard=heard)
+    progress = PeerProgress("a", stage=0, ready=True, leader=None if silent else "c", alone=bool(silent), heard=heard)
     watch.hear("p0", progress, 20.0)
     return watch
 
@@ -200,10 +198,11 @@ def test_a_run_without_its_majority_says_who_is_silent_since_when_and_what_to_do
     snapshot = watch.snapshot(30.0)
     assert snapshot.stopped == "STOPPED at 20.0 s: no majority without b, c, d"
     assert "to go" not in headline(snapshot) and "STOPPED" in headline(snapshot)
-    said = watch.advice(watch.stopped_by(), Path("runs/ours"), True)
+    assert "on the machine that founded the run" in snapshot.advice
+    watch.everyone.recover = "shoal recover runs/ours"
+    said = watch.advice()
     assert "b (?), c (192.0.2.7), d (?) silent; 1 of 4 members answer, and 3 are needed" in said
     assert said.endswith("shoal recover runs/ours --gone b c d")
-    assert "on the machine that founded the run" in watch.advice(watch.stopped_by(), Path("guest/ours"), False)
     watch.hear("p0", PeerProgress("a", leader="c", heard=("b", "c", "d")), 40.0)
     assert watch.snapshot(41.0).stopped == "", "they are back"
 
@@ -211,7 +210,7 @@ def test_a_run_without_its_majority_says_who_is_silent_since_when_and_what_to_do
 def test_two_members_tolerate_no_loss_and_the_user_reads_that() -> None:
     members = Members()
     two = msgspec.structs.replace(a_view(1, 1, loss=5.0), members=(Member("a", 0), Member("c", 1)))
-    assert "Two members tolerate no loss" in members.advice(two, ["c"], "shoal recover runs/ours")
+    assert "Two members tolerate no loss" in members.advice(two, ["c"])
     assert members.survives(two) == (
         "survives no loss (1 with 1 peer more); stages 0, 1 have one replica, without which the run goes back to its "
         "newest checkpoint"
@@ -232,3 +231,8 @@ def test_a_run_that_waits_says_for_how_many() -> None:
     assert (
         a_watch(alone).snapshot(1.0).state == f"waiting for {CONFIG.run.peers - 1} of {CONFIG.run.peers} peers to join"
     )
+
+
+@pytest.mark.parametrize("progress", [PeerProgress("a"), PeerProgress("a", leader="b", alone=True, heard=("b",))])
+def test_what_a_peer_reports_is_read_back(progress: PeerProgress) -> None:
+    assert decode(encode(progress)) == progress

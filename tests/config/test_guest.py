@@ -11,6 +11,7 @@ import pytest
 
 from shoal import build, guest
 from shoal.config import Config, from_tree, to_tree
+from shoal.core.messages import PROTOCOL
 from shoal.runtime.data.dataset import open_dataset
 
 DIGEST = "0" * 64
@@ -190,4 +191,14 @@ def test_an_invite_tells_names_without_the_way_to_them() -> None:
         ("texts/*.txt", "texts/*.txt"),
     ):
         config = from_tree({"data": {"source": "text", "path": own}, "device": {"threads": 3}, "run": {"dir": "/x"}})
-        assert json.loads(build.shared(config)) == {"data": {"source": "text", "path": others}}
+        shared = json.loads(build.shared(config))
+        assert shared.pop("version") == {"protocol": PROTOCOL}
+        assert shared == {"data": {"source": "text", "path": others}}
+
+
+def test_an_invite_of_another_version_says_so_at_once() -> None:
+    text = json.dumps({"version": {"protocol": PROTOCOL + 1}}).encode()
+    with pytest.raises(
+        ValueError, match=f"speak protocol {PROTOCOL + 1}, and shoal here speaks {PROTOCOL}: install the same"
+    ):
+        guest.joined(text, [])

@@ -187,3 +187,12 @@ def test_a_whole_status_shows_every_table_of_a_large_run() -> None:
     lines = drawn(snapshot := a_snapshot(peers=peers, sent=Traffic(60)), 80, rows(a_snapshot(peers=peers)))
     assert [line.split()[0] for line in lines].count("p59") == 3 and len(lines) <= rows(snapshot)
     assert not any("received by" in line for line in drawn(snapshot, 80, 30))
+
+
+def test_a_run_that_has_stopped_shows_the_whole_command_that_goes_on_instead_of_a_time_to_go() -> None:
+    advice = (
+        "anna silent; 1 of 2 members answer. " * 3 + "If it is gone for good: shoal recover runs/ours --gone abcdef"
+    )
+    lines = drawn(a_snapshot(stopped="STOPPED at 42 s", advice=advice), 60, 24)
+    assert len(lines) <= 24 and "to go" not in lines[0]
+    assert "shoal recover runs/ours --gone abcdef" in " ".join(line.strip() for line in lines)

@@ -46,6 +46,7 @@ warmup = 0
 schedule = "constant"
 [network]
 discovery = "gossip"
+host = "127.0.0.1"
 [checkpoint]
 every = 0
 """

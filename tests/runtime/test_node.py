@@ -427,6 +427,9 @@ class Listener:
     leader = None
     deadline: float | None = None
 
+    def heard(self, now: float) -> tuple[Peer, ...]:
+        return ()
+
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.until = 0

@@ -176,6 +176,11 @@ class Book:
     def route(self, peer: str) -> Any:
         return self.known
 
+    def reached(self, peer: str, route: Any) -> None: ...
+
+    def failed(self, peer: str, route: Any, reason: str) -> bool:
+        return False
+
 
 def test_it_goes_directly_again_after_a_while_or_to_a_new_address(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]

@@ -118,7 +118,7 @@ def test_a_newcomer_finds_those_that_live_when_others_were_killed() -> None:
 
 def test_a_record_carries_the_libp2p_addresses_when_the_transport_is_reached_by_them(patience: None) -> None:
     async def story() -> None:
-        a = Peer(addresses=("to be filled in",))
+        a = Peer(addresses=("/p2p/to-be-filled-in",))
         await a.directory.start()
         await a.directory.announce()
         assert (await a.directory.peers())[0].addresses == a.daemon.addresses

@@ -17,7 +17,7 @@ from shoal import units
 from shoal.config import Config
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
-from shoal.launcher import rundir
+from shoal.launcher import reach, rundir
 from shoal.launcher.invites import Issued, Office, distribute
 from shoal.transport.identity.invite import PEERS, Authority
 from shoal.transport.identity.passes import MAX_PEERS, date
@@ -97,6 +97,7 @@ class Founded:
             raise ValueError(
                 f"{self.directory}: none of the run's peers listens (any more); start it with: shoal run CONFIG"
             )
+        reach.refuse_private(self.config, self.addresses)
         shared = build.shared(self._with_digest())
         name = self.config.run.name
         return self.office.issue(

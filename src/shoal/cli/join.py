@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal import guest
-from shoal.launcher import checkpoints, preflight, rundir
+from shoal.launcher import checkpoints, preflight, reach, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX, read_invite
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
             *_too_many(args.peers, invite.grant.peers),
             *preflight.machine(config),
             *preflight.address(config, 0),
-            *preflight.invited(invite.addresses),
+            *reach.problems(invite.addresses),
         ]
     )
     if invite.grant.ends_s <= time.time():

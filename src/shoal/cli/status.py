@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     running = rundir.running(directory)
     if not running:
         since = f"DEAD since {date(int(path.stat().st_mtime))}: its launcher is not running any more"
-        snapshot = msgspec.structs.replace(snapshot, stopped=since, survives="")
+        snapshot = msgspec.structs.replace(snapshot, stopped=since, advice="", survives="")
     console = Console(highlight=False)
     console.print(render(snapshot, console.width, max(console.height, rows(snapshot))))
     if not running:

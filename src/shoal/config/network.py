@@ -31,7 +31,13 @@ class Network(Section, frozen=True):
         Literal["dht", "gossip"],
         Meta(description="Peers find one another by a Kademlia table over libp2p (dht), or by telling all they know."),
     ] = "dht"
-    host: Annotated[str, Meta(description="This peer listens on this address and announces it.")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Meta(
+            description="This peer listens on this address and announces it; auto is 127.0.0.1 in a run of this machine alone, and else"
+            " all interfaces."
+        ),
+    ] = "auto"
     port: Annotated[
         int,
         Meta(

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shoal import units
 from shoal.dashboard import plot
-from shoal.escaping import escaped
+from shoal.escaping import escaped, escaped_lines
 from shoal.traffic import KINDS, StoredBytes, Traffic
 
 PLAIN_EVERY_S = 5.0  # between lines of progress when there is no terminal
@@ -74,6 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     stages: int  # 0: a machine alone, without peers
     state: str = ""  # shown while no step is trained: 'waiting for 2 more peers', 'writing ...'
     stopped: str = ""  # since when and why nothing can be trained, or that the run is dead
+    advice: str = ""  # what to do then
     survives: str = ""  # how many losses the run survives now
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
@@ -114,6 +115,10 @@ class Terminal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print lines that stay, whole, above the live screen."""
+        self._console.print(escaped_lines(text), markup=False, soft_wrap=True)
 
     def show(self, snapshot: Snapshot) -> None:
         if self._live is not None:
@@ -192,8 +197,10 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     ]
     room = height - 3  # headline, bar and one line kept free
     if snapshot.stopped:
-        parts.append(Text(escaped(snapshot.stopped), style="bold red", no_wrap=True, overflow="ellipsis"))
-        room -= 1
+        words = Text(escaped(f"{snapshot.stopped}. {snapshot.advice}"), style=_STYLES["stopped"])
+        wrapped = words.wrap(Console(width=width), width)[: max(1, room - 1)]  # a command has to be read whole
+        parts += wrapped
+        room -= len(wrapped)
     if snapshot.unsaved:
         parts.append(Text(escaped(snapshot.unsaved), style=_STYLES["unsaved"], no_wrap=True, overflow="ellipsis"))
         room -= 1

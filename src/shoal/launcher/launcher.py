@@ -23,7 +23,7 @@ from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
-from shoal.launcher import rundir
+from shoal.launcher import reach, rundir
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
 from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
@@ -96,6 +96,7 @@ class Launcher:
             self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step, job.here
         )
         self._majority = MajorityWatch(self.watch)
+        self.watch.everyone.recover = f"shoal recover {job.directory}" if self.authority is not None else ""
 
     @property
     def config(self) -> Config:
@@ -108,7 +109,7 @@ class Launcher:
     def _config_of(self, number: int) -> Config:
         """Of the local peer with that number, from 0."""
         if self.job.plan is None:
-            return self.config
+            return reach.private(self.config, self.job.here) if self.authority is not None else self.config
         return plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
 
     def _warn(self, text: str) -> None:
@@ -123,7 +124,14 @@ class Launcher:
         with Terminal() as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
-                    works = (self._show(terminal), self._start_all(), self._kill(), self._keep(), self._limit())
+                    works = (
+                        self._show(terminal),
+                        self._start_all(),
+                        self._welcome(terminal),
+                        self._kill(),
+                        self._keep(),
+                        self._limit(),
+                    )
                     tasks = [group.create_task(work) for work in works]
                     await self.over.wait()
                     for task in tasks:
@@ -229,6 +237,20 @@ class Launcher:
         for child in children[1:]:
             self._starter.introduce(child)
 
+    async def _welcome(self, terminal: Terminal) -> None:
+        """Where peers of other machines are expected, print how they join; on a guest's machine, where it is reached."""
+        missing = self.config.run.peers - self.job.here
+        while not self.crew.addresses:
+            await asyncio.sleep(SHOW_S)
+        if self.authority is None:
+            self.watch.tell(
+                "network", f"this machine is reached at {reach.reached(self.crew.addresses)}", time.monotonic()
+            )
+        if self.authority is None or missing <= 0:
+            return
+        self._write_lists()
+        terminal.say(await reach.welcome(self.directory, self.crew.addresses, missing))
+
     async def _keep(self) -> None:
         """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""
         while True:
@@ -248,8 +270,8 @@ class Launcher:
 
     def _check_majority(self, now: float) -> None:
         """Peers without a majority wait for ever, as they must: the user has to be told."""
-        if silent := self._majority.newly_silent():
-            self.watch.tell("stopped", self.watch.advice(silent, self.directory, self.authority is not None), now)
+        if advice := self._majority.new_advice():
+            self.watch.tell("stopped", advice, now)
         lost_s = self._majority.lost_s({child.label for child in self.crew.living}, now)
         if lost_s == 0.0:
             self.watch.tell("trouble", f"{NO_MAJORITY}; see `shoal recover {self.directory}`", now)
@@ -392,9 +414,12 @@ class Launcher:
                 self._output.write_status(snapshot, now)
                 with contextlib.suppress(OSError):  # a full disk, or no directory any more: the user was told
                     self.crew.trim_logs()
-            names = {label: peer for peer, label in self.watch.labels.items()}
-            self._output.write_lists(self.crew.addresses, self._locals(), names)
+            self._write_lists()
             await asyncio.sleep(SHOW_S)
+
+    def _write_lists(self) -> None:
+        names = {label: peer for peer, label in self.watch.labels.items()}
+        self._output.write_lists(self.crew.addresses, self._locals(), names)
 
     def _keep_directory(self) -> None:
         self._output.keep(self.watch.books.steps)

@@ -22,6 +22,7 @@ class Members:
     def __init__(self) -> None:
         self.labels: dict[Peer, str] = {}
         self.machines: dict[Peer, str] = {}
+        self.recover = ""  # the command that gives up silent members; '' on a guest's machine
         self.stopped_at: float | None = None  # since when no local peer hears a leader
 
     def update(self, standing: Mapping[str, PeerProgress], now: float) -> None:
@@ -58,8 +59,8 @@ class Members:
         living.update(peer for line in standing.values() for peer in line.heard)
         return [peer for peer in view.voters if peer not in living]
 
-    def advice(self, view: View, silent: Sequence[Peer], recover: str) -> str:
-        """What a run without a majority waits for, and what to do. `recover`: the command, '' on a guest's machine."""
+    def advice(self, view: View, silent: Sequence[Peer]) -> str:
+        """What a run without a majority waits for, and what to do."""
         voters, names = len(view.voters), ", ".join(f"{self.name(peer)} ({self.machine(peer)})" for peer in silent)
         words = (
             f"training has stopped: {names or 'the others'} silent; {voters - len(silent)} of {voters} members answer,"
@@ -68,9 +69,9 @@ class Members:
         if voters == 2:
             words += ". Two members tolerate no loss; with three the run survives one"
         words += ". It goes on by itself when they are back. If they are gone for good: "
-        if not recover:
+        if not self.recover:
             return words + "`shoal recover` on the machine that founded the run"
-        return words + f"{recover} --gone {' '.join(self.name(peer) for peer in silent)}"
+        return words + f"{self.recover} --gone {' '.join(self.name(peer) for peer in silent)}"
 
     def survives(self, view: View | None) -> str:
         """How many losses at once the run survives now, and what would raise it; '' before training."""

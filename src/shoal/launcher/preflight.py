@@ -30,12 +30,12 @@ from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
 from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
 from shoal.runtime.data.corpus import Corpus, open_corpus, text_field
+from shoal.transport.addresses import listening
 from shoal.units import size
 
 HEAD_BYTES = 1 << 16  # of a file of text that are looked at
 FILES = 64  # of a corpus that are looked into
 HUB_S = 1.5  # for the Hugging Face hub to say whether it has a tokenizer; a slow line passes
-PEER_S = 1.0  # for a peer of an invite to accept a connection; a slow line passes
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 VALUE_BYTES = 4  # per parameter in a checkpoint, beside its moments
@@ -230,7 +230,8 @@ def device(settings: Device) -> Iterator[str]:
 
 def address(config: Config, port: int) -> Iterator[str]:
     """Is network.host this machine's, and are the ports free? `port` 0: any will do."""
-    host, network = config.network.host, config.network
+    network = config.network
+    host = listening(network.host, ())
     second = network.transport != "libp2p" and (network.transport == "auto" or network.discovery == "dht")
     ports = [port, port + 1 if port < 65535 else port - 1] if port and second else [port]
     with ExitStack() as stack:
@@ -253,27 +254,6 @@ def address(config: Config, port: int) -> Iterator[str]:
                     return
                 else:
                     yield f"network.host = {host!r}, network.port = {each}: {error.strerror}"
-
-
-def invited(addresses: Iterable[str]) -> Iterator[str]:
-    """Does any of an invite's peers accept connections? Only where all refuse is that a fault: a slow line is none."""
-    refused = []
-    for text in addresses:
-        parts = text.split("/")
-        host, _, number = (
-            (parts[2], "", parts[4]) if text.startswith("/ip") and len(parts) > 4 else text.rpartition(":")
-        )
-        try:
-            socket.create_connection((host.strip("[]"), int(number)), timeout=PEER_S).close()
-            return
-        except (ConnectionRefusedError, socket.gaierror):
-            refused.append(f"{host}:{number}")
-        except (OSError, ValueError):
-            return
-        if len(refused) == 4:
-            break
-    if refused:
-        yield f"nobody listens at {', '.join(refused)}: the run is over or has moved; ask for a new invite"
 
 
 def room(config: Config) -> Iterator[str]:

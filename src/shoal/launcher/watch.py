@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from pathlib import Path
 
 import msgspec
 
@@ -236,6 +235,7 @@ class RunMonitor:
             recovered=self.books.recovered,
             staleness=self.config.train.staleness,
             stopped=self._stopped(),
+            advice=self.advice(),
             survives=self.everyone.survives(view),
             peers=(
                 *(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
@@ -298,11 +298,10 @@ class RunMonitor:
         silent = self.everyone.silent(view, self.standing)
         return silent if 2 * (len(view.voters) - len(silent)) <= len(view.voters) else []
 
-    def advice(self, silent: list[Peer], directory: Path, founder: bool) -> str:
-        """What to do while these are silent. `founder`: the run's key is on this machine."""
-        view = self.books.view
-        assert view is not None
-        return self.everyone.advice(view, silent, f"shoal recover {directory}" if founder else "")
+    def advice(self) -> str:
+        """What to do while nothing can be agreed; '' while it can."""
+        silent, view = self.stopped_by(), self.books.view
+        return self.everyone.advice(view, silent) if silent and view is not None else ""
 
     def _stopped(self) -> str:
         silent = self.stopped_by()
@@ -335,12 +334,12 @@ class MajorityWatch:
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
         self._lost: tuple[int, float] | None = None  # in which view, since when
-        self._silent: list[Peer] = []  # voters without whom nothing is agreed, as last returned
+        self._advice = ""  # as last returned
 
-    def newly_silent(self) -> list[Peer]:
-        """The silent members for whose sake nothing is agreed, once."""
-        before, self._silent = self._silent, self._monitor.stopped_by()
-        return self._silent if self._silent != before else []
+    def new_advice(self) -> str:
+        """What to do while nothing can be agreed, once."""
+        before, self._advice = self._advice, self._monitor.advice()
+        return self._advice if self._advice != before else ""
 
     def lost_s(self, living: set[str], now: float) -> float | None:
         """Seconds without a majority in the newest view; 0.0 once, when it was just lost; None: there is one. `living`: labels."""

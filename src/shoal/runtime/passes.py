@@ -17,6 +17,8 @@ from random import Random
 
 from shoal import units
 from shoal.core.messages import Passes, PassesRequest, Peer
+from shoal.runtime.entry import PATIENCE_S as ENTRY_S
+from shoal.runtime.entry import Entry
 from shoal.transport.base import Incoming, Transport
 from shoal.transport.identity.passes import Membership, PassStatus, date
 
@@ -36,8 +38,8 @@ class Gate:
     """`known`: reachable peers. `changed` is called when passes changed, `tell` with text for the user, `refused` when this peer is
     excluded from the run; all in the loop's thread."""
 
-    def __init__(self, transport: Transport, membership: Membership) -> None:
-        self.membership = membership
+    def __init__(self, transport: Transport, membership: Membership, entry: Entry | None = None) -> None:
+        self.membership, self.entry = membership, entry
         self.known: Callable[[], Iterable[Peer]] = tuple
         self.changed: Callable[[], None] = lambda: None
         self.tell: Callable[[str], None] = log.warning
@@ -51,7 +53,8 @@ class Gate:
         self._invalid_senders: dict[
             Peer, None
         ] = {}  # who has told a list that is none: what they tell of it is not looked at again
-        self._refusals: set[str] = set()
+        self._refusals: set[str] = set()  # as told
+        self._entry_words = ""  # why this joiner is not let in, as told last
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # ------------------------------------------------------------------------------------------------- messages
@@ -59,6 +62,8 @@ class Gate:
     def takes(self, incoming: Incoming) -> bool:
         """Handle a message about passes, or from a revoked peer; False: it is another message."""
         peer, message = incoming.peer, incoming.message
+        if self.entry is not None:
+            self.entry.heard = True
         if self.membership.revoked(peer) is not None:
             self._transport.forget(peer)
             return True
@@ -82,6 +87,8 @@ class Gate:
 
     def lost(self, peer: Peer, reason: str) -> None:
         """That peer is unreachable. If it refuses this peer, report the reason, once each."""
+        if self.entry is not None:
+            self.entry.failed(peer, reason)
         if reason.startswith(REFUSES) and reason not in self._refusals and len(self._refusals) < REFUSALS:
             self._refusals.add(reason)
             self.tell(f"{peer}: {reason}")
@@ -127,10 +134,24 @@ class Gate:
         began = time.monotonic()
         while True:
             self._check_own_pass(time.monotonic() - began)
+            self._check_entry(time.monotonic() - began)
             version = self.membership.standing.version
             for peer in self._sample(1) if version else ():
                 self._transport.send(peer, PassesRequest(version))
-            await asyncio.sleep(SPREAD_S)
+            await asyncio.sleep(SPREAD_S if self.inside() else ENTRY_S)
+
+    def _check_entry(self, running_s: float) -> None:
+        """Announce the address that others see, and say why this joiner is not let in."""
+        entry = self.entry
+        if entry is None:
+            return
+        if entry.see(self.membership.seen):
+            self.changed()
+        if running_s >= ENTRY_S and not self.inside() and not self._refusals:
+            words = entry.words([peer for peer in self.known() if peer != self.membership.name])
+            if words != self._entry_words:
+                self._entry_words = words
+                self.tell(words)
 
     def _on_change(self) -> None:
         """Called in any thread."""

@@ -36,7 +36,7 @@ AGAIN_S = 60.0
 
 
 class Address(msgspec.Struct, frozen=True):
-    direct: tls.Address
+    direct: tls.Place
     streams: tuple[str, ...]  # libp2p multiaddrs
 
 
@@ -119,6 +119,7 @@ class EitherCarrier:
     def reached(self, peer: Peer, route: tls.Address | Route) -> None:
         failed = self._failed.get(peer)
         if not isinstance(route, Route):
+            self.tls.reached(peer, route)
             self._failed.pop(peer, None)
             if self._reported.pop(peer, None) is not None:
                 self._report(f"{peer} is reached directly again: TLS to it from now on")
@@ -131,6 +132,8 @@ class EitherCarrier:
         if isinstance(route, Route):
             self._failed.pop(peer, None)
             return False
+        if self.tls.failed(peer, route, reason):
+            return True
         if self.libp2p.route(peer) is None:
             return False
         self._failed[peer] = DirectFailure(route, reason, time.monotonic() + AGAIN_S)

@@ -35,6 +35,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from shoal.transport.addresses import hosts, is_loopback
 from shoal.transport.identity.identity import PUBLIC_BYTES, Identity
 from shoal.transport.tls import resolved
 
@@ -204,9 +205,11 @@ class Daemon:
         pb = protobuf()
         reply = await self.ask(pb.Request(type=pb.Request.IDENTIFY), END_S)
         assert reply.identify.id == self.peer_id
-        self._addresses = tuple(
+        known = [
             f"{multiaddr(raw)}/p2p/{written(self.peer_id)}" for raw in reply.identify.addrs if _fit(str(multiaddr(raw)))
-        )
+        ]
+        outside = [address for address in known if not any(map(is_loopback, hosts((address,))))]
+        self._addresses = tuple(outside or known)
 
     async def connect(self, address: str, wait_s: float) -> None:
         """OSError says why not; ValueError when that is no address of a peer."""

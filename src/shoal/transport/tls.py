@@ -13,6 +13,7 @@ import os
 import socket
 
 from shoal.core.messages import Peer
+from shoal.transport import addresses
 from shoal.transport.base import Limits
 from shoal.transport.budget import Warnings
 from shoal.transport.identity.identity import Identity, certificate_key_id, client_context, key_id_of, server_context
@@ -28,6 +29,7 @@ ADDRESSES = 4096  # remembered; the one updated longest ago is forgotten, as pee
 UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 Address = tuple[str, int]
+Place = tuple[str, int, *tuple[str, ...]]  # a host, a port, and further hosts of the same machine
 
 
 class TlsTransport(StreamTransport[Address]):
@@ -46,8 +48,8 @@ class TlsTransport(StreamTransport[Address]):
     def address(self) -> Address:
         return self._tls.address
 
-    def learn(self, peer: Peer, address: Address) -> None:
-        """Where that peer is reached, as an IP address. Others are not looked up; they count as not known."""
+    def learn(self, peer: Peer, address: Place) -> None:
+        """Where that peer is reached, as IP addresses. Names are not looked up; they count as not known."""
         if peer != self.name:
             self._tls.learn(peer, address)
 
@@ -59,7 +61,8 @@ class Tls:
         self._asked: Address = (host, port)
         self._dialling = client_context(identity)
         self._answering = server_context(identity)
-        self._addresses: dict[Peer, Address] = {}
+        self._places: dict[Peer, Place] = {}  # the host to try next first
+        self._tries: dict[Peer, int] = {}  # hosts of a peer that have failed since one was reached
         self._bound: Address | None = None
         self._warnings = Warnings(log)
 
@@ -84,7 +87,8 @@ class Tls:
         return (listener,)
 
     def route(self, peer: Peer) -> Address | None:
-        return self._addresses.get(peer)
+        place = self._places.get(peer)
+        return place[:2] if place is not None else None
 
     def socket(self, route: Address) -> socket.socket:
         family = socket.AF_INET6 if ":" in route[0] else socket.AF_INET
@@ -107,13 +111,27 @@ class Tls:
         return channel, certificate_key_id(channel.certificate())
 
     def reached(self, peer: Peer, route: Address) -> None:
-        return
+        self._tries.pop(peer, None)
 
     def failed(self, peer: Peer, route: Address, reason: str) -> bool:
-        return False  # there is no other
+        """The other hosts of that peer's machine are tried in turn, each once."""
+        place = self._places.get(peer)
+        if place is None:
+            return False
+        if place[:2] != route:  # the peer's other stream has failed there, too, and turned to the next
+            return True
+        tries = self._tries[peer] = self._tries.get(peer, 0) + 1
+        host, port, *others = place
+        if tries > len(others):
+            self._tries.pop(peer, None)
+            return False
+        rest: tuple[str, ...] = (*others[1:], host)
+        self._places[peer] = (others[0], port, *rest)
+        return True
 
     def forget(self, peer: Peer) -> None:
-        self._addresses.pop(peer, None)
+        self._places.pop(peer, None)
+        self._tries.pop(peer, None)
 
     async def close(self) -> None:
         """The listening socket and the connections belong to the engines."""
@@ -123,21 +141,23 @@ class Tls:
         """Where others reach this peer: what the directory should announce."""
         assert self._bound is not None, "not started"
         host, port = self._bound
-        return (_outward(host), port) if ipaddress.ip_address(host).is_unspecified else (host, port)
+        return addresses.announced(host)[0], port
 
-    def learn(self, peer: Peer, address: Address) -> None:
-        host, port = address
+    def learn(self, peer: Peer, address: Place) -> None:
+        host, port, *others = address
         try:
-            ipaddress.ip_address(host)
+            for each in (host, *others):
+                ipaddress.ip_address(each)
             key_id_of(peer)
         except ValueError as error:
             self._warnings.warn("useless addresses", f"the address of {peer} is of no use: {error}")
             return
         if 0 < port < 2**16:
-            self._addresses.pop(peer, None)
-            self._addresses[peer] = (host, port)
-            if len(self._addresses) > ADDRESSES:
-                self._addresses.pop(next(iter(self._addresses)), None)
+            known = self._places.pop(peer, None)
+            same = known is not None and sorted(map(str, known)) == sorted(map(str, address))
+            self._places[peer] = known if known is not None and same else address
+            if len(self._places) > ADDRESSES:
+                self._places.pop(next(iter(self._places)), None)
 
 
 async def resolved(host: str, port: int) -> tuple[int, Address]:
@@ -147,10 +167,10 @@ async def resolved(host: str, port: int) -> tuple[int, Address]:
     except ValueError:  # a name
         pass
     try:
-        addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ValueError(f"network.host = '{host}' is no address of this machine: {error}") from None
-    return addresses[0][0], (str(addresses[0][4][0]), port)
+    return answers[0][0], (str(answers[0][4][0]), port)
 
 
 def connect(sock: socket.socket, address: Address) -> Steps:
@@ -190,14 +210,3 @@ def _tuned(sock: socket.socket) -> socket.socket:
         except (AttributeError, OSError):  # this system does not know it, or does not allow it
             continue
     return sock
-
-
-def _outward(host: str) -> str:
-    """This machine's address on the way out, for a peer that listens on all of them."""
-    family, far = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((far, 9))  # sends nothing: only asks for the route
-            return str(probe.getsockname()[0])
-        except OSError:  # no way out of this machine
-            return "::1" if ":" in host else "127.0.0.1"

@@ -69,7 +69,7 @@ def progress(machine: PeerMachine, now: float) -> PeerProgress:
         stage=server.stage if server.has_state else None,
         ready=server.ready,
         leading=machine.leading,
-        leader="" if machine.alone else machine.leader or "",
+        leader=None if machine.alone else machine.leader,
         alone=machine.alone,
         heard=machine.heard(now),
         queue_s=server.queue_s,

@@ -27,7 +27,15 @@ from shoal.core.messages import Peer
 from shoal.transport.budget import Allowance, Budgets
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address, public_key, written
 from shoal.transport.directory.background_loop import BackgroundLoop
-from shoal.transport.directory.records import MAX_RECORDS, MAX_SEALED_BYTES, TTL_S, PeerRecord, Records, seal
+from shoal.transport.directory.records import (
+    MAX_ADDRESSES,
+    MAX_RECORDS,
+    MAX_SEALED_BYTES,
+    TTL_S,
+    PeerRecord,
+    Records,
+    seal,
+)
 from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Membership
 
@@ -189,9 +197,10 @@ class Dht:
         if grant is not None and grant.ends_s <= self.membership.clock():
             return
         own = msgspec.structs.replace(self.own, expires_s=time.time() + TTL_S)
-        if own.addresses:
+        if own.multiaddrs:
             await self._refresh()
-            own = msgspec.structs.replace(own, addresses=self._daemon.addresses)
+            others = (*own.hosts[1:], *self._daemon.addresses)
+            own = msgspec.structs.replace(own, addresses=others[:MAX_ADDRESSES])
         self.own = own
         await self._background.run(self._store(own, seal(self.identity, self.membership, own)))
 

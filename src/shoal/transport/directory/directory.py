@@ -62,6 +62,8 @@ class Directory(Protocol):
     """Both calls may take seconds; neither raises for a network that does not answer. Every new record is
     handed at once to the `learn` that the directory was made with, so that the transport knows the address."""
 
+    own: PeerRecord  # as announced next
+
     @property
     def addresses(self) -> tuple[str, ...]:
         """Bootstrap addresses for newcomers, as an invite carries them."""
@@ -102,9 +104,11 @@ class Gossip:
         own: PeerRecord,
         bootstrap: tuple[str, ...],
         learn: Callable[[PeerRecord], None],
+        bound: str = "",
     ) -> None:
+        """`bound`: the address to listen on; '': the record's host."""
         self.identity, self.membership = identity, membership
-        self.own, self.bootstrap = own, bootstrap
+        self.own, self.bootstrap, self._bound = own, bootstrap, bound or own.host
         self._background = BackgroundLoop("shoal directory")
         self._records = Records(
             membership,
@@ -125,14 +129,14 @@ class Gossip:
         self._rng = random.Random(own.peer)
 
     async def start(self) -> None:
-        family, where = await resolved(self.own.host, 0)
+        family, where = await resolved(self._bound, 0)
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._listener.bind(where)
             self._listener.listen(256)
         except OSError as error:
             self._listener.close()
-            raise ValueError(f"cannot listen on {self.own.host}: {error}; check network.host") from None
+            raise ValueError(f"cannot listen on {self._bound}: {error}; check network.host") from None
         self._listener.setblocking(False)
         self.own = msgspec.structs.replace(self.own, directory_port=self._listener.getsockname()[1])
         self._background.start()
@@ -141,7 +145,7 @@ class Gossip:
     @property
     def addresses(self) -> tuple[str, ...]:
         """What a newcomer needs."""
-        return (f"{self.own.host}:{self.own.directory_port}",)
+        return tuple(f"{host}:{self.own.directory_port}" for host in self.own.hosts)
 
     async def announce(self) -> None:
         await self._background.run(self._announce())

@@ -25,6 +25,7 @@ from shoal.transport.identity.passes import NotWelcome
 
 TTL_S = 90.0  # several announcements may be lost before a living peer is forgotten
 MAX_SEALED_BYTES = 4096
+MAX_ADDRESSES = 16  # of one peer
 MAX_RECORDS = 2048  # a View has 1,000 peers; an ordinary record has 450 bytes
 MAX_RECORDS_BYTES = 2 << 20  # half of what hivemind puts into a message
 KEY_RECORDS = 4  # names of one key: each start of a peer is another
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One peer of one run. `addresses` are further ways to it, in words of the transport that reads them."""
+    """One peer of one run. `addresses` are further ways to it: hosts with the same ports, and libp2p multiaddrs, which begin with '/'."""
 
     run: Annotated[str, msgspec.Meta(max_length=128)]
     peer: Peer
@@ -50,7 +51,17 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     directory_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     expires_s: float = 0.0  # wall-clock seconds since 1970
-    addresses: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=500)], ...], msgspec.Meta(max_length=16)] = ()
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=500)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)
+    ] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (self.host, *(each for each in self.addresses if not each.startswith("/")))
+
+    @property
+    def multiaddrs(self) -> tuple[str, ...]:
+        return tuple(each for each in self.addresses if each.startswith("/"))
 
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):

@@ -153,6 +153,7 @@ class Membership:
     ) -> None:
         self.run, self.name, self.clock = run, name, clock
         self.on_change: Callable[[], None] = lambda: None
+        self.seen = ""  # the address from which this peer's last connection arrived, as the other side said
         self._lock = threading.Lock()
         self._standing = standing
         self._proof = proof

@@ -45,6 +45,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)] = (
         b""  # the newest known for the receiver's invite
     )
+    seen: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of an answer: the address from which the connection came
 
 
 class Rejection(msgspec.Struct, frozen=True, tag="No", array_like=True):
@@ -55,8 +56,8 @@ class Rejection(msgspec.Struct, frozen=True, tag="No", array_like=True):
 _decoder: msgspec.msgpack.Decoder[Hello | Rejection] = msgspec.msgpack.Decoder(Hello | Rejection)
 
 
-def encode_hello(name: Peer, to: Peer, kind: StreamKind, membership: Membership) -> bytes:
-    hello = Hello(PROTOCOL, membership.run, name, to, kind, membership.proof, membership.newer_grant(to))
+def encode_hello(name: Peer, to: Peer, kind: StreamKind, membership: Membership, seen: str = "") -> bytes:
+    hello = Hello(PROTOCOL, membership.run, name, to, kind, membership.proof, membership.newer_grant(to), seen)
     return msgspec.msgpack.encode(hello)
 
 
@@ -107,4 +108,5 @@ def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Members
         refusal.notice = error.notice if isinstance(error, NotWelcome) else b""
         raise refusal from None
     membership.take_grant(hello.grant)
+    membership.seen = hello.seen or membership.seen
     return hello

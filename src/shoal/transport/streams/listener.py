@@ -141,7 +141,8 @@ class Listener:
         connection.failed = lambda error: self._receiver.failed(hello.name, hello.kind, connection, error)
         for other in displaced:
             self._receiver.disconnect(other.peer, other.kind)
-        yield from handshake.write(stream, encode_hello(self._name, hello.name, hello.kind, self._membership))
+        answer = encode_hello(self._name, hello.name, hello.kind, self._membership, _caller(connection.sock))
+        yield from handshake.write(stream, answer)
         connection.deadline = None
         yield from self._hand_over(connection, stream, hello.name, hello.kind)
 
@@ -157,3 +158,12 @@ class Listener:
         if not self._admission.is_admitted(connection):
             raise ConnectionError("it gave way to another connection")
         yield from self._receiver.receive(connection, stream.paced() if kind == "bulk" else stream, peer, kind)
+
+
+def _caller(sock: socket.socket) -> str:
+    """The address at the other end; '' of a libp2p daemon's connection."""
+    try:
+        address = sock.getpeername()
+    except OSError:  # it has closed already
+        return ""
+    return str(address[0])[:64] if isinstance(address, tuple) else ""

@@ -1,0 +1,104 @@
+"""How machines of a run find one another, for the people who start it: what the founder prints for guests, and what a guest's machine
+finds at the addresses of its invite, before anything heavy starts.
+
+For launcher.py and cli/join.py. What a peer learns later, when it has called, is in runtime/entry.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.config import Config
+from shoal.transport.addresses import AUTO, hosts, is_loopback
+
+CONNECT_S = 4.0  # a kernel answers however busy its machine is; twice within this time TCP asks again
+INVITE = "guests.invite"  # in the run's directory
+_TCP = re.compile(r"/ip[46]/([^/]+)/tcp/(\d+)")
+_REFUSED = (
+    "refuses the connection: that machine is up, but nobody listens on TCP port {port}. The run has ended or was started again on another"
+    " port (ask for a new invite), or that machine's firewall rejects the port"
+)
+_SILENT = "does not answer within {wait:g} s: a firewall on the way drops TCP port {port}, that machine is off, or that address is not its"
+_NO_ROUTE = "cannot be reached ({error}): no way leads from here to that address; connect to its network, or ask for another invite"
+
+
+def private(config: Config, here: int) -> Config:
+    """The configuration of a founder's peer: one whose run has all its peers on this machine listens to this machine alone."""
+    if config.network.host != AUTO or here < config.run.peers:
+        return config
+    return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, host="127.0.0.1"))
+
+
+def refuse_private(config: Config, addresses: Sequence[str]) -> None:
+    """ValueError: nobody on another machine could use an invite with these addresses."""
+    if config.network.host == AUTO and addresses and all(map(is_loopback, hosts(addresses))):
+        raise ValueError(
+            "this run listens to this machine alone (127.0.0.1), as all its peers were started here: an invite would be of no use. End"
+            " it with Ctrl-C, and go on with: shoal run CONFIG --resume network.host=0.0.0.0"
+        )
+
+
+def reached(addresses: Sequence[str]) -> str:
+    return ", ".join(hosts(addresses))
+
+
+async def welcome(directory: Path, addresses: Sequence[str], missing: int) -> str:
+    """What to do on the machines of the `missing` peers, with an invite for them."""
+    file = directory / INVITE
+    process = (
+        await asyncio.create_subprocess_exec(  # a process of its own: it imports torch, which a launcher has no use for
+            *(sys.executable, "-m", "shoal.cli.main", "invite", str(directory / "config.toml"), "--name", "guests"),
+            *("--out", str(file)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    )
+    _, errors = await process.communicate()
+    waiting = f"waiting for {missing} peer{'s' if missing > 1 else ''} from other machines; this one is reached at {reached(addresses)}"
+    if process.returncode:
+        return f"{waiting}. No invite was made: {errors.decode(errors='replace').strip()}"
+    return (
+        f"{waiting}. There, with shoal installed:\n\n  shoal join {file.read_text().strip()}\n\n"
+        f"The invite is a secret. It is in {file}, too: shoal join --invite-file {INVITE}"
+    )
+
+
+def problems(addresses: Sequence[str]) -> list[str]:
+    """Of each address of an invite what is in the way; [] when one can be connected to."""
+    return asyncio.run(_problems(addresses))
+
+
+async def _problems(addresses: Sequence[str]) -> list[str]:
+    """Of each address; [] when one can be connected to, or is of a kind that only libp2p can call."""
+    places = []
+    for address in addresses:
+        match = _TCP.match(address)
+        host, _, port = (match[1], "", match[2]) if match else address.rpartition(":")
+        if not port.isdigit() or "/" in host:
+            return []
+        places.append((host, int(port)))
+    answers = await asyncio.gather(*(_problem(*place) for place in dict.fromkeys(places)))
+    return [] if not all(answers) else list(answers)
+
+
+async def _problem(host: str, port: int) -> str:
+    """Why no connection can be made there; '' when one can."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return f"{host} {_SILENT.format(wait=CONNECT_S, port=port)}"
+    except OSError as error:
+        if error.errno == errno.ECONNREFUSED:
+            alone = ". 127.0.0.1 is this machine itself" if is_loopback(host) else ""
+            return f"{host} {_REFUSED.format(port=port)}{alone}"
+        return f"{host} {_NO_ROUTE.format(error=error.strerror or error)}"
+    writer.close()
+    return ""
