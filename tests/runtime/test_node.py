@@ -436,9 +436,6 @@ class Listener:
         real = PeerMachine(self.name, settings(TINY), Random(1), False)
         self.server, self.trainer = real.server, real.trainer
 
-    def heard(self, now: float) -> tuple[str, ...]:
-        return ()
-
     def handle(self, event: Event, now: float) -> list[Command]:
         self.events.append(event)
         return [Finish(True, "heard enough")] if len(self.events) >= self.until else []
