@@ -138,7 +138,7 @@ def other(config: Config, steps: int) -> Seconds:
 def shoal(words: list[str], steps: int) -> Seconds:
     """A step of Shoal, checkpoints left out."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"run.steps={WARM_UP + steps + 1}", "checkpoint.every=0", "checkpoint.last=false", *words]
+        settings = [f"run.steps={WARM_UP + steps + 1}", "checkpoint.every=0", "checkpoint.at_end=false", *words]
         command = [sys.executable, "-m", "shoal.cli.main", "run", str(QUICKSTART), *settings]
         commits = Path(folder) / "runs/quickstart/commits.jsonl"
         with subprocess.Popen(command, cwd=folder, env=environment(), stdout=sys.stderr) as run:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.cli.test_train import SMALL, summary, text, trained
 
 from shoal.cli import main
-from shoal.launcher import checkpoints
+from shoal.config import Config, Run
+from shoal.core.messages import Committed
+from shoal.launcher import checkpoints, rundir
 from shoal.runtime.checkpoints.catalog import Catalog
+from shoal.runtime.records.account import CommittedStep
 
 __all__ = ["text"]  # a fixture
 
@@ -156,3 +160,17 @@ def damage(name: str) -> None:
     path = next(Path("CK", name).glob("model-*.safetensors"))
     data = path.read_bytes()
     path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
+
+
+def test_a_lost_directory_is_never_taken_for_one_in_which_nothing_was_saved(tmp_path: Path) -> None:
+    """The last commit that asked for a checkpoint does not know yet that it was saved; another machine may hold it."""
+    config = Config(run=Run(name="one", dir=str(tmp_path), steps=99))
+    directory = tmp_path / "one"
+    directory.mkdir()
+    commits = [CommittedStep(0, Committed(step, 1, 1.0, 1.0, (), (), save=step % 2 == 1), 0.0) for step in range(5)]
+    text = b"".join(msgspec.json.encode(commit) + b"\n" for commit in commits)
+    for before, wanted in ((None, 4), (4, 2), (2, 0)):
+        (directory / "commits.jsonl").write_bytes(text)
+        if before is not None:
+            rundir.pass_over(directory, before)
+        assert rundir.resume(config, directory, others=True).first_step == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_a_recorded_history_replays_and_a_changed_one_is_found_out(
 
     lines = path.read_bytes().splitlines(keepends=True)
     at = next(i for i, text in enumerate(lines) if b'"Join"' in text and b'"Send"' in text)
-    lines[at] = lines[at].replace(b'["Join",null,-1]', b'["Leave","why"]', 1)
+    lines[at] = re.sub(rb'\["Join",.*?\]\]\]', b'["Leave","why"]', lines[at], count=1)
     path.write_bytes(b"".join(lines))
     assert program.main(["replay", str(path)]) == 1
     assert "first: " in capsys.readouterr().out

@@ -117,7 +117,13 @@ def test_sums_of_slices_go_before_parts_and_both_before_a_joiners_state() -> Non
     first = GatherChunk(0, 0, 0, 0, first=True)
     ranks = [
         rank(message)
-        for message in (BoundaryTensor(0, 0, 0, 0, True), first, ReduceChunk(0, 0, 0, 0), Chunk(0, 0, 0, 0))
+        for message in (
+            BoundaryTensor(0, 0, 0, 0, True),
+            first,
+            ReduceChunk(0, 0, 0, 0),
+            Chunk(0, 0, 0, 0),
+            Chunk(0, 0, 0, 0, shard="a checkpoint's"),
+        )
     ]
     assert ranks == sorted(set(ranks)) and ranks[-1] == RANKS - 1
     assert rank(GatherChunk(0, 0, 0, 0)) == rank(ReduceChunk(0, 0, 0, 0))

@@ -39,7 +39,7 @@ name = "unlike"
 peers = 4
 stages = 1
 steps = 100000
-hop_floor_s = 20.0
+min_request_timeout_s = 20.0
 [model]
 hidden_size = 64
 layers = 2

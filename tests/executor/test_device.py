@@ -91,9 +91,9 @@ def test_a_card_without_bfloat16_is_told_of(monkeypatch: pytest.MonkeyPatch, cap
     memory(monkeypatch, free=1 << 30)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     monkeypatch.setattr("shoal.executor.fit.check", lambda config: None)
-    for dtype, told in (("float32", 0), ("bfloat16", 1)):
+    for dtype, warnings in (("float32", 0), ("bfloat16", 1)):
         executor.check(msgspec.structs.replace(on(), train=Train(dtype=dtype)))
-        assert len(caplog.records) == told
+        assert len(caplog.records) == warnings
     assert "emulates train.dtype=bfloat16" in caplog.text
 
 

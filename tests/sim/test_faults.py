@@ -16,6 +16,7 @@ from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Happenings, Scenario, Strikes
 from shoal.sim.swarm import HAPPEN, Swarm
 
+SEEDS = 12  # of a scenario, in which each of its strikes must have happened
 AIMED = [scenario for scenario in FAULTS if scenario.strikes != Strikes()]
 
 
@@ -29,18 +30,18 @@ def played(scenario: Scenario, seed: int) -> Swarm:
 @pytest.mark.parametrize("scenario", AIMED, ids=lambda scenario: scenario.name)
 def test_what_is_aimed_strikes_and_the_run_goes_on(scenario: Scenario) -> None:
     struck: dict[str, int] = {}
-    for seed in range(3):
+    for seed in range(SEEDS):
         struck |= played(scenario, seed).context.struck
         if all(kind in struck for kind in Strikes.__struct_fields__ if getattr(scenario.strikes, kind)):
             return
-    pytest.fail(f"{scenario.strikes}: only {struck} in three seeds")
+    pytest.fail(f"{scenario.strikes}: only {struck} in {SEEDS} seeds")
 
 
 def test_a_large_group_is_struck_in_each_of_its_exchanges() -> None:
     quick = {"stages": (1, 1), "peers": (17, 19), "steps": (4, 5), "microbatches": (19, 19), "faults_s": 15.0}
     scenario = msgspec.structs.replace(SCENARIOS["large_group"], happenings=Happenings(), **quick)
     struck = dict[str, int]()
-    for seed in range(3):
+    for seed in range(5):
         struck |= played(scenario, seed).context.struck
     assert set(struck) == {"rows", "columns", "tellings"}
 

@@ -26,6 +26,10 @@ FIXED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "lost": ((2,), (0, 1)),
     "damaged": ((13,), (14, 15)),  # in which a stage meets a damaged checkpoint
     "planned": ((1, 2), (0,)),
+    "dies_copying": ((3,), (0, 5)),
+    "copies": ((4,), (9, 11)),
+    "machine_dies": ((0,), (1, 5)),
+    "wiped_apart": ((4,), (0, 7)),
     "large_group": ((1,), ()),  # 23 replicas of one stage
 }
 SEEDS = [

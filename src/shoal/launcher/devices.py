@@ -69,9 +69,11 @@ def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = RO
     version = importlib.metadata.version("torch")
     if kind not in usable:
         why = f"PyTorch {version} is built for {' and '.join(sorted(build)) or 'the CPU alone'}"
-        found = f"this machine has a driver for {' and '.join(sorted(drivers)) or 'no card'}"
+        drivers_here = f"this machine has a driver for {' and '.join(sorted(drivers)) or 'no card'}"
         there = ", ".join(["cpu", *sorted(usable)])
-        raise ValueError(f"device.kind = {device.kind!r}: {why}, and {found}; there is {there}; try device.kind=auto")
+        raise ValueError(
+            f"device.kind = {device.kind!r}: {why}, and {drivers_here}; there is {there}; try device.kind=auto"
+        )
     for cards in _card_lists(inherited, root).values():
         if number and int(number) >= len(cards):
             raise ValueError(

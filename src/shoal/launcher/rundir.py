@@ -212,11 +212,15 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
     will join that hold what is missing here."""
     directory.mkdir(parents=True, exist_ok=True)
     standing = surviving(_written(directory))
-    saved = max([_summary_saved(directory), *(step.saved for step in standing)])
     before = _unloadable(directory)
-    if saved >= before:
+    if before < float("inf"):
         print(f"--resume: no machine could load the checkpoint of step {before:.0f}; an older one is taken")
-        saved = 0
+    steps = {0, _summary_saved(directory), *(step.saved for step in standing)}
+    if (
+        others and not Catalog(url_of(config)).place
+    ):  # it is lost: a commit may not have told yet what was saved elsewhere
+        steps |= {step.commit.step + 1 for step in standing if step.commit.save}
+    saved = max(step for step in steps if step < before)
     beginning = checkpoints.newest(config, directory, checkpoints.Wanted(adopt, saved, others, before))
     training, first = beginning.training, beginning.step
     store = Catalog(url_of(config))

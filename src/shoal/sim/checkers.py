@@ -326,9 +326,9 @@ class Durability:
         ] = {}  # by step: who said so, copies, machines that died since
 
     def reported(self, peer: m.Peer, text: str) -> None:
-        found = re.fullmatch(r"step (\d+) saved at .*?(?: in (\d+) copies)?", text)
-        if found is not None:
-            self._reported[int(found[1])] = peer, int(found[2] or 1), 0
+        match = re.fullmatch(r"step (\d+) saved at .*?(?: in (\d+) copies)?", text)
+        if match is not None:
+            self._reported[int(match[1])] = peer, int(match[2] or 1), 0
             self._check()
 
     def goes_back(self, step: int) -> None:
