@@ -84,7 +84,7 @@ def test_ctrl_c_lets_a_guests_peers_leave_in_order_and_twice_ends_them_at_once(s
     host, guest = guests(tmp_path, start)
     guest.send_signal(signal.SIGINT)
     said = end(guest, code=130)
-    assert "leaving at the next step boundary; Ctrl-C again to go at once" in said
+    assert "leaving at the end of the step, at most 20 s from now" in said
     assert len(re.findall(r"left +p\d: left: its launcher asks it to", said)) == 2, said
     seen = committed(tmp_path)
     wait_for(lambda: host.poll() is not None or committed(tmp_path) >= seen + 2)
@@ -98,7 +98,7 @@ def test_ctrl_c_lets_a_guests_peers_leave_in_order_and_twice_ends_them_at_once(s
     hasty.send_signal(signal.SIGINT)
     assert hasty.stdout is not None
     for line in hasty.stdout:
-        if line.startswith("leaving at the next step boundary"):
+        if line.startswith("leaving at the end of the step"):
             break
     hasty.send_signal(signal.SIGINT)
     end(hasty, code=130)
