@@ -80,10 +80,10 @@ def test_a_run_that_cannot_save_says_so_all_along_and_ends_with_an_error(start: 
 
 
 def damage(folder: Path) -> None:
-    """One bit of its weights."""
-    path = next(folder.glob("model-*.safetensors"))
-    data = path.read_bytes()
-    path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
+    """One bit of each stage's weights."""
+    for path in folder.glob("model-*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
 
 
 def saved(tmp_path: Path) -> list[Path]:

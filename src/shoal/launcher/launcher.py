@@ -366,7 +366,7 @@ class Launcher:
         """A peer has ended by itself."""
         why = child.ended.reason if child.ended is not None else f"its process ended with {child.process.returncode}"
         self.watch.tell("trouble", f"{child.label} is gone: {why}", time.monotonic())
-        if self.authority is not None and not self.watch.started:  # what ended it would end the next one
+        if self.authority is not None and not self.watch.began:  # what ended it would end the next one
             self._give_up(f"{child.label} ended before training began: {why}\n{child.last_words()}")
         elif self.spares and self.authority is not None and self.crew.living:
             self.spares -= 1

@@ -122,6 +122,11 @@ class RunMonitor:
         return self.books.view is not None and self.books.view.started
 
     @property
+    def began(self) -> bool:
+        """A step has begun in this session, if only to go back to a checkpoint since."""
+        return self.started or (self.books.view is not None and self.books.view.epoch > 0)
+
+    @property
     def finished(self) -> bool:
         if self.books.view is None:  # there may be nothing left to do
             return self.resumed.first_step >= self.config.run.steps

@@ -50,6 +50,11 @@ class TensorSpan(msgspec.Struct, frozen=True):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
+_SPANS = msgspec.json.Decoder(
+    TensorSpan
+)  # at import: msgspec 0.22 crashes when two threads decode a type for the first time
+
+
 def raw(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes; shares the memory of a contiguous CPU tensor."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -107,7 +112,7 @@ def parse(text: bytes) -> tuple[dict[str, TensorSpan], dict[str, str]]:
     try:
         fields = msgspec.json.decode(text.rstrip(b" "), type=dict[str, msgspec.Raw])
         note = msgspec.json.decode(fields.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        spans = {name: msgspec.json.decode(span, type=TensorSpan) for name, span in fields.items()}
+        spans = {name: _SPANS.decode(span) for name, span in fields.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"a header that cannot be read: {error}") from error
     spans = dict(sorted(spans.items(), key=lambda item: item[1].data_offsets))

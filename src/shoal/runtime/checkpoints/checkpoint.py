@@ -50,6 +50,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values_bytes: int  # of those tensors
 
 
+RECORDS = msgspec.json.Decoder(Record)  # at import, see marker.py
+
+
 class About(msgspec.Struct, frozen=True):
     """What a checkpoint says of its run beside the tensors. `files`: the model's configuration, the tokenizer."""
 
@@ -343,7 +346,7 @@ def _files_of(shard: Record) -> dict[str, File]:
 def _checked(step: int, records: Iterable[str]) -> list[Record]:
     """The records, which came from other peers, one of each stage in order."""
     try:
-        shards = [msgspec.json.decode(record, type=Record) for record in records]
+        shards = [RECORDS.decode(record) for record in records]
     except msgspec.MsgspecError as error:
         raise ValueError(f"a record of step {step} cannot be read: {error}") from error
     shards.sort(key=lambda shard: shard.stage)

@@ -23,7 +23,7 @@ import msgspec
 from shoal.core.messages import ABOUT, Manifest, OfferShard, ReadShard, Result, RunCopy, WriteChunk
 from shoal.runtime.checkpoints import marker
 from shoal.runtime.checkpoints.catalog import folder
-from shoal.runtime.checkpoints.checkpoint import Record, Store
+from shoal.runtime.checkpoints.checkpoint import RECORDS, Store
 from shoal.runtime.checkpoints.marker import MARKER, Training
 from shoal.runtime.checkpoints.storage import READ_BYTES, File
 from shoal.runtime.state import MAX_CHUNK_BYTES
@@ -217,7 +217,7 @@ class Copies:
                 raise ValueError(f"small files of {task.size_bytes} bytes; {ABOUT_BYTES} are taken")
             return {ABOUT: File(task.size_bytes, "")}
         if task.record:
-            record = msgspec.json.decode(task.record, type=Record)
+            record = RECORDS.decode(task.record)
             if (record.step, record.stage, record.stages) != (task.step, task.stage, self._stages):
                 raise ValueError(f"the record is of shard {record.stage + 1} of {record.stages} of step {record.step}")
             names = marker.shard_names(record.stage, record.stages)

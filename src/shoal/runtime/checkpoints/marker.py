@@ -78,6 +78,11 @@ class Unreadable(ValueError):
     """Why a training.json is none of this version's: 'damaged: ...' or 'foreign: ...'."""
 
 
+_DECODER = msgspec.json.Decoder(
+    Training
+)  # at import: msgspec 0.22 crashes when two threads decode a type for the first time
+
+
 def encoded(training: Training) -> bytes:
     """The file's content, sealed."""
     return _sealed(msgspec.json.format(msgspec.json.encode(training), indent=2))
@@ -90,7 +95,7 @@ def decoded(text: bytes) -> Training:
         number = msgspec.json.decode(found.get("format", msgspec.Raw(b"null")))
         if number != FORMAT:
             raise Unreadable(f"foreign: {MARKER} has format {number!r}, this version reads {FORMAT}")
-        return msgspec.json.decode(msgspec.json.encode(found), type=Training)
+        return _DECODER.decode(msgspec.json.encode(found))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Unreadable(f"damaged: {MARKER} cannot be read: {error}") from error
 

@@ -449,7 +449,7 @@ class TaskRunner:
         record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
         if self._saved is copy:
             self._saved = None  # the record is all that will be asked for again
-        files = msgspec.json.decode(record, type=checkpoint.Record)
+        files = checkpoint.RECORDS.decode(record)
         return Result(record=record, digest=marker.content_of((files.model, files.optimizer)))
 
     def _publish(self, task: RunPublish) -> Result:

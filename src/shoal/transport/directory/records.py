@@ -73,6 +73,11 @@ class Sealed(msgspec.Struct, frozen=True, array_like=True):
     proof: bytes
 
 
+# Decoders are made at import: msgspec 0.22 crashes when two threads decode a type for the first time.
+_SEALED = msgspec.msgpack.Decoder(Sealed)
+_RECORDS = msgspec.msgpack.Decoder(PeerRecord)
+
+
 class BudgetSpent(ValueError):
     """More records are sent than are verified: this one may be valid, and may be sent again."""
 
@@ -88,8 +93,8 @@ def opened(data: bytes, run: str, now: float) -> tuple[PeerRecord, Sealed]:
     if len(data) > MAX_SEALED_BYTES:
         raise ValueError(f"a record of {len(data)} bytes; at most {MAX_SEALED_BYTES}")
     try:
-        sealed = msgspec.msgpack.decode(data, type=Sealed)
-        record = msgspec.msgpack.decode(sealed.body, type=PeerRecord)
+        sealed = _SEALED.decode(data)
+        record = _RECORDS.decode(sealed.body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"not a record: {error}") from None
     if record.run != run:

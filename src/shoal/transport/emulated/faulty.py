@@ -52,10 +52,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return peer in self.others if self.others else peer not in self.side
 
 
+_FAULTS = msgspec.json.Decoder(tuple[Fault, ...])
+
+
 def read(path: Path) -> tuple[Fault, ...]:
     """None when there is no file, or when it is none of ours: nobody's training ends with a torn file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Fault, ...])
+        return _FAULTS.decode(path.read_bytes())
     except (FileNotFoundError, msgspec.DecodeError):
         return ()
 

@@ -117,6 +117,13 @@ class PassList(ArrayStruct, frozen=True):
     signature: Signature = bytes(64)
 
 
+# Decoders are made at import: msgspec 0.22 crashes when two threads decode a type for the first time.
+_GRANTS = msgspec.msgpack.Decoder(Grant)
+_PASSES = msgspec.msgpack.Decoder(Pass)
+_REVOKED = msgspec.msgpack.Decoder(Revoked)
+_LISTS = msgspec.msgpack.Decoder(PassList)
+
+
 class NotWelcome(ValueError):
     """The pass is genuine, and revoked. `notice` proves it to its holder."""
 
@@ -158,7 +165,7 @@ class Membership:
         self._standing = standing
         self._proof = proof
         try:
-            self._pass: Pass | None = msgspec.msgpack.decode(proof, type=Pass)
+            self._pass: Pass | None = _PASSES.decode(proof)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self._pass = None
 
@@ -207,7 +214,7 @@ class Membership:
         if len(data) > MAX_LIST_BYTES:
             raise ValueError(f"a list of passes of {len(data)} bytes; at most {MAX_LIST_BYTES}")
         try:
-            pass_list = msgspec.msgpack.decode(data, type=PassList)
+            pass_list = _LISTS.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ValueError("not a list of passes") from None
         if pass_list.version <= self._standing.version:
@@ -231,7 +238,7 @@ class Membership:
     def take_grant(self, data: bytes) -> bool:
         """Somebody hands me a grant that may be a renewal of my own. Whatever else it is counts for nothing."""
         try:
-            grant = msgspec.msgpack.decode(data, type=Grant)
+            grant = _GRANTS.decode(data)
             if not self._renews_mine(grant):
                 return False
             grant.check_signature()
@@ -246,7 +253,7 @@ class Membership:
     def take_notice(self, data: bytes) -> bool:
         """Somebody who refuses me shows the authority's word that I am not welcome. Is it?"""
         try:
-            entry = msgspec.msgpack.decode(data, type=Revoked)
+            entry = _REVOKED.decode(data)
             if key_id(entry.authority) != self.run or entry.what not in (invite_of(self.name), key_of(self.name)):
                 return False
             entry.check_signature()
@@ -280,7 +287,7 @@ def _read_pass(proof: bytes, run: str, peer: Peer) -> Grant:
     if len(proof) > MAX_PASS_BYTES:
         raise ValueError("malformed pass")
     try:
-        shown = msgspec.msgpack.decode(proof, type=Pass)
+        shown = _PASSES.decode(proof)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise ValueError("malformed pass") from None
     if key_id(shown.grant.authority) != run:
