@@ -337,13 +337,39 @@ def test_a_leaver_goes_at_the_end_of_the_step_unless_its_stage_would_be_empty() 
     leader.hear("c", Leave(reason="maintenance"))
     leader.fill_books()
     leader.reduce()
-    assert [m.peer for m in leader.view.members] == ["a", "b", "c"], "b is the last of stage 1: nobody goes"
+    assert [m.peer for m in leader.view.members] == ["a", "b"], "b is the last of stage 1, which keeps nobody else"
     leader = LeaderRig()
     leader.start()
     leader.hear("c", Leave(reason="maintenance"))
     leader.fill_books()
     leader.reduce()
     assert [m.peer for m in leader.view.members] == ["a", "b"] and "c leaves: maintenance" in leader.view.reason
+
+
+def test_a_leaver_waits_20_s_for_the_end_of_the_step_and_its_bookings_are_computed_again() -> None:
+    leader = LeaderRig()
+    leader.start()
+    leader.heartbeat("c", (1,))
+    leader.hear("c", Leave(reason="maintenance"))
+    leader.wait(19.0, alive=("b", "c"))
+    assert [m.peer for m in leader.view.members] == ["a", "b", "c"]
+    leader.wait(2.0, alive=("b", "c"))
+    assert [m.peer for m in leader.view.members] == ["a", "b"]
+    assert "c leaves in the middle of step 0: maintenance" in leader.view.reason
+    assert (leader.view.account.redone, leader.view.account.killed) == (1, 0)
+
+
+def test_a_leaver_goes_at_once_where_steps_are_long_unless_it_is_its_stages_last() -> None:
+    leader = LeaderRig()
+    leader.start()
+    leader.wait(30.0, alive=("b", "c"))
+    leader.fill_books()
+    leader.reduce()
+    leader.hear("b", Leave(reason="maintenance"))
+    leader.hear("c", Leave(reason="maintenance"))
+    leader.wait(1.0, alive=("b", "c"))
+    assert leader.view.step == 1
+    assert [m.peer for m in leader.view.members] == ["a", "b"], "b is the last of stage 1"
 
 
 def test_a_joiner_that_holds_the_state_takes_part_in_the_round_and_becomes_a_member() -> None:

@@ -61,9 +61,12 @@ def test_a_peer_told_to_go_leaves_with_nothing_redone(start: Start, tmp_path: Pa
     ), output
 
 
-def guests(tmp_path: Path, start: Start) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """A host with three peers and a guest with two, which train together."""
-    host = start("run", "tiny.toml", "run.peers=5", "--here", "3", *LONG_STEPS)
+def guests(
+    tmp_path: Path, start: Start, emulated_s: float = 0.1, steps: int = 2
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """A host with three peers and a guest with two, which train together and have committed so many steps."""
+    emulated = f"device.emulated_s={emulated_s}"
+    host = start("run", "tiny.toml", "run.peers=5", "--here", "3", *LONG_STEPS, emulated)
     bootstrap = tmp_path / "runs/tiny/bootstrap.json"
     wait_for(lambda: host.poll() is not None or (bootstrap.exists() and len(json.loads(bootstrap.read_bytes())) == 3))
     invite = end(start("invite", "tiny.toml")).strip()
@@ -74,9 +77,9 @@ def guests(tmp_path: Path, start: Start) -> tuple[subprocess.Popen[str], subproc
         "2",
         "run.dir=guest",
         *(word for word in NO_MODEL if "device" in word),
-        "device.emulated_s=0.1",
+        emulated,
     )
-    wait_for(lambda: host.poll() is not None or committed(tmp_path) >= 2)
+    wait_for(lambda: host.poll() is not None or (bool(peers(tmp_path)) and committed(tmp_path) >= steps))
     return host, guest
 
 
@@ -84,7 +87,7 @@ def test_ctrl_c_lets_a_guests_peers_leave_in_order_and_twice_ends_them_at_once(s
     host, guest = guests(tmp_path, start)
     guest.send_signal(signal.SIGINT)
     said = end(guest, code=130)
-    assert "leaving at the next step boundary; Ctrl-C again to go at once" in said
+    assert "leaving at the end of the step, at most 20 s from now" in said
     assert len(re.findall(r"left +p\d: left: its launcher asks it to", said)) == 2, said
     seen = committed(tmp_path)
     wait_for(lambda: host.poll() is not None or committed(tmp_path) >= seen + 2)
@@ -98,7 +101,7 @@ def test_ctrl_c_lets_a_guests_peers_leave_in_order_and_twice_ends_them_at_once(s
     hasty.send_signal(signal.SIGINT)
     assert hasty.stdout is not None
     for line in hasty.stdout:
-        if line.startswith("leaving at the next step boundary"):
+        if line.startswith("leaving at the end of the step"):
             break
     hasty.send_signal(signal.SIGINT)
     end(hasty, code=130)
@@ -110,6 +113,17 @@ def test_ctrl_c_lets_a_guests_peers_leave_in_order_and_twice_ends_them_at_once(s
     output = end(host, code=130)
     locals_file = summary(tmp_path)
     assert (locals_file["lost"], locals_file["counted_twice"]) == (0, 0), output
+
+
+def test_ctrl_c_lets_a_guest_leave_in_the_middle_of_a_step_that_lasts_minutes(start: Start, tmp_path: Path) -> None:
+    host, guest = guests(tmp_path, start, emulated_s=5.0, steps=0)
+    guest.send_signal(signal.SIGINT)
+    said = end(guest, code=130)
+    assert len(re.findall(r"left +p\d: left: its launcher asks it to", said)) == 2, said
+    assert committed(tmp_path) == 0
+    host.send_signal(signal.SIGINT)
+    output = end(host, code=130)
+    assert "leaves in the middle of step 0: its launcher asks it to" in output, output
 
 
 def test_ctrl_c_on_the_host_hands_the_run_over_when_others_can_go_on(start: Start, tmp_path: Path) -> None:

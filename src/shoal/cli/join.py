@@ -1,9 +1,9 @@
 """`shoal join INVITE`: take part in a run by its invite, with one peer or several on this machine.
 
-The same watching and the same directory as `shoal run` (cli/run.py), for a guest: Ctrl-C lets the peers leave at the next
-step boundary, and the account is the host's to make. An invite is a secret, and every user of a machine sees the arguments of its
-programs: so it may also come by a file, by standard input or by the environment. It names no file of this machine: --files DIR says
-what the run may read, or settings name things one by one (guest.py).
+The same watching and the same directory as `shoal run` (cli/run.py), for a guest: Ctrl-C lets the peers leave at the end of the
+step or within 20 s, and the account is the host's to make. An invite is a secret, and every user of a machine sees the arguments of
+its programs: so it may also come by a file, by standard input or by the environment. It names no file of this machine: --files DIR
+says what the run may read, or settings name things one by one (guest.py).
 """
 
 from __future__ import annotations

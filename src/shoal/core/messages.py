@@ -351,7 +351,7 @@ class Redirect(Wire, frozen=True):
 
 
 class Leave(Wire, frozen=True):
-    """To the leader: I go at the next step boundary."""
+    """To the leader: I go at the end of the step, or in its middle when that is more than 20 s away."""
 
     reason: Text = ""
 
@@ -1000,7 +1000,7 @@ class Found(Event, frozen=True):
 
 
 class Asked(Event, frozen=True):
-    """A person or the launcher asks this peer to leave at the next step boundary."""
+    """A person or the launcher asks this peer to leave: at the end of the step, or within 20 s."""
 
     reason: Text = ""
 

@@ -181,7 +181,9 @@ def headline(snapshot: Snapshot) -> str:
 
 def _count(peers: tuple[PeerLine, ...]) -> str:
     machines = {peer.machine for peer in peers}
-    return f"{len(peers)} peers" + (f" on {len(machines)} machines" if len(machines) > 1 else "")
+    return f"{len(peers)} peer{'' if len(peers) == 1 else 's'}" + (
+        f" on {len(machines)} machines" if len(machines) > 1 else ""
+    )
 
 
 def rows(snapshot: Snapshot) -> int:

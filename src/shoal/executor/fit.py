@@ -17,7 +17,7 @@ from shoal.model.cut import Stage, cut
 from shoal.numerics.eightbit import nbytes
 from shoal.units import size
 
-ROUND_BYTES = 8  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient, and its clipped copy
+ROUND_BYTES = 4  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient
 
 
 def check(config: Config) -> None:

@@ -110,7 +110,7 @@ class LocalSteps:
         self._begin(self._version)
 
     def digest(self) -> str:
-        return digest_of([self._start])
+        return digest_of(value for name, value in self.state().items() if name.startswith(MODEL))
 
     def refresh(self) -> None:
         self._begin(self._version)

@@ -19,6 +19,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config
+from shoal.core.leader.rules import removal
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
@@ -41,7 +42,7 @@ from shoal.transport.identity.invite import Authority
 SHOW_S = 0.25
 STATUS_S = 1.0
 FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
-LEAVE_S = 120.0  # for a guest's step to end
+LEAVE_S = 120.0  # for a stage's last replica to be replaced, and for a leader that the others must replace first
 LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
 HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended processes do not come back
 RECOVER_S = 900.0  # the same, when members on other machines could go on: an operator has time for `shoal recover`
@@ -174,7 +175,10 @@ class Launcher:
             members = self.watch.members()
             await self.crew.wait([child for child in self.crew.living if child.label in members], FAREWELL_S)
         elif (self.authority is None or self.watch.elsewhere()) and self.crew.living and not self.user_error:
-            print("leaving at the next step boundary; Ctrl-C again to go at once")
+            print(f"leaving at the end of the step, at most {removal.LEAVE_S:.0f} s from now{self._only_here()}")
+            print(
+                "Ctrl-C again to go at once: the others notice it seconds later and compute again what these peers did"
+            )
             self.over.clear()
             self.crew.signal(signal.SIGTERM)
             left = asyncio.ensure_future(self.crew.wait(self.crew.living, LEAVE_S))
@@ -182,6 +186,19 @@ class Launcher:
             await asyncio.wait((left, again), return_when=asyncio.FIRST_COMPLETED)
             again.cancel()
         await self.crew.stop(0.0 if self.interrupted else None)
+
+    def _only_here(self) -> str:
+        """Which stages have all their replicas on this machine: their last replica cannot leave while the run goes on."""
+        view = self.watch.books.view
+        members = view.members if view is not None and view.started else ()
+        elsewhere = {member.stage for member in members if member.peer not in self.watch.labels}
+        stages = sorted({member.stage for member in members} - elsewhere)
+        if not stages:
+            return ""
+        return (
+            f", except the last replica of stage {', '.join(map(str, stages))}, which no other machine serves: it waits up to "
+            f"{LEAVE_S:.0f} s for one, then the run loses the stage (run.lost_stage says what follows)"
+        )
 
     def _conclude(self) -> int:
         finished = self.watch.finished and not self.watch.failed
@@ -210,6 +227,10 @@ class Launcher:
 
     def _conclude_guest(self, finished: bool) -> int:
         print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
+        if not finished:
+            print(
+                "to take part again: the same command with an invite that is still good; what was committed is kept by the run"
+            )
         if unsaved := self.watch.unsaved(ended=True):
             print(f"{unsaved}. What was trained since is lost.")
         return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED

@@ -123,7 +123,7 @@ class Node:
         return self.finish
 
     def leave(self, reason: str) -> None:
-        """Ask the machine to leave at the next step boundary."""
+        """Ask the machine to leave at the end of the step, or within 20 s."""
         self.handle(Asked(reason=reason))
 
     def save(self) -> None:

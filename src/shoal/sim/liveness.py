@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.core.messages import Peer, View
 from shoal.sim.checkers import progress
 from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
@@ -40,7 +41,10 @@ class Liveness:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
             undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
-            if undisturbed_s < HOME_BEATS * context.settings.beat_s or node.condition.leaving:
+            if undisturbed_s < HOME_BEATS * context.settings.beat_s:
+                continue
+            if node.condition.leaving:
+                self._check_leaver(node.name, newest)
                 continue
             if node.name not in known:
                 text = f"lives since {node.process.born_s:.0f} s and is no member of {progress(newest)}"
@@ -48,6 +52,12 @@ class Liveness:
             blobs = sorted(node.runner.blobs)
             if len(blobs) > MOST_BLOBS:
                 context.watch.report(node.name, "leak", f"holds {len(blobs)} blobs after the last step: {blobs[:8]}")
+
+    def _check_leaver(self, name: Peer, view: View) -> None:
+        """It was asked to leave longer ago than removal.LEAVE_S, so it is out, unless its stage has nobody else."""
+        stage = next((one.stage for one in view.members if one.peer == name), None)
+        if stage is not None and sum(one.stage == stage for one in view.members) > 1:
+            self._context.watch.report(name, "leaves", f"was asked to leave and is still a member of {progress(view)}")
 
     def describe(self) -> str:
         """How far the run is, in words."""

@@ -58,6 +58,7 @@ class Requests:
     def __init__(self, settings: Settings) -> None:
         self.joins: dict[Peer, Join] = {}
         self.leaves: dict[Peer, str] = {}
+        self.leave_at: dict[Peer, float] = {}  # when each of them asked
         self.save = False  # until a commit says that its checkpoint is saved
         self.pauses = Pauses(settings)
         self.joined_in: dict[Peer, int] = {}  # joiners: the view that made them so; what they reported before is void
@@ -242,6 +243,7 @@ class Facts:
             self.doubted,
             self.load_failed,
             requests.leaves,
+            requests.leave_at,
             evidence.guilty,
             evidence.unfit,
             self.history.waited_s,
@@ -305,6 +307,7 @@ class Facts:
                 self._on_heartbeat(peer, message, now)
             case Leave():
                 self.requests.leaves.setdefault(peer, message.reason)
+                self.requests.leave_at.setdefault(peer, now)
             case Complaint():
                 self._on_complaint(peer, message)
             case LoadFailed():

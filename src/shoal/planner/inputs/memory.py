@@ -22,7 +22,7 @@ from shoal.planner.inputs.cluster import Device
 from shoal.planner.inputs.profile import FP32_BYTES, MOMENTS_BYTES, Part, StageProfile
 
 SLACK = 1.015  # tables of positions, masks, checks that values are finite; measured: 0.98 to 1.02 without it
-STEPPING_BYTES = 8  # per parameter in an optimizer step: the averaged gradient, and its clipped copy
+STEPPING_BYTES = 4  # per parameter in an optimizer step: the averaged gradient
 RESERVE_BYTES = 1e9  # context, kernels and allocator slack of an accelerator: papers' rule of thumb
 SMALL_BYTES = 8e9  # a device with less is a CPU process or a small card: it reserves an eighth
 
@@ -98,16 +98,14 @@ def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optim
 
 
 def backward_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int, *, checkpointing: bool) -> float:
-    """Peak of a backward pass beyond what a stage always holds; in the end all gradients with, of bf16, their fp32 copies, or what
-    checks one."""
+    """Peak of a backward pass beyond what a stage always holds; in the end all gradients with, of bf16, their fp32 copies."""
     hand_bytes, others = max(boundary_bytes, stage.input_bytes), 1 - 1 / stage.slices
     given_bytes = 0.0 if stage.last else hand_bytes  # the gradient of its output
     most, gradients = _passing(stage.parts, value_bytes, given_bytes, others, checkpointing)
     if stage.tied:  # the head's gradient, the embedding's, and their sum
         most = max(most, gradients + stage.parts[0].parameters * value_bytes)
-    checking = (value_bytes + 3) * max(part.matrix for part in stage.parts)  # that a gradient is finite
     copies = 4 * stage.parameters if value_bytes < 4 else 0.0
-    most = max(most, stage.parameters * value_bytes + max(checking, copies))
+    most = max(most, stage.parameters * value_bytes + copies)
     # Of slices: the sum before, in case a later one fails, and the gradients of their inputs. fp32 blocks save their input itself.
     inner = 0.0 if stage.first else others + (1.0 if value_bytes < 4 else others)
     return most + inner * hand_bytes + 4 * stage.parameters * (stage.slices > 1)

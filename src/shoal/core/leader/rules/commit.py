@@ -7,6 +7,7 @@ the replicas of every stage agree.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -140,11 +141,16 @@ def _account(view: View, last: Committed, new: tuple[Member, ...], microbatches:
 
 
 def _without(leaving: dict[Peer, str], members: tuple[Member, ...]) -> tuple[tuple[Member, ...], dict[Peer, str]]:
-    """Members that stay, and those that leave: none when a stage would be emptied."""
-    staying = tuple(member for member in members if member.peer not in leaving)
-    if {member.stage for member in staying} != {member.stage for member in members}:
-        return members, {}
-    return staying, leaving
+    """Members that stay, and those that leave: all but the last replica of a stage."""
+    replicas = Counter(member.stage for member in members)
+    staying, left = list[Member](), dict[Peer, str]()
+    for member in members:
+        if member.peer in leaving and replicas[member.stage] > 1:
+            replicas[member.stage] -= 1
+            left[member.peer] = leaving[member.peer]
+        else:
+            staying.append(member)
+    return tuple(staying), left
 
 
 def _took_part(view: View, last: Committed) -> tuple[Member, ...]:

@@ -1,7 +1,10 @@
-"""Evictions: the view without members that are silent, convicted (evictions.py) or hold a wrong state; others take over their work."""
+"""The view without members that are silent, convicted (evictions.py), hold a wrong state, or leave and cannot wait for the step's end;
+others take over their work."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Container, Iterable
 
 import msgspec
@@ -16,10 +19,11 @@ from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Account, Member, Peer, Settings, View
 
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or sends a heartbeat within this many beats
+LEAVE_S = 20.0  # a peer that asks to leave waits no longer for the end of the step, which commit.py prefers: nothing is redone then
 
 
 def removal_due(view: View, facts: Facts, settings: Settings, now: float) -> bool:
-    """A peer is convicted, or silence is looked at now."""
+    """A peer is convicted, or silence and leavers are looked at now."""
     evidence = facts.evidence
     return bool(facts.scan or evidence.guilty or evidence.stale or evidence.unfit)
 
@@ -28,6 +32,8 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     """Evict the silent, the guilty and joiners with a wrong state; members with a wrong state download it again. Where that leaves a
     stage too thin, others move there at once: the end of the step may be far."""
     evicted = _evicted(view, facts, settings, now)
+    leaving = _leaving(view, evicted, facts, settings, now)
+    evicted |= leaving
     stale = facts.evidence.stale
     again = {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
     if not evicted and not again:
@@ -42,7 +48,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         "joining": joining,
         "owners": inherit(view, members, facts.ledger(view.work).open(members)),
         "fenced": view.fenced + _of(view.members, void),
-        "account": _account(view, void, evicted, facts),
+        "account": _account(view, void, evicted.keys() - leaving.keys(), facts),
         "evicted": evicting(view.evicted, [peer for peer in evicted if peer in facts.evidence.guilty]),
     }
     if opens_again(view, void, facts):
@@ -103,6 +109,24 @@ def _evicted(view: View, facts: Facts, settings: Settings, now: float) -> dict[P
         elif peer in facts.evidence.unfit:
             evicted[peer] = facts.evidence.unfit[peer]
     return evicted
+
+
+def _leaving(view: View, evicted: Container[Peer], facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:
+    """Peers that asked to leave and go now, and why: joiners at once, members when the step's end is too far and their stage keeps
+    another member."""
+    leaves, leave_at = facts.requests.leaves, facts.requests.leave_at
+    if view.step >= settings.steps:  # the checkpoint needs the members, and then the run is over
+        return {}
+    leaving = {one.peer: f"leaves: {leaves[one.peer]}" for one in view.joining if one.peer in leaves}
+    rest_s = facts.history.rest_s(facts.share(view), now)
+    far = not view.started or (rest_s > LEAVE_S and LEAVE_S < facts.history.step_s < math.inf)
+    replicas = Counter(one.stage for one in view.members if one.peer not in evicted)
+    for one in view.members:
+        due = one.peer in leaves and one.peer not in evicted and (far or now - leave_at[one.peer] >= LEAVE_S)
+        if due and replicas[one.stage] > 1:
+            replicas[one.stage] -= 1
+            leaving[one.peer] = f"leaves in the middle of step {view.step}: {leaves[one.peer]}"
+    return leaving
 
 
 def _moves(
