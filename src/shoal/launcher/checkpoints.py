@@ -85,9 +85,30 @@ class Wanted(msgspec.Struct, frozen=True):
 
 def newest(config: Config, directory: Path, wanted: Wanted) -> Beginning:
     """The checkpoint to go on from, every byte of which was checked."""
-    adopt, saved, others = wanted.adopt, wanted.saved, wanted.others
-    run = authority(directory)
-    catalog = Catalog(url_of(config), run)
+    saved, others = wanted.saved, wanted.others
+    catalog = Catalog(url_of(config), authority(directory))
+    _settle_foreign(catalog, config, directory, adopt=wanted.adopt)
+    entry, refused = catalog.soundest_entry(wanted.before, others)
+    training = entry.training if entry is not None else None
+    step = training.step if training is not None else 0
+    if others and training is None:  # a marker that is damaged here may be whole elsewhere
+        saved = max([saved, *(one.step for one in refused if one.wrong.startswith("damaged"))])
+    refused += tuple(_passed_over(catalog, one) for one in catalog.entries() if one.step >= wanted.before)
+    if others and saved > step:
+        _leave_to_others(catalog, step, saved, refused)
+        return Beginning(saved)
+    _refuse_unusable(catalog, training, refused, saved)
+    if training is not None:
+        marker.refuse_foreign(training, config)
+    _set_damaged_aside(catalog, refused)
+    if entry is not None:
+        _print_choice(catalog, entry, refused, saved)
+    return Beginning(step, training)
+
+
+def _settle_foreign(catalog: Catalog, config: Config, directory: Path, *, adopt: bool) -> None:
+    """Other runs' checkpoints are taken over (`adopt`), or refused."""
+    run = catalog.authority or ""
     foreign = [entry for entry in catalog.entries() if entry.training is not None and entry.training.authority != run]
     if foreign and not adopt:
         raise ValueError(
@@ -97,35 +118,24 @@ def newest(config: Config, directory: Path, wanted: Wanted) -> Beginning:
         )
     if foreign:
         _take_over(catalog, config, foreign)
-    entry, refused = catalog.soundest_entry(wanted.before, others)
-    training = entry.training if entry is not None else None
-    step = training.step if training is not None else 0
-    if others and training is None:  # a marker that is damaged here may be whole elsewhere
-        saved = max([saved, *(one.step for one in refused if one.wrong.startswith("damaged"))])
-    refused += tuple(_passed_over(catalog, one) for one in catalog.entries() if one.step >= wanted.before)
-    if others and saved > step:
-        unmarked = f"foreign: no {marker.MARKER}"  # it is the run's own, if what is left of it is
-        _refuse_unread(catalog, step, [one for one in refused if (one.step, one.wrong) != (saved, unmarked)])
-        here = next((one.wrong for one in refused if one.step == saved), "nothing of it is here")
-        print(escaped(f"the checkpoint of step {saved} is downloaded from the machines that join: {here}"))
-        _set_damaged_aside(catalog, [one for one in refused if one.step > saved])
-        return Beginning(saved)
-    _refuse_unusable(catalog, training, refused)
-    if training is None and saved:
-        raise ValueError(
-            f"--resume: a checkpoint of step {saved} was saved, and none is at {catalog.url}. Put it back, or set "
-            "checkpoint.url to where it is; where other machines hold copies of it, let them join (--here N, less than run.peers); "
-            "or give the command without --resume to begin at step 0"
-        )
-    if training is not None:
-        marker.refuse_foreign(training, config)
-    _set_damaged_aside(catalog, refused)
-    if training is not None and (training.step < saved or any(not catalog.unfinished(entry) for entry in refused)):
-        print(f"GOING BACK to step {training.step}: its checkpoint is the newest that is whole")
-    if entry is not None and (entry.wrong or entry.elsewhere):
+
+
+def _leave_to_others(catalog: Catalog, step: int, saved: int, refused: Sequence[Entry]) -> None:
+    """The checkpoint of step `saved` is newer than any that is whole here: every machine goes back to it."""
+    unmarked = f"foreign: no {marker.MARKER}"  # it is the run's own, if what is left of it is
+    _refuse_unread(catalog, step, [one for one in refused if (one.step, one.wrong) != (saved, unmarked)])
+    here = next((one.wrong for one in refused if one.step == saved), "nothing of it is here")
+    print(escaped(f"the checkpoint of step {saved} is downloaded from the machines that join: {here}"))
+    _set_damaged_aside(catalog, [one for one in refused if one.step > saved])
+
+
+def _print_choice(catalog: Catalog, entry: Entry, refused: Sequence[Entry], saved: int) -> None:
+    """Say whether the run goes on from an older checkpoint than the newest, and what of it is not here."""
+    if entry.step < saved or any(not catalog.unfinished(one) for one in refused):
+        print(f"GOING BACK to step {entry.step}: its checkpoint is the newest that is whole")
+    if entry.wrong or entry.elsewhere:
         what = entry.wrong or f"{', '.join(entry.elsewhere)} are kept by other machines"
         print(escaped(f"{entry.path}: {what}; what is needed here is downloaded from the machines that join"))
-    return Beginning(step, training)
 
 
 def _passed_over(catalog: Catalog, entry: Entry) -> Entry:
@@ -163,7 +173,7 @@ def wrongs(entries: Sequence[Entry]) -> str:
     return "; ".join(f"{entry.path}: {entry.wrong}" for entry in entries)
 
 
-def _refuse_unusable(catalog: Catalog, training: Training | None, refused: Sequence[Entry]) -> None:
+def _refuse_unusable(catalog: Catalog, training: Training | None, refused: Sequence[Entry], saved: int) -> None:
     """Where progress would be lost without a word from the user, or overwritten later."""
     lost = [entry for entry in refused if not catalog.unfinished(entry)]
     if training is None and lost:
@@ -171,6 +181,12 @@ def _refuse_unusable(catalog: Catalog, training: Training | None, refused: Seque
             f"--resume: {catalog.url} holds {len(lost)} checkpoint{'s' if len(lost) > 1 else ''}, and none can be gone on "
             f"from: {wrongs(lost)}. Put a whole copy of one there, or use the version of Shoal that wrote them; or give the "
             "command without --resume to begin at step 0: what is there is then kept beside it"
+        )
+    if training is None and saved:
+        raise ValueError(
+            f"--resume: a checkpoint of step {saved} was saved, and none is at {catalog.url}. Put it back, or set "
+            "checkpoint.url to where it is; where other machines hold copies of it, let them join (--here N, less than run.peers); "
+            "or give the command without --resume to begin at step 0"
         )
     if training is not None:
         _refuse_unread(catalog, training.step, lost)

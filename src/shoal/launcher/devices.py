@@ -61,6 +61,16 @@ def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = RO
     kind, _, number = device.kind.partition(":")
     if kind in ("auto", "cpu") or device.executor == "emulated":
         return
+    _refuse_unusable(device.kind, kind, root)
+    for cards in _card_lists(inherited, root).values():
+        if number and int(number) >= len(cards):
+            raise ValueError(
+                f"device.kind = {device.kind!r}, but there are {len(cards)} cards; try device.kind={kind}:0"
+            )
+
+
+def _refuse_unusable(device: str, kind: str, root: Path) -> None:
+    """ValueError: PyTorch is not built for that kind of device, or this machine has no driver for it."""
     build = {name for name, version in _build().items() if version}
     drivers = {name for name, files in DRIVERS.items() if any((root / file).exists() for file in files)}
     usable = {"cuda" if name == "hip" else name for name in build & drivers} | (
@@ -71,14 +81,7 @@ def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = RO
         why = f"PyTorch {version} is built for {' and '.join(sorted(build)) or 'the CPU alone'}"
         drivers_here = f"this machine has a driver for {' and '.join(sorted(drivers)) or 'no card'}"
         there = ", ".join(["cpu", *sorted(usable)])
-        raise ValueError(
-            f"device.kind = {device.kind!r}: {why}, and {drivers_here}; there is {there}; try device.kind=auto"
-        )
-    for cards in _card_lists(inherited, root).values():
-        if number and int(number) >= len(cards):
-            raise ValueError(
-                f"device.kind = {device.kind!r}, but there are {len(cards)} cards; try device.kind={kind}:0"
-            )
+        raise ValueError(f"device.kind = {device!r}: {why}, and {drivers_here}; there is {there}; try device.kind=auto")
 
 
 def _card_lists(inherited: Mapping[str, str], root: Path) -> dict[str, list[str]]:

@@ -215,15 +215,10 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
     before = _unloadable(directory)
     if before < float("inf"):
         print(f"--resume: no machine could load the checkpoint of step {before:.0f}; an older one is taken")
-    steps = {0, _summary_saved(directory), *(step.saved for step in standing)}
-    if (
-        others and not Catalog(url_of(config)).place
-    ):  # it is lost: a commit may not have told yet what was saved elsewhere
-        steps |= {step.commit.step + 1 for step in standing if step.commit.save}
-    saved = max(step for step in steps if step < before)
+    store = Catalog(url_of(config))
+    saved = _newest_saved(directory, standing, before, lost=others and not store.place)
     beginning = checkpoints.newest(config, directory, checkpoints.Wanted(adopt, saved, others, before))
     training, first = beginning.training, beginning.step
-    store = Catalog(url_of(config))
     kept = tuple(step for step in standing if step.commit.step < first)
     void = sum(step.commit.step >= first for step in standing)
     if not first:
@@ -238,12 +233,26 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")
         return resumed
     _set_trace_aside(directory, first)
+    _begin_session(directory, base, kept)
+    return resumed
+
+
+def _newest_saved(directory: Path, standing: Sequence[CommittedStep], before: float, *, lost: bool) -> int:
+    """The step of the newest checkpoint of a step below `before`, as the session before and its commits say. `lost`: what was saved here
+    is not here any more, and no commit may say yet that a checkpoint was saved elsewhere."""
+    steps = {0, _summary_saved(directory), *(step.saved for step in standing)}
+    if lost:
+        steps |= {step.commit.step + 1 for step in standing if step.commit.save}
+    return max(step for step in steps if step < before)
+
+
+def _begin_session(directory: Path, base: Base, kept: Sequence[CommittedStep]) -> None:
+    """Write what the session begins with."""
     # In this order: killed between the two, the next one finds the same again.
     replace(directory / "session.json", msgspec.json.encode(base))
     replace(directory / "commits.jsonl", b"".join(escaped_json(msgspec.json.encode(step)) + b"\n" for step in kept))
     (directory / "summary.json").unlink(missing_ok=True)  # it is not over after all
     (directory / UNLOADABLE).unlink(missing_ok=True)
-    return resumed
 
 
 def pass_over(directory: Path, step: int) -> None:

@@ -46,13 +46,10 @@ END_S = 5.0
 IDLE_S = 10.0  # without a connection from us, and it ends itself
 MAX_REPLY_BYTES = 1 << 20
 MAX_LINE_BYTES = 4096
-RELAYED_BYTES = (
-    1 << 32
-) - 1  # over one relayed connection, then it is made anew. Holds once the relay knows that it is reached
-# from everywhere; before that p2pd relays 128 KiB at a time whatever it is told (measured)
-_ED25519 = bytes.fromhex("0024080112") + bytes(
-    [PUBLIC_BYTES]
-)  # a peer id that is the key itself, after the libp2p spec
+# Over one relayed connection, then it is made anew. Holds once the relay knows that it is reached from everywhere; before that
+# p2pd relays 128 KiB at a time whatever its settings are (measured).
+RELAYED_BYTES = (1 << 32) - 1
+_ED25519 = bytes.fromhex("0024080112") + bytes([PUBLIC_BYTES])  # begins a peer id that holds the key itself (libp2p)
 _P2P = bytes.fromhex("a503")  # the multiaddr code before a peer id, 421 as a varint
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0  # before it is started again; doubled each time
 STEADY_S = 60.0  # one that has run for so long has nothing to do with the end of the one before
@@ -257,11 +254,7 @@ class Daemon:
             for call in self.revived:
                 try:
                     await call()
-                except (
-                    OSError,
-                    EOFError,
-                    ValueError,
-                ) as error:  # it has ended once more; or it will be asked again later
+                except (OSError, EOFError, ValueError) as error:  # it has ended once more; or it is asked again later
                     log.warning("the libp2p daemon is not told all that the one before it knew: %s", error)
 
     async def _start_again(self) -> None:

@@ -300,11 +300,7 @@ class Facts:
             self.changed = True
         match message:
             case Join():
-                fault = unfit(self.settings.answers, message.answers)
-                if fault and not present:
-                    return [Send(peer, JoinRefused(fault))]
-                if not present and (peer in self.requests.joins or len(self.requests.joins) < JOINS):
-                    self.requests.joins[peer] = message
+                return self._on_join(peer, message)
             case _ if not present:
                 pass
             case Heartbeat():
@@ -331,6 +327,16 @@ class Facts:
     def places(self) -> dict[Peer, str]:
         """Where each peer that has sent a heartbeat writes checkpoints."""
         return {peer: heartbeat.place for peer, heartbeat in self.heartbeats.items()}
+
+    def _on_join(self, peer: Peer, join: Join) -> list[Command]:
+        if peer in self.present:
+            return []
+        if fault := unfit(self.settings.answers, join.answers):
+            return [Send(peer, JoinRefused(fault))]
+        joins = self.requests.joins
+        if peer in joins or len(joins) < JOINS:
+            joins[peer] = join
+        return []
 
     def _on_heartbeat(self, peer: Peer, heartbeat: Heartbeat, now: float) -> None:
         view = self.view

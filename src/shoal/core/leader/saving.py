@@ -146,18 +146,22 @@ class Saving:
         complete = True
         for stage in range(self.settings.stages):
             if stage not in self.shards:
-                able = [m for m, _ in seats if m.stage == stage and m.peer not in self.unable.get(stage, {})]
-                if not able:
+                source = self._source(stage, seats)
+                if source is None:
                     return self._give_up(self.unable.get(stage, {}), f"stage {stage}")
-                home = seats[0][1]
-                first = next((m for m in able if places[m.peer] == home), able[0])
-                asked = self.asked.get((stage, SOURCE))
-                source = asked[0] if asked is not None and any(m.peer == asked[0] for m in able) else first.peer
                 commands += self._ask(stage, SOURCE, source, SaveRequest(epoch=self.epoch, step=self.step), now)
             copies = self._copy(stage, seats, now)
             complete = complete and copies is None
             commands += copies or []
         return commands + self._publish(seats, now) if complete else commands
+
+    def _source(self, stage: int, seats: list[tuple[Member, Place]]) -> Peer | None:
+        """The replica that writes the stage's shard: the one that was asked last, or the first at the place of the view's first member, or
+        the first. None: every replica has failed."""
+        unable = self.unable.get(stage, {})
+        able = {m.peer: place for m, place in seats if m.stage == stage and m.peer not in unable}
+        last = self.asked.get((stage, SOURCE), ("",))[0]
+        return last if last in able else min(able, key=lambda peer: able[peer] != seats[0][1], default=None)
 
     def _forget_lost(self, places: set[Place]) -> None:
         """Nobody is left who reaches those other places."""
@@ -196,24 +200,28 @@ class Saving:
         holding = {place for shard in shards for place in shard.places}
         if holding <= self.paths.keys():
             return self._end(shards, [place for _, place in seats if place in holding])
-        unable = self.unable.get(PUBLISHER, {})
+        records = tuple(shard.record for shard in shards)
+        copies = tuple(tuple(shard.places) for shard in shards) if len(holding) > 1 else ()
+        request = PublishRequest(epoch=self.epoch, step=self.step, records=records, copies=copies)
         commands: list[Command] = []
         for place in sorted(holding - self.paths.keys()):
-            able = [member.peer for member, other in seats if other == place and member.peer not in unable]
-            if not able:
-                return self._leave_out(place, [member for member, other in seats if other == place])
-            wrote = [shard.places[place] for shard in shards if place in shard.places]
-            publisher = next((peer for peer in wrote if peer in able), able[0])
-            records = tuple(shard.record for shard in shards)
-            copies = tuple(tuple(shard.places) for shard in shards) if len(holding) > 1 else ()
-            request = PublishRequest(epoch=self.epoch, step=self.step, records=records, copies=copies)
+            publisher = self._publisher(place, shards, seats)
+            if publisher is None:
+                return self._leave_out(place, seats)
             commands += self._ask(PUBLISHER, place, publisher, request, now)
         return commands
 
-    def _leave_out(self, place: Place, members: list[Member]) -> list[Command]:
+    def _publisher(self, place: Place, shards: list[SavedShard], seats: list[tuple[Member, Place]]) -> Peer | None:
+        """A peer of that place, one that wrote a shard there if possible. None: every peer there has failed."""
+        unable = self.unable.get(PUBLISHER, {})
+        able = [member.peer for member, other in seats if other == place and member.peer not in unable]
+        writers = [shard.places[place] for shard in shards if place in shard.places]
+        return next((peer for peer in (*writers, *able) if peer in able), None)
+
+    def _leave_out(self, place: Place, seats: list[tuple[Member, Place]]) -> list[Command]:
         """Nobody there can make the checkpoint visible: what that place holds does not count."""
         failed = self.unable.get(PUBLISHER, {})
-        reasons = {member.peer: failed[member.peer] for member in members}
+        reasons = {member.peer: failed[member.peer] for member, other in seats if other == place}
         for stage, shard in list(self.shards.items()):
             shard.places.pop(place, None)
             self.refused[stage, place] = "; ".join(f"{peer}: {why}" for peer, why in reasons.items())

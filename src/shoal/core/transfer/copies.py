@@ -163,12 +163,16 @@ class Copier:
         jobs = [self._job, *self._queue] if self._job is not None else self._queue
         if any(known.shard == job.shard and known.leader for known in jobs):
             return []
-        if self._job is not None and self._job.leader and self._job.shard.step != message.step:
-            self._drop()  # that checkpoint was given up
-        self._queue = [known for known in self._queue if not known.leader or known.shard.step == message.step]
-        self._saved = {known: saved for known, saved in self._saved.items() if known[:2] == key[:2]}
+        self._forget_others(message.epoch, message.step)
         self._queue.append(job)
         return self._go_on(now)
+
+    def _forget_others(self, epoch: int, step: int) -> None:
+        """The leader now saves that step: it has given up or completed every other checkpoint."""
+        if self._job is not None and self._job.leader and self._job.shard.step != step:
+            self._drop()
+        self._queue = [job for job in self._queue if not job.leader or job.shard.step == step]
+        self._saved = {key: saved for key, saved in self._saved.items() if key[:2] == (epoch, step)}
 
     def repair(self, lacks: tuple[Lack, ...], epoch: int, step: int, now: float) -> list[Command]:
         """Download these shards from whoever has them: before any copy, for which nobody waits."""

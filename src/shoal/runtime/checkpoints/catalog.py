@@ -56,7 +56,7 @@ class Catalog:
 
     def entries(self) -> list[Entry]:
         """All that look like checkpoints here, newest first."""
-        steps = {int(found[1]) for name in self.storage.names() if (found := STEP.match(name))}
+        steps = {int(match[1]) for name in self.storage.names() if (match := STEP.match(name))}
         return [self.inspect(step) for step in sorted(steps, reverse=True)]
 
     def newest(self) -> tuple[Training | None, tuple[str, ...]]:
@@ -113,7 +113,11 @@ class Catalog:
             return Entry(step, path, f"foreign: {MARKER} is of step {training.step}")
         if self.authority is not None and training.authority != self.authority:
             return Entry(step, path, f"of another run: {whose(training)}", training)
-        intact, elsewhere = marker.intact(text), list[str]()
+        return self._compared(training, intact=marker.intact(text))
+
+    def _compared(self, training: Training, *, intact: bool) -> Entry:
+        """The sizes of the files here, compared with those that the marker names. `intact`: the marker is what was written."""
+        step, place, elsewhere = training.step, folder(training.step), list[str]()
         for name, file in sorted(training.files.items()):
             size = self.storage.size(f"{place}/{name}") if _inside(name) else None
             if size is None and training.copies and not training.belongs(name, self.place):
@@ -122,8 +126,8 @@ class Catalog:
                 wrong = f"{name} is missing" if size is None else f"{name} has {size} bytes, not {file.bytes}"
                 return self._damaged(step, wrong, training if intact else None, name)
         if not intact:
-            return Entry(step, path, f"damaged: {MARKER} is not what was written")
-        return Entry(step, path, "", training, tuple(elsewhere))
+            return Entry(step, self.path(step), f"damaged: {MARKER} is not what was written")
+        return Entry(step, self.path(step), "", training, tuple(elsewhere))
 
     def _damaged(self, step: int, wrong: str, training: Training | None, name: str) -> Entry:
         repairable = training is not None and bool(training.copies) and training.elsewhere(name, self.place)
@@ -141,12 +145,12 @@ class Catalog:
     def fault(self, step: int, name: str, file: File) -> str:
         """Why that file of the checkpoint of `step` is not what was written; '' when it is."""
         try:
-            found = self.storage.hash(f"{folder(step)}/{name}")
+            digest = self.storage.hash(f"{folder(step)}/{name}")
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:  # a disk that fails
             return f"{name} cannot be read: {error.strerror or error}"
-        return "" if found == file.sha256 else f"{name} has SHA-256 {found[:16]}, not {file.sha256[:16]}"
+        return "" if digest == file.sha256 else f"{name} has SHA-256 {digest[:16]}, not {file.sha256[:16]}"
 
     def newest_bytes(self, beside: Path) -> int:
         """Size of the newest checkpoint, if it lies on the same disk as `beside`, else 0: about what the next one will take."""
@@ -156,8 +160,8 @@ class Catalog:
         try:
             if os.stat(root).st_dev != os.stat(beside).st_dev:
                 return 0
-            found = self.storage.names()
-            step = max((int(match[1]) for name in found if (match := STEP.match(name))), default=None)
+            names = self.storage.names()
+            step = max((int(match[1]) for name in names if (match := STEP.match(name))), default=None)
             place = Path(root, f"step-{step}")
             return sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) if step is not None else 0
         except OSError:  # there is none yet, or it is deleted just now

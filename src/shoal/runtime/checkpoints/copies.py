@@ -115,7 +115,7 @@ class Copies:
 
     def _hashed(self, files: list[tuple[str, int]], chunk_bytes: int) -> tuple[str, Manifest]:
         """The shard's name, and its chunks: every byte is read once."""
-        found: list[File] = []
+        content: list[File] = []
         hashes, sizes = [], []
         chunk, filled = hashlib.sha256(), 0
         for name, size in files:
@@ -129,11 +129,11 @@ class Copies:
                         hashes.append(chunk.hexdigest())
                         sizes.append(filled)
                         chunk, filled = hashlib.sha256(), 0
-            found.append(File(size, whole.hexdigest()))
+            content.append(File(size, whole.hexdigest()))
         if filled:
             hashes.append(chunk.hexdigest())
             sizes.append(filled)
-        return marker.content_of(found), Manifest(tuple(hashes), tuple(sizes))
+        return marker.content_of(content), Manifest(tuple(hashes), tuple(sizes))
 
     def _bundle(self, step: int) -> bytes:
         """training.json and the small files beside it."""
@@ -179,9 +179,9 @@ class Copies:
             return task.record
         try:
             for name, file in incoming.files.items():
-                if (found := _hash(incoming.path(name))) != file.sha256 and task.shard != ABOUT:
+                if (digest := _hash(incoming.path(name))) != file.sha256 and task.shard != ABOUT:
                     raise ValueError(
-                        f"{name} of step {task.step} came with SHA-256 {found[:16]}, not {file.sha256[:16]}"
+                        f"{name} of step {task.step} came with SHA-256 {digest[:16]}, not {file.sha256[:16]}"
                     )
             if task.shard == ABOUT:
                 self._unbundle(task.step, incoming.path(ABOUT).read_bytes())
@@ -248,6 +248,19 @@ class Copies:
         raise ValueError(f"shard {task.stage + 1} of step {task.step} is not here yet")
 
     def _unbundle(self, step: int, data: bytes) -> None:
+        """Write the small files. ValueError: another checkpoint of that step is here."""
+        text, content, small = self._small_files(step, data)
+        self._store.refuse_full(len(data))
+        if self._storage.size(f"{folder(step)}/{MARKER}") is not None or any(
+            self._storage.size(f"{folder(step)}/{name}") is not None and self._catalog.fault(step, name, file)
+            for name, file in small.items()
+        ):
+            self._store.refuse_taken(step)  # without a marker it is this run's if its files are
+        for name, value in ((MARKER, text), *content.items()):  # killed in between, what is missing is known
+            self._storage.write(f"{folder(step)}/{name}", [memoryview(value)])
+
+    def _small_files(self, step: int, data: bytes) -> tuple[bytes, dict[str, bytes], dict[str, File]]:
+        """The marker in a bundle, its small files, and the sizes and hashes that the marker gives them. ValueError: they do not fit."""
         content = msgspec.msgpack.decode(data, type=dict[str, bytes])
         text = content.pop(MARKER, b"")
         training = marker.decoded(text)
@@ -258,14 +271,7 @@ class Copies:
         for name, value in content.items():
             if SMALL.fullmatch(name) is None or hashlib.sha256(value).hexdigest() != small[name].sha256:
                 raise ValueError(f"{name[:80]!r} of step {step} is not what {MARKER} says")
-        self._store.refuse_full(len(data))
-        if self._storage.size(f"{folder(step)}/{MARKER}") is not None or any(
-            self._storage.size(f"{folder(step)}/{name}") is not None and self._catalog.fault(step, name, file)
-            for name, file in small.items()
-        ):
-            self._store.refuse_taken(step)  # without a marker it is this run's if its files are
-        for name, value in ((MARKER, text), *content.items()):  # killed in between, what is missing is known
-            self._storage.write(f"{folder(step)}/{name}", [memoryview(value)])
+        return text, content, small
 
     def _move(self, source: Path, name: str) -> None:
         if not self._storage.local:
