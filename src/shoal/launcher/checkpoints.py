@@ -91,7 +91,7 @@ def newest(config: Config, directory: Path, wanted: Wanted) -> Beginning:
     entry, refused = catalog.soundest_entry(wanted.before, others)
     training = entry.training if entry is not None else None
     step = training.step if training is not None else 0
-    if others and training is None:  # a marker that is damaged here may be whole elsewhere
+    if others:  # a marker that is damaged here may be whole elsewhere
         saved = max([saved, *(one.step for one in refused if one.wrong.startswith("damaged"))])
     refused += tuple(_passed_over(catalog, one) for one in catalog.entries() if one.step >= wanted.before)
     if others and saved > step:
