@@ -93,8 +93,20 @@ def _converted(
     model: PreTrainedModel, stored: list[str], wanted: dict[str, nn.Parameter], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Those of `wanted` that a published checkpoint stores under other names, or in parts (the experts of a layer one by one)."""
-    if not wanted:
-        return
+    for name, transform in _transforms(model, stored, wanted, read).items() if wanted else ():
+        try:
+            tensors = transform.convert(name, model=model, config=model.config)
+        except Exception as error:  # transformers' operations on tensors of any shape
+            raise ValueError(f"{name} cannot be made of the stored tensors ({error!r})") from error
+        for target, tensor in tensors.items():
+            if target in wanted:
+                yield target, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def _transforms(
+    model: PreTrainedModel, stored: list[str], wanted: dict[str, nn.Parameter], read: Callable[[str], Tensor]
+) -> dict[str, Any]:
+    """transformers' own rules for the tensors in `wanted`, each with the stored ones that it is made of."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -111,14 +123,7 @@ def _converted(
             transforms[name] = WeightRenaming(key, name) if pattern is None else deepcopy(converter_of[pattern])
         tensor: Any = partial(read, key)  # called when it is needed, which its annotation does not say
         transforms[name].add_tensor(name, key, pattern or key, tensor)
-    for name, transform in transforms.items():
-        try:
-            tensors = transform.convert(name, model=model, config=model.config)
-        except Exception as error:  # transformers' operations on tensors of any shape
-            raise ValueError(f"{name} cannot be made of the stored tensors ({error!r})") from error
-        for target, tensor in tensors.items():
-            if target in wanted:
-                yield target, tensor[0] if isinstance(tensor, list) else tensor
+    return transforms
 
 
 def shard_of(source: str) -> dict[str, str]:

@@ -32,29 +32,34 @@ class Option(msgspec.Struct, frozen=True):
         return len(self.cut)
 
 
+def _executors(
+    problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which stages compute blocks again in their backward pass, and which swap, since one of their devices has too little memory."""
+    devices = problem.cluster.devices
+    own = [[device for device, own in zip(devices, stage_of, strict=True) if own == s] for s in range(len(cut))]
+    needs = [_resident(problem, span) for span in cut]
+    checkpoints = (any(memory.checkpoints(need, one) for one in group) for need, group in zip(needs, own, strict=True))
+    swaps = (
+        any(_lacks_resident(problem, span, one) > 0 for one in group) for span, group in zip(cut, own, strict=True)
+    )
+    return tuple(checkpoints), tuple(swaps)
+
+
 def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> Option:
     """Those blocks on those devices, roughly priced; -1 is left out."""
     profile, devices = problem.profile, problem.cluster.devices
     work = [profile.stage(span) for span in cut]
-    checkpoints = tuple(
-        any(memory.checkpoints(_resident(problem, span), devices[d]) for d, own in enumerate(stage_of) if own == s)
-        for s, span in enumerate(cut)
-    )
-    swaps = tuple(
-        any(_lacks_resident(problem, span, devices[d]) > 0 for d, own in enumerate(stage_of) if own == s)
-        for s, span in enumerate(cut)
-    )
-
+    checkpoints, swaps = _executors(problem, cut, stage_of)
     every = range(len(devices))
     wanted = [_in_progress(problem, stage_of, stage) for stage in range(len(cut))]
+    keeps = [not (swaps[s] or checkpoints[s]) and s < len(cut) - 1 for s in range(len(cut))]
     kept = tuple(
-        _kept(problem, cut[s], devices[d], wanted[s])
-        if 0 <= s < len(cut) - 1 and not (swaps[s] or checkpoints[s])
-        else 0
-        for d, s in enumerate(stage_of)
+        _kept(problem, cut[s], devices[d], wanted[s]) if s >= 0 and keeps[s] else 0 for d, s in enumerate(stage_of)
     )
 
     def seconds(device: int, direction: float) -> float:
+        """Of one microbatch."""
         stage = stage_of[device]
         codec_s = problem.codec_s(stage, len(cut), direction == BACKWARD) if stage >= 0 else 0.0
         if problem.emulated_s:

@@ -86,23 +86,25 @@ def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: i
     if alike and _uniform(problem.cluster):
         return best  # every swap is the same placement, and `seated` has balanced the counts
     for _ in range(budget):
-        if problem.uneven and best.stages > 1 and rng.random() < SHIFTED:
-            best = _shifted(problem, best, rng)
-            continue
-        stage_of = list(best.seats.stage_of)
-        one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
-        if stage_of[one] == stage_of[two]:
-            continue
-        if rng.random() < 0.7 or (stage_of[one] >= 0 and stage_of.count(stage_of[one]) == 1):
-            stage_of[one], stage_of[two] = stage_of[two], stage_of[one]
-        else:
-            stage_of[one] = stage_of[two]  # which may be left out
-        if any(stage_of[d] >= 0 and lacks_bytes(problem, best.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
-            continue
-        other = placed(problem, best.cut, tuple(stage_of))
-        if other.rough_s < best.rough_s * (1 - 1e-9):
-            best = other
+        shifts = problem.uneven and best.stages > 1 and rng.random() < SHIFTED
+        best = _shifted(problem, best, rng) if shifts else _exchanged(problem, best, rng)
     return best
+
+
+def _exchanged(problem: Problem, best: Option, rng: np.random.Generator) -> Option:
+    """Two devices swapped, or one moved to the stage of another, if the rough step gets shorter by that."""
+    devices, stage_of = problem.cluster.devices, list(best.seats.stage_of)
+    one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
+    if stage_of[one] == stage_of[two]:
+        return best
+    if rng.random() < 0.7 or (stage_of[one] >= 0 and stage_of.count(stage_of[one]) == 1):
+        stage_of[one], stage_of[two] = stage_of[two], stage_of[one]
+    else:
+        stage_of[one] = stage_of[two]  # which may be left out
+    if any(stage_of[d] >= 0 and lacks_bytes(problem, best.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
+        return best
+    other = placed(problem, best.cut, tuple(stage_of))
+    return other if other.rough_s < best.rough_s * (1 - 1e-9) else best
 
 
 def _shifted(problem: Problem, best: Option, rng: np.random.Generator) -> Option:

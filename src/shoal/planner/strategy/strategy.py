@@ -10,7 +10,7 @@ Devices are seated so that every stage passes as many microbatches, then moved a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -73,17 +73,12 @@ class _Search(NamedTuple):
     def options(self, starts: list[Option]) -> tuple[list[Option], list[Refusal]]:
         """Played options, the best first, and why numbers of stages are impossible. A relaxed problem is searched from the best
         option of each problem that lacks one relaxation, and keeps that option, so relaxing never gives a slower plan."""
-        problem = self.problem
-        for flag in RELAXATIONS:
-            if getattr(problem, flag):
-                stricter = self._replace(problem=msgspec.structs.replace(problem, **{flag: False}))
-                if options := stricter.options([])[0]:
-                    starts.append(employed(stricter.problem, options[0], stricter.completed)[0])
+        problem, starts = self.problem, [*starts, *self._stricter()]
         roughly: list[Option] = []
         refusals: list[Refusal] = []
         for count in self.counts:
             tried = [seated(problem, count, fleet) for fleet in fleets(problem.cluster)]
-            firsts = [min(options, key=_rough_s)] if (options := [o for o in tried if isinstance(o, Option)]) else []
+            firsts = sorted((option for option in tried if isinstance(option, Option)), key=_rough_s)[:1]
             firsts += [start for start in starts if start.stages == count]
             rng = np.random.default_rng((self.seed, count))
             if firsts:
@@ -97,6 +92,14 @@ class _Search(NamedTuple):
         played += [start if start.step else self._played(start) for start in starts]
         best_of = {option.stages: option for option in sorted(played, key=_step_s, reverse=True)}
         return sorted(best_of.values(), key=_step_s), refusals
+
+    def _stricter(self) -> Iterator[Option]:
+        """The best option of each problem that lacks one of the relaxations."""
+        for flag in RELAXATIONS:
+            if getattr(self.problem, flag):
+                stricter = self._replace(problem=msgspec.structs.replace(self.problem, **{flag: False}))
+                if options := stricter.options([])[0]:
+                    yield employed(stricter.problem, options[0], stricter.completed)[0]
 
     def completed(self, option: Option) -> Option:
         """With owners, wiring and its predicted step."""
