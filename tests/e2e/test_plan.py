@@ -54,9 +54,9 @@ def test_hops_go_to_the_planned_seats_and_uneven_blocks_are_served(tmp_path: Pat
     plan = {"layers": 6, "stages": stages, "routes": [left, right, left, right, left, right]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     (tmp_path / "run.toml").write_text(
-        '[run]\nname = "hand"\nsteps = 4\nsilence_s = 20.0\nhop_floor_s = 30.0\n'
+        '[run]\nname = "hand"\nsteps = 4\nheartbeat_timeout_s = 20.0\nmin_request_timeout_s = 30.0\n'
         "[train]\nbatch = 12\nmicrobatch = 1\n[data]\nsequence = 32\n"
-        "[checkpoint]\nevery = 0\nlast = false\n"
+        "[checkpoint]\nevery = 0\nat_end = false\n"
     )
     command = [sys.executable, "-m", "shoal.cli.main", "run", "run.toml", "--plan", "plan.json"]
     done = subprocess.run(
