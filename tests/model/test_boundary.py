@@ -14,7 +14,7 @@ from tests.model.test_stages import a_config, some_tokens
 from shoal import config as configuration
 from shoal.executor.base import boundary as boundary_of
 from shoal.executor.resident import Resident
-from shoal.model import boundary, stages
+from shoal.model import boundary, stages, whole
 from shoal.model.cut import inputs, next_token_loss, targets
 
 KINDS = ("bottleneck-2x", "bottleneck-4x", "maxout-2x", "maxout-4x")
@@ -96,17 +96,17 @@ def test_a_checkpoint_loads_with_our_module_and_is_refused_by_others(tmp_path: P
     config = a_config("llama", cut=3, boundary="maxout-2x")
     folder = a_checkpoint(config, tmp_path / "layered")
     written = json.loads((folder / "config.json").read_text())
-    assert "shoal.model.boundary.load" in written["explanation"]
+    assert "shoal.model.whole.load" in written["explanation"]
     assert (written["boundary"], written["before_blocks"]) == ("maxout-2x", [1, 3])
     with pytest.raises(ValueError, match="shoal_boundary_layers"):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
     x = inputs(some_tokens())
     with torch.no_grad():
         wanted = stages.whole(msgspec.structs.replace(config))(input_ids=x, use_cache=False).logits
-        assert torch.equal(boundary.load(folder)(input_ids=x, use_cache=False).logits, wanted)
+        assert torch.equal(whole.load(folder)(input_ids=x, use_cache=False).logits, wanted)
     plain = a_checkpoint(a_config("llama"), tmp_path / "plain")
     with pytest.raises(ValueError, match="no boundary layers of Shoal"):
-        boundary.load(plain)
+        whole.load(plain)
 
 
 def test_a_run_starts_from_a_checkpoint_with_the_same_layers_only(tmp_path: Path) -> None:

@@ -59,14 +59,14 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import transformers
 
     import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
-    from shoal.model import boundary
+    from shoal.model import boundary, whole
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
-            model = boundary.load(path).to(args.device)
+            model = whole.load(path).to(args.device)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()
     except (OSError, ValueError, KeyError) as error:  # all of them are how transformers says that a file is wrong

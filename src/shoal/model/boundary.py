@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:  # transformers takes seconds to import
-    from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
 MODEL_TYPE = "shoal_boundary_layers"
 ATTRIBUTE = "shoal_boundary"
 EXPLANATION = (
     "This model has boundary layers between its blocks, which transformers does not know: without them it computes something "
-    "else. shoal.model.boundary.load(directory) gives the whole model; model.path in a Shoal run goes on training it."
+    "else. shoal.model.whole.load(directory) gives the whole model; model.path in a Shoal run goes on training it."
 )
 
 
@@ -127,29 +125,6 @@ def inner(fields: dict[str, Any], where: str, boundary: str, blocks: Sequence[in
             f"model: set model.boundary={actual[0]} and cut it at the same blocks (run.stages)"
         )
     return fields["model"] if layered else fields
-
-
-def load(directory: str | Path) -> PreTrainedModel:
-    """The Hugging Face model of a checkpoint with boundary layers, which runs them between its blocks. ValueError: it has none."""
-    from shoal.model.stages import Parts
-    from shoal.model.weights import materialise
-
-    place = Path(directory)
-    fields = json.loads((place / "config.json").read_text())
-    if fields.get("model_type") != MODEL_TYPE:
-        raise ValueError(
-            f"{place}/config.json has model_type {fields.get('model_type')!r}: no boundary layers of Shoal"
-        )
-    import transformers
-
-    hf: PreTrainedConfig = transformers.AutoConfig.for_model(**fields["model"])
-    with torch.device("meta"):
-        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(hf)
-    attach(model, fields["boundary"], dict.fromkeys(fields["before_blocks"], ("narrow", "widen")))
-    materialise(model, seed=0, source=str(place))
-    run_between(model, Parts(model).blocks)
-    model.eval()
-    return model
 
 
 def _words(boundary: str, blocks: list[int]) -> str:
