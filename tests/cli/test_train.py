@@ -316,7 +316,7 @@ def test_free_memory_is_what_the_container_and_the_machine_both_have(
     assert host.free_bytes() != 2500
 
 
-@pytest.mark.parametrize(("round_bytes", "per_parameter", "besides"), [(1 << 30, 16 + 8 + 12, 0), (1024, 16 + 8, 1024)])
+@pytest.mark.parametrize(("round_bytes", "per_parameter", "besides"), [(1 << 30, 16 + 4 + 12, 0), (1024, 16 + 4, 1024)])
 def test_a_peer_that_averages_needs_room_for_that_too(round_bytes: int, per_parameter: int, besides: int) -> None:
     words = ["run.stages=1", "run.peers=2", f"run.averaging_memory_bytes={round_bytes}"]
     config = configuration.load(None, [*SMALL, *words])
