@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.main import COMMANDS
+from shoal.cli.main import COMMANDS, main
 from shoal.config.describe import keys, sections
 
 ROOT = Path(__file__).parents[2]
@@ -77,3 +77,11 @@ def test_the_pages_are_searched() -> None:
     assert len(in_blocks(text)) > 25 and len(in_sentences(text)) > 60
     assert unknown("shoal run my.toml --no-such run.no_such=1") == ["--no-such", "run.no_such"]
     assert unknown("shoal launch") == ["launch"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_quoted_simulation_is_what_the_command_prints_today(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    quoted = re.search(r"^seed 7: .* events, ", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert quoted is not None
+    assert main(["simulate", "chaos", "seed=7"]) == 0
+    assert quoted[0] in capsys.readouterr().out
