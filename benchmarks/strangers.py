@@ -34,6 +34,7 @@ from shoal import build
 from shoal import config as configuration
 from shoal.build import operator
 from shoal.core import messages as m
+from shoal.executor.answers import known_answers
 from shoal.launcher import rundir
 from shoal.runtime.node import Node
 from shoal.sim.faults import edges
@@ -248,7 +249,9 @@ class Insider(Attacker):
 
 
 async def as_member(config: configuration.Config, invite: Invite, given: argparse.Namespace, run: Watched) -> Phase:
-    async with build.peer(config, build.PeerRole(), invite, build.runner(config), None) as node:
+    async with build.peer(
+        config, build.PeerRole(answers=known_answers(config)), invite, build.runner(config), None
+    ) as node:
         insider = Insider(node, node.contacts.directory, given.kinds)
         training = asyncio.create_task(node.run())
         until_s = time.monotonic() + ADMITTED_S

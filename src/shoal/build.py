@@ -18,9 +18,8 @@ import msgspec
 
 from shoal import executor, guest, trace
 from shoal.config import Config, settings, to_tree
-from shoal.core.messages import PROTOCOL, Peer
+from shoal.core.messages import PROTOCOL, KnownAnswers, Peer
 from shoal.core.peer import PeerMachine
-from shoal.executor.answers import known_answers
 from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.alone import Alone
@@ -59,6 +58,7 @@ class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0  # of a resumed run
     port: int = 0
     trace: Path | None = None
+    answers: KnownAnswers  # executor/answers.py; a second of work, to be done before anything listens
 
 
 def data(config: Config) -> Dataset:
@@ -118,9 +118,7 @@ async def peer(
     header = trace.Header(
         protocol=PROTOCOL,
         peer=identity.name,
-        settings=msgspec.structs.replace(
-            settings(config, role.first_step), answers=known_answers(config), place=runner.place
-        ),
+        settings=msgspec.structs.replace(settings(config, role.first_step), answers=role.answers, place=runner.place),
         seed=f"{config.run.seed}/{identity.name}",
         found=role.first,
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),

@@ -138,7 +138,7 @@ def free_port() -> int:
 
 
 PORT = free_port()
-_held: list[object] = []  # what a mishap holds until it is over
+_held: list[contextlib.AbstractContextManager[object]] = []  # what a mishap holds until it is over
 
 
 def taken_port() -> None:
@@ -452,7 +452,7 @@ def tried(mishap: Mishap, process: bool) -> Outcome:
             return Outcome(_last(text), text, seconds, code, _lost())
         finally:
             for held in _held:
-                held.close() if isinstance(held, socket.socket) else held.__exit__(None, None, None)  # type: ignore[attr-defined]
+                held.__exit__(None, None, None)
             _held.clear()
             os.chdir(home)
             os.environ.clear()

@@ -90,10 +90,11 @@ def _lines() -> Iterator[bytes]:
 
 def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
     from shoal import build  # imports torch; every process does so while the first one is not yet listening
+    from shoal.executor.answers import known_answers
     from shoal.transport.identity.invite import read_invite
 
     config = configuration.from_tree(spec.config)
-    runner = build.runner(config, spec.first_step, spec.run)
+    runner, answers = build.runner(config, spec.first_step, spec.run), known_answers(config)
     start = msgspec.json.decode(next(lines, b"null"), type=Start | None)
     if start is None:
         return Ended(ok=False, reason="the launcher has ended")
@@ -106,6 +107,7 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
         first_step=spec.first_step,
         port=config.network.port if spec.first else 0,
         trace=traces / f"{spec.label}.jsonl",
+        answers=answers,
     )
 
     async def run() -> Ended:

@@ -44,7 +44,7 @@ def attach(model: PreTrainedModel, blocks: list[nn.Module], parts: int) -> None:
         if isinstance(output, Tensor):
             return _Balanced.apply(output, output, top_k, weight)  # type: ignore[no-untyped-call]  # not annotated by torch
         carrier = max(place for place, value in enumerate(output) if isinstance(value, Tensor) and value.requires_grad)
-        balanced = _Balanced.apply(output[carrier], output[0], top_k, weight)  # type: ignore[no-untyped-call]
+        balanced = _Balanced.apply(output[carrier], output[0], top_k, weight)  # type: ignore[no-untyped-call]  # nor here
         return (*output[:carrier], balanced, *output[carrier + 1 :])
 
     for router in routers:

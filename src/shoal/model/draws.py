@@ -24,7 +24,7 @@ class Draws(TorchDispatchMode):
     """Within it torch's initialisers (normal_, uniform_, trunc_normal_, rand, randn) draw from `seed`."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated by torch
         self._generator = np.random.Generator(np.random.Philox(seed))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
