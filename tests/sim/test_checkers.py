@@ -7,8 +7,8 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.sim.checkers import Watch, contents
-from shoal.sim.storage import short
-from shoal.sim.task_runner import Reduced, World
+from shoal.sim.tasks.storage import short
+from shoal.sim.tasks.task_runner import Reduced, World
 
 STAGES, MICROBATCHES, STEPS = 2, 3, 4
 

@@ -20,9 +20,9 @@ from shoal.sim.network import Network
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
-from shoal.sim.storage import CHUNKS
 from shoal.sim.swarm import Swarm
-from shoal.sim.task_runner import TaskRunner
+from shoal.sim.tasks.storage import CHUNKS
+from shoal.sim.tasks.task_runner import TaskRunner
 
 MB = 1_000_000
 DELAY_S = 0.05

@@ -35,7 +35,7 @@ from shoal.sim.scenarios.catalogue import SCENARIOS
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
-from shoal.sim.task_runner import TaskRunner
+from shoal.sim.tasks.task_runner import TaskRunner
 
 SEEDS = 80
 STORM = Scenario(

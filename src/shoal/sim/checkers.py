@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.sim.task_runner import UNLIKE, Reduced, World
+from shoal.sim.tasks.task_runner import UNLIKE, Reduced, World
 
 ALL_MEET = 16  # replicas of a group, at most
 MEETS = 2.5  # times the root of how many they are: others that one of a larger group exchanges its gradient with

@@ -26,7 +26,7 @@ from shoal.sim.processes import Processes
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Scenario
-from shoal.sim.task_runner import World
+from shoal.sim.tasks.task_runner import World
 
 AFTERWARDS_S = 60.0  # that a simulation goes on after the run is over
 HAPPEN: dict[str, Fault] = {**churn.APPLY, **faults.APPLY, **strikes.APPLY}
