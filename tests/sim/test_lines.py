@@ -144,7 +144,7 @@ def test_a_step_takes_the_time_of_its_bytes_and_little_more() -> None:
     """benchmarks/hops.py derives the bound: one tensor of 8 MB passes each of six lines for one microbatch."""
     swarm = Swarm(lab(25 * MB))
     outcome = swarm.run()
-    times = swarm.watch.commit_times
+    times = swarm.watch.commits.times_s
     assert outcome.violations == () and len(times) == 3
     least_s = 36 * 8 * MB / (25 * MB)
     assert least_s < (times[-1] - times[0]) / 2 < 1.4 * least_s
@@ -153,7 +153,7 @@ def test_a_step_takes_the_time_of_its_bytes_and_little_more() -> None:
 def test_where_lines_are_wide_compute_decides() -> None:
     swarm = Swarm(lab(25_000 * MB, forward_s=0.2))
     swarm.run()
-    times = swarm.watch.commit_times
+    times = swarm.watch.commits.times_s
     assert 36 * 0.6 / 2 < (times[-1] - times[0]) / 2 < 1.4 * 36 * 0.6 / 2
 
 

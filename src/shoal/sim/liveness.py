@@ -90,7 +90,7 @@ class Liveness:
             return "the run has not begun" if now > scenario.start_s else ""
         if timeline.over_s is not None or timeline.healed_s is None:
             return ""
-        since_s = now - max([timeline.healed_s, *context.watch.commit_times[-1:]])
+        since_s = now - max([timeline.healed_s, *context.watch.commits.times_s[-1:]])
         if since_s > scenario.progress_s * case.patience:
             return f"no commit for {since_s:.0f} s after healing"
         if now - timeline.healed_s > scenario.finish_s * case.patience:
