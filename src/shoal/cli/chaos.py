@@ -1,10 +1,10 @@
 """`shoal chaos RUNDIR`: kills, stops and slows the local peers of a run that is being trained, cuts and slows their links, and says
 what it did and why.
 
-What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster (launcher/schedule.py). Peers
-are signalled from here, each as the very process that its launcher wrote down (launcher/process.py), and nothing else is; the launcher
-starts those that are to come (rundir.WantedPeers). Links are cut by the peers themselves (transport/emulated/faulty.py),
-in a run with network.fault_injection. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
+What and when: a schedule file, random moments from a seed, or the record of a spot cluster played faster
+(launcher/chaos/schedule.py). Peers are signalled from here, each as the very process that its launcher wrote down
+(launcher/process.py), and nothing else is; the launcher starts those that are to come (rundir.WantedPeers). Links are cut by the
+peers themselves (transport/emulated/faulty.py), in a run with network.fault_injection. However it ends, short of SIGKILL, nobody is left stopped; a cut ends by itself in any case.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import msgspec
 from shoal import config as configuration
 from shoal import units
 from shoal.dashboard import account
-from shoal.launcher import process, rundir, schedule
-from shoal.launcher.injection_points import INJECTION_POINTS, TraceTail
+from shoal.launcher import process, rundir
+from shoal.launcher.chaos import schedule
+from shoal.launcher.chaos.injection_points import INJECTION_POINTS, TraceTail
+from shoal.launcher.chaos.schedule import LINKS, Act, Rates
 from shoal.launcher.process import Process
 from shoal.launcher.rundir import LocalPeer, PeersFile, WantedPeers
-from shoal.launcher.schedule import LINKS, Act, Rates
 from shoal.runtime.records.report import replace
 from shoal.sim.faults import preemption
 from shoal.transport.emulated.faulty import FAULTS, Fault

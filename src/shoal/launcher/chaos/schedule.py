@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from shoal import units
-from shoal.launcher.injection_points import INJECTION_POINTS
+from shoal.launcher.chaos.injection_points import INJECTION_POINTS
 from shoal.launcher.rundir import LocalPeer, PeersFile
 from shoal.sim.faults.preemption import Change, most, some
 from shoal.transport.emulated.faulty import Direction
