@@ -1,7 +1,7 @@
 """What `shoal chaos` does to a run's peers and links, and when: from a file, drawn from a seed, or as a record of spot instances has it.
 
 Pure functions. `choose` says who is meant, and keeps a run able to go on: a majority of its members stays, without which it would
-rightly wait for ever, and every stage keeps a replica unless losing it is what was asked for. cli/chaos.py carries it out.
+rightly wait for ever, and every stage keeps a replica unless losing it is what was asked for. chaos.py carries it out.
 """
 
 from __future__ import annotations
