@@ -224,7 +224,7 @@ def test_the_leader_killed_in_the_middle_of_averaging_costs_one_round_more_and_a
 ) -> None:
     """Both seeds needed a third round: the new leader began one that listed the dead."""
     took, rounds = killed(peers, leader=True, seed=seed)
-    assert rounds == 2 and took[2] < took[1] + took[3] + 2 * lab(1.0).settings.silence_s
+    assert rounds == 2 and took[2] < took[1] + took[3] + 2 * lab(1.0).settings.heartbeat_timeout_s
 
 
 UNLIKE = (12.5 * MB, 25 * MB, 25 * MB, 25 * MB)  # and one of the last two dies

@@ -41,7 +41,7 @@ class Liveness:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
             undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
-            if undisturbed_s < HOME_BEATS * context.settings.beat_s:
+            if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s:
                 continue
             if node.condition.leaving:
                 self._check_leaver(node.name, newest)
