@@ -207,13 +207,29 @@ def test_a_run_without_its_majority_says_who_is_silent_since_when_and_what_to_do
     assert watch.snapshot(41.0).stopped == "", "they are back"
 
 
-def test_two_members_tolerate_no_loss_and_the_user_reads_that() -> None:
+def test_two_members_without_their_founder_tolerate_no_loss_and_the_user_reads_that() -> None:
     members = Members()
     two = msgspec.structs.replace(a_view(1, 1, loss=5.0), members=(Member("a", 0), Member("c", 1)))
-    assert "Two members tolerate no loss" in members.advice(two, ["c"])
+    assert "With three members the run survives the loss of any one" in members.advice(two, ["c"])
     assert members.survives(two) == (
         "survives no loss (1 with 1 peer more); stages 0, 1 have one replica, without which the run goes back to its "
         "newest checkpoint"
+    )
+
+
+def test_the_founders_casting_vote_is_told_where_it_matters() -> None:
+    members = Members()
+    members.labels, members.machines = {"a": "p0"}, {"c": "192.0.2.2"}
+    two = msgspec.structs.replace(a_view(1, 1, loss=5.0), members=(Member("a", 0), Member("c", 0)), founder="a")
+    assert members.survives(two) == (
+        "survives the loss of 1 peer other than p0, which has the casting vote (any 1 with 1 peer more), but not of this "
+        "machine with its 1 of 2"
+    )
+    guest = Members()
+    guest.labels, guest.machines = {"c": "p0"}, {"a": "192.0.2.1"}
+    assert (
+        "a (192.0.2.1) silent; 1 of 2 members answer, and 2 are needed, or 1 with a (192.0.2.1), which has the casting vote. "
+        "If only the line to it is cut, the run goes on there" in guest.advice(two, ["a"])
     )
 
 

@@ -56,7 +56,7 @@ def test_the_newest_of_what_survivors_know_counts() -> None:
     ("answering", "given_up", "saved", "said"),
     [
         (standings(), given_up("a"), 8, "no peer of the run answers"),
-        (standings("a", "b", "c"), given_up("d", "e", "j"), 8, "3 of 5 voters answer, which is a majority"),
+        (standings("a", "b", "c"), given_up("d", "e", "j"), 8, "3 of 5 voters answer, which is a quorum"),
         (standings("a", "c"), given_up("b", "d"), 8, "e, j do not answer"),
         (standings("a", "c"), given_up("a", "b", "d", "e", "j"), 8, "a is said to be gone, but it answers"),
         (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from shoal.core.consensus.certificates import majority
+from shoal.core.consensus.certificates import can_agree, casting_voter, quorum
 from shoal.core.consensus.register import Register
 from shoal.core.messages import Member, Send, Settings, View
 
@@ -26,8 +27,8 @@ class Net:
         self.agreed: dict[int, View] = {}
         self.broken: list[str] = []
         view = View(number=1, step=0, members=tuple(Member(n, 0) for n in self.names))
-        self.send("p0", self.nodes["p0"].found(View(number=1, step=0, members=(Member("p0", 0),)), 0.0))
-        self.send("p0", self.nodes["p0"].propose(View(number=2, step=0, members=view.members), 0.0))
+        self.send("p0", self.nodes["p0"].found(View(number=1, step=0, members=(Member("p0", 0),), founder="p0"), 0.0))
+        self.send("p0", self.nodes["p0"].propose(View(number=2, step=0, members=view.members, founder="p0"), 0.0))
 
     def send(self, source: str, commands: list) -> None:
         for command in commands:
@@ -73,7 +74,11 @@ class Net:
                 view = node.agreed
                 assert view is not None
                 successor = View(
-                    number=view.number + 1, step=view.step, members=view.members, reason=f"{name}@{self.now}"
+                    number=view.number + 1,
+                    step=view.step,
+                    members=view.members,
+                    reason=f"{name}@{self.now}",
+                    founder=view.founder,
                 )
                 self.send(name, node.propose(successor, self.now))
 
@@ -129,11 +134,12 @@ def test_a_dead_leader_is_replaced_within_twice_the_silence() -> None:
     assert len(net.leaders()) == 1
 
 
-def test_a_proposal_needs_majorities_of_the_voters_before_and_after() -> None:
+def test_a_proposal_needs_quorums_of_the_voters_before_and_after() -> None:
     net = Net(4, 4)
     net.run(2.0)
-    net.dead = {"p2", "p3"}  # two of four: no majority
-    successor = View(number=3, step=0, members=(Member("p0", 0), Member("p1", 0)))
+    net.dead = {"p2", "p3"}  # half of those before, without the casting voter; two of the three after
+    members = (Member("p0", 0), Member("p2", 0), Member("p3", 0))
+    successor = View(number=3, step=0, members=members, founder="p0")
     net.send("p0", net.nodes["p0"].propose(successor, net.now))
     net.run(2.0)
     assert 3 not in net.agreed
@@ -152,7 +158,51 @@ def test_a_peer_that_missed_a_view_is_given_the_newest() -> None:
     assert agreed is not None and agreed.number == 3
 
 
-def test_majority_counts_more_than_half() -> None:
-    assert majority((), set())
-    assert not majority(("a", "b"), {"a"})
-    assert majority(("a", "b", "c"), {"a", "c"})
+def test_a_quorum_is_more_than_half_or_half_with_the_casting_voter() -> None:
+    assert quorum((), set(), "a")
+    assert not quorum(("a", "b"), {"b"}, "a")
+    assert quorum(("a", "b"), {"a"}, "a")
+    assert not quorum(("a", "b"), {"a"}, ""), "nobody founded the run"
+    assert quorum(("a", "b", "c"), {"b", "c"}, "a"), (
+        "an odd number of voters has a majority without anybody's casting vote"
+    )
+    assert not quorum(("a", "b", "c"), {"a"}, "a")
+
+
+HOST, GUEST = ("k1.1.host.9", "k2.1.host.9", "k3.1.host.9"), ("k4.1.guest.9", "k5.1.guest.9", "k6.1.guest.9")
+
+
+@pytest.mark.parametrize("voters", [(*HOST[:mine], *GUEST[:others]) for mine in range(4) for others in range(4)])
+def test_two_quorums_of_the_same_voters_always_have_a_peer_in_common(voters: tuple[str, ...]) -> None:
+    quorums = [
+        set(some)
+        for size in range(len(voters) + 1)
+        for some in itertools.combinations(voters, size)
+        if quorum(voters, some, "host")
+    ]
+    assert quorums
+    assert not voters or all(one & other for one in quorums for other in quorums)
+
+
+def test_the_founders_half_goes_on_when_the_other_half_is_gone_and_the_other_never_does() -> None:
+    for here, goes_on in ((HOST, True), (GUEST, False)):
+        view = View(number=1, step=0, members=tuple(Member(peer, 0) for peer in HOST + GUEST), founder="host")
+        assert can_agree(view, here) is goes_on
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_two_equal_halves_exactly_the_one_with_the_casting_voter_agrees(seed: int) -> None:
+    net = Net(4, seed)
+    net.run(2.0)
+    casting = casting_voter(net.names, "p0")
+    net.cut = set(net.rng.sample(net.names, 2))
+    here = net.cut if casting in net.cut else set(net.names) - net.cut
+    before = max(net.agreed)
+    for _ in range(6):
+        net.run(3.0)
+        net.propose()
+    net.run(3.0)
+    numbers = {name: node.agreed.number if node.agreed is not None else 0 for name, node in net.nodes.items()}
+    assert not net.broken
+    assert min(numbers[name] for name in here) > before, f"{numbers}: the half with {casting} goes on"
+    assert max(numbers[name] for name in set(net.names) - here) == before, f"{numbers}: the other half waits"

@@ -31,7 +31,7 @@ def test_survivors_go_on_by_the_operators_word_and_only_when_the_others_are_gone
     wait_for(lambda: host.poll() is not None or committed(tmp_path) >= 5)
 
     needless = end(start("recover", "runs/tiny", "--wait", "10"), code=2)
-    assert "voters answer, which is a majority: they go on without anybody's word" in needless
+    assert "voters answer, which is a quorum: they go on without anybody's word" in needless
 
     guest.send_signal(signal.SIGKILL)  # its three peers go with it
     guest.communicate(timeout=LONG_S)

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from tests.e2e.machines import HOSTS, Machine, ip, machines
+from tests.e2e.machines import HOSTS, Machine, Program, ip, machines
 from tests.e2e.test_run import NO_MODEL, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -16,14 +16,22 @@ __all__ = ["machines"]  # a fixture
 RUN = (*NO_MODEL, "device.emulated_s=0.2", "run.peers=2", "run.stages=2", "run.steps=500")
 
 
-def invited(host: Machine, *settings: str) -> str:
+def invited(host: Machine, *settings: str, here: int = 1) -> str:
     """Begins a run and returns the invite that its screen shows."""
-    program = host.shoal("run", "tiny.toml", "--here", "1", *RUN, *settings)
+    program = host.shoal("run", "tiny.toml", "--here", str(here), *RUN, *settings)
     wait_for(lambda: program.process.poll() is not None or re.search(r"shoal join shoal-\S+\n", program.output))
     match = re.search(r"shoal join (shoal-\S+)\n", program.output)
     assert match is not None, program.output
-    assert f"waiting for 1 peer from other machines; this one is reached at {HOSTS[0]}" in program.output
+    assert (
+        f"waiting for {here} peer{'s' if here > 1 else ''} from other machines; this one is reached at {HOSTS[0]}"
+        in program.output
+    )
     return match[1]
+
+
+def steps(run: Program) -> int:
+    """The newest step that its screen shows as committed."""
+    return max((int(step) for step in re.findall(r"step (\d+)/", run.output)), default=0)
 
 
 @pytest.mark.parametrize("discovery", ["gossip", "dht"])
@@ -42,24 +50,57 @@ def test_a_guest_joins_without_naming_any_address_and_its_loss_is_explained(
     assert status.end(60) == 0
     assert re.search(rf"1 .*\w{{6}}@{HOSTS[1]}", status.output), status.output
     assert "2 peers on 2 machines" in status.output and "nobody" not in status.output
-    assert "survives no loss (1 with 1 peer more)" in status.output
+    assert re.search(r"survives the loss of 1 peer other than p\d, which has the casting", status.output), status.output
     there = guest.shoal("status", "runs/tiny")
     assert there.end(60) == 0
     assert re.search(rf"0 .*\w{{6}}@{HOSTS[0]}", there.output), there.output
 
     joined.process.send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    wait_for(lambda: run.process.poll() is not None or "training has stopped" in run.output)
+    wait_for(lambda: run.process.poll() is not None or "no peer is left" in run.output)
     print(f"{time.monotonic() - killed:.1f} s from the loss to the words")
-    words = next(line for line in run.lines if "training has stopped" in line)
+    words = next(line for line in run.lines if "no peer is left" in line)
     print(words)
-    assert f"({HOSTS[1]}) silent; 1 of 2 members answer, and 2 are needed" in words
-    assert "Two members tolerate no loss" in words
-    assert re.search(r"shoal recover runs/tiny --gone \w{6}$", words.strip())
-    last = host.shoal("status", "runs/tiny")
-    last.end(60)
-    assert "STOPPED at" in last.output and "to go" not in last.output, last.output
-    print(last.output)
+    assert re.search(r"stage 1 \(of 2\): .* shoal join --invite-file runs/tiny/guests.invite$", words.strip())
+
+    at = steps(run)
+    again = guest.shoal("join", invite, *NO_MODEL, "device.emulated_s=0.2")
+    wait_for(lambda: run.process.poll() is not None or steps(run) > at + 1)
+    assert run.process.poll() is None and again.process.poll() is None, run.output
+    assert "training has stopped" not in run.output
+
+    founder, killed = run, time.monotonic()
+    founder.process.send_signal(signal.SIGKILL)
+    wait_for(lambda: again.process.poll() is not None or "training has stopped" in again.output)
+    print(f"{time.monotonic() - killed:.1f} s from the loss of the founder's machine to the words")
+    words = next(line for line in again.lines if "training has stopped" in line)
+    print(words)
+    assert f"({HOSTS[0]}) silent; 1 of 2 members answer, and 2 are needed, or 1 with" in words
+    assert "If only the line to it is cut, the run goes on there" in words
+
+
+def test_the_founders_machine_goes_on_by_its_casting_vote_when_the_guests_is_gone(
+    machines: tuple[Machine, Machine],
+) -> None:
+    host, guest = machines
+    more = ("run.peers=4", "run.steps=60", "checkpoint.every=3", "device.emulated_s=0.1")
+    invite = invited(host, *more, here=2)
+    joined = guest.shoal("join", invite, "--peers", "2", *NO_MODEL, "device.emulated_s=0.1")
+    run = host.programs[0]
+    wait_for(lambda: joined.process.poll() is not None or re.search(r"step ([5-9]|\d\d)/60", joined.output))
+    assert joined.process.poll() is None, joined.output
+    status = host.shoal("status", "runs/tiny")
+    assert status.end(60) == 0
+    assert re.search(r"survives the loss of 2 peers other than p\d, which has the casting", status.output), (
+        status.output
+    )
+
+    joined.process.send_signal(signal.SIGKILL)  # its peers go with it
+    at, killed = steps(run), time.monotonic()
+    wait_for(lambda: run.process.poll() is not None or steps(run) > at + 1)
+    print(f"{time.monotonic() - killed:.1f} s from the loss of the guest's machine to the next commits")
+    assert run.end(600) == 0, run.output
+    assert "training has stopped" not in run.output and "Every sample counted once." in run.output, run.output
 
 
 def test_a_guest_whose_answers_do_not_arrive_reads_why_within_seconds(machines: tuple[Machine, Machine]) -> None:

@@ -142,13 +142,13 @@ def adds_a_booked_microbatch_again(patch: Patch) -> None:
     patch.setattr(Hops, "on_hop", blind)
 
 
-def takes_half_for_a_majority(patch: Patch) -> None:
-    def half(voters: Any, yes: Any) -> bool:
+def takes_any_half_for_a_quorum(patch: Patch) -> None:
+    def half(voters: Any, yes: Any, founder: str) -> bool:
         voters, yes = tuple(voters), set(yes)
         return 2 * sum(voter in yes for voter in voters) >= len(voters)
 
     for module in (agreed, certificates, election, register):
-        patch.setattr(module, "majority", half)
+        patch.setattr(module, "quorum", half)
 
 
 def keeps_a_fenced_peers_books(patch: Patch) -> None:
@@ -271,7 +271,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, .
     (averages_a_fenced_peer, ROUNDS, (11, 6)),
     (books_twice_after_a_retry, ROUNDS, (22, 10)),
     (adds_a_booked_microbatch_again, STORM, (17, 20)),
-    (takes_half_for_a_majority, HALVES, (8, 1)),
+    (takes_any_half_for_a_quorum, HALVES, (8, 1)),
     (applies_what_it_does_not_hold, ROUNDS, (22, 3)),
     (keeps_a_fenced_peers_books, ROUNDS, (8, 20)),
     (adopts_without_asking_for_books, ROUNDS, (19, 22)),

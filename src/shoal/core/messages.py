@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 21  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 22  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -144,7 +144,7 @@ class Phase(Enum):
 
 class View(Value, frozen=True):
     """The replicated value. `members` vote, serve and train; `joining` download their stage's state. Who was a member before
-    goes on voting while it does: otherwise two moves and two deaths would leave five peers without a majority."""
+    goes on voting while it does: otherwise two moves and two deaths would leave five peers without a quorum."""
 
     number: Count
     step: Count  # the oldest not committed; equals the version of the parameters
@@ -165,6 +165,7 @@ class View(Value, frozen=True):
     )
     since: Count = 0  # number of the view that set `work`, or set it again: requests of older views are void
     evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
+    founder: Nobody = ""  # invite id of the peer that founded the run: one of its peers has the casting vote
 
     @property
     def started(self) -> bool:
@@ -217,12 +218,12 @@ class View(Value, frozen=True):
 
     @property
     def voters(self) -> tuple[Peer, ...]:
-        """Whose majority agrees on the view that follows this one."""
+        """Whose quorum agrees on the view that follows this one."""
         return tuple([member.peer for member in self.members] + [member.peer for member in self.joining if member.back])
 
 
 class Entry(Value, frozen=True):
-    """A view on its way to being agreed: proposed in `term`, to be accepted by majorities of both sets of voters."""
+    """A view on its way to being agreed: proposed in `term`, to be accepted by quorums of both sets of voters."""
 
     term: Term
     view: View

@@ -271,6 +271,8 @@ class Launcher:
             return
         self._write_lists()
         terminal.say(await reach.welcome(self.directory, self.crew.addresses, missing))
+        if (invite := self.directory / reach.INVITE).exists():
+            self.watch.everyone.join = f"shoal join --invite-file {invite}"
 
     async def _keep(self) -> None:
         """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""
@@ -474,5 +476,6 @@ class Launcher:
                 rundir.MemberSeat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
             ),
             voters=tuple(self.watch.voters()),
+            casting_voter=self.watch.casting_voter(),
             names=tuple(each.peer for each in everyone),
         )

@@ -67,6 +67,7 @@ class PeersFile(msgspec.Struct, frozen=True):
     peers: tuple[LocalPeer, ...] = ()
     members: tuple[MemberSeat, ...] = ()
     voters: tuple[str, ...] = ()  # labels as in `members`: these, and members that move to another stage
+    casting_voter: str = ""  # label of the voter whose vote decides between two equal halves; "": none of these
     names: tuple[str, ...] = ()  # of everybody in the newest view, on whatever machine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.core.consensus.certificates import can_agree
 from shoal.core.messages import Peer, View
 from shoal.sim.checkers import progress
 from shoal.sim.context import Context
@@ -98,11 +99,11 @@ class Liveness:
         return ""
 
     def _hopeless(self) -> str:
-        """Why no run could go on: fewer peers than stages, or no majority left."""
+        """Why no run could go on: fewer peers than stages, or no quorum left."""
         nodes, stages = self._processes.nodes, self._context.case.settings.stages
         for view in self._delivery.current_views():
             alive = [peer for peer in view.voters if peer in nodes]
-            if 2 * len(alive) <= len(view.voters):
+            if not can_agree(view, alive):
                 return f"{len(alive)} of {len(view.voters)} voters live"
             if len(nodes) < stages:
                 return f"{len(nodes)} peers live for {stages} stages"

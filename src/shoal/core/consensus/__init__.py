@@ -1,1 +1,1 @@
-"""Consensus: one replicated value, the View, agreed by signed majorities; and the operator's override of it."""
+"""Consensus: one replicated value, the View, agreed by signed quorums; and the operator's override of it."""

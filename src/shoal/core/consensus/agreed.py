@@ -1,6 +1,6 @@
 """The replicated value as one peer holds it: the newest agreed View with its proof, and the newest proposal that it accepted.
 
-Terms and leaders are election.py's business, and whether to accept a proposal is register.py's. Here: what is stored, whose majorities
+Terms and leaders are election.py's business, and whether to accept a proposal is register.py's. Here: what is stored, whose quorums
 decide about it, and which proofs bring another peer up to date.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.core.consensus.certificates import digest, majority, signers
+from shoal.core.consensus.certificates import digest, quorum, signers
 from shoal.core.messages import Entry, Peer, Proof, Propose, Signed, View
 
 TURNS = 16  # changes of the voters that a peer may have missed and still be brought up to date without a new admission
@@ -55,7 +55,7 @@ class AgreedViews:
         return any(peer in view.voters for view in views)
 
     def voters(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
-        """The two sets of voters whose majorities decide: before and after a proposal in flight. Without one the first set is empty."""
+        """The two sets of voters whose quorums decide: before and after a proposal in flight. Without one the first set is empty."""
         assert self.accepted is not None
         after = self.accepted.view.voters
         return (self.accepted.before if self.proposing else ()), after
@@ -66,9 +66,10 @@ class AgreedViews:
         return tuple(dict.fromkeys(peer for peer in before + after if peer != self._name))
 
     def decided_by(self, yes: Iterable[Peer]) -> bool:
-        """Majorities of both sets of voters are in `yes`."""
-        before, after = self.voters()
-        return majority(before, yes) and majority(after, yes)
+        """Quorums of both sets of voters are in `yes`."""
+        assert self.accepted is not None
+        founder = self.accepted.view.founder
+        return all(quorum(voters, yes, founder) for voters in self.voters())
 
     def certified(self, number: int) -> list[Propose]:
         """What brings a peer with view `number` up to date: the newest agreed view with the signatures that prove it, after the views

@@ -1,9 +1,10 @@
 """What a peer signs when it votes or accepts a view, and when such signatures prove that something was agreed.
 
-A View counts as agreed, and a peer as the leader of a term, when majorities have signed it: the claim of one peer, even of a member,
-proves nothing. Here: the bytes that are signed, in which message, and who must have signed. Keys are the driver's business
-(runtime/signing.py): it calls `seal` on each message that is sent and `checked` on each message that is received, so that a machine
-receives only valid signatures. For the other modules of consensus and the drivers.
+A View counts as agreed, and a peer as the leader of a term, when quorums have signed it: the claim of one peer, even of a member, proves
+nothing. A quorum is a majority, or half of an even number of voters with the casting voter, a peer of the founder's machine
+(docs/design/2026-11-23-casting-vote.md). Here: the bytes that are signed, in which message, and who must have signed. Keys are the driver's
+business (runtime/signing.py): it calls `seal` on each message that is sent and `checked` on each message that is received, so that a
+machine receives only valid signatures. For the other modules of consensus and the drivers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import takewhile
 import msgspec
 
 from shoal.core.messages import Accept, Entry, Lead, Message, Peer, Proof, Propose, Signed, View, Vote
+from shoal.core.names import invite_of
 
 Sign = Callable[[bytes], Signed]  # by the peer itself
 Holds = Callable[[Signed, bytes], bool]
@@ -35,10 +37,24 @@ def voted(term: int, candidate: Peer) -> bytes:
     return msgspec.msgpack.encode(("vote", term, candidate))
 
 
-def majority(voters: Iterable[Peer], yes: Iterable[Peer]) -> bool:
-    """More than half of `voters` are in `yes`; true of no voters at all."""
+def casting_voter(voters: Iterable[Peer], founder: str) -> Peer:
+    """Whose vote decides between two equal halves of `voters`: the first by name of those with the invite of the run's founder.
+    '' if there are no such voters, or if an odd number of voters has no halves."""
+    voters = tuple(voters)
+    return min((peer for peer in voters if invite_of(peer) == founder), default="") if len(voters) % 2 == 0 else ""
+
+
+def quorum(voters: Iterable[Peer], yes: Iterable[Peer], founder: str) -> bool:
+    """More than half of `voters` are in `yes`, or half of them with the casting voter; true of no voters at all. Any two quorums of the
+    same voters have a peer in common."""
     voters, yes = tuple(voters), set(yes)
-    return not voters or 2 * sum(voter in yes for voter in voters) > len(voters)
+    ahead = 2 * sum(voter in yes for voter in voters) - len(voters)
+    return not voters or ahead > 0 or (ahead == 0 and casting_voter(voters, founder) in yes)
+
+
+def can_agree(view: View, living: Iterable[Peer]) -> bool:
+    """The voters of that view who are in `living` can agree on the next one without the others."""
+    return quorum(view.voters, living, view.founder)
 
 
 def signers(signed: Iterable[Signed]) -> set[Peer]:
@@ -46,9 +62,9 @@ def signers(signed: Iterable[Signed]) -> set[Peer]:
 
 
 def proves(entry: Entry, proof: Proof) -> bool:
-    """Majorities of the voters before and after have accepted the entry."""
-    names = signers(proof.signed)
-    return majority(entry.before, names) and majority(entry.view.voters, names)
+    """Quorums of the voters before and after have accepted the entry."""
+    names, founder = signers(proof.signed), entry.view.founder
+    return quorum(entry.before, names, founder) and quorum(entry.view.voters, names, founder)
 
 
 def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:

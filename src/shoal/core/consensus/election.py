@@ -1,8 +1,8 @@
 """Terms, votes, and the leader that this peer follows: Raft's elections, with proofs instead of trust.
 
 A follower that receives nothing from a leader for the election timeout first asks in a trial (Raft's pre-vote) whether it would win,
-so that a peer with a bad connection does not disturb a working leader. A candidate needs the votes of majorities of the voters before
-and after a proposal in flight. A peer follows a leader only if the signed votes of a majority of the newest view held here show that
+so that a peer with a bad connection does not disturb a working leader. A candidate needs the votes of quorums of the voters before
+and after a proposal in flight. A peer follows a leader only if the signed votes of a quorum of the newest view held here show that
 it was elected.
 
 A voter's claim of a higher term raises the term here by TERMS a beat at most. CLAIMS voters must claim it before a leader stands down,
@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.agreed import AgreedViews, rank
-from shoal.core.consensus.certificates import majority, signers
+from shoal.core.consensus.certificates import quorum, signers
 from shoal.core.messages import Command, Peer, Send, Settings, Signed, Vote, VoteRequest
 from shoal.core.names import key_of
 
@@ -182,7 +182,7 @@ class Election:
             return False
         if self.proven != (term, peer):
             newer, agreed = self.proven is not None and self.proven[0] > term, self._views.view
-            if newer or agreed is None or not majority(agreed.voters, signers(votes)):
+            if newer or agreed is None or not quorum(agreed.voters, signers(votes), agreed.founder):
                 return False
             self.proven = term, peer
         if term != self.term:

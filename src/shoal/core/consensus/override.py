@@ -1,6 +1,6 @@
 """The operator's override of the quorum: when most members of a run are gone for good, who goes on, and from where.
 
-Without a majority nothing is agreed, so that two halves of a split network never both commit. When the missing half is not cut off but
+Without a quorum nothing is agreed, so that two halves of a split network never both commit. When the missing half is not cut off but
 lost, only a person can know it. `decide` makes that person's word into the View that the survivors take for agreed: they alone, back at
 the newest checkpoint, with a number, a term and an epoch so far ahead that whatever the others still agree on among
 themselves is older, and void as soon as they hear of it. It refuses wherever it can see that the others may live: then both sides
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from shoal.core.consensus.certificates import can_agree
 from shoal.core.messages import Member, Override, Peer, Standing, View
 
 AHEAD = 1 << 20  # views, terms and epochs: more than any cut-off side agrees on before somebody looks at it
@@ -44,8 +45,8 @@ def decide(
     _refuse_unsaid(listed, here, gone)
     voters = newest.voters
     left = sum(peer in here for peer in voters)
-    if 2 * left > len(voters):
-        raise Refusal(f"{left} of {len(voters)} voters answer, which is a majority: they go on without anybody's word")
+    if can_agree(newest, here):
+        raise Refusal(f"{left} of {len(voters)} voters answer, which is a quorum: they go on without anybody's word")
     if newest.finished:
         raise Refusal("the run is finished")
     if saved > newest.step:
@@ -71,6 +72,7 @@ def decide(
         account=account,
         saved=saved,
         evicted=newest.evicted,
+        founder=newest.founder,
         reason=f"the operator has given up {len(listed) - len(here)} of {len(listed)} peers: {len(here)} go on from step "
         f"{newest.step} back at the state of step {saved}",
     )

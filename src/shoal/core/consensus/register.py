@@ -1,12 +1,12 @@
 """One replicated value: the members agree on a sequence of Views, and on who leads.
 
 This is Raft (Ongaro and Ousterhout 2014) reduced to a register: each proposal holds the whole next View, so that only the newest is
-kept and there is no log. A proposal is agreed when majorities of the voters before *and* after it have accepted it (joint consensus in
-one step); a candidate that holds an unagreed proposal needs votes of both majorities. Two halves of a split network therefore never
+kept and there is no log. A proposal is agreed when quorums of the voters before *and* after it have accepted it (joint consensus in
+one step); a candidate that holds an unagreed proposal needs votes of both quorums. Two halves of a split network therefore never
 agree on different successors of one view, which is all that committing a step needs. Peers keep nothing on disk: a restarted process
 is a new peer with a new name.
 
-No single peer is trusted. A view counts as agreed with the signed acceptances of both majorities (certificates.py); messages of peers
+No single peer is trusted. A view counts as agreed with the signed acceptances of both quorums (certificates.py); messages of peers
 that are not voters change nothing; no voter accepts a view that cannot follow the one before (validity.py), whoever proposes it.
 
 `Register` is what peer.py uses. Behind it: agreed.py stores views and proposals, election.py decides who leads, replication.py is the
@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.agreed import AgreedViews, rank
-from shoal.core.consensus.certificates import majority, proves, signers
+from shoal.core.consensus.certificates import proves, quorum, signers
 from shoal.core.consensus.election import Election
 from shoal.core.consensus.replication import Replication
 from shoal.core.consensus.validity import flaw
@@ -231,7 +231,7 @@ class Register:
         return []
 
     def _believable(self, entry: Entry, proof: Proof, now: float) -> bool:
-        """Both majorities signed it, and a majority of the voters known here is among them. A peer that is in no view, or that has
+        """Both quorums signed it, and a quorum of the voters known here is among them. A peer that is in no view, or that has
         received nothing from a leader for long, knows no voters to compare with."""
         agreed = self.agreed
         if not proves(entry, proof) or flaw(None, entry.view, self.settings):
@@ -240,7 +240,9 @@ class Register:
             return True
         if entry.view.number <= agreed.number:
             return False
-        if set(entry.before) == set(agreed.voters) or majority(agreed.voters, signers(proof.signed)):
+        if set(entry.before) == set(agreed.voters) and entry.view.founder == agreed.founder:
+            return True
+        if quorum(agreed.voters, signers(proof.signed), agreed.founder):
             return True
         outside = all(member.peer != self.name for member in agreed.members + agreed.joining)
         return outside or (not self.leading and now - self.heard_leader_at > 2 * self.settings.heartbeat_timeout_s)

@@ -1,7 +1,7 @@
 """The leader's side of consensus: it sends heartbeats and proposals, and collects acceptances until a proposal is agreed.
 
-At most one proposal is in flight. It is agreed with the acceptances of majorities of the voters before and after it. A new leader
-proposes an accepted but unagreed entry again in its own term, since it may have been agreed. A leader that no longer hears a majority
+At most one proposal is in flight. It is agreed with the acceptances of quorums of the voters before and after it. A new leader
+proposes an accepted but unagreed entry again in its own term, since it may have been agreed. A leader that no longer hears a quorum
 stops leading. For register.py; elections are election.py's business.
 """
 
@@ -89,7 +89,7 @@ class Replication:
         return []
 
     def beat(self, now: float, agreed: bool = False) -> list[Command]:
-        """Send heartbeats, with the proof of the newest view if it was just `agreed`; stop leading if a majority is silent."""
+        """Send heartbeats, with the proof of the newest view if it was just `agreed`; stop leading unless a quorum is in touch."""
         views, election = self._views, self._election
         self.beat_at = now + self._settings.heartbeat_s
         alive = {peer for peer, at in self.heard.items() if now - at < self._settings.heartbeat_timeout_s} | {
@@ -115,7 +115,7 @@ class Replication:
         return [Send(peer, message) for peer in self._views.others()] + self._count(now)
 
     def _count(self, now: float) -> list[Command]:
-        """The proposal is agreed once majorities have accepted it."""
+        """The proposal is agreed once quorums have accepted it."""
         if not self._views.decided_by(self._acceptances):
             return []
         assert self._views.accepted is not None

@@ -2,7 +2,7 @@
 
 The leader decides which view comes next. These are its bounds, which each voter checks against the view that it holds (register.py):
 each peer is listed once, stages and owners exist, steps and epochs advance by one, a commit counts each microbatch once at each stage,
-no invite has more peers than it admits, and the phase may follow (phases.py). Pure.
+no invite has more peers than it admits, the founder stays, and the phase may follow (phases.py). Pure.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's numbe
 
 def flaw(before: View | None, view: View, settings: Settings) -> str:
     """Why `view` cannot be, or cannot be the successor of `before`, in words; '' if it can."""
+    if before is not None and view.founder != before.founder:
+        return f"founder {view.founder or 'none'} after {before.founder or 'none'}"
     return _shape(view, settings) or ("" if before is None else _step(before, view, settings))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from shoal.core.consensus.register import Register
 from shoal.core.member.roster import Roster
 from shoal.core.messages import Command, Find, Join, JoinRefused, Member, Note, Peer, Redirect, Send, Settings, View
+from shoal.core.names import invite_of
 from shoal.core.planned import planned_stage
 from shoal.core.server.server import Server
 
@@ -36,7 +37,8 @@ class Admission:
         settings, first = self._settings, self._settings.first_step
         stage, _ = planned_stage(settings, settings.seat, set()) or (0, "")
         me = Member(peer=self._roster.name, stage=stage, seat=settings.seat)
-        return self._register.found(View(number=1, step=first, members=(me,), saved=first), now)
+        view = View(number=1, step=first, members=(me,), saved=first, founder=invite_of(me.peer))
+        return self._register.found(view, now)
 
     def tick(self, now: float) -> list[Command]:
         if self.find_at is None and self._lost(now):

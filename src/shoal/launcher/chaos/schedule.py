@@ -295,7 +295,7 @@ def _meant(who: str, here: list[LocalPeer], run: PeersFile) -> list[LocalPeer]:
 def _majority(run: PeersFile, removed: frozenset[str] | set[str]) -> str:
     voters = run.voters or tuple(seat.label for seat in run.members)
     left = sum(label not in removed for label in voters)
-    if 2 * left > len(voters):
+    if 2 * left > len(voters) or (2 * left == len(voters) and run.casting_voter not in {"", *removed}):
         return ""
     return f"of {len(voters)} members {left} would be left, and the run can do nothing without a majority"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from shoal.core.consensus.certificates import can_agree, casting_voter
 from shoal.core.messages import Member, Peer, View
 from shoal.dashboard.terminal import PeerLine
 from shoal.runtime.records.report import PeerProgress
@@ -22,6 +23,7 @@ class Members:
     def __init__(self) -> None:
         self.labels: dict[Peer, str] = {}
         self.machines: dict[Peer, str] = {}
+        self.join = ""  # the command that adds a peer; '' on a guest's machine
         self.recover = ""  # the command that gives up silent members; '' on a guest's machine
         self.stopped_at: float | None = None  # since when no local peer hears a leader
 
@@ -60,32 +62,58 @@ class Members:
         return [peer for peer in view.voters if peer not in living]
 
     def advice(self, view: View, silent: Sequence[Peer]) -> str:
-        """What a run without a majority waits for, and what to do."""
+        """What peers without a quorum wait for, and what to do."""
         voters, names = len(view.voters), ", ".join(f"{self.name(peer)} ({self.machine(peer)})" for peer in silent)
         words = (
-            f"training has stopped: {names or 'the others'} silent; {voters - len(silent)} of {voters} members answer,"
+            f"training has stopped here: {names or 'the others'} silent; {voters - len(silent)} of {voters} members answer,"
             f" and {voters // 2 + 1} are needed"
         )
+        casting = casting_voter(view.voters, view.founder)
+        if casting in silent and len(silent) <= voters // 2:
+            words += (
+                f", or {voters // 2} with {self.name(casting)} ({self.machine(casting)}), which has the casting vote. If only the line"
+                " to it is cut, the run goes on there"
+            )
         if voters == 2:
-            words += ". Two members tolerate no loss; with three the run survives one"
-        words += ". It goes on by itself when they are back. If they are gone for good: "
+            words += ". With three members the run survives the loss of any one"
+        words += ". Peers here go on by themselves when the others are back. If they are gone for good: "
         if not self.recover:
             return words + "`shoal recover` on the machine that founded the run"
         return words + f"{self.recover} --gone {' '.join(self.name(peer) for peer in silent)}"
+
+    def unserved(self, view: View, stages: int) -> str:
+        """What a run that lost all replicas of a stage waits for, and the command that serves it; '' if it lost none."""
+        served = {member.stage for member in view.members + view.joining}
+        if not view.epoch or view.started or view.finished or len(served) == stages:
+            return ""
+        without = ", ".join(str(stage) for stage in range(stages) if stage not in served)
+        words = f"no peer is left to serve stage {without} (of {stages}): training waits for one more"
+        return words + (f". On any machine, this one included: {self.join}" if self.join else "")
 
     def survives(self, view: View | None) -> str:
         """How many losses at once the run survives now, and what would raise it; '' before training."""
         if view is None or not view.started or view.finished:
             return ""
-        voters = len(view.voters)
+        voters, casting = len(view.voters), casting_voter(view.voters, view.founder)
         losses, more = (voters - 1) // 2, 2 if voters % 2 else 1
         words = f"survives the loss of {_peers(losses)}" if losses else "survives no loss"
-        words += f" ({losses + 1} with {_peers(more)} more)"
-        machines = Counter(self.machine(peer) for peer in view.voters)
-        largest, count = max(machines.items(), key=lambda item: (item[1], item[0]))
-        if losses < count < voters and losses:
-            words += f", but not of {largest} with its {count} of {voters}"
+        if casting:
+            words = (
+                f"survives the loss of {_peers(losses + 1)} other than {self.name(casting)}, which has the casting vote"
+            )
+        words += f" ({'any ' if casting else ''}{losses + 1} with {_peers(more)} more)"
+        if fatal := self._fatal(view):
+            words += f", but not of {fatal}"
         return words + _single(view.members)
+
+    def _fatal(self, view: View) -> str:
+        """The machine with the most voters of those without which the others, if any, are no quorum; '' if there is none."""
+        machines = Counter(self.machine(peer) for peer in view.voters)
+        for machine, count in sorted(machines.items(), key=lambda item: (-item[1], item[0])):
+            others = [peer for peer in view.voters if self.machine(peer) != machine]
+            if others and not can_agree(view, others):
+                return f"{machine} with its {count} of {len(view.voters)}"
+        return ""
 
 
 def _single(members: Sequence[Member]) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal import units
 from shoal.config import Config, microbatches
+from shoal.core.consensus.certificates import can_agree, casting_voter
 from shoal.core.messages import Peer, View
 from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
@@ -154,17 +155,21 @@ class RunMonitor:
         return seats
 
     def voters(self) -> list[str]:
-        """Labels of those whose majority decides."""
+        """Labels of those whose quorum decides."""
         view = self.books.view
         return [self.labels.get(peer, "") for peer in view.voters] if view is not None else []
 
     def hopeless(self, living: set[str]) -> bool:
-        """So many voters have ended, as far as known here, that those left are no majority and can agree on nothing more."""
+        """So many voters have ended, as far as known here, that those left are no quorum and can agree on nothing more."""
         view = self.books.view if self.started and not self.finished else None
         if view is None:
             return False
-        labels = self.voters()
-        return 2 * sum(not label or label in living for label in labels) <= len(labels)
+        return not can_agree(view, [peer for peer in view.voters if self.labels.get(peer, "") in living | {""}])
+
+    def casting_voter(self) -> str:
+        """Label of the peer here whose vote decides between two equal halves; '' if there is none."""
+        view = self.books.view
+        return self.labels.get(casting_voter(view.voters, view.founder), "") if view is not None else ""
 
     def elsewhere(self) -> bool:
         """Has the newest view members on other machines?"""
@@ -296,17 +301,19 @@ class RunMonitor:
         return sum((line.sent for line in self.carried.values()), start=Traffic())
 
     def stopped_by(self) -> list[Peer]:
-        """The silent members for whose sake nothing is agreed; [] while there is a majority, as far as known here."""
+        """The silent members for whose sake nothing is agreed; [] while there is a quorum, as far as known here."""
         view = self.books.view
         if view is None or view.finished or self.everyone.stopped_at is None:
             return []
         silent = self.everyone.silent(view, self.standing)
-        return silent if 2 * (len(view.voters) - len(silent)) <= len(view.voters) else []
+        return [] if can_agree(view, set(view.voters) - set(silent)) else silent
 
     def advice(self) -> str:
-        """What to do while nothing can be agreed; '' while it can."""
+        """What to do while nothing can be agreed, or while a stage that was lost has no peer; '' while the run goes on."""
         silent, view = self.stopped_by(), self.books.view
-        return self.everyone.advice(view, silent) if silent and view is not None else ""
+        if view is None:
+            return ""
+        return self.everyone.advice(view, silent) if silent else self.everyone.unserved(view, self.config.run.stages)
 
     def _stopped(self) -> str:
         silent = self.stopped_by()

@@ -56,7 +56,7 @@ def absent(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 
 
 def halve(injector: Injector, planned: PlannedFault, rng: Random) -> None:
-    """Two halves: the members of the larger one can go on, or neither's can (then both wait)."""
+    """Two halves: the members of the larger one can go on, or of two equal ones those with the casting voter."""
     names = list(injector.processes.nodes)
     for _ in range(8):
         exact = rng.random() < EXACT

@@ -12,6 +12,7 @@ from random import Random
 import msgspec
 
 from shoal.core import messages as m
+from shoal.core.consensus import certificates
 from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
 from shoal.sim.node import Node
@@ -127,13 +128,24 @@ class Injector:
         return [node for node in nodes.values() if node.name in holders]
 
     def balanced(self, half: set[m.Peer]) -> bool:
-        """Neither these peers nor the others are a majority of the voters, and all voters are available."""
+        """These peers are half of the voters, so that the casting vote decides, and all voters are available."""
         views = self._delivery.current_views()
         return bool(views) and all(
             all(self._available(peer) for peer in view.voters)
             and 2 * sum(peer in half for peer in view.voters) == len(view.voters)
             for view in views
         )
+
+    def half(self, rng: Random) -> list[m.Peer]:
+        """Half of the voters, drawn, without whom the casting voter and the other half can go on; nobody if there is none."""
+        views, nodes = self._delivery.current_views(), self.processes.nodes
+        if len(views) != 1 or not self.balanced(set(views[0].voters[: len(views[0].voters) // 2])):
+            return []
+        view = views[0]
+        casting = certificates.casting_voter(view.voters, view.founder)
+        if not casting or len(nodes) - len(view.voters) // 2 < self.context.case.settings.stages:
+            return []
+        return rng.sample([peer for peer in view.voters if peer != casting], len(view.voters) // 2)
 
     def _available(self, peer: m.Peer) -> bool:
         node = self.processes.nodes.get(peer)

@@ -148,6 +148,17 @@ def way(injector: Injector, planned: PlannedFault, rng: Random) -> None:
         _isolate(injector, planned, [node.name], both=False, out=rng.random() < 0.5)
 
 
+def half(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """Half of the voters, without the casting one, die or are cut off at once."""
+    names = injector.half(rng)
+    if not names:
+        injector.retry(planned, AGAIN_S)
+    elif rng.random() < 0.5:
+        _isolate(injector, planned, names, both=True)
+    else:
+        _kill(injector, planned, names, rng)
+
+
 def wipe(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     if injector.restart_run():
         injector.context.count(planned.kind)
@@ -189,5 +200,6 @@ APPLY: dict[str, Fault] = {
     "region_cuts": region_cut,
     "cuts": cut,
     "ways": way,
+    "halves": half,
     "wipes": wipe,
 }

@@ -166,6 +166,10 @@ FAULTS = (  # one for each way of failing that a run must survive
     _fault("region_dies", peers=(9, 16), regions=(3, 4), strikes=Strikes(regions=1), save_every=(1, 2)),
     _fault("region_cut", peers=(9, 16), regions=(3, 4), strikes=Strikes(region_cuts=2), save_every=(1, 2)),
     _fault("split", happenings=Happenings(halves=3)),
+    _fault(
+        "casting_vote", peers=(2, 8), stages=(1, 2), strikes=Strikes(halves=3), save_every=(1, 2),
+        happenings=Happenings(halves=2, joiners=2),
+    ),
     _fault("last_replica", peers=(8, 16), stages=(2, 4), happenings=Happenings(losses=2), save_every=(0, 2)),
     _fault("nonfinite", nonfinite=(1, 4), happenings=Happenings(kills=2, restarts=2, joiners=2), save_every=(0, 2)),
     _fault("wiped", steps=(6, 10), strikes=Strikes(wipes=1), save_every=(1, 3)),

@@ -63,6 +63,7 @@ class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     region_cuts: int = 0  # a region is cut off from the others
     cuts: int = 0  # one peer is cut off, both ways
     ways: int = 0  # one peer is cut off, one way
+    halves: int = 0  # half of the voters, without the casting one
     wipes: int = 0  # everybody; the same command is started again
     copying: int = 0  # a shard of a checkpoint, to another machine
     machines: int = 0  # everybody on one machine, which loses its disk
