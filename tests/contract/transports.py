@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.core.messages import PROTOCOL
 from shoal.transport.auto import AutoTransport
-from shoal.transport.base import Limits, Lost
+from shoal.transport.base import Limits, Lost, Unknown
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
 from shoal.transport.emulated.faulty import Faulty
 from shoal.transport.emulated.memory import Hub, MemoryTransport
@@ -277,8 +277,10 @@ async def take(transport: Any, *senders: Any) -> Any:
 
 
 async def lost(transport: Any, peer: str) -> Lost:
-    """The next Lost; nothing else than Lost of that peer may come before it."""
+    """The next Lost; nothing else than a request to look that peer up may come before it."""
     item = await transport.receive()
+    if item == Unknown(peer):
+        item = await transport.receive()
     assert isinstance(item, Lost) and item.peer == peer, item
     return item
 

@@ -55,7 +55,7 @@ from shoal.runtime.signing import Signatures
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.traffic import Size
-from shoal.transport.base import Blob, Incoming, Transport
+from shoal.transport.base import Blob, Incoming, Lost, Transport
 from shoal.transport.directory.directory import Directory
 
 REPORT_S = 0.5
@@ -183,11 +183,13 @@ class Node:
                 refused = self.gate is not None and self.gate.takes(incoming)
                 if not refused and not self.meter.takes(incoming):
                     self._on_message(incoming)
-            else:
+            elif isinstance(incoming, Lost):
                 if self.gate is not None:
                     self.gate.lost(incoming.peer, incoming.reason)
                 self.handle(Unreachable(peer=incoming.peer))
-                self.contacts.find()  # its address may be unknown here
+                self.contacts.find()  # its address may be another by now
+            else:
+                self.contacts.find()
             await asyncio.sleep(0)  # a flood of messages must not delay deadlines and results
 
     def _on_message(self, incoming: Incoming) -> None:

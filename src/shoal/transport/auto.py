@@ -78,6 +78,7 @@ class AutoTransport(StreamTransport[tls.Address | Route]):
         route = self._both.libp2p.learn(peer, address.streams)
         if route is not None:
             self._engines.control.post(lambda: self._engines.control.adopt(self._both.libp2p.connect_daemons(route)))
+        self.learned(peer)
 
 
 class EitherCarrier:

@@ -44,12 +44,21 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """That peer cannot be reached: connection refused or broken, or it was never known; or it was dropped for misbehaving.
+    """That peer cannot be reached: connection refused or broken, or its address was not found; or it was dropped for misbehaving.
 
     `reason` says which, for people."""
 
     peer: Peer
     reason: str = ""
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """Messages to that peer wait for its address: it should be looked up, and `learn` be called. It is Lost if that takes too long."""
+
+    peer: Peer
+
+
+Event = Incoming | Lost | Unknown  # what `receive` returns
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -73,7 +82,7 @@ class Transport(Protocol):
 
         Returns the bytes that it takes on the line, 0 when it goes nowhere: the peer is not known, too much waits for it."""
 
-    async def receive(self) -> Incoming | Lost:
+    async def receive(self) -> Event:
         """The next thing that happened. A peer that sends malformed or oversized data is dropped and reported as Lost."""
 
     def forget(self, peer: Peer) -> None:

@@ -67,6 +67,7 @@ class Libp2pTransport(StreamTransport[Route]):
         route = self._libp2p.learn(peer, address) if peer != self.name else None
         if route is not None:
             self._engines.control.post(lambda: self._engines.control.adopt(self._libp2p.connect_daemons(route)))
+        self.learned(peer)
 
 
 class Libp2p:

@@ -52,6 +52,7 @@ class TlsTransport(StreamTransport[Address]):
         """Where that peer is reached, as IP addresses. Names are not looked up; they count as not known."""
         if peer != self.name:
             self._tls.learn(peer, address)
+            self.learned(peer)
 
 
 class Tls:

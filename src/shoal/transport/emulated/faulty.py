@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.messages import Message, Peer
-from shoal.transport.base import Blob, Incoming, Limits, Lost
+from shoal.transport.base import Blob, Event, Limits, Lost, Unknown
 from shoal.transport.emulated.shaped import AccessLink, LineQueue, Reachable, loop_time, set_or_due, tell_mistake
 from shoal.transport.wire import encode
 
@@ -96,10 +96,10 @@ class Faulty:
         self._news.set()
         return frame.nbytes
 
-    async def receive(self) -> Incoming | Lost:
+    async def receive(self) -> Event:
         while True:
             item = await self._inner.receive()
-            if isinstance(item, Lost) or not self._cut(item.peer, self.name, item.blobs):
+            if isinstance(item, Lost | Unknown) or not self._cut(item.peer, self.name, item.blobs):
                 return item
 
     def forget(self, peer: Peer) -> None:

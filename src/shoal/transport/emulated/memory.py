@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from shoal.core.messages import Message, Peer
-from shoal.transport.base import Blob, Incoming, Limits, Lost
+from shoal.transport.base import Blob, Event, Incoming, Limits, Lost
 from shoal.transport.streams.receive_queue import ReceiveQueue
 from shoal.transport.wire import Malformed, decode, encode
 
@@ -67,7 +67,7 @@ class MemoryTransport:
         self._receive_queue.put(Lost(peer, "there is no such peer"))
         return 0
 
-    async def receive(self) -> Incoming | Lost:
+    async def receive(self) -> Event:
         return await self._receive_queue.take()
 
     def forget(self, peer: Peer) -> None:

@@ -25,7 +25,7 @@ import msgspec
 
 from shoal.core.messages import RANKS, Message, Peer, rank
 from shoal.slots import Inflow
-from shoal.transport.base import Blob, Incoming, Limits, Lost, Transport
+from shoal.transport.base import Blob, Event, Incoming, Limits, Lost, Transport, Unknown
 from shoal.transport.streams.receive_queue import ReceiveQueue
 from shoal.transport.wire import encode, size
 
@@ -257,7 +257,7 @@ class Shaped:
         self._news.set()
         return frame.nbytes
 
-    async def receive(self) -> Incoming | Lost:
+    async def receive(self) -> Event:
         return await self._receive_queue.take()
 
     def forget(self, peer: Peer) -> None:
@@ -292,7 +292,7 @@ class Shaped:
         """From the inner network onto the downlink, as long as the node takes what comes."""
         while True:
             item = await self._inner.receive()
-            if isinstance(item, Lost):
+            if isinstance(item, Lost | Unknown):
                 self._receive_queue.put(item)
                 continue
             nbytes = size(item.message, item.blobs)

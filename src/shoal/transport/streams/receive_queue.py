@@ -12,14 +12,14 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
-from shoal.transport.base import Incoming, Lost
+from shoal.transport.base import Event, Incoming
 
 BULK_LIMIT_BYTES = 256 << 20  # bulk that waits; beyond it readers pause and the network pushes back
 CONTROL_LIMIT_BYTES = 16 << 20  # control likewise: decoded it takes up to 16 times as much memory
 LIMIT_ITEMS = 20_000  # of either
 SENDER_SHARES = 8  # one sender may use an eighth of each limit
 
-Item = tuple[Incoming | Lost, int]
+Item = tuple[Event, int]
 
 
 class FairQueue:
@@ -30,7 +30,7 @@ class FairQueue:
         self._bytes_of: dict[str, int] = {}
         self.bytes = self.items = 0
 
-    def put(self, item: Incoming | Lost, nbytes: int) -> None:
+    def put(self, item: Event, nbytes: int) -> None:
         sender = sender_of(item.peer)
         self._queues.setdefault(sender, deque()).append((item, nbytes))
         self._count(sender, nbytes, 1)
@@ -46,7 +46,7 @@ class FairQueue:
         """Bytes and items of that sender."""
         return self._bytes_of.get(sender, 0), len(self._queues.get(sender, ()))
 
-    def keep(self, wanted: Callable[[Incoming | Lost], bool]) -> None:
+    def keep(self, wanted: Callable[[Event], bool]) -> None:
         waiting, self._queues = self._queues, OrderedDict()
         self._bytes_of, self.bytes, self.items = {}, 0, 0
         for queue in waiting.values():
@@ -84,7 +84,7 @@ class ReceiveQueue:
                 return True
             return self._full(bulk)
 
-    def put(self, item: Incoming | Lost, nbytes: int = 0) -> None:
+    def put(self, item: Event, nbytes: int = 0) -> None:
         bulk = isinstance(item, Incoming) and bool(item.blobs)
         with self._lock:
             self._lanes[bulk].put(item, nbytes)
@@ -95,7 +95,7 @@ class ReceiveQueue:
             except RuntimeError:  # its loop is closed: nothing takes any more
                 pass
 
-    async def take(self) -> Incoming | Lost:
+    async def take(self) -> Event:
         while True:
             with self._lock:
                 if any(self._lanes):
@@ -116,7 +116,7 @@ class ReceiveQueue:
             self._on_space()
         return item
 
-    def drop(self, unwanted: Callable[[Incoming | Lost], bool]) -> None:
+    def drop(self, unwanted: Callable[[Event], bool]) -> None:
         """Remove the waiting items for which `unwanted` is true."""
         with self._lock:
             was_full = self._full(False) or self._full(True) or bool(self._paused)

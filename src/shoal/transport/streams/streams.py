@@ -20,7 +20,7 @@ import time
 from typing import Generic
 
 from shoal.core.messages import Message, Peer
-from shoal.transport.base import STREAM_KINDS, Blob, Incoming, Limits, Lost
+from shoal.transport.base import STREAM_KINDS, Blob, Event, Incoming, Limits
 from shoal.transport.budget import Warnings
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams.admission import Admission
@@ -31,6 +31,7 @@ from shoal.transport.streams.presence import Presence
 from shoal.transport.streams.receive_queue import ReceiveQueue
 from shoal.transport.streams.receiver import Receiver
 from shoal.transport.streams.sender import Sender
+from shoal.transport.streams.unrouted import UnroutedFrames
 from shoal.transport.wire import encode
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class StreamTransport(Generic[Route]):
         self._warnings = Warnings(log)
         self._engines = Engines()
         self._receive_queue = ReceiveQueue(on_space=lambda: self._receiver.wake_all())
+        self._unrouted = UnroutedFrames(self._receive_queue)
         self._presence = Presence(self._receive_queue)
         self._admission = Admission()
         self._receiver = Receiver(
@@ -80,15 +82,20 @@ class StreamTransport(Generic[Route]):
             self._receive_queue.put(Incoming(peer, message, blobs), frame.nbytes)
             return 0
         if self._carrier.route(peer) is None:
-            self._receive_queue.put(Lost(peer, "its address is not known"))
-            return 0
+            return frame.nbytes if self._unrouted.put(peer, frame) else 0
         if not self._sender.put(peer, frame):
             text = f"too much waits for {peer}: {type(message).__name__} to it is dropped"
             self._warnings.warn("messages dropped", text)
             return 0
         return frame.nbytes
 
-    async def receive(self) -> Incoming | Lost:
+    def learned(self, peer: Peer) -> None:
+        """The carrier may have a route to that peer now: send what waits for it."""
+        if not self._closed and self._carrier.route(peer) is not None:
+            for frame in self._unrouted.take(peer):
+                self._sender.put(peer, frame)
+
+    async def receive(self) -> Event:
         item = await self._receive_queue.take()
         if isinstance(item, Incoming):
             self._presence.add(item.peer)
@@ -97,6 +104,7 @@ class StreamTransport(Generic[Route]):
     def forget(self, peer: Peer) -> None:
         self._carrier.forget(peer)
         self._presence.forget(peer)
+        self._unrouted.take(peer)
         self._receive_queue.drop(lambda item: item.peer == peer)
         self._sender.forget(peer)
         for kind in STREAM_KINDS:
@@ -107,6 +115,7 @@ class StreamTransport(Generic[Route]):
         if self._closed:
             return
         self._closed = True
+        self._unrouted.clear()
         self._presence.close()
         self._listener.close()
         until = time.monotonic() + LINGER_S

@@ -1,0 +1,98 @@
+"""Messages to a peer whose address is not known yet wait for it, within bounds, and are Lost after a while."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.transport.test_tls import bulk, make, take
+
+from shoal.core.messages import Cancelled
+from shoal.transport.base import Incoming, Lost, Unknown
+from shoal.transport.identity.identity import Identity
+from shoal.transport.streams import unrouted
+
+MESSAGE = Cancelled(0, 1, 2, 0, 0)
+
+
+def run(story: Any) -> None:
+    asyncio.run(story())
+
+
+def test_an_answer_to_a_peer_whose_record_is_late_arrives_when_its_address_is_learned() -> None:
+    async def story() -> None:
+        a, b = make(), make()
+        await a.start()
+        await b.start()
+        tensor, blobs = bulk(0, 100)
+        assert a.send(b.name, MESSAGE) and a.send(b.name, tensor, blobs) and a.send(b.name, Cancelled(0, 1, 3, 0, 0))
+        assert await take(a) == Unknown(b.name), "the node is to look it up, once"
+        a.learn(b.name, b.address)
+        arrived = [await take(b) for _ in range(3)]
+        assert all(isinstance(each, Incoming) and each.peer == a.name for each in arrived)
+        control = [each.message for each in arrived if not each.blobs]
+        assert control == [MESSAGE, Cancelled(0, 1, 3, 0, 0)], "in the order in which they were sent"
+        await a.close()
+        await b.close()
+
+    run(story)
+
+
+def test_a_peer_that_nobody_finds_is_lost_after_a_while_and_what_waited_is_dropped(monkeypatch: Any) -> None:
+    monkeypatch.setattr(unrouted, "LOOK_UP_S", 0.2)
+
+    async def story() -> None:
+        a, b = make(), make()
+        await a.start()
+        await b.start()
+        a.send(b.name, MESSAGE)
+        assert await take(a) == Unknown(b.name)
+        lost = await take(a)
+        assert isinstance(lost, Lost) and lost.peer == b.name and "was not found in 0.2 s" in lost.reason
+        a.learn(b.name, b.address)
+        a.send(b.name, Cancelled(0, 1, 9, 0, 0))
+        assert (await take(b)).message == Cancelled(0, 1, 9, 0, 0), "the first one is gone"
+        await a.close()
+        await b.close()
+
+    run(story)
+
+
+def test_what_waits_for_a_peer_that_is_forgotten_is_never_sent(monkeypatch: Any) -> None:
+    monkeypatch.setattr(unrouted, "LOOK_UP_S", 0.1)
+
+    async def story() -> None:
+        a, there = make(), Identity.new().name
+        await a.start()
+        a.send(there, MESSAGE)
+        assert await take(a) == Unknown(there)
+        a.forget(there)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(a.receive(), 0.3)
+        await a.close()
+
+    run(story)
+
+
+def test_waiting_is_bounded_in_peers_and_in_bytes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(unrouted, "PEERS", 2)
+    monkeypatch.setattr(unrouted, "PEER_BYTES", 5000)
+    monkeypatch.setattr(unrouted, "ALL_BYTES", 7000)
+
+    async def story() -> None:
+        a = make()
+        first, second, third = (Identity.new().name for _ in range(3))
+        await a.start()
+        tensor, blobs = bulk(0, 4000)
+        assert a.send(first, tensor, blobs)
+        assert not a.send(first, tensor, blobs), "more than may wait for one peer"
+        assert not a.send(second, tensor, blobs), "more than may wait for all"
+        assert a.send(second, MESSAGE)
+        assert not a.send(third, MESSAGE)
+        events = [await take(a) for _ in range(3)]
+        assert events[:2] == [Unknown(first), Unknown(second)]
+        assert isinstance(events[2], Lost) and events[2].peer == third
+        await a.close()
+
+    run(story)
