@@ -145,6 +145,27 @@ def test_a_proposal_needs_quorums_of_the_voters_before_and_after() -> None:
     assert 3 not in net.agreed
 
 
+def test_a_peer_of_this_term_that_missed_the_leaders_votes_asks_for_them_and_follows() -> None:
+    net = Net(3, 5)
+    net.run(2.0)
+    net.dead = {"p0"}
+    net.run(10.0)
+    (name,) = net.leaders()
+    (other,) = {"p1", "p2"} - {name}
+    leader, late = net.nodes[name], Register(other, SETTINGS, random.Random(0))
+    entry, proof = leader.views.entry, leader.views.proof
+    assert entry is not None and proof is not None
+    late.views.agree(entry, proof)
+    late.election.step_down(leader.term, net.now)  # it voted in this term, as a candidate's request told it
+    leader.repair(other, leader.term, entry.view.number)  # its heartbeat of this term, whoever it follows
+    (lead,) = [one for one in leader.replication.beat(net.now) if one.peer == other]
+    (refused,) = late.on_message(name, lead.message, net.now)
+    assert late.leader is None
+    (again,) = leader.on_message(other, refused.message, net.now)
+    late.on_message(name, again.message, net.now)
+    assert late.leader == name
+
+
 def test_a_peer_that_missed_a_view_is_given_the_newest() -> None:
     net = Net(3, 5)
     net.run(2.0)

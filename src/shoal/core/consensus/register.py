@@ -212,8 +212,8 @@ class Register:
         return [Send(peer, Accept(self.term, view.number, self.views.digest(view), Signed(self.name)))]
 
     def _refuse(self, peer: Peer, term: int) -> list[Command]:
-        """Show a deposed leader that its term is over."""
-        return [Send(peer, Accept(term=self.term, number=0))] if term < self.term else []
+        """Show a deposed leader that its term is over, and one of this term that its votes are missing here."""
+        return [Send(peer, Accept(term=self.term, number=0))] if term <= self.term else []
 
     def _on_proof(self, peer: Peer, message: Propose, now: float) -> list[Command]:
         """Take an agreed view that was missed here. Its proof also proves who led its term."""

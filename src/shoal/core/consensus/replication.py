@@ -75,7 +75,7 @@ class Replication:
         if message.by is None:
             if message.term > self._election.term:
                 self._election.claimed(peer, message.term, now)
-            return []
+            return self._prove(peer) if message.term == self._election.term else []
         if message.term != self._election.term or message.by.peer != peer:
             return []
         assert views.accepted is not None
@@ -152,3 +152,8 @@ class Replication:
         joining = peers_of(view.joining)
         receivers = dict.fromkeys(views.others() + tuple(peer for peer in joining if peer != self._name))
         return [Send(peer, lead if peer in self._followers else elected) for peer in receivers]
+
+    def _prove(self, peer: Peer) -> list[Command]:
+        """That peer is in this term and does not follow: the votes that elected this leader were lost on the way."""
+        self._followers.discard(peer)
+        return [command for command in self._leads(agreed=False) if isinstance(command, Send) and command.peer == peer]
