@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
+from shoal.sim.leavers import Leavers
 from shoal.sim.task_runner import UNLIKE, Reduced, World
 
 ALL_MEET = 16  # replicas of a group, at most
@@ -106,6 +107,7 @@ class Watch:
         self._sent: dict[tuple[object, ...], m.Peer] = {}
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
         self.durability = Durability(self)
+        self.leavers = Leavers(now, self.report)
         self._fresh = settings.first_step  # the version that the run began with, or went back to
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
@@ -158,6 +160,7 @@ class Watch:
         elif self.newest is not None and view.epoch > self.newest.epoch and not view.kept:
             self._fresh = view.step  # an operator's word: its number is far ahead
         if self.newest is None or view.number > self.newest.number:
+            self.leavers.agreed(self.newest, view)
             self.newest = view
         if view.last is not None and (before is None or before.last != view.last):
             self._committed(peer, view.epoch, view.last, view)

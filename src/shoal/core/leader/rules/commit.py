@@ -18,7 +18,7 @@ from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import counted_twice
 from shoal.core.leader.membership import arrived, counting, inherit, moving, owners_of
 from shoal.core.leader.rebalance import Move, rebalance
-from shoal.core.leader.rules.moves import before_the_next_step
+from shoal.core.leader.rules.moves import before_the_next_step, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Account, Committed, Member, Peer, Phase, Settings, View
 from shoal.core.planned import complete
@@ -94,7 +94,11 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     members, left = _without(leaving, view.members + arrived(new, view.number + 1))
     joining = tuple(member for member in view.joining if member not in new and member.peer not in leaves)
     moves: tuple[Move, ...] = ()
-    if not (over or goes_on or complete(settings, members)):  # while everybody is as planned, the plan balances
+    if not (over or goes_on):
+        moves = takeovers_of_leavers(members, joining, facts, settings, now)
+    if not (
+        over or goes_on or moves or complete(settings, members)
+    ):  # while everybody is as planned, the plan balances
         moves = rebalance(before_the_next_step(members, joining, view, facts, settings, now))
     members, joining = moving(members, joining, moves)
     after = successor(
