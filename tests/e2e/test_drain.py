@@ -121,8 +121,12 @@ def test_ctrl_c_lets_a_guest_leave_in_the_middle_of_a_step_that_lasts_minutes(st
     said = end(guest, code=130)
     assert len(re.findall(r"left +p\d: left: its launcher asks it to", said)) == 2, said
     assert committed(tmp_path) == 0
+    assert "nothing is saved yet; the run keeps what it has committed" in said
+    assert "To take part again: shoal join --invite-file guest/tiny/guests.invite" in said, said
     host.send_signal(signal.SIGINT)
     output = end(host, code=130)
+    assert len(re.findall(r"left +\w+ on \S+ has left stage \d, which \d peers? serves? now", output)) == 2, output
+    assert "No checkpoint was saved: all of it is lost." in output or "To go on from there: shoal run" in output, output
     assert "leaves in the middle of step 0: its launcher asks it to" in output, output
 
 
@@ -137,6 +141,13 @@ def test_ctrl_c_on_the_host_hands_the_run_over_when_others_can_go_on(start: Star
     output = end(host, code=130)
     assert len(re.findall(r"left +p\d: left: its launcher asks it to", output)) == 2, output
     assert summary(tmp_path)["redone"] == 0
+    assert "BALANCE" not in output and re.search(r"Step \d+ had begun: its 8 microbatches are not in them", output), (
+        output
+    )
+    assert (
+        "while they train: shoal join --invite-file runs/tiny/guests.invite; once they have ended: shoal run tiny"
+        in output
+    )
     heard = tmp_path / "guest/tiny/commits.jsonl"
     seen = len(heard.read_bytes().splitlines())
     wait_for(lambda: guest.poll() is not None or len(heard.read_bytes().splitlines()) >= seen + 2)

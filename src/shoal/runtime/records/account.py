@@ -55,6 +55,7 @@ class Totals(msgspec.Struct, frozen=True):
     adopted_steps: int  # first steps, committed by another run whose checkpoint this one adopted
     balanced: bool
     reason: str  # what does not balance; '': nothing
+    begun: int = 0  # of a step that had begun when nothing more was heard, if nothing else is amiss
 
 
 class CommitHistory:
@@ -180,6 +181,9 @@ class CommitHistory:
             reasons.append(f"step {number} was committed in two ways")
             twice += self.microbatches
         twice = max(twice, account.counted_twice)
+        view = self.view
+        begun = self.microbatches * (1 + view.begun) if view is not None and view.started and not view.finished else 0
+        begun = begun if issued - committed == begun and not reasons else 0
         if committed != issued:
             reasons.append(f"issued {issued}, committed {committed}")
         if account.committed != committed:
@@ -197,6 +201,7 @@ class CommitHistory:
             adopted_steps=self.base.adopted_steps,
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
+            begun=begun if len(reasons) == 1 else 0,
         )
 
     def _count(self, step: CommittedStep) -> tuple[int, int, int]:
