@@ -138,7 +138,7 @@ class Launcher:
                     await self.over.wait()
                     for task in tasks:
                         task.cancel()
-                await self._part()
+                await self._part(terminal)
             finally:
                 self.crew.kill()
             terminal.show(self.watch.snapshot(time.monotonic()))
@@ -169,7 +169,7 @@ class Launcher:
                 )
             )
 
-    async def _part(self) -> None:
+    async def _part(self, terminal: Terminal) -> None:
         """Members end by themselves when the run is finished; where others can go on, these leave in good order; everything else is
         ended: a run that has nobody left is resumed from its checkpoint."""
         if self.watch.finished and not self.interrupted:
@@ -177,14 +177,23 @@ class Launcher:
             await self.crew.wait([child for child in self.crew.living if child.label in members], FAREWELL_S)
         elif (self.authority is None or self.watch.elsewhere()) and self.crew.living and not self.user_error:
             self.handed_over = True
-            print("\n".join(self.watch.everyone.leaving(self.watch.books.view, self.watch.saved)))
+            terminal.say("\n".join(self.watch.everyone.leaving(self.watch.books.view, self.watch.saved)))
             self.over.clear()
             self.crew.signal(signal.SIGTERM)
             left = asyncio.ensure_future(self.crew.wait(self.crew.living, LAST_REPLICA_S))
             again = asyncio.ensure_future(self.over.wait())
+            shown = [asyncio.ensure_future(each) for each in (self._show(terminal), self._say_saved(terminal))]
             await asyncio.wait((left, again), return_when=asyncio.FIRST_COMPLETED)
-            again.cancel()
+            for task in (again, *shown):
+                task.cancel()
         await self.crew.stop(0.0 if self.interrupted else None)
+
+    async def _say_saved(self, terminal: Terminal) -> None:
+        """While this machine's peers leave: a second Ctrl-C costs less once more is saved."""
+        saved = self.watch.saved
+        while self.watch.saved == saved:
+            await asyncio.sleep(SHOW_S)
+        terminal.say(f"step {self.watch.saved:,} is saved: going at once loses nothing before it")
 
     def _conclude(self) -> int:
         finished = self.watch.finished and not self.watch.failed
