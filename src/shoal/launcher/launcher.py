@@ -26,11 +26,11 @@ from shoal.escaping import escaped_lines
 from shoal.launcher import reach, rundir
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
 from shoal.launcher.local_peers import RunPasses, Starter
-from shoal.launcher.members import LAST_REPLICA_S
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
 from shoal.launcher.run_directory import RunDirectory
-from shoal.launcher.watch import MajorityWatch, Resumed, RunMonitor
+from shoal.launcher.watching.members import LAST_REPLICA_S
+from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
