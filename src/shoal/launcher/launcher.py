@@ -85,7 +85,6 @@ class Launcher:
         self.user_error = ""
         self.interrupted = False
         self.timed_out = False
-        self.handed_over = False  # to members on other machines
         self.ending: asyncio.Task[None] | None = None  # a last checkpoint is being written
         self.spares = SPARES
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
@@ -176,7 +175,6 @@ class Launcher:
             members = self.watch.members()
             await self.crew.wait([child for child in self.crew.living if child.label in members], FAREWELL_S)
         elif (self.authority is None or self.watch.elsewhere()) and self.crew.living and not self.user_error:
-            self.handed_over = True
             terminal.say("\n".join(self.watch.everyone.leaving(self.watch.books.view, self.watch.saved)))
             self.over.clear()
             self.crew.signal(signal.SIGTERM)
@@ -233,7 +231,7 @@ class Launcher:
 
     def _goes_on(self, summary: Summary) -> str:
         """What is saved of a run that ends before its last step, and the command that goes on."""
-        if self.handed_over:
+        if self.watch.elsewhere():
             saved = f"step {summary.saved:,} is saved" if summary.saved else "nothing is saved yet"
             again = f"shoal join --invite-file {self.directory / reach.INVITE}"
             words = f"The run is in the others' hands; {saved}. To take part again while they train: {again}"

@@ -158,6 +158,11 @@ class CommitHistory:
             skipped=self.base.account.skipped + account.skipped,
         )
 
+    def _begun(self) -> int:
+        """Microbatches of the steps that are being computed."""
+        view = self.view
+        return self.microbatches * (1 + view.begun) if view is not None and view.started and not view.finished else 0
+
     def totals(self) -> Totals:
         account = self.account
         steps = self.view.step if self.view is not None else self.first_step
@@ -181,9 +186,7 @@ class CommitHistory:
             reasons.append(f"step {number} was committed in two ways")
             twice += self.microbatches
         twice = max(twice, account.counted_twice)
-        view = self.view
-        begun = self.microbatches * (1 + view.begun) if view is not None and view.started and not view.finished else 0
-        begun = begun if issued - committed == begun and not reasons else 0
+        begun = self._begun() if issued - committed == self._begun() and not reasons else 0
         if committed != issued:
             reasons.append(f"issued {issued}, committed {committed}")
         if account.committed != committed:
