@@ -267,5 +267,7 @@ def test_ctrl_c_says_what_it_waits_for_and_what_a_second_one_costs() -> None:
     assert "Ctrl-C again to go at once: the run loses stage 1 and goes back to the checkpoint of step 7" in text
     assert "the others have no majority without these peers" in text
     text = leaving(MEMBERS[1:3], ("c",), saved=0)
-    assert "nobody else can take stage 1 over, so training stops without this machine. It stays up to 120 s" in text
+    assert (
+        "nobody else can take stage 1 over: training stops without this machine. It leaves when step 1 is saved" in text
+    )
     assert "goes back to step 0: nothing is saved; the others have no majority" in text

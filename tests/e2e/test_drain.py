@@ -153,3 +153,27 @@ def test_ctrl_c_on_the_host_hands_the_run_over_when_others_can_go_on(start: Star
     wait_for(lambda: guest.poll() is not None or len(heard.read_bytes().splitlines()) >= seen + 2)
     guest.send_signal(signal.SIGKILL)
     guest.communicate(timeout=LONG_S)
+
+
+def test_a_stage_that_nobody_can_take_over_is_saved_and_left_and_little_is_trained_in_vain(
+    start: Start, tmp_path: Path
+) -> None:
+    """Two machines with a stage each. The guest once stayed for 120 s, while the run trained on and lost it all."""
+    words = ("tiny.toml", "run.peers=2", "run.stages=2", "--here", "1", *LONG_STEPS)
+    host = start("run", *words)
+    file = tmp_path / "runs/tiny/guests.invite"
+    wait_for(lambda: host.poll() is not None or (file.exists() and file.read_text().endswith("\n")))
+    guest = start("join", "--invite-file", str(file), "run.dir=guest", *NO_MODEL)
+    wait_for(lambda: guest.poll() is not None or host.poll() is not None or committed(tmp_path) >= 2)
+    guest.send_signal(signal.SIGINT)
+    output = end(guest, code=130)
+    assert "nobody else can take stage" in output and "training stops without this machine" in output, output
+    at, saved = (
+        re.search(pattern, output) for pattern in (r"It leaves when step (\d+) is saved", r"step (\d+) is saved;")
+    )
+    assert at is not None and saved is not None and int(saved[1]) >= int(at[1]), output
+    host.send_signal(signal.SIGINT)
+    output = end(host, code=130)
+    assert f"--here 1 {' '.join(LONG_STEPS)} --resume" in output, output
+    account = summary(tmp_path)
+    assert int(at[1]) <= account["saved"] and account["steps"] <= account["saved"] + 5, output

@@ -19,6 +19,8 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config
+from shoal.core.leader.rules.removal import LEAVE_S
+from shoal.core.messages import View
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
@@ -174,17 +176,34 @@ class Launcher:
         if self.watch.finished and not self.interrupted:
             members = self.watch.members()
             await self.crew.wait([child for child in self.crew.living if child.label in members], FAREWELL_S)
-        elif (self.authority is None or self.watch.elsewhere()) and self.crew.living and not self.user_error:
-            terminal.say("\n".join(self.watch.everyone.leaving(self.watch.books.view, self.watch.saved)))
+        elif self._can_leave():
+            view = self.watch.books.view
+            terminal.say("\n".join(self.watch.everyone.leaving(view, self.watch.saved)))
             self.over.clear()
             self.crew.signal(signal.SIGTERM)
-            left = asyncio.ensure_future(self.crew.wait(self.crew.living, LAST_REPLICA_S))
-            again = asyncio.ensure_future(self.over.wait())
+            left = (
+                self.crew.wait(self.crew.living, LAST_REPLICA_S)
+                if not self.watch.everyone.irreplaceable(view)
+                else self._last_replica_saved(view)
+            )
+            ways = [asyncio.ensure_future(way) for way in (left, self.over.wait())]
             shown = [asyncio.ensure_future(each) for each in (self._show(terminal), self._say_saved(terminal))]
-            await asyncio.wait((left, again), return_when=asyncio.FIRST_COMPLETED)
-            for task in (again, *shown):
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*ways, *shown):
                 task.cancel()
+            self.over.set()  # whoever ends now was told to
         await self.crew.stop(0.0 if self.interrupted else None)
+
+    def _can_leave(self) -> bool:
+        """In good order: there are others, and a majority that agrees to it."""
+        others = self.authority is None or self.watch.elsewhere()
+        return bool(others and self.crew.living and not self.user_error and not self.watch.stopped_by())
+
+    async def _last_replica_saved(self, view: View | None) -> None:
+        """Nobody can take over what these peers serve: until the step of `view` is saved, where the others can still agree on that."""
+        until_s, step = time.monotonic() + LEAVE_S, view.step if view is not None else 0
+        while self.crew.living and self.watch.saved < step and time.monotonic() < until_s:
+            await asyncio.sleep(SHOW_S)
 
     async def _say_saved(self, terminal: Terminal) -> None:
         """While this machine's peers leave: a second Ctrl-C costs less once more is saved."""
@@ -231,7 +250,7 @@ class Launcher:
 
     def _goes_on(self, summary: Summary) -> str:
         """What is saved of a run that ends before its last step, and the command that goes on."""
-        if self.watch.elsewhere():
+        if self.watch.elsewhere() and not self.watch.everyone.irreplaceable(self.watch.books.view):
             saved = f"step {summary.saved:,} is saved" if summary.saved else "nothing is saved yet"
             again = f"shoal join --invite-file {self.directory / reach.INVITE}"
             words = f"The run is in the others' hands; {saved}. To take part again while they train: {again}"

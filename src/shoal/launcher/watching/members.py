@@ -69,11 +69,17 @@ class Members:
             if one.peer not in self.labels
         ]
 
+    def irreplaceable(self, view: View | None) -> bool:
+        """A stage is served here alone, and no other machine has a peer to spare for it."""
+        members = view.members if view is not None and view.started else ()
+        others = Counter(one.stage for one in members if one.peer not in self.labels)
+        return any(one.stage not in others for one in members) and max(others.values(), default=0) < 2
+
     def leaving(self, view: View | None, saved: int) -> list[str]:
         """What this machine's Ctrl-C does, and what a second one would cost."""
         members = view.members if view is not None and view.started else ()
         others = [one for one in members if one.peer not in self.labels]
-        spare = any(count > 1 for count in Counter(one.stage for one in others).values())
+        spare = not self.irreplaceable(view)
         bare = sorted({one.stage for one in members} - {one.stage for one in others})
         lines = [f"leaving at the end of the step, at most {LEAVE_S:.0f} s from now"]
         again = "Ctrl-C again to go at once: the others notice it seconds later and compute again what these peers did"
@@ -85,8 +91,8 @@ class Members:
             lines.append(
                 f"a peer of another stage downloads {stages} first; what these peers hold is saved meanwhile"
                 if spare
-                else f"nobody else can take {stages} over, so training stops without this machine. It stays up to {LAST_REPLICA_S:.0f} s"
-                " for another one to join, and what it holds is saved meanwhile"
+                else f"nobody else can take {stages} over: training stops without this machine. It leaves when step"
+                f" {view.step if view is not None else 0:,} is saved"
             )
         if 2 * len(others) <= len(members):
             again += "; the others have no majority without these peers, and wait for them or for `shoal recover`"
