@@ -48,6 +48,7 @@ from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.tls import Place, TlsTransport
 
+CLOSE_S = 1.0  # for the task that runs when a peer ends: nobody waits for its result, and a hop may last long
 UNSPECIFIED = ("0.0.0.0", "::")  # to listen on all interfaces
 
 
@@ -124,7 +125,7 @@ async def peer(
         config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
     )
     async with AsyncExitStack() as stack:
-        stack.callback(runner.close)
+        stack.callback(runner.close, CLOSE_S)
         record = _recorder(config, header, role, out)
         stack.callback(record.close)
         tell = partial(_tell_network, record)

@@ -252,3 +252,38 @@ def test_a_run_that_waits_says_for_how_many() -> None:
 @pytest.mark.parametrize("progress", [PeerProgress("a"), PeerProgress("a", leader="b", alone=True, heard=("b",))])
 def test_what_a_peer_reports_is_read_back(progress: PeerProgress) -> None:
     assert decode(encode(progress)) == progress
+
+
+def test_the_host_says_who_left_from_which_machine_and_what_is_left_of_its_stage() -> None:
+    watch = RunMonitor(CONFIG, 0.0, Resumed())
+    watch.hear("p1", Located("d", "192.0.2.7"), 0.0)
+    watch.hear("p1", Agreed(0.0, a_view(1, 1, loss=5.0)), 1.0)
+    left = msgspec.structs.replace(
+        a_view(2, 2, loss=4.0), members=MEMBERS[:3], reason="step 1 committed; d leaves: tired"
+    )
+    watch.hear("p1", Agreed(1.0, left), 2.0)
+    lines = [one.text for one in watch.happenings if one.kind == "left"]
+    assert lines == ["d on 192.0.2.7 has left stage 1, which 1 peer serves now; 3 peers in all"]
+
+
+def leaving(members: tuple[Member, ...], here: tuple[str, ...], saved: int = 7) -> str:
+    everyone = Members()
+    everyone.labels = {peer: f"p{peer}" for peer in here}
+    view = msgspec.structs.replace(a_view(1, 1, loss=5.0), members=members)
+    return "\n".join(everyone.leaving(view, saved))
+
+
+def test_ctrl_c_says_what_it_waits_for_and_what_a_second_one_costs() -> None:
+    text = leaving(MEMBERS, ("b",))
+    assert text.startswith(
+        "leaving at the end of the step, at most 20 s from now\nCtrl-C again to go at once: the others notice"
+    )
+    text = leaving(MEMBERS, ("d", "c"))
+    assert "but for stage 1, which only this machine serves\na peer of another stage downloads stage 1 first" in text
+    assert "Ctrl-C again to go at once: the run loses stage 1 and goes back to the checkpoint of step 7" in text
+    assert "the others have no majority without these peers" in text
+    text = leaving(MEMBERS[1:3], ("c",), saved=0)
+    assert (
+        "nobody else can take stage 1 over: training stops without this machine. It leaves when step 1 is saved" in text
+    )
+    assert "goes back to step 0: nothing is saved; the others have no majority" in text

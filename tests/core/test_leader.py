@@ -372,6 +372,46 @@ def test_a_leaver_goes_at_once_where_steps_are_long_unless_it_is_its_stages_last
     assert [m.peer for m in leader.view.members] == ["a", "b"], "b is the last of stage 1"
 
 
+def test_a_peer_of_another_stage_takes_over_from_a_leaver_that_nobody_else_could_replace() -> None:
+    leader = LeaderRig()
+    leader.start()
+    leader.heartbeat("c", (1,))
+    leader.hear("b", Leave(reason="maintenance"))
+    leader.wait(6.0, alive=("b", "c"))
+    assert "move c 0->1: " in leader.reasons and leader.view.account.redone == 1
+    assert leader.sent(SaveRequest) == [], "step 0 is what the run began with: there is nothing to save"
+    assert places(leader.view.members) == (Member("a", 0), Member("b", 1), Member("c", 1))
+    leader.wait(20.0, alive=("b", "c"))
+    assert [m.peer for m in leader.view.members] == ["a", "c"]
+    assert "b leaves in the middle of step 0: maintenance" in leader.view.reason
+
+
+def test_a_leavers_successor_begins_at_the_end_of_a_short_step_with_nothing_redone() -> None:
+    leader = LeaderRig()
+    leader.start()
+    leader.hear("b", Leave(reason="maintenance"))
+    leader.fill_books()
+    leader.reduce()
+    assert [m.peer for m in leader.view.members] == ["a", "b"] and leader.view.account.redone == 0
+    assert leader.view.joining == (Member("c", 1, back=True),)
+    assert leader.view.last is not None and leader.view.last.save, "b alone holds its stage: it is saved before it goes"
+    leader.heartbeat("c")
+    assert [m.peer for m in leader.view.members] == ["a", "b", "c"]
+    leader.heartbeat("a", (0, 1, 2, 3))
+    leader.heartbeat("b", (0, 1, 2, 3))
+    leader.reduce()
+    assert [m.peer for m in leader.view.members] == ["a", "c"]
+
+
+def test_a_joiner_is_placed_where_a_leaver_would_be_missed() -> None:
+    leader = LeaderRig()
+    leader.start()
+    leader.hear("c", Leave(reason="maintenance"))
+    leader.hear("b", Leave(reason="maintenance"))
+    leader.join("d")
+    assert leader.view.joining == (Member("d", 1),), "only a leaver serves stage 1"
+
+
 def test_a_joiner_that_holds_the_state_takes_part_in_the_round_and_becomes_a_member() -> None:
     leader = LeaderRig()
     leader.start()

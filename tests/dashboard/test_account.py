@@ -69,6 +69,8 @@ def test_a_run_that_ended_early_says_why_and_that_what_it_trained_is_in_order() 
     text = account.text(a_summary(balanced=False, early="interrupted", reason="interrupted"))
     assert "It ended early: interrupted. Every sample of its 80 steps counted once." in text
     assert "BALANCE" not in text
+    begun = account.text(a_summary(balanced=False, begun=8, early="interrupted", reason="interrupted"))
+    assert "counted once. Step 80 had begun: its 8 microbatches are not in them." in begun
     lost = account.text(a_summary(balanced=False, lost=2, early="interrupted", reason="interrupted; step 3: 2 missing"))
     assert "DOES NOT BALANCE: interrupted; step 3: 2 missing" in lost
 

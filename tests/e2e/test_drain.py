@@ -121,8 +121,12 @@ def test_ctrl_c_lets_a_guest_leave_in_the_middle_of_a_step_that_lasts_minutes(st
     said = end(guest, code=130)
     assert len(re.findall(r"left +p\d: left: its launcher asks it to", said)) == 2, said
     assert committed(tmp_path) == 0
+    assert "nothing is saved yet; the run keeps what it has committed" in said
+    assert "To take part again: shoal join --invite-file guest/tiny/guests.invite" in said, said
     host.send_signal(signal.SIGINT)
     output = end(host, code=130)
+    assert len(re.findall(r"left +\w+ on \S+ has left stage \d, which \d peers? serves? now", output)) == 2, output
+    assert "It ended early: interrupted. Step 0 had begun: its 8 microbatches are not in them." in output, output
     assert "leaves in the middle of step 0: its launcher asks it to" in output, output
 
 
@@ -137,8 +141,39 @@ def test_ctrl_c_on_the_host_hands_the_run_over_when_others_can_go_on(start: Star
     output = end(host, code=130)
     assert len(re.findall(r"left +p\d: left: its launcher asks it to", output)) == 2, output
     assert summary(tmp_path)["redone"] == 0
+    assert "BALANCE" not in output and re.search(r"Step \d+ had begun: its 8 microbatches are not in them", output), (
+        output
+    )
+    assert (
+        "while they train: shoal join --invite-file runs/tiny/guests.invite; once they have ended: shoal run tiny"
+        in output
+    )
     heard = tmp_path / "guest/tiny/commits.jsonl"
     seen = len(heard.read_bytes().splitlines())
     wait_for(lambda: guest.poll() is not None or len(heard.read_bytes().splitlines()) >= seen + 2)
     guest.send_signal(signal.SIGKILL)
     guest.communicate(timeout=LONG_S)
+
+
+def test_a_stage_that_nobody_can_take_over_is_saved_and_left_and_little_is_trained_in_vain(
+    start: Start, tmp_path: Path
+) -> None:
+    """Two machines with a stage each. The guest once stayed for 120 s, while the run trained on and lost it all."""
+    words = ("tiny.toml", "run.peers=2", "run.stages=2", "--here", "1", *LONG_STEPS)
+    host = start("run", *words)
+    file = tmp_path / "runs/tiny/guests.invite"
+    wait_for(lambda: host.poll() is not None or (file.exists() and file.read_text().endswith("\n")))
+    guest = start("join", "--invite-file", str(file), "run.dir=guest", *NO_MODEL)
+    wait_for(lambda: guest.poll() is not None or host.poll() is not None or committed(tmp_path) >= 2)
+    guest.send_signal(signal.SIGINT)
+    output = end(guest, code=130)
+    assert "nobody else can take stage" in output and "training stops without this machine" in output, output
+    at, saved = (
+        re.search(pattern, output) for pattern in (r"It leaves when step (\d+) is saved", r"step (\d+) is saved;")
+    )
+    assert at is not None and saved is not None and int(saved[1]) >= int(at[1]), output
+    host.send_signal(signal.SIGINT)
+    output = end(host, code=130)
+    assert f"--here 1 {' '.join(LONG_STEPS)} --resume" in output, output
+    account = summary(tmp_path)
+    assert int(at[1]) <= account["saved"] and account["steps"] <= account["saved"] + 5, output

@@ -98,6 +98,14 @@ def test_samples_issued_and_never_committed_do_not_balance() -> None:
     assert not some_books(a_view(1, account=Account(issued=8, committed=4))).totals().balanced
 
 
+def test_a_step_that_had_begun_is_counted_apart_if_nothing_else_is_amiss() -> None:
+    totals = some_books(a_view(1, account=Account(issued=8, committed=4))).totals()
+    assert (totals.begun, totals.balanced) == (MICROBATCHES, False)
+    assert some_books(a_view(1, account=Account(issued=9, committed=4))).totals().begun == 0
+    short = ((Share("a", (0, 2)), Share("b", (3,))), GROUPS[1])
+    assert some_books(a_view(1, short, account=Account(issued=8, committed=4))).totals().begun == 0
+
+
 def gone_back(to: int, undone: int, epoch: int = 1) -> View:
     """The view under which everybody goes back to the checkpoint of step `to`."""
     account = Account(issued=MICROBATCHES * to, committed=MICROBATCHES * to, undone=undone)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -50,7 +51,8 @@ def main(args: argparse.Namespace) -> int:
     texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
     text = invite_text(texts, args.invite_file)
     invite = read_invite(text, 0.0)
-    config = guest.joined(invite.config, [word for word in args.words if word not in texts], args.files)
+    settings = [word for word in args.words if word not in texts]
+    config = guest.joined(invite.config, settings, args.files)
     preflight.refuse(
         [
             *_too_many(args.peers, invite.grant.peers),
@@ -67,8 +69,19 @@ def main(args: argparse.Namespace) -> int:
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory, but=checkpoints.kept(config, invite.run))
+        again = ["shoal", "join", "--invite-file", str(reach.keep(directory, text)), *settings]
+        again += [
+            *(["--files", str(args.files)] if args.files else []),
+            *(["--peers", str(args.peers)] * (args.peers > 1)),
+        ]
         job = RunRequest(
-            claim=claim, config=config, directory=directory, here=args.peers, started_s=started_s, invite=text
+            claim=claim,
+            config=config,
+            directory=directory,
+            here=args.peers,
+            started_s=started_s,
+            invite=text,
+            command=shlex.join(again),
         )
         return asyncio.run(Launcher(job).run())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -92,6 +93,7 @@ def main(args: argparse.Namespace) -> int:
             plan=plan,
             cluster=cluster,
             kill_every_s=args.kill_every,
+            command=shlex.join(["shoal", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"]),
             time_s=units.parse(args.time, "_s") if args.time else None,
         )
         return asyncio.run(Launcher(job).run())

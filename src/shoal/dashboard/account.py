@@ -34,6 +34,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     committed: int
     redone: int  # (microbatch, stage) bookings that were computed again because a peer was lost
     lost: int
+    begun: int = 0  # of a step that had begun when the run was ended before its last step
     counted_twice: int
     undone: int = (
         0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
@@ -93,6 +94,11 @@ def text(summary: Summary, peers: bool = False) -> str:
     elif summary.early and summary.reason == summary.early:
         verdict = f"It ended early: {summary.early}."
         verdict += f" Every sample of its {summary.steps:,} steps counted once." if summary.steps else ""
+        verdict += (
+            f" Step {summary.steps:,} had begun: its {summary.begun:,} microbatches are not in them."
+            if summary.begun
+            else ""
+        )
     else:
         verdict = f"THE ACCOUNT DOES NOT BALANCE: {summary.reason}"
     lines = [_headline(summary), *(f"  {name:<{width}}  {value}" for name, value in rows), verdict]

@@ -19,7 +19,8 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.core.leader.rules import removal
+from shoal.core.leader.rules.removal import LEAVE_S
+from shoal.core.messages import View
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
@@ -30,6 +31,7 @@ from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
 from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.watching.members import LAST_REPLICA_S
 from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
@@ -42,7 +44,6 @@ from shoal.transport.identity.invite import Authority
 SHOW_S = 0.25
 STATUS_S = 1.0
 FAREWELL_S = 30.0  # for the peers to leave by themselves once the run is finished
-LEAVE_S = 120.0  # for a stage's last replica to be replaced, and for a leader that the others must replace first
 LISTEN_S = 300.0  # for a process to start on a very busy machine: 120 s were too few at a load of 13 on two cores
 HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended processes do not come back
 RECOVER_S = 900.0  # the same, when members on other machines could go on: an operator has time for `shoal recover`
@@ -70,6 +71,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     kill_every_s: float | None = None
     invite: str = ""  # to somebody else's run; '' to found one
     time_s: float | None = None  # after which the run is saved and ended
+    command: str = ""  # that goes on with the run, or takes part again
 
 
 class Launcher:
@@ -137,7 +139,7 @@ class Launcher:
                     await self.over.wait()
                     for task in tasks:
                         task.cancel()
-                await self._part()
+                await self._part(terminal)
             finally:
                 self.crew.kill()
             terminal.show(self.watch.snapshot(time.monotonic()))
@@ -168,37 +170,47 @@ class Launcher:
                 )
             )
 
-    async def _part(self) -> None:
+    async def _part(self, terminal: Terminal) -> None:
         """Members end by themselves when the run is finished; where others can go on, these leave in good order; everything else is
         ended: a run that has nobody left is resumed from its checkpoint."""
         if self.watch.finished and not self.interrupted:
             members = self.watch.members()
             await self.crew.wait([child for child in self.crew.living if child.label in members], FAREWELL_S)
-        elif (self.authority is None or self.watch.elsewhere()) and self.crew.living and not self.user_error:
-            print(f"leaving at the end of the step, at most {removal.LEAVE_S:.0f} s from now{self._only_here()}")
-            print(
-                "Ctrl-C again to go at once: the others notice it seconds later and compute again what these peers did"
-            )
+        elif self._can_leave():
+            view = self.watch.books.view
+            terminal.say("\n".join(self.watch.everyone.leaving(view, self.watch.saved)))
             self.over.clear()
             self.crew.signal(signal.SIGTERM)
-            left = asyncio.ensure_future(self.crew.wait(self.crew.living, LEAVE_S))
-            again = asyncio.ensure_future(self.over.wait())
-            await asyncio.wait((left, again), return_when=asyncio.FIRST_COMPLETED)
-            again.cancel()
+            left = (
+                self.crew.wait(self.crew.living, LAST_REPLICA_S)
+                if not self.watch.everyone.irreplaceable(view)
+                else self._last_replica_saved(view)
+            )
+            ways = [asyncio.ensure_future(way) for way in (left, self.over.wait())]
+            shown = [asyncio.ensure_future(each) for each in (self._show(terminal), self._say_saved(terminal))]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*ways, *shown):
+                task.cancel()
+            self.over.set()  # whoever ends now was told to
         await self.crew.stop(0.0 if self.interrupted else None)
 
-    def _only_here(self) -> str:
-        """Which stages have all their replicas on this machine: their last replica cannot leave while the run goes on."""
-        view = self.watch.books.view
-        members = view.members if view is not None and view.started else ()
-        elsewhere = {member.stage for member in members if member.peer not in self.watch.labels}
-        stages = sorted({member.stage for member in members} - elsewhere)
-        if not stages:
-            return ""
-        return (
-            f", except the last replica of stage {', '.join(map(str, stages))}, which no other machine serves: it waits up to "
-            f"{LEAVE_S:.0f} s for one, then the run loses the stage (run.lost_stage says what follows)"
-        )
+    def _can_leave(self) -> bool:
+        """In good order: there are others, and a majority that agrees to it."""
+        others = self.authority is None or self.watch.elsewhere()
+        return bool(others and self.crew.living and not self.user_error and not self.watch.stopped_by())
+
+    async def _last_replica_saved(self, view: View | None) -> None:
+        """Nobody can take over what these peers serve: until the step of `view` is saved, where the others can still agree on that."""
+        until_s, step = time.monotonic() + LEAVE_S, view.step if view is not None else 0
+        while self.crew.living and self.watch.saved < step and time.monotonic() < until_s:
+            await asyncio.sleep(SHOW_S)
+
+    async def _say_saved(self, terminal: Terminal) -> None:
+        """While this machine's peers leave: a second Ctrl-C costs less once more is saved."""
+        saved = self.watch.saved
+        while self.watch.saved == saved:
+            await asyncio.sleep(SHOW_S)
+        terminal.say(f"step {self.watch.saved:,} is saved: going at once loses nothing before it")
 
     def _conclude(self) -> int:
         finished = self.watch.finished and not self.watch.failed
@@ -228,19 +240,26 @@ class Launcher:
     def _conclude_guest(self, finished: bool) -> int:
         print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
         if not finished:
+            saved = f"step {self.watch.saved:,} is saved" if self.watch.saved else "nothing is saved yet"
             print(
-                "to take part again: the same command with an invite that is still good; what was committed is kept by the run"
+                escaped_lines(f"{saved}; the run keeps what it has committed. To take part again: {self.job.command}")
             )
         if unsaved := self.watch.unsaved(ended=True):
             print(f"{unsaved}. What was trained since is lost.")
         return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
 
     def _goes_on(self, summary: Summary) -> str:
-        """What is saved of a run that ends before its last step."""
+        """What is saved of a run that ends before its last step, and the command that goes on."""
+        if self.watch.elsewhere() and not self.watch.everyone.irreplaceable(self.watch.books.view):
+            saved = f"step {summary.saved:,} is saved" if summary.saved else "nothing is saved yet"
+            again = f"shoal join --invite-file {self.directory / reach.INVITE}"
+            words = f"The run is in the others' hands; {saved}. To take part again while they train: {again}"
+            return f"{words}; once they have ended: {self.job.command}"
         if not summary.saved:
             return "No checkpoint was saved: all of it is lost."
         lost = f"; the {summary.steps - summary.saved:,} after it are lost" if summary.steps > summary.saved else ""
-        return f"Step {summary.saved:,} is saved{lost}. The same command with --resume goes on from there."
+        at = f" at {summary.checkpoint}" if summary.checkpoint else ""
+        return f"Step {summary.saved:,} is saved{at}{lost}. To go on from there: {self.job.command}"
 
     # ----------------------------------------------------------------------------------------------------- peers
 

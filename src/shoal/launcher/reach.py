@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,14 @@ async def welcome(directory: Path, addresses: Sequence[str], missing: int) -> st
         f"{waiting}. There, with shoal installed:\n\n  shoal join {file.read_text().strip()}\n\n"
         f"The invite is a secret. It is in {file}, too: shoal join --invite-file {INVITE}"
     )
+
+
+def keep(directory: Path, invite: str) -> Path:
+    """A guest's invite in its own directory, for the command that takes part again."""
+    file = directory / INVITE
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        out.write(f"{invite.strip()}\n")
+    return file
 
 
 def problems(addresses: Sequence[str]) -> list[str]:

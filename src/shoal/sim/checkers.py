@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
+from shoal.sim.leavers import Leavers
 from shoal.sim.tasks.task_runner import UNLIKE, Reduced, World
 
 ALL_MEET = 16  # replicas of a group, at most
@@ -105,6 +106,7 @@ class Watch:
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
         self.commits = Commits(self, settings.first_step)
         self.durability = Durability(self)
+        self.leavers = Leavers(now, self.report)
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
         self.violations.append(Violation(self._now(), peer, checker, text))
@@ -156,6 +158,7 @@ class Watch:
         elif self.newest is not None and view.epoch > self.newest.epoch and not view.kept:
             self.commits.begun_with = view.step  # an operator's word: its number is far ahead
         if self.newest is None or view.number > self.newest.number:
+            self.leavers.agreed(self.newest, view)
             self.newest = view
         if view.last is not None and (before is None or before.last != view.last):
             self.commits.add(peer, self._now(), view, view.last)

@@ -97,5 +97,6 @@ class Context:
 
     def _new_watch(self) -> Watch:
         watch = Watch(self.settings, self.world, lambda: self.kernel.now)
+        watch.leavers.prompt = self.case.undisturbed
         watch.trusting = not (self.case.happenings.liars or self.case.hostile)
         return watch

@@ -70,6 +70,7 @@ class Liveness:
     def _look(self, _: object) -> None:
         """Is the run where it should be by now? If not, the simulation ends."""
         kernel, watch = self._context.kernel, self._context.watch
+        watch.leavers.look(watch.newest)
         text = self._late()
         if text:
             self.stuck = self._hopeless()

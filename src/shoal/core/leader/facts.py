@@ -305,9 +305,8 @@ class Facts:
                 pass
             case Heartbeat():
                 self._on_heartbeat(peer, message, now)
-            case Leave():
-                self.requests.leaves.setdefault(peer, message.reason)
-                self.requests.leave_at.setdefault(peer, now)
+            case Leave() if peer not in self.requests.leaves:
+                self._on_leave(peer, message, now)
             case Complaint():
                 self._on_complaint(peer, message)
             case LoadFailed():
@@ -322,6 +321,13 @@ class Facts:
             case _:
                 return self.saving.on_message(peer, message, self.places)
         return []
+
+    def _on_leave(self, peer: Peer, message: Leave, now: float) -> None:
+        """Where nobody else that stays serves its stage, what it holds is saved: it may be gone before another peer has it."""
+        requests = self.requests
+        requests.leaves[peer], requests.leave_at[peer] = message.reason, now
+        stages = {stage for other, stage in self.serving.items() if other not in requests.leaves}
+        requests.save = requests.save or self.serving.get(peer, -1) not in {*stages, -1}
 
     @property
     def places(self) -> dict[Peer, str]:

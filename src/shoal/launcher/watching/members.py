@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shoal.core.consensus.certificates import can_agree, casting_voter
+from shoal.core.leader.rules.removal import LEAVE_S
 from shoal.core.messages import Member, Peer, View
 from shoal.dashboard.terminal import PeerLine
 from shoal.runtime.records.report import PeerProgress
 
 HERE = "this machine"
+LAST_REPLICA_S = 120.0  # that a stage's last replica waits to be replaced; or a leader for the others to follow another
 ELSEWHERE = "?"  # the machine of a peer whose record was not received yet
 
 
@@ -54,6 +56,49 @@ class Members:
             for member, ready in everyone
             if member.peer not in self.labels
         ]
+
+    def leavers(self, before: View | None, view: View) -> list[str]:
+        """Peers of other machines that this view lets go because they asked."""
+        if before is None or view.finished:
+            return []
+        stays = {member.peer for member in view.members + view.joining}
+        left = [one for one in before.members if one.peer not in stays and f"{one.peer} leaves" in view.reason]
+        counts = Counter(member.stage for member in view.members)
+        return [
+            f"{self.name(one.peer)} on {self.machine(one.peer)} has left stage {one.stage}, which {_peers(counts[one.stage])} "
+            f"serve{'s' if counts[one.stage] == 1 else ''} now; {_peers(len(view.members))} in all"
+            for one in left
+            if one.peer not in self.labels
+        ]
+
+    def irreplaceable(self, view: View | None) -> bool:
+        """A stage is served here alone, and no other machine has a peer to spare for it."""
+        members = view.members if view is not None and view.started else ()
+        others = Counter(one.stage for one in members if one.peer not in self.labels)
+        return any(one.stage not in others for one in members) and max(others.values(), default=0) < 2
+
+    def leaving(self, view: View | None, saved: int) -> list[str]:
+        """What this machine's Ctrl-C does, and what a second one would cost."""
+        members = view.members if view is not None and view.started else ()
+        others = [one for one in members if one.peer not in self.labels]
+        spare = not self.irreplaceable(view)
+        bare = sorted({one.stage for one in members} - {one.stage for one in others})
+        lines = [f"leaving at the end of the step, at most {LEAVE_S:.0f} s from now"]
+        again = "Ctrl-C again to go at once: the others notice it seconds later and compute again what these peers did"
+        if bare:
+            stages = f"{'stages' if len(bare) > 1 else 'stage'} {', '.join(map(str, bare))}"
+            lines[0] += f", but for {stages}, which only this machine serves"
+            back = f"back to the checkpoint of step {saved:,}" if saved else "back to step 0: nothing is saved"
+            again = f"Ctrl-C again to go at once: the run loses {stages} and goes {back}"
+            lines.append(
+                f"a peer of another stage downloads {stages} first; what these peers hold is saved meanwhile"
+                if spare
+                else f"nobody else can take {stages} over: training stops without this machine. It leaves when step"
+                f" {view.step if view is not None else 0:,} is saved"
+            )
+        if 2 * len(others) <= len(members):
+            again += "; the others have no majority without these peers, and wait for them or for `shoal recover`"
+        return [*lines, again]
 
     def silent(self, view: View, standing: Mapping[str, PeerProgress]) -> list[Peer]:
         """Voters that no local peer hears and that are no living local peer."""

@@ -86,9 +86,12 @@ class RunMonitor:
         return None
 
     def _agreed(self, view: View, now: float) -> CommittedStep | None:
-        epoch = self.books.view.epoch if self.books.view is not None else 0
+        before = self.books.view
+        epoch = before.epoch if before is not None else 0
         step = self.books.agree(view, now)
         if self.books.view is view:
+            for words in self.everyone.leavers(before, view):
+                self.tell("left", words, now)
             self._unable = "" if view.saved > self.saved else self._unable
             back = view.epoch != epoch
             self.saved = view.saved if back else max(self.saved, view.saved)
@@ -261,7 +264,9 @@ class RunMonitor:
         totals = self.books.totals()
         losses = self.losses()
         early = escaped_lines(early)
-        reasons = [escaped_lines(reason) for reason in (early, totals.reason) if reason]
+        reasons = [
+            escaped_lines(reason) for reason in (early, "" if early and totals.begun else totals.reason) if reason
+        ]
         return Summary(
             name=self.config.run.name,
             steps=totals.steps,
@@ -271,6 +276,7 @@ class RunMonitor:
             committed=totals.committed,
             redone=totals.redone,
             lost=totals.lost,
+            begun=totals.begun,
             counted_twice=totals.counted_twice,
             undone=totals.undone,
             skipped=totals.skipped,

@@ -55,6 +55,7 @@ class Totals(msgspec.Struct, frozen=True):
     adopted_steps: int  # first steps, committed by another run whose checkpoint this one adopted
     balanced: bool
     reason: str  # what does not balance; '': nothing
+    begun: int = 0  # of a step that had begun when nothing more was heard, if nothing else is amiss
 
 
 class CommitHistory:
@@ -157,6 +158,11 @@ class CommitHistory:
             skipped=self.base.account.skipped + account.skipped,
         )
 
+    def _begun(self) -> int:
+        """Microbatches of the steps that are being computed."""
+        view = self.view
+        return self.microbatches * (1 + view.begun) if view is not None and view.started and not view.finished else 0
+
     def totals(self) -> Totals:
         account = self.account
         steps = self.view.step if self.view is not None else self.first_step
@@ -180,6 +186,7 @@ class CommitHistory:
             reasons.append(f"step {number} was committed in two ways")
             twice += self.microbatches
         twice = max(twice, account.counted_twice)
+        begun = self._begun() if issued - committed == self._begun() and not reasons else 0
         if committed != issued:
             reasons.append(f"issued {issued}, committed {committed}")
         if account.committed != committed:
@@ -197,6 +204,7 @@ class CommitHistory:
             adopted_steps=self.base.adopted_steps,
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
+            begun=begun if len(reasons) == 1 else 0,
         )
 
     def _count(self, step: CommittedStep) -> tuple[int, int, int]:

@@ -174,14 +174,17 @@ class TaskRunner:
         lane.put(lambda: self._carry_out(lambda: self._run(task, held), task, done, 0.0))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End after the tasks that are running; those that wait are not answered."""
+        """End after the tasks that are running, but wait no longer than that; those that wait are not answered."""
+        until_s = time.monotonic() + timeout_s
         for lane in self._lanes.values():
             lane.stop()
         if "average" in self._lanes:
-            self._lanes["average"].thread.join(timeout_s)
+            self._lanes["average"].thread.join(max(0.0, until_s - time.monotonic()))
             self._stepped.set()  # a step whose turn has not come is not made, and nobody waits for it
         for lane in self._lanes.values():
-            lane.thread.join(timeout_s)  # daemons: a storage that hangs does not keep the process
+            lane.thread.join(
+                max(0.0, until_s - time.monotonic())
+            )  # daemons: a storage that hangs does not keep the process
 
     def _carry_out(self, work: Callable[[], Result], task: Task, done: Answer, spent_s: float) -> None:
         start = time.monotonic()

@@ -11,6 +11,7 @@ from random import Random
 from shoal.core.messages import Asked, SaveAsked
 from shoal.sim.faults.injector import Fault, Injector, PlannedFault, planned_faults
 from shoal.sim.faults.preemption import read, record_path
+from shoal.sim.node import Node
 from shoal.sim.scenarios.scenario import Case
 
 SHIFT_S = (1200.0, 2400.0)  # into the record, when its first nodes are there
@@ -29,8 +30,9 @@ def plan(case: Case) -> list[PlannedFault]:
         "lose": drawn.losses,
     }
     planned = planned_faults(kinds, end_s, rng, lambda: rng.uniform(0.1, 5.0))
-    # saves are drawn apart, so that what is drawn besides stays as it was
-    return planned + planned_faults({"save": case.scenario.saves}, end_s, case.rng("saves"), lambda: 0.0)
+    # these are drawn apart, so that what is drawn besides stays as it was
+    planned += planned_faults({"save": case.scenario.saves}, end_s, case.rng("saves"), lambda: 0.0)
+    return planned + planned_faults({"close": drawn.closures}, end_s, case.rng("closures"), lambda: 0.0)
 
 
 def lives(case: Case) -> list[PlannedFault]:
@@ -80,7 +82,19 @@ def restart(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 def leave(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     node = injector.victim(rng)
     if node is not None:
+        _ask(injector, [node])
+
+
+def close(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """All replicas of one stage are asked to leave at once: peers of other stages take over."""
+    _ask(injector, [node for node in injector.replicas(rng) if node.available])
+
+
+def _ask(injector: Injector, nodes: list[Node]) -> None:
+    watch = injector.context.watch
+    for node in nodes:
         node.condition.away = node.condition.leaving = True
+        watch.leavers.ask(node.name, watch.newest)
         node.receive(Asked(reason="drawn by the simulation"))
 
 
@@ -121,6 +135,7 @@ APPLY: dict[str, Fault] = {
     "kill": kill,
     "restart": restart,
     "leave": leave,
+    "close": close,
     "join": join,
     "take": take,
     "lose": lose,

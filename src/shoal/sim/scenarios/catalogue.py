@@ -20,6 +20,23 @@ SCENARIOS = {
     for scenario in (
         Scenario(name="calm"),
         Scenario(name="churn", happenings=Happenings(kills=4, restarts=4, leaves=3, joiners=4)),
+        *(
+            Scenario(
+                name=f"leaving_{step_s}s",  # of a step; nothing else happens, so that the time to leave is bounded
+                peers=(5, 12),
+                stages=(1, 4),
+                steps=(8, 16) if step_s < 60 else (4, 6),
+                step_s=step_s,
+                microbatches=(4, 16) if step_s < 60 else (16, 24),  # hops are shorter than any deadline
+                most_forward_s=3.0,
+                faults_s=4.0 * step_s + 10.0,
+                sure=True,
+                happenings=Happenings(leaves=3, closures=1, joiners=2),
+                finish_s=3000.0,
+                progress_s=900.0,
+            )
+            for step_s in (1, 10, 60)
+        ),
         Scenario(
             name="network",
             messages=Messages(drop=0.05, delay=0.02),
@@ -221,6 +238,9 @@ def suite(name: str) -> tuple[Scenario, ...]:
             SCENARIOS[one]
             for one in (
                 "churn",
+                "leaving_1s",
+                "leaving_10s",
+                "leaving_60s",
                 "network",
                 "chaos",
                 "wild",

@@ -46,6 +46,7 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     full_disks: int = 0
     liars: int = 0  # peers that send faulty blobs and garbled messages
     unlikes: int = 0  # peers whose optimizer has other bits
+    closures: int = 0  # all replicas of one stage are asked to leave at once
 
 
 class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,6 +143,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def rng(self, purpose: str) -> Random:
         """A stream of its own for each purpose, so that one more draw in one place moves nothing elsewhere."""
         return Random(self.stream(purpose))
+
+    @property
+    def undisturbed(self) -> bool:
+        """Peers join and leave, and nothing fails."""
+        own = {"leaves": 0, "closures": 0, "joiners": 0}
+        quiet = (self.messages, self.strikes, msgspec.structs.replace(self.happenings, **own))
+        return quiet == (Messages(), Strikes(), Happenings()) and not (self.hostile or self.nonfinite)
 
     def settings_of(self, key: int) -> Settings:
         """Of the peer with that number: its own seat, if it has one. A restarted process asks for the seat it had."""

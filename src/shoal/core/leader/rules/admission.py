@@ -8,7 +8,7 @@ from shoal.core.leader.evictions import Misfit
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import arrived, counting
 from shoal.core.leader.rebalance import place
-from shoal.core.leader.rules.moves import measured
+from shoal.core.leader.rules.moves import bare_stages, measured
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import empty_stages
 from shoal.core.messages import Member, Peer, Settings, View
@@ -37,7 +37,9 @@ def admit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
             continue
         taken = {member.seat for member in there}
         planned = planned_stage(settings, asked.seat, taken)
-        stage, why = planned or place(there, settings.stages, seconds, speeds)
+        stage, why = planned or place(
+            (one for one in there if one.peer not in facts.requests.leaves), settings.stages, seconds, speeds
+        )
         joining.append(Member(peer=peer, stage=stage, seat=planned_seat(settings, asked.seat, stage, taken)))
         reasons.append(f"{peer} joins stage {stage}: {why}")
     return Proposal(successor(view, reasons, joining=tuple(joining))) if reasons else None
@@ -65,11 +67,11 @@ def misfits(view: View, facts: Facts, settings: Settings, now: float) -> Iterabl
 
 
 def promote(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
-    """Joiners that hold their stage become members in the middle of a step: at once where no other is left, and where the end
-    of the step is far. Else at its end."""
+    """Joiners that hold their stage become members in the middle of a step: at once where no other is left or stays, and where the
+    end of the step is far. Else at its end."""
     if not view.started or not view.joining or facts.rounds.open is not None:
         return None
-    empty = empty_stages(view, settings.stages)
+    empty = {*empty_stages(view, settings.stages), *bare_stages(view.members, facts.requests.leaves)}
     able = tuple(member for member in _not_fenced(view) if facts.ready(member, view))
     if facts.history.rest_s(facts.share(view), now) < ENTER_BEATS * settings.heartbeat_s:
         able = tuple(member for member in able if member.stage in empty)
@@ -77,7 +79,7 @@ def promote(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
         return None
     reasons = [
         f"{member.peer} serves stage {member.stage}"
-        + (": no other replica is left" if member.stage in empty else " from the middle of the step")
+        + (": no other replica stays" if member.stage in empty else " from the middle of the step")
         for member in able
     ]
     view = successor(

@@ -18,7 +18,7 @@ from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import counted_twice
 from shoal.core.leader.membership import arrived, counting, inherit, moving, owners_of
 from shoal.core.leader.rebalance import Move, rebalance
-from shoal.core.leader.rules.moves import before_the_next_step
+from shoal.core.leader.rules.moves import before_the_next_step, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Account, Committed, Member, Peer, Phase, Settings, View
 from shoal.core.planned import complete
@@ -93,9 +93,7 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
     members, left = _without(leaving, view.members + arrived(new, view.number + 1))
     joining = tuple(member for member in view.joining if member not in new and member.peer not in leaves)
-    moves: tuple[Move, ...] = ()
-    if not (over or goes_on or complete(settings, members)):  # while everybody is as planned, the plan balances
-        moves = rebalance(before_the_next_step(members, joining, view, facts, settings, now))
+    moves = () if over or goes_on else _moves(members, joining, view, facts, settings, now)
     members, joining = moving(members, joining, moves)
     after = successor(
         view,
@@ -111,6 +109,16 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
         continued=None,
     )
     return Proposal(after, moves)
+
+
+def _moves(
+    members: tuple[Member, ...], joining: tuple[Member, ...], view: View, facts: Facts, settings: Settings, now: float
+) -> tuple[Move, ...]:
+    """To the stages of leavers; else where it balances the pipeline: while everybody is as planned, the plan does."""
+    moves = takeovers_of_leavers(members, joining, facts, settings, now)
+    if moves or complete(settings, members):
+        return moves
+    return rebalance(before_the_next_step(members, joining, view, facts, settings, now))
 
 
 def _owners(view: View, members: tuple[Member, ...], settings: Settings) -> tuple[int, ...]:

@@ -1,14 +1,16 @@
-"""Rebalancing: what is known of the fleet when a rule decides who moves, and moves before a first step.
+"""Rebalancing: what is known of the fleet when a rule decides who moves, and moves before a first step and to the stage of a leaver.
 
 The algorithm is rebalance.py's. The rules that remove members (removal.py) and that commit a step (commit.py) ask it, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 import msgspec
 
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.rebalance import Fleet, measure, rebalance
+from shoal.core.leader.rebalance import Fleet, Move, measure, rebalance
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import lost_stages
 from shoal.core.messages import Member, Peer, Settings, View
@@ -67,6 +69,24 @@ def restage(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
 
     reasons = [move.reason for move in moves]
     return Proposal(successor(view, reasons, members=moved(view.members), joining=moved(view.joining)), moves)
+
+
+def bare_stages(members: Iterable[Member], leaves: Container[Peer]) -> set[int]:
+    """Stages that only leavers serve: the last of them stays until another peer does."""
+    members = tuple(members)
+    return {one.stage for one in members} - {one.stage for one in members if one.peer not in leaves}
+
+
+def takeovers_of_leavers(
+    members: tuple[Member, ...], joining: tuple[Member, ...], facts: Facts, settings: Settings, now: float
+) -> tuple[Move, ...]:
+    """Who moves to a stage that only leavers serve, from one that can spare it; none where a joiner is on its way there."""
+    leaves = facts.requests.leaves
+    bare = bare_stages(members, leaves)
+    if not bare:
+        return ()
+    staying, coming = (tuple(one for one in each if one.peer not in leaves) for each in (members, joining))
+    return tuple(move for move in rebalance(fleet(staying, coming, facts, settings, now)) if move.stage in bare)
 
 
 def before_the_next_step(

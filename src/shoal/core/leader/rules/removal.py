@@ -14,11 +14,14 @@ from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import inherit, moving, owners_of
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
-from shoal.core.leader.rules.moves import fleet, left_s
+from shoal.core.leader.rules.moves import fleet, left_s, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Account, Member, Peer, Settings, View
 
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or sends a heartbeat within this many beats
+MOVE_AT_ONCE_S = (
+    5.0  # a peer that is to take over a leaver's stage waits no longer for the end of the step: it has a download to do
+)
 LEAVE_S = 20.0  # a peer that asks to leave waits no longer for the end of the step, which commit.py prefers: nothing is redone then
 
 
@@ -36,10 +39,11 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     evicted |= leaving
     stale = facts.evidence.stale
     again = {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
-    if not evicted and not again:
-        return None
     members, joining = _left(view, evicted, again)
     moves = _moves(view, members, joining, facts, settings, now) if evicted else ()
+    moves = moves or _takeovers(view, members, joining, facts, settings, now)
+    if not (evicted or again or moves):
+        return None
     members, joining = moving(members, joining, moves)
     reasons = _reasons(evicted, again, moves)
     void = {*evicted, *again, *(move.peer for move in moves)}  # peers whose books are void
@@ -127,6 +131,16 @@ def _leaving(view: View, evicted: Container[Peer], facts: Facts, settings: Setti
             replicas[one.stage] -= 1
             leaving[one.peer] = f"leaves in the middle of step {view.step}: {leaves[one.peer]}"
     return leaving
+
+
+def _takeovers(
+    view: View, members: tuple[Member, ...], joining: tuple[Member, ...], facts: Facts, settings: Settings, now: float
+) -> tuple[Move, ...]:
+    """Who moves to a leaver's stage in the middle of the step, since its end is far; else commit.py moves it, with nothing redone."""
+    far = facts.history.rest_s(facts.share(view), now) > MOVE_AT_ONCE_S
+    if not (view.started and far and view.step < settings.steps and facts.rounds.open is None):
+        return ()
+    return takeovers_of_leavers(members, joining, facts, settings, now)
 
 
 def _moves(
