@@ -45,36 +45,11 @@ from shoal.transport.emulated.shaped import Reachable
 from shoal.transport.identity.invite import Authority, Invite, read_invite
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for tests.tiny
+
+from tests.tiny import DATA, tiny  # noqa: E402
+
 PEERS, STAGES = 4, 2
-CONFIG = f"""
-[run]
-name = "attacked"
-peers = {PEERS}
-stages = {STAGES}
-steps = {{steps}}
-min_request_timeout_s = 10.0
-[model]
-hidden_size = 16
-layers = 2
-heads = 2
-kv_heads = 1
-intermediate_size = 24
-[data]
-source = "text"
-path = "a.txt"
-sequence = 16
-[train]
-batch = 8
-microbatch = 2
-warmup = 0
-schedule = "constant"
-[network]
-discovery = "gossip"
-host = "127.0.0.1"
-delay_s = 0.01 # steps of a tenth of a second on any machine
-[checkpoint]
-every = 10
-"""
 START_S, END_S = 300.0, 300.0
 ADMITTED_S = 60.0  # to become a member: it downloads its stage and enters with a step
 PASS_S = 3600.0
@@ -337,8 +312,10 @@ def invite_of(directory: Path, text: str) -> Invite:
 
 def own_run(given: argparse.Namespace, folder: Path) -> tuple[list[Phase], list[str]]:
     """A run that has as many steps as it takes: it is told to end when it has been attacked."""
-    (folder / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(20000)))
-    (folder / "attacked.toml").write_text(CONFIG.format(steps=given.steps))
+    (folder / "a.txt").write_bytes(DATA)
+    config = tiny("attacked", peers=PEERS, stages=STAGES, steps=given.steps, every=10, request_s=10.0)
+    network = 'host = "127.0.0.1"\ndelay_s = 0.01\n'  # steps of a tenth of a second on any machine
+    (folder / "attacked.toml").write_text(config + network)
     directory = folder / "runs/attacked"
     with open(folder / "log", "wb") as log:
         launcher = subprocess.Popen(

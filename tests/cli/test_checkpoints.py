@@ -174,3 +174,18 @@ def test_a_lost_directory_is_never_taken_for_one_in_which_nothing_was_saved(tmp_
         if before is not None:
             rundir.pass_over(directory, before)
         assert rundir.resume(config, directory, others=True).first_step == wanted
+
+
+def test_only_a_run_of_ones_own_is_said_to_go_on_with_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A guest that joins again was told that its run had been killed and could be resumed."""
+    directory = tmp_path / "ours"
+    for own in (False, True):
+        directory.mkdir()
+        (directory / "commits.jsonl").write_bytes(b"")
+        if own:
+            (directory / checkpoints.KEY).write_bytes(b"")
+        rundir.set_aside(directory)
+        assert ("add --resume" in capsys.readouterr().out) is own
+        directory.rmdir()

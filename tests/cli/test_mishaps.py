@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.tiny import DATA, tiny
 
 from shoal.cli import main as program
 from shoal.launcher import rundir
@@ -37,33 +38,6 @@ from shoal.transport.identity.invite import Authority
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mishaps.md"
 HANGS_S = 600.0
-CONFIG = """
-[run]
-name = "tiny"
-peers = 2
-stages = 2
-steps = 6
-min_request_timeout_s = 60.0
-[model]
-hidden_size = 16
-layers = 2
-heads = 2
-kv_heads = 1
-intermediate_size = 24
-[data]
-source = "text"
-path = "a.txt"
-sequence = 16
-[train]
-batch = 8
-microbatch = 2
-warmup = 0
-schedule = "constant"
-[network]
-discovery = "gossip"
-[checkpoint]
-every = 2
-"""
 LAB = "device.executor=emulated device.emulated_s=0.02 device.emulated_values=64"
 DAY_S = 86400
 
@@ -438,8 +412,8 @@ def tried(mishap: Mishap, process: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
         try:
-            Path("tiny.toml").write_text(CONFIG)
-            Path("a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
+            Path("tiny.toml").write_text(tiny())
+            Path("a.txt").write_bytes(DATA)
             os.environ["HF_HUB_OFFLINE"] = "1"
             mishap.prepare()
             kept = checkpoints()
@@ -526,8 +500,8 @@ def train_one(place: Path) -> None:
     home = Path.cwd()
     os.chdir(place)
     try:
-        Path("tiny.toml").write_text(CONFIG)
-        Path("a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
+        Path("tiny.toml").write_text(tiny())
+        Path("a.txt").write_bytes(DATA)
         ended = command(["run", "tiny.toml", *LAB.split()])
         text, _ = ended.communicate(timeout=HANGS_S)
         assert ended.returncode == 0, text
@@ -549,6 +523,41 @@ def test_a_mishap_of_a_run_hangs_nothing_and_loses_no_checkpoint(mishap: Mishap)
     demand(mishap, tried(mishap, process=True))
 
 
+def stable(said: str, moment: bool = False) -> str:
+    """Without what differs each time: directories, ports, keys, free room. `moment`: nor what depends on when it struck."""
+    said = re.sub(rf"{tempfile.gettempdir()}/tmp\w+", "DIR", said).replace(str(PORT), "PORT")
+    said = re.sub(r"\(key [a-z2-7]+\)", "(key KEY)", said)
+    said = re.sub(r"has [\d.]+ [KMGT]iB free", "has N GiB free", said)
+    if moment:
+        said = re.sub(r"; the [\d,]+ after it are lost", "", said)
+        said = re.sub(r"^\d+:\d+\b", "M:SS", re.sub(r"\b(step[ -])\d+", r"\1N", said, flags=re.IGNORECASE))
+    return (said if len(said) <= 160 else f"{said[:157]}...").replace("|", "\\|")
+
+
+def below(seconds: float) -> str:
+    """The time within which a mishap ends, coarse enough to be alike on every writing."""
+    return next(f"< {bound:g}" for bound in (5, 60, HANGS_S, float("inf")) if seconds < bound)
+
+
+def row(number: int, mishap: Mishap, outcome: Outcome) -> str:
+    moment = mishap.meddle is not None
+    lost = outcome.lost if mishap.lost else "at most what was trained since the last checkpoint"
+    words = f"`{mishap.words.replace(str(PORT), 'PORT')}`"
+    cells = (number, mishap.what, words, stable(outcome.said, moment), below(outcome.seconds), outcome.code, lost)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def test_the_page_is_alike_on_every_writing() -> None:
+    def written(key: str, step: int, place: str, seconds: float) -> str:
+        said = f"0:{step:02} run 'b' (key {key}): Step {step} is saved at {place}/step-{step}; the {step} after it are lost. {'x' * 99}"
+        mishap = Mishap("Ctrl-C", f"run tiny.toml network.port={PORT}", 130, meddle=lambda _: None, lost="")
+        return row(1, mishap, Outcome(said, said, seconds, 130, f"{step} steps since the last checkpoint"))
+
+    directory = f"{tempfile.gettempdir()}/tmp"
+    assert written("abc2", 7, directory + "a_b", 0.9) == written("zyxw3", 12, directory + "aaaaaa", 4.1)
+    assert written("abc2", 7, directory + "a_b", 0.9) != written("abc2", 7, directory + "a_b", 61.0)
+
+
 def page() -> str:
     rows, wrong = [], []
     for number, mishap in enumerate([*SHORT, *AFTER, *LIVE], 1):
@@ -557,17 +566,12 @@ def page() -> str:
             demand(mishap, outcome)
         except AssertionError as error:
             wrong.append(f"{mishap.what}: {error}")
-        said = outcome.said if len(outcome.said) <= 160 else f"{outcome.said[:157]}..."
-        said = re.sub(r"\(key [a-z2-7]+", "(key KEY", said)  # another one each time
-        said = re.sub(rf"{tempfile.gettempdir()}/tmp\w+", "DIR", said).replace("|", "\\|").replace(str(PORT), "PORT")
-        words = mishap.words.replace(str(PORT), "PORT")
-        cells = (number, mishap.what, f"`{words}`", said, f"{outcome.seconds:.0f}", outcome.code, outcome.lost)
-        rows.append(f"| {' | '.join(map(str, cells))} |")
+        rows.append(row(number, mishap, outcome))
         print(rows[-1], flush=True)
     assert not wrong, "\n".join(wrong)
     head = "| | mishap | command | last line | s | exit code | lost |\n|---|---|---|---|---|---|---|"
     return f"""# Wrong inputs and mishaps
-What each says last, after how many seconds, with which exit code, and what is lost. None hangs, none prints a traceback, none loses a
+What each says last, within how many seconds, with which exit code, and what is lost. None hangs, none prints a traceback, none loses a
 checkpoint, and none ends with 0 after a loss. Written by `tests/cli/test_mishaps.py`, which tries each as a process of its own.
 
 {head}

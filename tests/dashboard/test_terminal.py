@@ -196,3 +196,11 @@ def test_a_run_that_has_stopped_shows_the_whole_command_that_goes_on_instead_of_
     lines = drawn(a_snapshot(stopped="STOPPED at 42 s", advice=advice), 60, 24)
     assert len(lines) <= 24 and "to go" not in lines[0]
     assert "shoal recover runs/ours --gone abcdef" in " ".join(line.strip() for line in lines)
+
+
+def test_what_a_loss_costs_is_read_whole_on_a_narrow_screen() -> None:
+    survives = "survives no loss (1 with 1 peer more); stages 0, 1 have one replica, without which the run goes back"
+    snapshot = a_snapshot(survives=survives)
+    lines = drawn(snapshot, 60, 24)
+    assert len(lines) <= 24 and survives in " ".join(line.strip() for line in lines)
+    assert survives in " ".join(line.strip() for line in drawn(snapshot, 80, rows(snapshot)))

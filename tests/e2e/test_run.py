@@ -15,41 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny import DATA, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SOURCE = Path(__file__).parents[2] / "src"
 LONG_S = 600.0
 
-# min_request_timeout_s is long: on a busy machine nothing may be called slow. Silence stays short enough to notice a kill.
-CONFIG = """
-[run]
-name = "tiny"
-peers = 3
-stages = 3
-steps = 4
-min_request_timeout_s = 60.0
-[model]
-hidden_size = 16
-layers = 3
-heads = 2
-kv_heads = 1
-intermediate_size = 24
-[data]
-source = "text"
-path = "a.txt"
-sequence = 16
-[train]
-batch = 8
-microbatch = 2
-warmup = 0
-schedule = "constant"
-[network]
-discovery = "gossip"
-host = "127.0.0.1"
-[checkpoint]
-every = 0
-"""
+CONFIG = tiny(peers=3, stages=3, steps=4, every=0) + 'host = "127.0.0.1"\n'
 
 # Processes and the network are what some tests are about: their peers need no model, and start in a third of the time.
 NO_MODEL = ("device.executor=emulated", "device.emulated_s=0.01", "device.emulated_values=64")
@@ -61,7 +34,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Begins `shoal COMMAND ...` in a directory of its own."""
     (tmp_path / "tiny.toml").write_text(CONFIG)
-    (tmp_path / "a.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(5000)))
+    (tmp_path / "a.txt").write_bytes(DATA)
     started: list[subprocess.Popen[str]] = []
 
     def start(command: str, *words: str, first: str = "", stdin: str | None = None) -> subprocess.Popen[str]:

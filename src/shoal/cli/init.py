@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
             file.write(f"# Made by `shoal init`. Fields left out keep these values.\n\n{config.text(tree)}")
     except FileExistsError:
         raise ValueError(f"{path} exists; choose another name, or --force to overwrite it") from None
-    print(
-        f"wrote {path}. Edit it, then:\n  shoal run {path}      local peers\n  shoal invite {path}   for other machines"
-    )
+    print(f"wrote {path}. Edit it, then one of:")
+    print(f"  shoal run {path}            all {tree.run.peers} peers on this machine")
+    print(f"  shoal run {path} --here 1   one here; it prints the command for other machines")
     return 0

@@ -199,10 +199,9 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
     ]
     room = height - 3  # headline, bar and one line kept free
     if snapshot.stopped:
-        words = Text(escaped(f"{snapshot.stopped}. {snapshot.advice}"), style=_STYLES["stopped"])
-        wrapped = words.wrap(Console(width=width), width)[: max(1, room - 1)]  # a command has to be read whole
-        parts += wrapped
-        room -= len(wrapped)
+        whole = _whole(f"{snapshot.stopped}. {snapshot.advice}", _STYLES["stopped"], width, room)  # with its command
+        parts += whole
+        room -= len(whole)
     if snapshot.unsaved:
         parts.append(Text(escaped(snapshot.unsaved), style=_STYLES["unsaved"], no_wrap=True, overflow="ellipsis"))
         room -= 1
@@ -211,8 +210,9 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         parts.append(stages)
         room -= 1 + stages.row_count
     if snapshot.survives:
-        parts.append(Text(escaped(snapshot.survives), style="dim", no_wrap=True, overflow="ellipsis"))
-        room -= 1
+        whole = _whole(snapshot.survives, "dim", width, room)  # its end says what a loss costs
+        parts += whole
+        room -= len(whole)
     if snapshot.sent.total and room > 1:
         parts.append(Text(traffic_line(snapshot.sent), style="dim", no_wrap=True, overflow="ellipsis"))
         room -= 1
@@ -228,6 +228,11 @@ def render(snapshot: Snapshot, width: int, height: int) -> RenderableType:
         style = _STYLES.get(event.kind, "")
         parts.append(Text(_event_line(event), style=style, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
+
+
+def _whole(text: str, style: str, width: int, room: int) -> list[Text]:
+    """Text that has to be read whole, in as many lines as it needs and there is room for."""
+    return list(Text(escaped(text), style=style).wrap(Console(width=width), width))[: max(1, room - 1)]
 
 
 def _bar(fraction: float, width: int) -> Text:

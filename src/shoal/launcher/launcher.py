@@ -289,6 +289,7 @@ class Launcher:
         if self.authority is None or missing <= 0:
             return
         self._write_lists()
+        self.watch.tell("network", "the command for the other machines is being made", time.monotonic())  # seconds
         terminal.say(await reach.welcome(self.directory, self.crew.addresses, missing))
         if (invite := self.directory / reach.INVITE).exists():
             self.watch.everyone.join = f"shoal join --invite-file {invite}"

@@ -67,7 +67,7 @@ async def welcome(directory: Path, addresses: Sequence[str], missing: int) -> st
         return f"{waiting}. No invite was made: {errors.decode(errors='replace').strip()}"
     return (
         f"{waiting}. There, with shoal installed:\n\n  shoal join {file.read_text().strip()}\n\n"
-        f"The invite is a secret. It is in {file}, too: shoal join --invite-file {INVITE}"
+        f"The invite is a secret. It is in {file}, too: copied there, shoal join --invite-file {INVITE}"
     )
 
 

@@ -195,7 +195,8 @@ def set_aside(directory: Path, but: str = "") -> None:
         number = 1
         while (old := directory.with_name(f"{directory.name}.{number}")).exists():
             number += 1
-        killed = (directory / "commits.jsonl").exists() and not (directory / "summary.json").exists()
+        ours = (directory / checkpoints.KEY).exists()  # a guest has nothing to resume
+        killed = ours and (directory / "commits.jsonl").exists() and not (directory / "summary.json").exists()
         os.rename(directory, old)
         print(f"what was in {directory} is now in {old}")
         if killed:
