@@ -96,7 +96,7 @@ class Members:
                 else f"nobody else can take {stages} over: training stops without this machine. It leaves when step"
                 f" {view.step if view is not None else 0:,} is saved"
             )
-        if 2 * len(others) <= len(members):
+        if view is not None and members and not can_agree(view, set(view.voters) - set(self.labels)):
             again += "; the others have no majority without these peers, and wait for them or for `shoal recover`"
         return [*lines, again]
 
