@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.executor.base import Executor, copy_state_
+from shoal.numerics import pieces
 
 MODEL, PREVIOUS = "model/", "previous/"
 
@@ -102,7 +103,7 @@ class Delayed:
     def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
         if self._selected == self._sum_step:
             return self._inner.contribution(start, stop)
-        return self.sum[start:stop].to("cpu", copy=True)
+        return pieces.copied(self.sum[start:stop])
 
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         self.begin(step)

@@ -37,3 +37,22 @@ def mix(lanes: NDArray[np.uint64], words: NDArray[np.uint32]) -> None:
         for j in range(LANES):
             mixed[j] = (mixed[j] ^ np.uint64(words[i + j])) * np.uint64(0x9E3779B97F4A7C15)
     lanes[:] = mixed
+
+
+@kernel
+def sum_of_squares(values: Values) -> float:
+    """In fp64; halves are added to each other until one number is left."""
+    rest = values.size - values.size // 2
+    sums = np.zeros(max(1, rest), np.float64)
+    for i in range(values.size // 2):
+        low, high = np.float64(values[i]), np.float64(values[rest + i])
+        sums[i] = low * low + high * high
+    if rest > values.size // 2:
+        middle = np.float64(values[rest - 1])
+        sums[rest - 1] = middle * middle
+    while rest > 1:
+        half = rest // 2
+        rest -= half
+        for i in range(half):
+            sums[i] += sums[rest + i]
+    return float(sums[0])

@@ -27,6 +27,7 @@ from shoal.executor.swap import memory
 from shoal.executor.swap.groups import LayerGroup, Runner
 from shoal.executor.swap.link import GroupTransfers, HostLink, Streams, pinned, segments
 from shoal.model.cut import Stage, inputs
+from shoal.numerics import pieces
 from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
 
@@ -72,7 +73,7 @@ class Swapping:
         self._empty = True
 
     def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.sum[start:stop].clone()
+        return pieces.copied(self.sum[start:stop])
 
     def restore(self, contribution: Tensor) -> None:
         """Set the sum to an earlier `contribution`, (length,) fp32."""
