@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.config import Config, Device, Network
 from shoal.core import messages as m
-from shoal.executor.swap.link import NoStreams
+from shoal.executor.streams import NoStreams
 from shoal.runtime.tasks.lane import Lane
 
 a_runner, text = test_task_runner.a_runner, test_task_runner.text  # fixtures
@@ -83,9 +83,12 @@ def test_a_hop_waits_for_its_device_no_more_often_than_it_did(
         held.put(name, hidden)
     calls.clear()
     done(held, m.RunForward("f", 0, 0, stage, "tokens" if stage == 0 else "x", "y"))
+    held.blob("y")  # encoded by now
     waits = [calls.copy()]
     calls.clear()
     x, grad = "tokens" if stage == 0 else "x", "tokens" if stage == 2 else "grad"
     done(held, m.RunBackward("b", 0, 0, stage, x, grad, "" if stage == 0 else "g"))
+    if stage:
+        held.blob("g")
     waits.append(calls)
     assert [each.total() for each in waits] == [forward, backward], waits

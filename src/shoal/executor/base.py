@@ -210,7 +210,7 @@ def _mixed(flat: NDArray[np.uint8]) -> bytes:
     parts = [words[at : at + DIGEST_VALUES] for at in range(0, len(words), DIGEST_VALUES)]
     lanes = [np.arange(LANES, dtype=np.uint64) for _ in parts]
     pieces.each(mix, lanes, parts)
-    return b"".join(part.tobytes() for part in (*lanes, flat[whole:]))
+    return b"".join([*(part.tobytes() for part in lanes), flat[whole:].tobytes()])
 
 
 def copy_state_(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

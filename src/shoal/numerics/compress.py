@@ -28,6 +28,12 @@ LARGEST = (
     127 / 64 * 2.0**127
 )  # an int8 scale: a little under the largest fp32 and bfloat16, so that no decoded value overflows
 INT4_LARGEST = 2.0**120  # its decoded values are sums of 64
+NAMES = {  # of what `encode` writes, by the word of the configuration
+    "none": codec.RAW,
+    "bf16": "bf16/1",
+    "int8": f"int8/1/{INT8_BLOCK}",
+    "int4": f"int4/1/{codec.INT4_BLOCK}",
+}
 _SQUARE = 127.0 * 127.0
 _HALF = codec.INT4_BLOCK // 2
 
@@ -43,20 +49,24 @@ class Code(msgspec.Struct, frozen=True):
 
 def encode(values: Tensor, how: str) -> Code:
     """`how`: none, bf16, int8 or int4. ValueError: values that are not finite."""
-    shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
-    if how == "none":
-        return Code(dtype, shape, codec.RAW, _bytes(values.contiguous().view(-1)))
-    flat = values.detach().float().contiguous().view(-1)
+    if how not in NAMES:
+        raise ValueError(f"{how!r} is no codec; known are none, bf16, int8 and int4")
+    flat = values.detach().contiguous().view(-1)
     match how:
         case "bf16":
-            name, data = "bf16/1", bf16_encode(flat)
+            data = bf16_encode(flat.float())
         case "int8":
-            name, data = f"int8/1/{INT8_BLOCK}", int8_encode(flat, INT8_BLOCK)
+            data = int8_encode(flat.float(), INT8_BLOCK)
         case "int4":
-            name, data = f"int4/1/{codec.INT4_BLOCK}", int4_encode(flat)
+            data = int4_encode(flat.float())
         case _:
-            raise ValueError(f"{how!r} is no codec; known are none, bf16, int8 and int4")
-    return Code(dtype, shape, name, data)
+            data = _bytes(flat)
+    return Code(_dtype(values), tuple(values.shape), NAMES[how], data)
+
+
+def nbytes(values: Tensor, how: str) -> int:
+    """Bytes of `encode(values, how).data`."""
+    return codec.nbytes(NAMES[how], tuple(values.shape), _dtype(values))
 
 
 def decode(code: Code) -> Tensor:
@@ -239,6 +249,10 @@ def finite(*tensors: Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- private
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

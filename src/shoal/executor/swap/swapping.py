@@ -23,9 +23,10 @@ from shoal.config import Config, slices
 from shoal.executor.base import NotFinite
 from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined
 from shoal.executor.master import Master
+from shoal.executor.streams import Streams
 from shoal.executor.swap import memory
 from shoal.executor.swap.groups import LayerGroup, Runner
-from shoal.executor.swap.link import GroupTransfers, HostLink, Streams, pinned, segments
+from shoal.executor.swap.link import GroupTransfers, HostLink, pinned, segments
 from shoal.model.cut import Stage, inputs
 from shoal.numerics import pieces
 from shoal.numerics.compress import finite

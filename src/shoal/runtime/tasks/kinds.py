@@ -118,6 +118,12 @@ def blob_of(tensor: torch.Tensor) -> Blob:
     return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw(tensor))
 
 
+def sendable(pending: Held) -> Blob:
+    """What the network takes; waits for it while it is pending."""
+    held = coding.ready(pending)
+    return held if isinstance(held, Blob) else blob_of(held)
+
+
 def tensor_of(blob: Blob) -> torch.Tensor:
     """A raw blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: malformed."""
     fault = _malformed(blob)
