@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -27,6 +27,7 @@ from shoal.core.messages import BULK, MAX_LIST_BYTES, RANKS, Message, Ping, Pong
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
 PREFIX_BYTES = 4
+BITS = {"float32": np.dtype("<u4"), "bfloat16": np.dtype("<u2")}  # types whose values are bounded on receipt
 FRAGMENT_BYTES = 256 << 10  # 10 ms on a line of 200 Mbit/s
 MAX_DIMENSIONS = 8
 MEASURING_BYTES = 64 << 20  # of a blob that is a load and nothing else
@@ -117,6 +118,32 @@ def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int]:
     return place, nbytes
 
 
+class Largest:
+    """The largest absolute value of a blob of raw floats, looked at piece by piece while the bytes are in the core's cache."""
+
+    def __init__(self, blob: BlobHead) -> None:
+        self._bits = BITS.get(blob.dtype) if blob.codec == codec.RAW else None
+        self._largest = 0  # its bits without the sign, in whose order NaN comes last
+        self._at = 0  # bytes looked at
+
+    def take(self, memory: memoryview, filled: int) -> None:
+        """`memory` is filled up to there."""
+        if self._bits is None:
+            return
+        whole = filled - filled % self._bits.itemsize
+        bits = np.frombuffer(memory[self._at : whole], self._bits)
+        if len(bits):
+            self._largest = max(self._largest, int((bits & np.iinfo(self._bits).max // 2).max()))
+        self._at = whole
+
+    @property
+    def value(self) -> float | None:
+        if self._bits is None:
+            return None
+        shift = 16 if self._bits.itemsize == 2 else 0  # bfloat16 is the upper half of a float32
+        return float(np.uint32(self._largest << shift).view(np.float32))
+
+
 class Arriving:
     """A message that comes in pieces: fill `room`, say how much `came`, until `whole`. Raises Malformed as soon as it is."""
 
@@ -132,6 +159,7 @@ class Arriving:
         self._head: Head | None = None
         self._memory: tuple[memoryview, ...] = ()
         self._blob = 0
+        self._largest: list[Largest] = []  # of each blob
 
     def room(self, most: int) -> memoryview:
         """Where the next bytes go."""
@@ -142,12 +170,15 @@ class Arriving:
     def advance(self, nbytes: int) -> None:
         self._at += nbytes
         self.nbytes += nbytes
+        if self._largest:
+            self._largest[self._blob].take(self._view, self._at)
         while not self.whole and self._at == self._view.nbytes:
             self._turn()
 
     def message(self) -> tuple[Message, tuple[Blob, ...]]:
         assert self.whole and self._head is not None
-        return self._head.message, blobs_of(self._head, self._memory)
+        largest = [each.value for each in self._largest]
+        return self._head.message, blobs_of(self._head, self._memory, largest)
 
     def _turn(self) -> None:
         """What was being filled is full: the next part of the message."""
@@ -167,6 +198,7 @@ class Arriving:
             if self._head.blobs and not self._bulk:
                 raise Malformed(f"{type(self._head.message).__name__} with blobs among control messages")
             self._memory = buffers(self._head)
+            self._largest = [Largest(blob) for blob in self._head.blobs]
             self._next_blob(0)
         else:
             self._next_blob(self._blob + 1)
@@ -224,8 +256,11 @@ def buffers(head: Head) -> tuple[memoryview, ...]:
     return tuple(np.empty(blob.nbytes, np.uint8).data for blob in head.blobs)
 
 
-def blobs_of(head: Head, memory: tuple[memoryview, ...]) -> tuple[Blob, ...]:
-    return tuple(Blob(h.dtype, h.shape, view, h.codec) for h, view in zip(head.blobs, memory, strict=True))
+def blobs_of(head: Head, memory: tuple[memoryview, ...], largest: Sequence[float | None] = ()) -> tuple[Blob, ...]:
+    bounds = largest or (None,) * len(memory)
+    return tuple(
+        Blob(h.dtype, h.shape, view, h.codec, bound) for h, view, bound in zip(head.blobs, memory, bounds, strict=True)
+    )
 
 
 def decode(data: bytes | bytearray | memoryview, limits: Limits) -> tuple[Message, tuple[Blob, ...]]:

@@ -107,6 +107,8 @@ class Kinds:
             return fault or (
                 "" if compress.largest(code) <= MOST else f"values up to {compress.largest(code):.1g}: {TOO_LARGE}"
             )
+        if blob.largest is not None and blob.largest <= MOST:
+            return ""
         tensor = tensor_of(blob)
         if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):
             return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not 0 to {self._vocabulary - 1}"
