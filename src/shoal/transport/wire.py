@@ -27,7 +27,7 @@ from shoal.core.messages import BULK, MAX_LIST_BYTES, RANKS, Message, Ping, Pong
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
 PREFIX_BYTES = 4
-BITS = {"float32": np.dtype("<u4"), "bfloat16": np.dtype("<u2")}  # types whose values are bounded on receipt
+BOUNDED = {"float32": 4, "bfloat16": 2}  # bytes of a raw value whose size is looked at on receipt
 FRAGMENT_BYTES = 256 << 10  # 10 ms on a line of 200 Mbit/s
 MAX_DIMENSIONS = 8
 MEASURING_BYTES = 64 << 20  # of a blob that is a load and nothing else
@@ -122,26 +122,23 @@ class Largest:
     """The largest absolute value of a blob of raw floats, looked at piece by piece while the bytes are in the core's cache."""
 
     def __init__(self, blob: BlobHead) -> None:
-        self._bits = BITS.get(blob.dtype) if blob.codec == codec.RAW else None
-        self._largest = 0  # its bits without the sign, in whose order NaN comes last
+        self._width = BOUNDED.get(blob.dtype, 0) if blob.codec == codec.RAW else 0  # 0: not looked at
+        self._bits = 0  # of the largest value, without the sign: in their order NaN comes last
         self._at = 0  # bytes looked at
 
     def take(self, memory: memoryview, filled: int) -> None:
         """`memory` is filled up to there."""
-        if self._bits is None:
-            return
-        whole = filled - filled % self._bits.itemsize
-        bits = np.frombuffer(memory[self._at : whole], self._bits)
-        if len(bits):
-            self._largest = max(self._largest, int((bits & np.iinfo(self._bits).max // 2).max()))
-        self._at = whole
+        whole = filled - filled % self._width if self._width else 0
+        if whole > self._at:
+            bits = np.frombuffer(memory[self._at : whole], f"<u{self._width}")
+            self._bits = max(self._bits, int((bits & ((1 << (8 * self._width - 1)) - 1)).max()))
+            self._at = whole
 
     @property
     def value(self) -> float | None:
-        if self._bits is None:
+        if not self._width:
             return None
-        shift = 16 if self._bits.itemsize == 2 else 0  # bfloat16 is the upper half of a float32
-        return float(np.uint32(self._largest << shift).view(np.float32))
+        return float(np.uint32(self._bits << (32 - 8 * self._width)).view(np.float32))  # bfloat16 is half a float32
 
 
 class Arriving:
