@@ -6,7 +6,6 @@ For task_runner.py: an invalid blob is reported with its sender before any task 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import torch
 
 from shoal import codec
@@ -135,7 +134,7 @@ def tensor_of(blob: Blob) -> torch.Tensor:
     data = memoryview(blob.data).cast("B")
     if len(data) == 0:
         return torch.empty(blob.shape, dtype=dtype)
-    if data.readonly or np.frombuffer(data, dtype=np.uint8).ctypes.data % dtype.itemsize:
+    if data.readonly or torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize:
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=dtype).view(blob.shape)
 
