@@ -138,7 +138,7 @@ def int8_encode(flat: Tensor, block: int) -> Tensor:
     blocks = -(-count // block)
     data = flat.new_empty(4 * blocks + count, dtype=torch.uint8)
     scales, codes = _int8_parts(data, count, block)
-    if flat.device.type == "cpu":
+    if _has_loops(flat):
         from shoal.numerics.loops import int8_encode as compiled  # numba: half a second that only those who encode pay
 
         pieces.each(partial(compiled, square=_SQUARE, tiny=TINY, block=block), *_pieces(block, flat, scales, codes))
@@ -153,7 +153,7 @@ def int8_encode(flat: Tensor, block: int) -> Tensor:
 def int8_decode(data: Tensor, count: int, block: int) -> Tensor:
     """(n,) fp32."""
     scales, codes = _int8_parts(data, count, block)
-    if data.device.type == "cpu":
+    if _has_loops(data):
         from shoal.numerics.loops import int8_decode as compiled
 
         flat = torch.empty(count)
@@ -177,6 +177,11 @@ def int8_decode_separate(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     flat[: len(codes)] = codes
     flat.mul_(torch.abs(flat)).view(-1, block).mul_((scales * (1.0 / _SQUARE))[:, None])
     return flat[: len(codes)]
+
+
+def _has_loops(tensor: Tensor) -> bool:
+    """Whether loops.py computes there."""
+    return tensor.device.type == "cpu"
 
 
 def _pieces(block: int, values: Tensor, scales: Tensor, others: Tensor) -> list[list[Any]]:
