@@ -27,10 +27,11 @@ BUFFERS = 2  # one is filled while the other's bytes are copied out
 
 
 class Outgoing:
-    """`put` and `check` are called on the compute thread. `device`: where stages compute."""
+    """`put` and `check` are called on the compute thread. `device`: where stages compute, and what comes in is decoded: the code crosses
+    the bus, not the values."""
 
     def __init__(self, device: str, begin: Callable[[], None]) -> None:
-        self._device = device
+        self.device = device
         self._begin = begin
         self._lane: Lane | None = None
         self._ring: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -50,7 +51,7 @@ class Outgoing:
         if compress.lossless(how) and not staged:
             return packed(tensor, how)
         if self._lane is None:
-            self._lane, self._streams = Lane("encode", self._begin), streams_of(self._device, "boundary")
+            self._lane, self._streams = Lane("encode", self._begin), streams_of(self.device, "boundary")
         buffer, computed = self._ring.get(), self._streams.mark("compute")
         pending = Pending(compress.nbytes(tensor, how))
         self._lane.put(lambda: self._encode(tensor, how, computed, buffer, pending, staged))
@@ -72,7 +73,7 @@ class Outgoing:
         streams = self._streams
         try:
             if staged and buffer.numel() < pending.nbytes:
-                buffer = torch.empty(pending.nbytes, dtype=torch.uint8, pin_memory=self._device.startswith("cuda"))
+                buffer = torch.empty(pending.nbytes, dtype=torch.uint8, pin_memory=self.device.startswith("cuda"))
             streams.wait("boundary", computed)
             with streams.on("boundary"):
                 code = compress.encode(tensor, how)

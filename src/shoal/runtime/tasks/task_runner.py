@@ -106,8 +106,7 @@ class TaskRunner:
         self._seat: Seat | None = None
         self._sums = Sums(config)
         emulated = config.device.executor == "emulated"
-        self._decodes_on = "cpu" if emulated else str(device_of(config))  # the code crosses the bus, not the values
-        self._outgoing = Outgoing(self._decodes_on, lambda: prepare_thread(config))
+        self._outgoing = Outgoing("cpu" if emulated else str(device_of(config)), lambda: prepare_thread(config))
         self._snapshots = Snapshots()
         self._download = Download()
         self._failures = Failures(config)
@@ -256,12 +255,12 @@ class TaskRunner:
                 return self._keep(task.out, self._fetch(task))
             case RunForward():
                 self._outgoing.check()
-                y = self._forward(task, take(task.x, self._decodes_on))
+                y = self._forward(task, take(task.x, self._outgoing.device))
                 return self._keep(task.out, self._outgoing.put(y, self._config.network.activations))
             case RunBackward():
                 self._outgoing.check()
-                grad = take(task.grad, self._decodes_on) if task.grad else None
-                return self._backward(task, take(task.x, self._decodes_on), grad)
+                grad = take(task.grad, self._outgoing.device) if task.grad else None
+                return self._backward(task, take(task.x, self._outgoing.device), grad)
 
     def _fetch(self, task: Fetch) -> torch.Tensor:
         if self._dataset is not None:
