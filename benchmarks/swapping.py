@@ -34,8 +34,8 @@ from report import at_least, parse, report
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor.base import Executor, check_device
 from shoal.executor.resident import Resident
+from shoal.executor.streams import NoStreams
 from shoal.executor.swap import memory
-from shoal.executor.swap.link import NoStreams
 from shoal.executor.swap.modelled import ModelledStreams, Seconds
 from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages

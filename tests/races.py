@@ -1,6 +1,6 @@
 """A race detector on the CPU: accesses to the same memory that no mark, wait or synchronization orders.
 
-Every thread and every stream of `link.Streams` has a vector clock. `Watch` sees each operator of PyTorch: what it reads and
+Every thread and every stream of `executor.streams.Streams` has a vector clock. `Watch` sees each operator of PyTorch: what it reads and
 writes, and where it runs: on the stream of `on`, on `compute` if it touches memory of the device, else on its own thread. A
 thread's work precedes what it issues to a stream; all other order comes from `mark`, `wait` and `settle`, from a queue between
 threads, from an event. Two accesses in no order, one of them a write, are a race, whatever the machine did this time.
@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,14 +23,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shoal.executor.swap import link
+from shoal.executor import streams
+from shoal.executor.resident import Resident
 from shoal.executor.swap.groups import Runner
 from shoal.executor.swap.swapping import Swapping
-from shoal.numerics import optimizer
+from shoal.numerics import optimizer, pieces
 from shoal.numerics.optimizer import Factors, separate_
 from shoal.runtime.tasks.lane import Lane
+from shoal.runtime.tasks.outgoing import Outgoing
 
-STREAMS = ("compute", "loads", "stores")
+STREAMS = ("compute", "loads", "stores")  # of a swapping stage, the only one that settles them
 SCALAR = torch.ops.aten._local_scalar_dense.default  # item, bool, float: the host waits for the device
 
 Clock = dict[str, int]  # per thread and stream: how much of its work is known to be done
@@ -92,6 +94,9 @@ class Detector:
 
     def on_device(self, tensors: Iterable[Tensor]) -> None:
         self._on_device.update(self._key(tensor) for tensor in tensors)
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        return self._key(tensor) in self._on_device
 
     @contextmanager
     def issuing(self, stream: str | None, to_device: bool = False) -> Iterator[None]:
@@ -193,12 +198,12 @@ def tensors(tree: object) -> list[Tensor]:
 
 
 class CheckedStreams:
-    """See link.Streams: the streams of a device that the CPU plays."""
+    """See streams.Streams: the streams of a device that the CPU plays."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
 
-    def on(self, stream: str, group: int, what: str) -> Any:
+    def on(self, stream: str, group: int = 0, what: str = "") -> Any:
         return self._detector.issuing(stream)
 
     def computed(self, group: int, back: bool) -> None: ...
@@ -210,6 +215,11 @@ class CheckedStreams:
         skipped = self._detector.skips()
         if isinstance(mark, dict) and not skipped:
             self._detector.know(stream, mark)
+
+    def reached(self, mark: object) -> None:
+        skipped = self._detector.skips()
+        if isinstance(mark, dict) and not skipped:
+            self._detector.know(host(), mark)
 
     def settle(self) -> None:
         if not self._detector.skips():
@@ -248,7 +258,7 @@ def watch_swapping(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
         with detector.issuing(None, to_device=True):
             return to_device(self, value)
 
-    monkeypatch.setattr(link, "NoStreams", lambda: CheckedStreams(detector))
+    monkeypatch.setattr(streams, "NoStreams", lambda: CheckedStreams(detector))
     monkeypatch.setattr(Swapping, "__init__", constructed)
     monkeypatch.setattr(Runner, "to_device", copied)
 
@@ -260,6 +270,37 @@ def watch_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
         separate_(factors, *(tensor.detach().view(-1) for tensor in (values, gradient, *moments)))
 
     monkeypatch.setattr(optimizer, "adamw_", by_operations)
+
+
+def watch_pieces(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
+    """Likewise of copies and sums. A copy from the device to the host waits for the stream that it is issued on."""
+
+    def copy_(into: Tensor, source: Tensor) -> None:
+        into.copy_(source)
+        if detector.is_on_device(source):
+            detector.know(host(), detector.clock("compute"))
+
+    def sum_of(parts: Sequence[Tensor]) -> Tensor:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    monkeypatch.setattr(pieces, "copy_", copy_)
+    monkeypatch.setattr(pieces, "sum_of", sum_of)
+
+
+def watch_resident(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:
+    """Resident stages that are built from now on are on a device that the CPU plays, and their results leave through pinned buffers."""
+    construct = Resident.__init__
+
+    def constructed(self: Resident, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        detector.on_device((*self.computing, *self._master.parameters, self.sum, *self._master.state().values()))
+
+    monkeypatch.setattr(Resident, "__init__", constructed)
+    monkeypatch.setattr(Outgoing, "staged", lambda self, tensor: detector.is_on_device(tensor))
+    monkeypatch.setattr(streams, "NoStreams", lambda: CheckedStreams(detector))
 
 
 def watch_lanes(monkeypatch: pytest.MonkeyPatch, detector: Detector) -> None:

@@ -30,7 +30,7 @@ BYTES_PER_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 1024, "int4": 34 / 
 SPEEDS_Bps = {
     "none": (math.inf, math.inf),
     "bf16": (22e9, 26e9),
-    "int8": (3.5e9, 8.8e9),
+    "int8": (15e9, 23e9),
     "int4": (1.2e9, 1.6e9),
 }
 

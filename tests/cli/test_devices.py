@@ -61,8 +61,11 @@ def test_the_cores_are_divided_by_the_local_peers_unless_somebody_says_otherwise
     monkeypatch.setattr(devices, "cores", lambda: 16)
     for here, threads in ((1, "16"), (4, "4"), (6, "2"), (40, "1")):
         assert {each["OMP_NUM_THREADS"] for each in given(Device(), here, {}, tmp_path)} == {threads}
+    own = {devices.HUGE_PAGES: "0"}
     assert "OMP_NUM_THREADS" not in devices.environment(Device(), 0, 4, {"OMP_NUM_THREADS": "3"}, tmp_path)
-    assert devices.environment(Device(threads=2), 0, 4, {"OMP_NUM_THREADS": "3"}, tmp_path) == {"OMP_NUM_THREADS": "2"}
+    assert devices.environment(Device(threads=2), 0, 4, {"OMP_NUM_THREADS": "3", **own}, tmp_path) == {
+        "OMP_NUM_THREADS": "2"
+    }
 
 
 def test_a_containers_share_of_the_cores_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +84,13 @@ def test_expandable_segments_are_set_by_the_name_that_this_torch_knows(
 ) -> None:
     monkeypatch.setattr(devices.importlib.metadata, "version", lambda package: version)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert devices.allocator({}) == {devices.ALLOCATORS[name]: "expandable_segments:True"}
+    pages = {devices.HUGE_PAGES: "1"}
+    assert devices.allocator({}) == {devices.ALLOCATORS[name]: "expandable_segments:True"} | pages
     for own in devices.ALLOCATORS:
-        assert devices.allocator({own: "max_split_size_mb:64"}) == {}
+        assert devices.allocator({own: "max_split_size_mb:64"}) == pages
     monkeypatch.setattr(devices, "_build", lambda: PLAIN)
-    assert devices.allocator({}) == {}
+    assert devices.allocator({}) == pages
+    assert devices.allocator({devices.HUGE_PAGES: "0"}) == {}
 
 
 def test_a_device_that_is_not_there_is_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.executor.base import digest_of
+from shoal.executor.base import MIXED_BYTES, digest_of
 
 
 def a_state(*sizes: int) -> list[Tensor]:
@@ -15,7 +15,10 @@ def a_state(*sizes: int) -> list[Tensor]:
 
 
 @settings(deadline=None)  # the first call compiles
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.data())
+@given(
+    st.lists(st.integers(1, 70) | st.integers(MIXED_BYTES // 4, MIXED_BYTES // 4 + 70), min_size=1, max_size=4),
+    st.data(),
+)
 def test_every_bit_and_every_place_counts(sizes: list[int], data: st.DataObject) -> None:
     state = a_state(*sizes)
     before = digest_of(state)
@@ -27,7 +30,9 @@ def test_every_bit_and_every_place_counts(sizes: list[int], data: st.DataObject)
 
 
 def test_the_order_of_values_counts() -> None:
-    (state,) = a_state(64)
+    (state,) = a_state(MIXED_BYTES // 4)
     for distance in (1, 16, 32):
         assert digest_of([state.roll(distance)]) != digest_of([state])
-    assert digest_of(a_state(64, 64)[:1]) != digest_of(a_state(64, 64))
+    assert digest_of(a_state(MIXED_BYTES // 4, MIXED_BYTES // 4)[:1]) != digest_of(
+        a_state(MIXED_BYTES // 4, MIXED_BYTES // 4)
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.races import Detector, Watch, watch_optimizer, watch_swapping
+from tests.races import Detector, Watch, watch_optimizer, watch_pieces, watch_swapping
 
 from shoal import executor
 from shoal.config import Config, Data, Device, Model, Run, Train
@@ -35,6 +35,7 @@ def a_config(memory_bytes: int = 0, tied: bool = False, **train: Any) -> Config:
 def watched(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config) -> Executor:
     watch_swapping(monkeypatch, detector)
     watch_optimizer(monkeypatch)
+    watch_pieces(monkeypatch, detector)
     return executor.create(config, 0)
 
 

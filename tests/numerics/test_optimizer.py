@@ -13,7 +13,6 @@ from shoal.config import Train
 from shoal.numerics import optimizer
 from shoal.numerics.optimizer import (
     NORM_VALUES,
-    SPLIT,
     AdamW,
     Factors,
     adamw_,
@@ -24,6 +23,7 @@ from shoal.numerics.optimizer import (
     norm_sq,
     separate_,
 )
+from shoal.numerics.pieces import PIECE
 
 TRAIN = Train(learning_rate=0.01, warmup=4, final_ratio=0.1)
 
@@ -108,7 +108,7 @@ def test_the_compiled_loop_has_the_bits_of_separate_operations(threads: int, mon
     correctly; a GPU's is, as NumPy's."""
     monkeypatch.setattr(torch, "sqrt", lambda values, out: out.copy_(torch.from_numpy(np.sqrt(values.numpy()))))
     drawn = torch.Generator().manual_seed(3)
-    count = 2 * SPLIT + 77
+    count = 2 * PIECE + 77
     scales = 10.0 ** torch.linspace(-40, 20, count)
     tensors = [torch.randn(count, generator=drawn) * scales for _ in range(4)]
     tensors[3].abs_()

@@ -9,15 +9,28 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.races import CheckedEvent, Clock, Detector, Watch, host, watch_lanes, watch_optimizer, watch_swapping
+import torch
+from tests.races import (
+    CheckedEvent,
+    Clock,
+    Detector,
+    Watch,
+    host,
+    watch_lanes,
+    watch_optimizer,
+    watch_pieces,
+    watch_resident,
+    watch_swapping,
+)
 
-from shoal.config import Config, Data, Device, Model, Run, Train
+from shoal.config import Config, Data, Device, Model, Network, Run, Train
 from shoal.core import messages as m
 from shoal.executor.resident import Resident
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import Stage
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.data.dataset import open_dataset
+from shoal.runtime.tasks.outgoing import BUFFERS
 from shoal.runtime.tasks.task_runner import TaskRunner
 
 ANSWER_S = 60.0
@@ -87,6 +100,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config,
         watch_lanes(patched, detector)
         watch_swapping(patched, detector)
         watch_optimizer(patched)
+        watch_pieces(patched, detector)
         runner = TaskRunner(config, open_dataset(config), Store("checkpoints"))
         runner._stepped = CheckedEvent(detector)
         runner._stepped.set()
@@ -135,3 +149,93 @@ def test_hops_that_computed_with_the_optimizers_own_tensors_would_race(
     detector = Detector()
     trained(monkeypatch, detector, a_config(executor), BESIDE[0][0])
     assert detector.races
+
+
+# ------------------------------------------------------------------------------------------------ a stage on a played device
+
+
+def on_a_device(
+    monkeypatch: pytest.MonkeyPatch, detector: Detector, drive: Callable[[Driver], None], **changes: Any
+) -> TaskRunner:
+    """`drive` a resident stage whose device the CPU plays."""
+    config = msgspec.structs.replace(a_config("resident"), **changes)
+    with monkeypatch.context() as patched, Watch(detector):
+        watch_lanes(patched, detector)
+        watch_resident(patched, detector)
+        watch_optimizer(patched)
+        watch_pieces(patched, detector)
+        runner = TaskRunner(config, open_dataset(config))
+        driver = Driver(runner, detector)
+        try:
+            drive(driver)
+        finally:
+            runner.close()
+    assert driver.failures == []
+    return runner
+
+
+def two_steps(driver: Driver) -> None:
+    driver.give(m.Init("i", 0, 0))()
+    stepped = driver.step(0)
+    driver.give(m.Fetch("f", 1, 0, "x1"))()
+    beside = driver.give(m.RunBackward("b1", 1, 0, 0, "x1", "", ""))
+    for wait in (stepped, beside, driver.step(1)):
+        wait()
+
+
+def test_an_optimizer_step_on_a_stream_of_its_own_races_with_no_hop_and_both_its_waits_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Detector()
+    on_a_device(monkeypatch, whole, two_steps)
+    assert whole.races == []
+    sites = [site for site in whole.sites if site.startswith("Delayed")]
+    assert len(sites) == 2
+    for site in sites:
+        without = Detector(site)
+        on_a_device(monkeypatch, without, two_steps)
+        assert without.races, f"{site} can be left out unnoticed"
+
+
+SENT = 5  # boundary tensors: more than twice the ring
+
+
+def hops(driver: Driver) -> None:
+    driver.give(m.Init("i", 1, 0))()
+    for index in range(SENT):
+        for name in (f"x{index}", f"g{index}"):
+            driver.runner.put(name, torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(index)))
+        waits = [
+            driver.give(m.RunForward("f", 0, index, 1, f"x{index}", f"y{index}")),
+            driver.give(m.RunBackward("b", 0, index, 1, f"x{index}", f"g{index}", f"d{index}")),
+        ]
+        for wait in waits:
+            wait()
+    for index in range(SENT):
+        driver.runner.blob(f"d{index}")
+
+
+@pytest.mark.parametrize("how", ["none", "int8"])
+def test_boundary_tensors_leave_through_a_ring_that_races_with_no_hop_and_every_wait_is_needed(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are those of a stage whose results do not cross; the ring never grows."""
+    changes = {"run": Run(name="races", stages=3, seed=5), "train": Train(batch=4, microbatch=2, warmup=0)}
+    changes["model"] = Model(hidden_size=16, layers=3, heads=2, kv_heads=1, intermediate_size=24)
+    changes["network"] = Network(activations=how, gradients=how)
+    whole = Detector()
+    runner = on_a_device(monkeypatch, whole, hops, **changes)
+    assert whole.races == []
+    assert runner._outgoing._ring.qsize() == BUFFERS
+    plain = TaskRunner(msgspec.structs.replace(a_config("resident"), **changes))
+    hops(Driver(plain, Detector()))
+    plain.close()
+    for name in (f"{kind}{index}" for kind in "yd" for index in range(SENT)):
+        one, other = runner.blob(name), plain.blob(name)
+        assert (one.codec, one.shape, bytes(one.data)) == (other.codec, other.shape, bytes(other.data))
+    sites = [site for site in whole.sites if site.startswith("Outgoing")]
+    assert len(sites) == 2  # encoding waits for the hop, the host for the copy
+    for site in sites:
+        without = Detector(site)
+        on_a_device(monkeypatch, without, hops, **changes)
+        assert without.races, f"{site} can be left out unnoticed"

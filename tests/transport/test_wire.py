@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import get_args
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect as types
@@ -162,6 +164,29 @@ def in_pieces(frame: Frame, sizes: list[int], bulk: bool = True, limits: Limits 
             arriving.advance(room.nbytes)
             data, at = data[room.nbytes :], at + room.nbytes
     return arriving
+
+
+@given(
+    st.lists(st.floats(width=32) | st.sampled_from([3.4e38, -3.4e38, -0.0]), max_size=40),
+    st.lists(st.integers(1, 30), max_size=30),
+    st.sampled_from(["float32", "bfloat16"]),
+)
+def test_the_largest_absolute_value_is_known_when_the_last_piece_has_arrived(
+    values: list[float], sizes: list[int], dtype: str
+) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32).to(getattr(torch, dtype))
+    blob = Blob(dtype, (len(tensor),), bytes(tensor.view(torch.uint8).numpy()))
+    arriving = in_pieces(encode(BoundaryTensor(1, 2, 3, 1, False), (blob,), LIMITS), sizes)
+    largest = arriving.message()[1][0].largest
+    assert largest is not None
+    expected = float(tensor.float().abs().max()) if values else 0.0
+    assert largest == expected or (math.isnan(largest) and math.isnan(expected))
+
+
+def test_only_raw_floats_have_a_largest_value() -> None:
+    for blob in (Blob("int64", (2,), bytes(16)), Blob("float32", (2,), bytes(4), "bf16/1")):
+        frame = encode(BoundaryTensor(1, 2, 3, 1, False), (blob,), LIMITS)
+        assert in_pieces(frame, [7]).message()[1][0].largest is None
 
 
 @settings(deadline=None)

@@ -13,11 +13,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.config import Config
 from shoal.model.boundary import MODEL_TYPE, parse
+from shoal.numerics import pieces
 
+MIXED_BYTES = 1 << 16  # of a tensor whose digest is worth a compiled loop
+DIGEST_VALUES = 1 << 20  # of a part of a tensor whose digest is made apart, on any thread
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -190,16 +194,23 @@ def prepare_thread(config: Config) -> None:
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """Of the bytes of all tensors, the same on every machine. For replicas that compare their states after every step: it finds every
     honest difference, and is no defence against a peer that lies, which could repeat another's digest anyway."""
-    from shoal.numerics.loops import LANES, mix  # numba: half a second that only those who train pay
-
-    lanes, rests = np.arange(LANES, dtype=np.uint64), hashlib.sha256()
+    whole_hash = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-        whole = len(flat) - len(flat) % (4 * LANES)
-        mix(lanes, flat[:whole].view(np.uint32))
-        rests.update(flat[whole:].data)
-    rests.update(lanes.data)
-    return rests.hexdigest()
+        whole_hash.update(flat.data if len(flat) < MIXED_BYTES else _mixed(flat))
+    return whole_hash.hexdigest()
+
+
+def _mixed(flat: NDArray[np.uint8]) -> bytes:
+    """All that SHA-256, which takes seven times as long, still has to see of large tensors."""
+    from shoal.numerics.loops import LANES, mix  # numba: half a second that only those who train pay
+
+    whole = len(flat) - len(flat) % (4 * LANES)
+    words = flat[:whole].view(np.uint32)
+    parts = [words[at : at + DIGEST_VALUES] for at in range(0, len(words), DIGEST_VALUES)]
+    lanes = [np.arange(LANES, dtype=np.uint64) for _ in parts]
+    pieces.each(mix, lanes, parts)
+    return b"".join([*(part.tobytes() for part in lanes), flat[whole:].tobytes()])
 
 
 def copy_state_(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ and the sums of two steps exist at once. A step that a peer's death opens again 
 `Delayed` wraps an executor that computes with copies of its parameters (`Restorable`). The parameters are the newest version; the
 copies hold that version or the one before, which is saved while they hold the newest. The optimizer therefore never writes to
 tensors in use: `begin` loads the copies for the next step, and `finish` may run on another thread beside the hops.
+On a card `finish` has a stream of its own, which waits for what `begin` issued.
 With `swapping` all versions lie in host memory, and the device needs no more than without overlap.
 """
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from shoal.executor.base import Executor, copy_state_
+from shoal.executor.streams import streams_of
+from shoal.numerics import pieces
 
 MODEL, PREVIOUS = "model/", "previous/"
 
@@ -52,6 +55,8 @@ class Delayed:
 
     def __init__(self, inner: Restorable) -> None:
         self._inner = inner
+        self._streams = streams_of(str(inner.sum.device), "optimizer")
+        self._begun: object = None  # mark: the copies to compute with are loaded, and the parameters may change
         self.length = inner.length
         self._names = [name.removeprefix(MODEL) for name in inner.state() if name.startswith(MODEL)]
         self._saved = [
@@ -102,7 +107,7 @@ class Delayed:
     def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
         if self._selected == self._sum_step:
             return self._inner.contribution(start, stop)
-        return self.sum[start:stop].to("cpu", copy=True)
+        return pieces.copied(self.sum[start:stop])
 
     def apply(self, reduced: Tensor, norm: float, step: int) -> None:
         self.begin(step)
@@ -121,13 +126,17 @@ class Delayed:
             if step + 1 in self._sums:  # `step` was opened again, and no hop of the next step has run since
                 self._inner.restore(self._sums.pop(step + 1))
             self._sum_step = step + 1
+        self._begun = self._streams.mark("compute")
 
     def finish(self, reduced: Tensor, norm: float, step: int) -> None:
         """Apply the update that `begin` prepared, on any thread. After an exception the state is void."""
         assert self._updating and step + 1 == self._version
+        self._streams.wait("optimizer", self._begun)
         try:
-            self._inner.make(reduced, norm, step)
+            with self._streams.on("optimizer"):
+                self._inner.make(reduced, norm, step)
         finally:
+            self._streams.reached(self._streams.mark("optimizer"))
             self._updating = False
 
     def skip(self, step: int) -> None:
@@ -156,7 +165,8 @@ class Delayed:
 
     def digest(self) -> str:
         assert not self._updating
-        return self._inner.digest()
+        with self._streams.on("optimizer"):  # a copy to the host that does not wait for hops
+            return self._inner.digest()
 
     def refresh(self) -> None:
         """See base.Executor. The older version is then this one."""

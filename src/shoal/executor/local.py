@@ -117,9 +117,9 @@ class LocalSteps:
 
     def _local_step(self) -> None:
         """AdamW on the mean gradient since the last local step; the schedule continues over all rounds."""
-        gradient = self._inner.contribution()
+        gradient = self._inner.sum  # where it was computed, and empty after this step
         if self._waiting < self._of_step:
-            gradient *= self._of_step / self._waiting
+            gradient.mul_(self._of_step / self._waiting)
         whole_norm = math.sqrt(norm_sq(gradient))
         if not math.isfinite(whole_norm):
             raise NotFinite("the sum of a local step's gradients is not finite")

@@ -18,6 +18,7 @@ from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
+from shoal.numerics import pieces
 from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
 
@@ -90,7 +91,7 @@ class Resident:
         self.graphs.clear()
 
     def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.sum[start:stop].to("cpu", copy=True)
+        return pieces.copied(self.sum[start:stop])
 
     def restore(self, contribution: Tensor) -> None:
         """Set the sum to an earlier `contribution`, (length,) fp32."""

@@ -23,6 +23,9 @@ NVIDIA = "proc/driver/nvidia/gpus"  # one folder per card
 DRIVERS = {"cuda": ("dev/nvidiactl", "dev/dxg"), "hip": ("dev/kfd",), "xpu": ("dev/dri", "dev/dxg")}
 CPU_LIMIT = "sys/fs/cgroup/cpu.max"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since PyTorch 2.9, and before
+HUGE_PAGES = (
+    "THP_MEM_ALLOC_ENABLE"  # new memory of a CPU tensor above 2 MiB: a copy into it takes 0.6 ns a value instead of 4.5
+)
 SEGMENTS = "expandable_segments:True"  # or gaps between tensors count against the limit
 
 
@@ -40,10 +43,13 @@ def environment(
 
 def allocator(inherited: Mapping[str, str]) -> dict[str, str]:
     """To be set before torch is imported. Only CUDA on Linux has expandable segments."""
-    if not _build().get("cuda") or sys.platform != "linux" or any(name in inherited for name in ALLOCATORS):
+    if sys.platform != "linux":
         return {}
-    major, minor, *_ = importlib.metadata.version("torch").split(".")
-    return {ALLOCATORS[0] if (int(major), int(minor)) >= (2, 9) else ALLOCATORS[1]: SEGMENTS}
+    variables = {} if HUGE_PAGES in inherited else {HUGE_PAGES: "1"}
+    if _build().get("cuda") and not any(name in inherited for name in ALLOCATORS):
+        major, minor, *_ = importlib.metadata.version("torch").split(".")
+        variables[ALLOCATORS[0] if (int(major), int(minor)) >= (2, 9) else ALLOCATORS[1]] = SEGMENTS
+    return variables
 
 
 def cores(root: Path = ROOT) -> int:

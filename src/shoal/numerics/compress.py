@@ -14,20 +14,29 @@ a little; then 16 levels per group. The signs are a bent function: a constant gr
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from shoal import codec
+from shoal.numerics import pieces
 
 INT8_BLOCK = 1024  # 0.4 % of scales; blocks of 256 would take 1.6 % and err 7 % less
-PIECE = 1 << 17  # values per pass on a CPU: 512 KiB fit its cache (2.5 GB/s at 2^15, 3.7 at 2^17)
+PIECE = 1 << 17  # values per pass on a CPU, and worth another thread: 512 KiB fit its cache
 TINY = 2.0**-100  # a block whose values are all below becomes zeros: the inverse scale would not be finite
 LARGEST = (
     127 / 64 * 2.0**127
 )  # an int8 scale: a little under the largest fp32 and bfloat16, so that no decoded value overflows
 INT4_LARGEST = 2.0**120  # its decoded values are sums of 64
+NAMES = {  # of what `encode` writes, by the word of the configuration
+    "none": codec.RAW,
+    "bf16": "bf16/1",
+    "int8": f"int8/1/{INT8_BLOCK}",
+    "int4": f"int4/1/{codec.INT4_BLOCK}",
+}
 _SQUARE = 127.0 * 127.0
 _HALF = codec.INT4_BLOCK // 2
 
@@ -43,20 +52,24 @@ class Code(msgspec.Struct, frozen=True):
 
 def encode(values: Tensor, how: str) -> Code:
     """`how`: none, bf16, int8 or int4. ValueError: values that are not finite."""
-    shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
-    if how == "none":
-        return Code(dtype, shape, codec.RAW, _bytes(values.contiguous().view(-1)))
-    flat = values.detach().float().contiguous().view(-1)
+    if how not in NAMES:
+        raise ValueError(f"{how!r} is no codec; known are none, bf16, int8 and int4")
+    flat = values.detach().contiguous().view(-1)
     match how:
         case "bf16":
-            name, data = "bf16/1", bf16_encode(flat)
+            data = bf16_encode(flat.float())
         case "int8":
-            name, data = f"int8/1/{INT8_BLOCK}", int8_encode(flat, INT8_BLOCK)
+            data = int8_encode(flat.float(), INT8_BLOCK)
         case "int4":
-            name, data = f"int4/1/{codec.INT4_BLOCK}", int4_encode(flat)
+            data = int4_encode(flat.float())
         case _:
-            raise ValueError(f"{how!r} is no codec; known are none, bf16, int8 and int4")
-    return Code(dtype, shape, name, data)
+            data = _bytes(flat)
+    return Code(_dtype(values), tuple(values.shape), NAMES[how], data)
+
+
+def nbytes(values: Tensor, how: str) -> int:
+    """Bytes of `encode(values, how).data`."""
+    return codec.nbytes(NAMES[how], tuple(values.shape), _dtype(values))
 
 
 def decode(code: Code) -> Tensor:
@@ -125,18 +138,12 @@ def int8_encode(flat: Tensor, block: int) -> Tensor:
     blocks = -(-count // block)
     data = flat.new_empty(4 * blocks + count, dtype=torch.uint8)
     scales, codes = _int8_parts(data, count, block)
-    step = _piece(flat, block)
-    scratch = flat.new_empty(min(step, blocks * block))
-    for start in range(0, count, step):
-        values = flat[start : start + step]
-        if len(values) % block:
-            values = torch.nn.functional.pad(values, (0, -len(values) % block))
-        rows = torch.abs(values, out=scratch[: len(values)]).view(-1, block)
-        scale = rows.amax(1)
-        scales[start // block : start // block + len(rows)] = scale
-        inverse = torch.where(scale > TINY, _SQUARE / scale, 0.0)
-        work = rows.mul_(inverse[:, None]).view(-1).sqrt_().copysign_(values).round_()
-        codes[start : start + step] = work[: count - start]
+    if _has_loops(flat):
+        from shoal.numerics.loops import int8_encode as compiled  # numba: half a second that only those who encode pay
+
+        pieces.each(partial(compiled, square=_SQUARE, tiny=TINY, block=block), *_pieces(block, flat, scales, codes))
+    elif count:
+        int8_encode_separate_(flat, scales, codes, block)
     if not finite(scales):
         raise ValueError("values that are not finite cannot be encoded")
     scales.masked_fill_(scales <= TINY, 0.0).clamp_(max=LARGEST)
@@ -146,18 +153,45 @@ def int8_encode(flat: Tensor, block: int) -> Tensor:
 def int8_decode(data: Tensor, count: int, block: int) -> Tensor:
     """(n,) fp32."""
     scales, codes = _int8_parts(data, count, block)
-    flat = torch.empty(len(scales) * block, dtype=torch.float32, device=data.device)
-    step = _piece(flat, block)
-    scratch = flat.new_empty(min(step, len(flat)))
-    if count < len(flat):
-        flat[count:] = 0.0
-    for start in range(0, len(flat), step):
-        values = flat[start : start + step]
-        values[: count - start].copy_(codes[start : start + step])
-        values.mul_(torch.abs(values, out=scratch[: len(values)]))
-        first = start // block
-        values.view(-1, block).mul_((scales[first : first + len(values) // block] * (1.0 / _SQUARE))[:, None])
-    return flat[:count]
+    if _has_loops(data):
+        from shoal.numerics.loops import int8_decode as compiled
+
+        flat = torch.empty(count)
+        pieces.each(partial(compiled, square=_SQUARE, block=block), *_pieces(block, codes, scales, flat))
+        return flat
+    return int8_decode_separate(codes, scales, block)
+
+
+def int8_encode_separate_(flat: Tensor, scales: Tensor, codes: Tensor, block: int) -> None:
+    """loops.int8_encode by torch operations."""
+    values = torch.nn.functional.pad(flat, (0, -len(flat) % block)) if len(flat) % block else flat
+    rows = torch.abs(values).view(-1, block)
+    scales.copy_(rows.amax(1))
+    inverse = torch.where(scales > TINY, _SQUARE / scales, 0.0)
+    codes.copy_(rows.mul_(inverse[:, None]).view(-1).sqrt_().copysign_(values).round_()[: len(flat)])
+
+
+def int8_decode_separate(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """loops.int8_decode by torch operations."""
+    flat = torch.zeros(len(scales) * block, device=codes.device)
+    flat[: len(codes)] = codes
+    flat.mul_(torch.abs(flat)).view(-1, block).mul_((scales * (1.0 / _SQUARE))[:, None])
+    return flat[: len(codes)]
+
+
+def _has_loops(tensor: Tensor) -> bool:
+    """Whether loops.py computes there."""
+    return tensor.device.type == "cpu"
+
+
+def _pieces(block: int, values: Tensor, scales: Tensor, others: Tensor) -> list[list[Any]]:
+    """`values` and `others` (n,) and the `scales` of their blocks, as arrays of whole blocks."""
+    step = max(1, PIECE // block)
+    sizes = (step * block, step, step * block)
+    return [
+        [part.numpy() for part in torch.split(each, size)]
+        for each, size in zip((values, scales, others), sizes, strict=True)
+    ]
 
 
 def _int8_parts(data: Tensor, count: int, block: int) -> tuple[Tensor, Tensor]:
@@ -239,6 +273,10 @@ def finite(*tensors: Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- private
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

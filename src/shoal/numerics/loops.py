@@ -13,6 +13,8 @@ from shoal.compiled import kernel
 LANES = 16  # of 64 bits: two vectors of AVX-512
 
 Values = NDArray[np.float32]
+ONE = np.float32(1.0)
+ROUNDS = np.float32(1.5 * 2**23)  # added and taken off again it rounds to a whole number, halves to the even one
 
 
 @kernel
@@ -37,3 +39,53 @@ def mix(lanes: NDArray[np.uint64], words: NDArray[np.uint32]) -> None:
         for j in range(LANES):
             mixed[j] = (mixed[j] ^ np.uint64(words[i + j])) * np.uint64(0x9E3779B97F4A7C15)
     lanes[:] = mixed
+
+
+@kernel
+def int8_encode(
+    values: Values, scales: Values, codes: NDArray[np.int8], square: float, tiny: float, block: int
+) -> None:
+    """Blocks of compress.int8_encode: each is read once from memory. A scale is NaN or infinite where a value is."""
+    bits, scale_bits = values.view(np.uint32), scales.view(np.uint32)
+    for number in range(scales.size):
+        start = number * block
+        part, into = values[start : start + block], codes[start : start + block]
+        words = bits[start : start + block]
+        most = np.uint32(0)
+        for i in range(words.size):
+            most = max(most, np.uint32(words[i] & np.uint32(0x7FFFFFFF)))  # in this order NaN comes last
+        scale_bits[number] = most
+        inverse = ONE / scales[number] * np.float32(square) if scales[number] > np.float32(tiny) else np.float32(0.0)
+        for i in range(part.size):
+            root = (np.sqrt(abs(part[i]) * inverse) + ROUNDS) - ROUNDS
+            into[i] = np.int8(np.copysign(root, part[i]))
+
+
+@kernel
+def int8_decode(codes: NDArray[np.int8], scales: Values, values: Values, square: float, block: int) -> None:
+    for number in range(scales.size):
+        scale = scales[number] * np.float32(1.0 / square)
+        start = number * block
+        part, into = codes[start : start + block], values[start : start + block]
+        for i in range(part.size):
+            code = np.float32(part[i])
+            into[i] = (code * abs(code)) * scale
+
+
+@kernel
+def sum_of_squares(values: Values) -> float:
+    """In fp64; halves are added to each other until one number is left."""
+    rest = values.size - values.size // 2
+    sums = np.zeros(max(1, rest), np.float64)
+    for i in range(values.size // 2):
+        low, high = np.float64(values[i]), np.float64(values[rest + i])
+        sums[i] = low * low + high * high
+    if rest > values.size // 2:
+        middle = np.float64(values[rest - 1])
+        sums[rest - 1] = middle * middle
+    while rest > 1:
+        half = rest // 2
+        rest -= half
+        for i in range(half):
+            sums[i] += sums[rest + i]
+    return float(sums[0])

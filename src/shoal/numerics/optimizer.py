@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,10 +21,10 @@ import torch
 from torch import Tensor
 
 from shoal.config import Train
+from shoal.numerics import pieces
 
 NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces: 8 MiB instead of twice the gradient
 PIECE = 1 << 20  # values per pass on a GPU: six tensors of 4 MiB stay in the 40 to 50 MiB of cache of an A100 or H100
-SPLIT = 1 << 18  # values worth another thread: 0.1 ms of work
 
 
 def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -> float:
@@ -73,15 +72,24 @@ def clip_factor(norm: float, clip: float) -> float:
 
 def norm_sq(flat: Tensor) -> float:
     """Sum of squares in fp64 of a flat tensor: halves are added to each other, an order that no vector unit or thread changes."""
-    sums = []
-    for piece in torch.split(flat, NORM_VALUES):
-        values = piece.double().square_()
-        while len(values) > 1:
-            half = len(values) // 2
-            values[:half] += values[len(values) - half :]
-            values = values[: len(values) - half]
-        sums.append(float(values.sum()))
-    return math.fsum(sums)
+    if flat.device.type == "mps":  # it has no fp64
+        flat = flat.to("cpu")
+    if flat.device.type != "cpu" or len(flat) < pieces.PIECE:
+        sums = [_halved(piece) for piece in torch.split(flat, NORM_VALUES)]
+        return math.fsum(torch.stack(sums).tolist()) if sums else 0.0
+    from shoal.numerics.loops import sum_of_squares  # numba: half a second that only those who train pay
+
+    return math.fsum(pieces.each(sum_of_squares, [piece.numpy() for piece in torch.split(flat, NORM_VALUES)]))
+
+
+def _halved(piece: Tensor) -> Tensor:
+    """loops.sum_of_squares by torch operations."""
+    values = piece.double().square_()
+    while len(values) > 1:
+        half = len(values) // 2
+        values[:half] += values[len(values) - half :]
+        values = values[: len(values) - half]
+    return values.sum()
 
 
 def nesterov_(values: Tensor, momentum: Tensor, gradient: Tensor, rate: float, keep: float) -> None:
@@ -155,17 +163,8 @@ def adamw_(values: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], fac
     from shoal.numerics.loops import adamw  # numba: half a second that only those who train pay
 
     rounded = np.array(factors, dtype=np.float32)
-    parts = max(1, min(torch.get_num_threads(), len(tensors[0]) // SPLIT))
-    slices = [np.array_split(tensor.numpy(), parts) for tensor in tensors]
-    if parts == 1:
-        adamw(rounded, *(part for (part,) in slices))
-    else:
-        list(_threads(parts).map(functools.partial(adamw, rounded), *slices))
-
-
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "shoal-adamw")
+    parts = max(1, min(torch.get_num_threads(), len(tensors[0]) // pieces.PIECE))
+    pieces.each(functools.partial(adamw, rounded), *(np.array_split(tensor.numpy(), parts) for tensor in tensors))
 
 
 def separate_(factors: Factors, values: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:

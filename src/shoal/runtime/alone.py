@@ -57,7 +57,9 @@ class Alone:
         """Train one step. Returns the view that a run would have agreed on. Broken: the parameters lack the step."""
         try:
             losses = self._losses(on_progress)
-            reduced = self.executor.contribution()
+            reduced = self.executor.sum  # on its device; nothing is averaged
+            if self._optimizer_thread is not None:
+                reduced = reduced.clone()  # the next step's gradients are added while the optimizer reads this
             norm = math.sqrt(norm_sq(reduced))
             if not math.isfinite(norm):
                 raise ValueError(f"the gradient of step {self.done} is not finite; try a lower train.learning_rate")

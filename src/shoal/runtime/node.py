@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -52,7 +54,8 @@ from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import NodeRecord
 from shoal.runtime.records.reporter import Reporter
 from shoal.runtime.signing import Signatures
-from shoal.runtime.tasks.coding import Held
+from shoal.runtime.tasks.coding import Held, Pending
+from shoal.runtime.tasks.kinds import sendable
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.traffic import Size
 from shoal.transport.base import Blob, Incoming, Lost, Transport
@@ -150,11 +153,7 @@ class Node:
                 refs = tuple(self._store(self.runner.get(name)) for name in command.blobs)
                 self._events.put_nowait(Received(peer=peer, message=command.message, blobs=refs))
             case Send():
-                blobs = tuple(self.runner.blob(name) for name in command.blobs)
-                message = self.signing.seal(command.peer, command.message)
-                sent = self.transport.send(command.peer, message, blobs)
-                if sent:
-                    self.reporter.tally.sent(command.message, _sizes(blobs), sent)
+                self._send(command, tuple(self.runner.get(name) for name in command.blobs))
             case Do():
                 self.runner.submit(command.task, self._on_result)
             case Drop():
@@ -166,10 +165,27 @@ class Node:
                 self.finish = command
                 self._finished.set()
 
+    def _send(self, command: Send, values: tuple[Held, ...]) -> None:
+        """At once, or when the last value that is pending is on the host."""
+        for value in values:
+            if isinstance(value, Pending) and not value.done():
+                return value.add_done_callback(lambda _: self._call(partial(self._send, command, values)))
+            if isinstance(value, Pending) and value.exception() is not None:
+                return  # the task runner has reported it, and fails the next hop
+        blobs = tuple(map(sendable, values))
+        message = self.signing.seal(command.peer, command.message)
+        sent = self.transport.send(command.peer, message, blobs)
+        if sent:
+            self.reporter.tally.sent(command.message, _sizes(blobs), sent)
+
     def _on_result(self, result: Done | Failed) -> None:
         """Runs on the task runner's threads."""
+        self._call(partial(self._events.put_nowait, result))
+
+    def _call(self, work: Callable[[], None]) -> None:
+        """From any thread, on the loop's."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the node has finished
-            self._loop.call_soon_threadsafe(self._events.put_nowait, result)
+            self._loop.call_soon_threadsafe(work)
 
     async def _read_inbox(self) -> None:
         while True:

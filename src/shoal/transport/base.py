@@ -31,6 +31,7 @@ class Blob(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
     codec: str = codec.RAW
+    largest: float | None = None  # absolute value of raw floats, NaN if one is: measured while they were received
 
 
 DTYPES = codec.WIDTHS

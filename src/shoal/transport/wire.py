@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -27,6 +27,7 @@ from shoal.core.messages import BULK, MAX_LIST_BYTES, RANKS, Message, Ping, Pong
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
 PREFIX_BYTES = 4
+BOUNDED = {"float32": 4, "bfloat16": 2}  # bytes of a raw value whose size is looked at on receipt
 FRAGMENT_BYTES = 256 << 10  # 10 ms on a line of 200 Mbit/s
 MAX_DIMENSIONS = 8
 MEASURING_BYTES = 64 << 20  # of a blob that is a load and nothing else
@@ -117,6 +118,29 @@ def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int]:
     return place, nbytes
 
 
+class Largest:
+    """The largest absolute value of a blob of raw floats, looked at piece by piece while the bytes are in the core's cache."""
+
+    def __init__(self, blob: BlobHead) -> None:
+        self._width = BOUNDED.get(blob.dtype, 0) if blob.codec == codec.RAW else 0  # 0: not looked at
+        self._bits = 0  # of the largest value, without the sign: in their order NaN comes last
+        self._at = 0  # bytes looked at
+
+    def take(self, memory: memoryview, filled: int) -> None:
+        """`memory` is filled up to there."""
+        whole = filled - filled % self._width if self._width else 0
+        if whole > self._at:
+            bits = np.frombuffer(memory[self._at : whole], f"<u{self._width}")
+            self._bits = max(self._bits, int((bits & ((1 << (8 * self._width - 1)) - 1)).max()))
+            self._at = whole
+
+    @property
+    def value(self) -> float | None:
+        if not self._width:
+            return None
+        return float(np.uint32(self._bits << (32 - 8 * self._width)).view(np.float32))  # bfloat16 is half a float32
+
+
 class Arriving:
     """A message that comes in pieces: fill `room`, say how much `came`, until `whole`. Raises Malformed as soon as it is."""
 
@@ -132,6 +156,7 @@ class Arriving:
         self._head: Head | None = None
         self._memory: tuple[memoryview, ...] = ()
         self._blob = 0
+        self._largest: list[Largest] = []  # of each blob
 
     def room(self, most: int) -> memoryview:
         """Where the next bytes go."""
@@ -142,12 +167,15 @@ class Arriving:
     def advance(self, nbytes: int) -> None:
         self._at += nbytes
         self.nbytes += nbytes
+        if self._largest:
+            self._largest[self._blob].take(self._view, self._at)
         while not self.whole and self._at == self._view.nbytes:
             self._turn()
 
     def message(self) -> tuple[Message, tuple[Blob, ...]]:
         assert self.whole and self._head is not None
-        return self._head.message, blobs_of(self._head, self._memory)
+        largest = [each.value for each in self._largest]
+        return self._head.message, blobs_of(self._head, self._memory, largest)
 
     def _turn(self) -> None:
         """What was being filled is full: the next part of the message."""
@@ -167,6 +195,7 @@ class Arriving:
             if self._head.blobs and not self._bulk:
                 raise Malformed(f"{type(self._head.message).__name__} with blobs among control messages")
             self._memory = buffers(self._head)
+            self._largest = [Largest(blob) for blob in self._head.blobs]
             self._next_blob(0)
         else:
             self._next_blob(self._blob + 1)
@@ -224,8 +253,11 @@ def buffers(head: Head) -> tuple[memoryview, ...]:
     return tuple(np.empty(blob.nbytes, np.uint8).data for blob in head.blobs)
 
 
-def blobs_of(head: Head, memory: tuple[memoryview, ...]) -> tuple[Blob, ...]:
-    return tuple(Blob(h.dtype, h.shape, view, h.codec) for h, view in zip(head.blobs, memory, strict=True))
+def blobs_of(head: Head, memory: tuple[memoryview, ...], largest: Sequence[float | None] = ()) -> tuple[Blob, ...]:
+    bounds = largest or (None,) * len(memory)
+    return tuple(
+        Blob(h.dtype, h.shape, view, h.codec, bound) for h, view, bound in zip(head.blobs, memory, bounds, strict=True)
+    )
 
 
 def decode(data: bytes | bytearray | memoryview, limits: Limits) -> tuple[Message, tuple[Blob, ...]]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from shoal.executor.streams import Streams, streams_of
 
 
 class Segment(NamedTuple):
@@ -67,7 +69,7 @@ class HostLink:
         self._loaded: list[object] = [None] * count  # mark: the slot's parameters are loaded
         self._filled: list[object] = [None] * slabs  # mark: the slab may be added to
         self._stored: list[object] = [None] * slabs  # mark: the slab's sums are on the host
-        self._streams: Streams = streams or (CudaStreams() if device.startswith("cuda") else NoStreams())
+        self._streams: Streams = streams or streams_of(device, "loads", "stores")
 
     @property
     def nbytes(self) -> int:
@@ -147,74 +149,6 @@ class HostLink:
 
 def _part(flat: Tensor, segment: Segment) -> Tensor:
     return flat[segment.host : segment.host + segment.values]
-
-
-class Streams(Protocol):
-    """Three streams, `compute`, `loads` and `stores`: each in order, and each can wait for marks of the others."""
-
-    def on(self, stream: str, group: int, what: str) -> AbstractContextManager[object]:
-        """Issue copies on that stream inside; `what`: a group's `parameters` or `sums`."""
-        ...
-
-    def computed(self, group: int, back: bool) -> None:
-        """Call once per slice after work was issued to `compute`."""
-        ...
-
-    def mark(self, stream: str) -> object:
-        """The point after all work issued to that stream so far."""
-        ...
-
-    def wait(self, stream: str, mark: object) -> None:
-        """Later work of that stream starts after the mark; None: at once."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until all streams are done."""
-        ...
-
-
-class NoStreams:
-    """Synchronous copies."""
-
-    def on(self, stream: str, group: int, what: str) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def computed(self, group: int, back: bool) -> None: ...
-
-    def mark(self, stream: str) -> object:
-        return None
-
-    def wait(self, stream: str, mark: object) -> None: ...
-
-    def settle(self) -> None: ...
-
-
-class CudaStreams:
-    """Streams live as long as the stage: the allocator's pools grow with every new stream."""
-
-    def __init__(self) -> None:
-        self._streams = {
-            "compute": torch.cuda.current_stream(),
-            "loads": torch.cuda.Stream(),
-            "stores": torch.cuda.Stream(),
-        }
-
-    def on(self, stream: str, group: int, what: str) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._streams[stream])
-
-    def computed(self, group: int, back: bool) -> None: ...
-
-    def mark(self, stream: str) -> object:
-        return self._streams[stream].record_event()
-
-    def wait(self, stream: str, mark: object) -> None:
-        if mark is not None:
-            assert isinstance(mark, torch.cuda.Event)
-            self._streams[stream].wait_event(mark)
-
-    def settle(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
 
 
 def pinned(flat: Tensor, device: str) -> Tensor:

@@ -24,14 +24,14 @@ class Seconds(msgspec.Struct, frozen=True):
 
 
 class ModelledStreams:
-    """See link.Streams."""
+    """See streams.Streams."""
 
     def __init__(self, groups: Sequence[Seconds]) -> None:
         self.groups = tuple(groups)
         self._clocks = {"compute": 0.0, "loads": 0.0, "stores": 0.0}
         self.busy_s = 0.0  # of compute
 
-    def on(self, stream: str, group: int, what: str) -> AbstractContextManager[object]:
+    def on(self, stream: str, group: int = 0, what: str = "") -> AbstractContextManager[object]:
         seconds = self.groups[group]
         self._clocks[stream] += seconds.load if what == "parameters" else seconds.store
         return nullcontext()
@@ -47,6 +47,8 @@ class ModelledStreams:
     def wait(self, stream: str, mark: object) -> None:
         if isinstance(mark, float):
             self._clocks[stream] = max(self._clocks[stream], mark)
+
+    def reached(self, mark: object) -> None: ...
 
     def settle(self) -> None:
         latest = self.now_s

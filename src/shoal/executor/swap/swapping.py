@@ -23,10 +23,12 @@ from shoal.config import Config, slices
 from shoal.executor.base import NotFinite
 from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined
 from shoal.executor.master import Master
+from shoal.executor.streams import Streams
 from shoal.executor.swap import memory
 from shoal.executor.swap.groups import LayerGroup, Runner
-from shoal.executor.swap.link import GroupTransfers, HostLink, Streams, pinned, segments
+from shoal.executor.swap.link import GroupTransfers, HostLink, pinned, segments
 from shoal.model.cut import Stage, inputs
+from shoal.numerics import pieces
 from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
 
@@ -72,7 +74,7 @@ class Swapping:
         self._empty = True
 
     def contribution(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.sum[start:stop].clone()
+        return pieces.copied(self.sum[start:stop])
 
     def restore(self, contribution: Tensor) -> None:
         """Set the sum to an earlier `contribution`, (length,) fp32."""

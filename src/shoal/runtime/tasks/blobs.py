@@ -130,8 +130,9 @@ class Blobs:
                 self._disk_bytes_of[name] = nbytes = self._writing_bytes_of.pop(name)
                 self._count(-nbytes, nbytes)
 
-    def _mapped(self, held: Held) -> Held:
+    def _mapped(self, pending: Held) -> Held:
         """A copy mapped from a file; writes to it change memory only. OSError: no room."""
+        held = coding.ready(pending)
         data = raw(held) if isinstance(held, torch.Tensor) else memoryview(held.data).cast("B")
         with tempfile.TemporaryFile(dir=self._directory if self._directory.is_dir() else None) as file:
             file.write(data)

@@ -9,6 +9,7 @@ feedback). It takes effect once that round's gradient was applied, and is droppe
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from itertools import pairwise
 
 import msgspec
@@ -20,15 +21,32 @@ from shoal.numerics.compress import Code
 from shoal.runtime.state import raw
 from shoal.transport.base import Blob
 
-Held = torch.Tensor | Blob  # a plain tensor, or an encoded one
+
+class Pending(Future[Blob]):
+    """A blob of `nbytes` that is on its way from the device (outgoing.py)."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes = nbytes
 
 
-def packed(tensor: torch.Tensor, how: str) -> Held:
+Held = torch.Tensor | Blob | Pending  # a plain tensor, or an encoded one
+
+
+def packed(tensor: torch.Tensor, how: str) -> torch.Tensor | Blob:
     """Encode a tensor on its device; the result is on the CPU. ValueError: values are not finite."""
     if compress.lossless(how):
         return tensor.detach().to("cpu").contiguous()
-    code = compress.encode(tensor, how)
+    return blob_of(compress.encode(tensor, how))
+
+
+def blob_of(code: Code) -> Blob:
     return Blob(code.dtype, code.shape, raw(code.data), code.codec)
+
+
+def ready(held: Held) -> torch.Tensor | Blob:
+    """Waits for what is pending."""
+    return held.result() if isinstance(held, Pending) else held
 
 
 def code_of(blob: Blob) -> Code:
@@ -42,6 +60,7 @@ def code_of(blob: Blob) -> Code:
 
 def plain(held: Held, device: str = "cpu") -> torch.Tensor:
     """The values on `device`. ValueError: an invalid code."""
+    held = ready(held)
     if isinstance(held, torch.Tensor):
         return held
     code = code_of(held)
@@ -51,7 +70,7 @@ def plain(held: Held, device: str = "cpu") -> torch.Tensor:
 
 
 def nbytes(held: Held) -> int:
-    return held.nbytes if isinstance(held, torch.Tensor) else memoryview(held.data).nbytes
+    return memoryview(held.data).nbytes if isinstance(held, Blob) else held.nbytes
 
 
 class _Cut(msgspec.Struct):
@@ -81,7 +100,7 @@ class Averaging:
             self._cut = _Cut({}, None)
         if compress.lossless(self._how) or (whole and len(outs) == 1):  # a single replica sends its sum to no other
             return list(slices)
-        encoded = [packed(part, self._how) for part in slices]
+        encoded: list[Held] = [packed(part, self._how) for part in slices]
         for part, value in zip(slices, encoded, strict=True):
             part -= plain(value)
         if whole:
@@ -105,7 +124,7 @@ class Averaging:
             or not any(name in cut.spans for name in parts)
         ):
             return list(slices)  # not encoded, or no longer needed
-        encoded = [packed(part, self._how) for part in slices]
+        encoded: list[Held] = [packed(part, self._how) for part in slices]
         for part, value, span in zip(slices, encoded, pairwise(bounds), strict=True):
             cut.left[slice(*span)] += part.sub_(plain(value))
         cut.spans.update(zip(outs, pairwise(bounds), strict=True))

@@ -6,7 +6,6 @@ For task_runner.py: an invalid blob is reported with its sender before any task 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import torch
 
 from shoal import codec
@@ -107,6 +106,8 @@ class Kinds:
             return fault or (
                 "" if compress.largest(code) <= MOST else f"values up to {compress.largest(code):.1g}: {TOO_LARGE}"
             )
+        if blob.largest is not None and blob.largest <= MOST:
+            return ""
         tensor = tensor_of(blob)
         if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):
             return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not 0 to {self._vocabulary - 1}"
@@ -118,6 +119,12 @@ def blob_of(tensor: torch.Tensor) -> Blob:
     return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw(tensor))
 
 
+def sendable(pending: Held) -> Blob:
+    """What the network takes; waits for it while it is pending."""
+    held = coding.ready(pending)
+    return held if isinstance(held, Blob) else blob_of(held)
+
+
 def tensor_of(blob: Blob) -> torch.Tensor:
     """A raw blob as a tensor; shares its memory unless that is read-only or not aligned. ValueError: malformed."""
     fault = _malformed(blob)
@@ -127,7 +134,7 @@ def tensor_of(blob: Blob) -> torch.Tensor:
     data = memoryview(blob.data).cast("B")
     if len(data) == 0:
         return torch.empty(blob.shape, dtype=dtype)
-    if data.readonly or np.frombuffer(data, dtype=np.uint8).ctypes.data % dtype.itemsize:
+    if data.readonly or torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize:
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=dtype).view(blob.shape)
 

@@ -5,17 +5,16 @@ For task_runner.py. core decides rounds, chunks and their order; coding.py encod
 
 from __future__ import annotations
 
-import hashlib
+import math
 
 import msgspec
 import torch
 
 from shoal.config import Config
 from shoal.core.messages import Add, AddRow, Cut, Gather, Result
-from shoal.executor.base import Executor
-from shoal.numerics.compress import finite
+from shoal.executor.base import Executor, digest_of
+from shoal.numerics import pieces
 from shoal.numerics.optimizer import norm_sq
-from shoal.runtime.state import raw
 from shoal.runtime.tasks.coding import Averaging, Held
 
 MAX_ROUNDS = 2  # rounds whose result is stored: a commit may name the one before the running one
@@ -70,17 +69,18 @@ class Sums:
         if stop > length or (task.last and stop != length):
             raise ValueError(f"the sums have {stop} values together, the stage {length}")
         for part in sums:
-            reduced[at : at + len(part)] = part
+            pieces.copy_(reduced[at : at + len(part)], part)
             at += len(part)
-        if not finite(reduced[task.start : stop]):
-            raise ValueError("the reduced gradient is not finite")
         self._gathering = None if task.last else (key, stop, reduced)
         if not task.last:
             return Result()
+        squares = norm_sq(reduced)
+        if not math.isfinite(squares):  # as any value that is not; no square of a finite one overflows fp64
+            raise ValueError("the reduced gradient is not finite")
         self.reduced[key] = Gathered(reduced, self.averaging.left())
         for old in list(self.reduced)[:-MAX_ROUNDS]:
             del self.reduced[old]
-        return Result(digest=hashlib.sha256(raw(reduced)).hexdigest(), norm_sq=norm_sq(reduced))
+        return Result(digest=digest_of([reduced]), norm_sq=squares)
 
     def commit(self, step: int, round_: int) -> torch.Tensor:
         """The averaged gradient (length,) fp32 of that round, to be applied; drops all others. ValueError: it is missing."""
@@ -111,7 +111,4 @@ def add_up(parts: list[torch.Tensor]) -> torch.Tensor:
     """Add chunks (n,) fp32 in the given order, on which fp32 addition depends. ValueError: unequal sizes."""
     if not parts or len({len(flat(part)) for part in parts}) > 1:
         raise ValueError(f"parts of {[len(part) for part in parts]} values cannot be added")
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    return pieces.sum_of(parts)

@@ -2,10 +2,11 @@
 
 For runtime/node.py, which gives it every Do and passes each Done or Failed back to the machine; which task, when and for
 whom is core's. Work goes to three threads ("lanes"): `compute` runs the model and the arithmetic of rounds, one task at a
-time in the order asked; `read` fetches samples and serves chunks; `write` hashes copies and writes checkpoints, so that a
-storage which takes minutes holds up neither training nor data. With delayed updates a fourth, `average`, adds up what a round brings
-and steps the optimizer beside the hops of the next step: what it reads was copied from the sum before, and what it writes is not
-computed with (executor/delayed.py). Blobs lie in the CPU's memory, whatever the device.
+time in the order asked, whose results leave by outgoing.py; `read` fetches samples and serves chunks; `write` hashes copies
+and writes checkpoints, so that a storage which takes minutes holds up neither training nor data. With delayed updates a
+fourth, `average`, adds up what a round brings and steps the optimizer beside the hops of the next step: what it reads was
+copied from the sum before, and what it writes is not computed with (executor/delayed.py). Blobs lie in the CPU's memory,
+whatever the device.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ from shoal.runtime.tasks.blobs import Blobs
 from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.failures import DoesNotFit, Failures
-from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
+from shoal.runtime.tasks.kinds import Kinds, checked, sendable
 from shoal.runtime.tasks.lane import Lane
+from shoal.runtime.tasks.outgoing import Outgoing
 from shoal.runtime.tasks.seat import Download, Seat, Snapshots
 from shoal.runtime.tasks.sums import Sums
 from shoal.traffic import StoredBytes
@@ -104,7 +106,7 @@ class TaskRunner:
         self._seat: Seat | None = None
         self._sums = Sums(config)
         emulated = config.device.executor == "emulated"
-        self._decodes_on = "cpu" if emulated else str(device_of(config))  # the code crosses the bus, not the values
+        self._outgoing = Outgoing("cpu" if emulated else str(device_of(config)), lambda: prepare_thread(config))
         self._snapshots = Snapshots()
         self._download = Download()
         self._failures = Failures(config)
@@ -140,9 +142,8 @@ class TaskRunner:
         self._blobs.drop(name)
 
     def blob(self, name: str) -> Blob:
-        """The blob as the network takes it, without a copy."""
-        held = self.get(name)
-        return held if isinstance(held, Blob) else blob_of(held)
+        """The blob as the network takes it, without a copy. Waits for one that is pending."""
+        return sendable(self.get(name))
 
     def held(self) -> int:
         """Blobs in the table: what leaks would make grow."""
@@ -185,6 +186,7 @@ class TaskRunner:
             lane.thread.join(
                 max(0.0, until_s - time.monotonic())
             )  # daemons: a storage that hangs does not keep the process
+        self._outgoing.close(max(0.0, until_s - time.monotonic()))
 
     def _carry_out(self, work: Callable[[], Result], task: Task, done: Answer, spent_s: float) -> None:
         start = time.monotonic()
@@ -227,7 +229,7 @@ class TaskRunner:
             case OfferShard() | RunCopy():
                 return self._copies.carry_out(task)
             case ReadShard():
-                return self._give(task.out, torch.frombuffer(self._copies.read(task), dtype=torch.uint8))
+                return self._keep(task.out, torch.frombuffer(self._copies.read(task), dtype=torch.uint8))
             case WriteChunk():
                 return Result(nbytes=self._copies.write(task, raw(take(task.blob))))
 
@@ -240,11 +242,8 @@ class TaskRunner:
 
         return take
 
-    def _give(self, name: str, tensor: torch.Tensor, how: str = "none") -> Result:
-        """Keep what a task made, encoded as `how` says."""
-        return self._keep(name, coding.packed(tensor, how))
-
     def _keep(self, name: str, held: Held) -> Result:
+        """Keep what a task made."""
         self._blobs.put(name, held)
         return Result(nbytes=coding.nbytes(held))
 
@@ -256,13 +255,15 @@ class TaskRunner:
     def _hop(self, task: Fetch | RunForward | RunBackward, take: Take) -> Result:
         match task:
             case Fetch():
-                return self._give(task.out, self._fetch(task))
+                return self._keep(task.out, self._fetch(task))
             case RunForward():
-                y = self._forward(task, take(task.x, self._decodes_on))
-                return self._give(task.out, y, self._config.network.activations)
+                self._outgoing.check()
+                y = self._forward(task, take(task.x, self._outgoing.device))
+                return self._keep(task.out, self._outgoing.put(y, self._config.network.activations))
             case RunBackward():
-                grad = take(task.grad, self._decodes_on) if task.grad else None
-                return self._backward(task, take(task.x, self._decodes_on), grad)
+                self._outgoing.check()
+                grad = take(task.grad, self._outgoing.device) if task.grad else None
+                return self._backward(task, take(task.x, self._outgoing.device), grad)
 
     def _fetch(self, task: Fetch) -> torch.Tensor:
         if self._dataset is not None:
@@ -283,7 +284,8 @@ class TaskRunner:
         if grad_x is None or not task.out:
             return Result(loss=loss)
         grad_x = self._borders.plain(task, grad_x)
-        return msgspec.structs.replace(self._give(task.out, grad_x, self._config.network.gradients), loss=loss)
+        held = self._outgoing.put(grad_x, self._config.network.gradients)
+        return msgspec.structs.replace(self._keep(task.out, held), loss=loss)
 
     def _computing(self, stage: int, step: int) -> Executor:
         """What computes that step and adds it up. With delayed updates the one before the next may still go on."""
@@ -396,7 +398,7 @@ class TaskRunner:
 
     def _read_chunk(self, task: ReadChunk) -> Result:
         copy = self._snapshots.exported(task.step)
-        return self._give(task.out, torch.frombuffer(copy.read(task.chunk), dtype=torch.uint8))
+        return self._keep(task.out, torch.frombuffer(copy.read(task.chunk), dtype=torch.uint8))
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 

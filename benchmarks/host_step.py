@@ -1,0 +1,108 @@
+"""Seconds that a step costs the host per billion parameters of a stage: copies, sums, norm, digests, finite checks, the optimizer.
+
+    python benchmarks/host_step.py [--threads 1,2] [--repeats 5]
+
+One of two replicas: the task runner's own Cut, Add, Gather and Apply for a stage of fp32 on the CPU, with the other replica's chunk as it
+comes off the network. No hops. For each number of threads a process of its own, in the environment that the launcher gives a peer; each
+task's times are the best of all steps. The value is processor time divided by the threads, so that other work on the machine counts little;
+the wall time is beside it. 1.75 billion parameters on 8 cores are extrapolated from the value, as if every thread more took its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+from typing import Any
+
+from report import Target, parse, report
+from shoal.launcher import devices
+
+SETTINGS = (
+    "run.stages=1",
+    "run.peers=2",
+    "device.kind=cpu",
+    "model.hidden_size=1024",
+    "model.layers=4",
+    "model.heads=8",
+    "model.intermediate_size=4096",
+    "data.source=text",
+    "data.path=unread",
+)
+STAGE = 1.75e9  # parameters of the target: 2 s on 8 cores
+TARGET_S, CORES = 2.0, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--one", type=int, default=0, help=argparse.SUPPRESS)
+    given = parse(parser)
+    if given.one:
+        return print(json.dumps(measured(given.one, given.repeats)))
+    rows: dict[str, Any] = {}
+    for threads in given.threads.split(","):
+        command = [sys.executable, __file__, "--one", threads, "--repeats", str(given.repeats)]
+        variables = {**os.environ, "OMP_NUM_THREADS": threads}
+        variables |= devices.allocator(variables)
+        row = json.loads(subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout)
+        rows[threads] = row
+        cells = "  ".join(f"{name} {wall:.2f} ({cpu:.2f})" for name, (wall, cpu) in row.items())
+        print(f"{threads} threads, s per billion parameters (of processor time): {cells}", flush=True)
+    walls = {threads: round(sum(wall for wall, _ in row.values()), 3) for threads, row in rows.items()}
+    most = max(walls, key=int)
+    value = sum(cpu for _, cpu in rows[most].values()) / int(most)
+    extrapolated_s = value * STAGE / 1e9 * int(most) / CORES
+    setting = {"threads": rows, "wall_s": walls, "1.75e9_on_8_cores_extrapolated_s": round(extrapolated_s, 2)}
+    target = Target(round(TARGET_S / STAGE * 1e9 * CORES / int(most), 2), "lower")
+    unit = f"s per step and billion parameters, processor time over {most} threads"
+    report("host_step", value, unit, target, setting, given.record)
+
+
+def measured(threads: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """By task: seconds per billion parameters, and those of processor time."""
+    import torch
+
+    from shoal import config as configuration
+    from shoal.core import messages as m
+    from shoal.runtime.tasks.task_runner import TaskRunner
+
+    runner = TaskRunner(configuration.load(None, [*SETTINGS, f"device.threads={threads}"]))
+    best: dict[str, tuple[float, float]] = {}
+
+    def carry_out(task: m.Task, length: int = 0) -> m.Result:
+        answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
+        before = time.process_time()
+        runner.submit(task, answers.put)
+        answer = answers.get()
+        assert isinstance(answer, m.Done), answer
+        if length:
+            figures = answer.seconds / length * 1e9, (time.process_time() - before) / length * 1e9
+            name = type(task).__name__
+            wall, cpu = best.get(name, figures)
+            best[name] = min(wall, figures[0]), min(cpu, figures[1])
+        return answer.result
+
+    length = carry_out(m.Init("s/i", 0, 0)).length
+    half = length // 2
+    runner.put("theirs", torch.randn(half))
+    runner.put("their sum", torch.randn(length - half))
+    for step in range(repeats):
+        names = (f"mine{step}", f"rest{step}")
+        carry_out(m.Cut("s/c", step, (0, half, length), names), length)
+        carry_out(m.Add("s/a", (names[0], "theirs"), f"sum{step}"), length)
+        gathered = carry_out(m.Gather("s/g", step, step, (f"sum{step}", "their sum")), length)
+        carry_out(m.Apply("s/y", step, step, gathered.norm_sq**0.5, False), length)
+        for name in (*names, f"sum{step}"):
+            runner.drop(name)
+    runner.close()
+    return {name: (round(wall, 3), round(cpu, 3)) for name, (wall, cpu) in best.items()}
+
+
+if __name__ == "__main__":
+    main()
