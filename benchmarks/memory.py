@@ -20,9 +20,10 @@ from report import at_least, parse, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.memory_shapes
 
-from shoal.config import Config  # noqa: E402
-from tests import memory_shapes  # noqa: E402
-from tests.memory_shapes import Figure  # noqa: E402
+from tests import memory_shapes
+from tests.memory_shapes import Figure
+
+from shoal.config import Config
 
 
 def main() -> None:
@@ -46,7 +47,9 @@ def main() -> None:
     setting = {"shapes": given.seeds, "figures": len(every), "outside": outside}
     setting |= {kind: [round(min(values), 3), round(max(values), 3)] for kind, values in ratios.items()}
     share = 1 - len(outside) / len(every)
-    report("memory.planned", share, "share of figures from 1.00 to 1.05 of measured", at_least(1.0), setting, given.record)
+    report(
+        "memory.planned", share, "share of figures from 1.00 to 1.05 of measured", at_least(1.0), setting, given.record
+    )
 
 
 def kinds(config: Config, figure: Figure) -> Iterator[str]:

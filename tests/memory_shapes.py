@@ -64,7 +64,9 @@ class Allocations:
         with record_function(MARK):
             pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._profile.__exit__(kind, error, trace)
         self._host.stop()
         assert self._profile.profiler is not None
@@ -161,11 +163,17 @@ def inputs_of(config: Config, stage: int) -> tuple[Tensor, Tensor | None, Tensor
     shape = (config.train.microbatch, config.data.sequence)
     tokens = torch.randint(1, config.model.vocab_size, (shape[0], shape[1] + 1))
     tokens[:, shape[1] // 2] = max(0, config.data.document_end)  # two documents
-    hidden = torch.randn(*shape, config.model.hidden_size + (config.data.document_end >= 0), dtype=DTYPES[config.train.dtype])
+    hidden = torch.randn(
+        *shape, config.model.hidden_size + (config.data.document_end >= 0), dtype=DTYPES[config.train.dtype]
+    )
     if config.data.document_end >= 0:
         hidden[..., -1] = torch.arange(shape[1]) == shape[1] // 2
     last = stage == config.run.stages - 1
-    return inputs(tokens) if stage == 0 else hidden, None if last else torch.randn_like(hidden), tokens if last else None
+    return (
+        inputs(tokens) if stage == 0 else hidden,
+        None if last else torch.randn_like(hidden),
+        tokens if last else None,
+    )
 
 
 # --------------------------------------------------------------------------------------------------- planned and measured

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from tests import atom
 from tests.executor.test_swapping import a_config, limited
 from tests.planner.test_atom import DEVICES as GPUS
 from tests.planner.test_atom import MODELS as GPTS
@@ -19,7 +20,6 @@ from shoal.executor.swap.modelled import ModelledStreams, Seconds, pass_s
 from shoal.executor.swap.swapping import Swapping
 from shoal.model import sequential
 from shoal.model.cut import inputs
-from tests import atom
 
 TABLE = {  # of papers: ATOM at C = ceil(T* / s), for 1.3B, 6.7B, 13B and 175B
     "RTX 3090 PCIe4": (0.988, 0.990, 0.992, 0.996),

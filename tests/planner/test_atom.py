@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests import atom
 from tests.atom import Gpt, Gpu, Swarm
 
@@ -44,9 +43,7 @@ def test_a_swap_hides_from_the_stated_number_of_tokens(name: str) -> None:
 
 def test_twice_the_host_link_halves_the_tokens_and_depth_does_not_matter() -> None:
     model, gpu = MODELS["GPT-3 6.7B"], DEVICES["A100-80 PCIe4"]
-    assert atom.swap_tokens(model, Gpu(gpu.flops, 2 * gpu.host_Bps, gpu.memory_bytes)) == pytest.approx(
-        2880.8, abs=0.1
-    )
+    assert atom.swap_tokens(model, Gpu(gpu.flops, 2 * gpu.host_Bps, gpu.memory_bytes)) == pytest.approx(2880.8, abs=0.1)
     assert atom.swap_tokens(Gpt(4096, 64, 2e6), gpu) == atom.swap_tokens(model, gpu)
 
 

@@ -8,7 +8,9 @@ from tests import memory_shapes
 
 def assert_as_planned(seed: int) -> None:
     for figure in memory_shapes.figures(memory_shapes.drawn(seed)):
-        assert figure.measured <= figure.planned <= (1 + memory_shapes.ABOVE) * figure.measured, f"seed {seed}: {figure}"
+        assert figure.measured <= figure.planned <= (1 + memory_shapes.ABOVE) * figure.measured, (
+            f"seed {seed}: {figure}"
+        )
 
 
 @pytest.mark.parametrize("seed", [40, 44])

@@ -99,6 +99,10 @@ def add_(into: Tensor, gradient: Tensor) -> None:
         into.add_(gradient)
         return
     rows = PIECE // (into.numel() // len(into))
-    parts = zip(into.split(rows), gradient.split(rows), strict=True) if rows else zip(into, gradient, strict=True)
+    parts = (
+        zip(torch.split(into, rows), torch.split(gradient, rows), strict=True)
+        if rows
+        else zip(into, gradient, strict=True)
+    )
     for part, gradient_part in parts:
         add_(part, gradient_part)

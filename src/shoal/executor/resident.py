@@ -82,8 +82,11 @@ class Resident:
         if not finite(*gradients):
             raise NotFinite("the stage's gradient is not finite")
         grad_x = None if self._stage.first else gradients.pop()
-        for into, part in zip(self._sums, gradients, strict=True):
-            add_(into, part)
+        if self._dtype == torch.float32:
+            torch._foreach_add_(self._sums, gradients)
+        else:
+            for into, gradient in zip(self._sums, gradients, strict=True):
+                add_(into, gradient)
         return grad_x, None if loss is None else float(loss)
 
     def zero(self, step: int = 0) -> None:

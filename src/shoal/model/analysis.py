@@ -178,7 +178,7 @@ class _Biased(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch's has any
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
@@ -212,8 +212,10 @@ class _MemoryMode(TorchDispatchMode):
         inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:  # type: ignore[attr-defined]  # a tensor
             # On the meta device torch has it for bf16 only.
-            bf16 = (value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value for value in args)
-            result: object = func(*bf16, **(kwargs or {})).float()  # type: ignore[attr-defined]  # a tensor
+            bf16 = (
+                value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value for value in args
+            )
+            result: object = func(*bf16, **(kwargs or {})).float()
         else:
             result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
