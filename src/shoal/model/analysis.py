@@ -81,52 +81,56 @@ def _count_part(
     parts.remove_parts()
     parts.insert_parts(blocks, first=first, last=last)
     shape = (config.device.sequences or config.train.microbatch, config.data.sequence)
-    values = sum(parameter.numel() for parameter in model.parameters())
+    sizes = [parameter.numel() for parameter in model.parameters()]
     flops, memory = FlopCounterMode(display=False), _MemoryMode()
     passed: dict[int, int] = {}
     hooks = [parts.blocks[index].register_forward_pre_hook(lambda *_: passed.update(memory.alive)) for index in blocks]
+    with _countable(parts, name), _quiet(), fake, torch.device("meta"):
+        tokens = torch.zeros((shape[0], shape[1] + 1), dtype=torch.int64)
+        hidden = torch.zeros((*shape, model.config.hidden_size + (end >= 0)), dtype=model.dtype)
+        x = tokens[:, 1:].clone() if first else hidden.requires_grad_()
+        stage = HuggingFaceStage(model, first=first, last=last, document_end=end)
+        own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
+        with flops, memory:
+            with saved_by_autograd(own_storages) as saved:
+                y = stage.loss(x, tokens) if last else stage.forward(x)
+            forward, forward_bytes = flops.get_total_flops(), memory.most
+            memory.most = memory.now
+            if y.requires_grad:
+                y.backward(torch.empty_like(y))
+    for hook in hooks:
+        hook.remove()
+    before_bytes = saved.get(x.untyped_storage()._cdata, 0)  # the input, if it is saved, which is not of `memory`
+    passed_bytes = sum(passed.values())
+    shared_bytes = sum(saved[storage] for storage in saved.keys() & passed.keys())
+    own_bytes = sum(saved.values()) - shared_bytes
+    beside = sum(sizes) * model.dtype.itemsize + shared_bytes - before_bytes + (0 if last else y.nbytes)
+    return Part(
+        name,
+        float(sum(sizes)),
+        float(forward),
+        float(own_bytes),
+        float(memory.most - own_bytes - beside),
+        float(max(sizes)),
+        float(x.nbytes) if blocks else 0.0,
+        float(forward_bytes - passed_bytes + x.nbytes),
+        float(shared_bytes),
+        float(passed_bytes),
+    )
+
+
+@contextmanager
+def _countable(parts: Parts, name: str) -> Iterator[None]:
+    """ValueError: the part's code needs values. Frees its gradients."""
     try:
-        with _quiet(), fake, torch.device("meta"):
-            x = torch.zeros(shape, dtype=torch.int64)
-            tokens = torch.zeros((shape[0], shape[1] + 1), dtype=torch.int64)
-            if not first:
-                width = model.config.hidden_size + (end >= 0)
-                x = torch.zeros((*shape, width), dtype=model.dtype).requires_grad_()
-            stage = HuggingFaceStage(model, first=first, last=last, document_end=end)
-            own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
-            with flops, memory:
-                with saved_by_autograd(own_storages) as saved:
-                    y = stage.loss(x, tokens) if last else stage.forward(x)
-                forward, forward_bytes = flops.get_total_flops(), memory.most
-                memory.most = memory.now
-                if y.requires_grad:
-                    y.backward(torch.empty_like(y))
-        before_bytes = x.nbytes if x.untyped_storage()._cdata in saved else 0  # saved, and not of `memory`
+        yield
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"model.family = {parts.family!r}: {name} cannot be counted without values ({str(error).splitlines()[0]});"
             " try a family with the same sizes that is a plain decoder, such as model.family=llama"
         ) from error
     finally:
-        model.zero_grad(set_to_none=True)
-        for hook in hooks:
-            hook.remove()
-    passed_bytes = sum(passed.values())
-    shared_bytes = sum(nbytes for storage, nbytes in saved.items() if storage in passed)
-    own_bytes = sum(saved.values()) - shared_bytes
-    beside = values * model.dtype.itemsize + shared_bytes - before_bytes + (0 if last else y.nbytes)
-    return Part(
-        name,
-        float(values),
-        float(forward),
-        float(own_bytes),
-        float(memory.most - own_bytes - beside),
-        float(max(parameter.numel() for parameter in model.parameters())),
-        float(x.nbytes) if blocks else 0.0,
-        float(forward_bytes - passed_bytes + x.nbytes),
-        float(shared_bytes),
-        float(passed_bytes),
-    )
+        parts.model.zero_grad(set_to_none=True)
 
 
 def _without_values(model: nn.Module, fake: FakeTensorMode) -> None:

@@ -192,23 +192,27 @@ def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optim
         if groups[-1] and sum(each.parameters for each in groups[-1]) + part.parameters > stage.largest_parameters:
             groups.append([])
         groups[-1].append(part)
-    passing_bytes = 0.0
-    for number, group in enumerate(groups):
-        input_bytes = 0.0 if stage.first and number == 0 else hand_bytes
-        given_bytes = 0.0 if stage.last and number + 1 == len(groups) else hand_bytes
-        most, gradients = _passing(group, value_bytes, given_bytes)
-        if stage.tied and number == 0:  # the head's gradient comes back, and is added
-            most = max(most, gradients + 2 * stage.parts[0].parameters * value_bytes)
-        most = max(most, gradients + input_bytes) + (input_bytes if value_bytes < 4 else 0.0)
-        passing_bytes = max(passing_bytes, most + given_bytes)
     sizes = [sum(part.parameters for part in group) for group in groups]
-    own = sizes if not stage.tied else [*sizes[:-1], sizes[-1] - stage.parts[0].parameters]
-    part_bytes = sum(max(sizes[slot::2], default=0.0) for slot in range(2)) * value_bytes + FP32 * max(own)
+    part_bytes = sum(max(sizes[slot::2], default=0.0) for slot in range(2)) * value_bytes
+    if stage.tied:  # the first group adds up both gradients
+        sizes[-1] -= stage.parts[0].parameters
+    passing_bytes = max(_group_bytes(stage, group, value_bytes, hand_bytes) for group in groups)
     return Need(
-        SLACK * (part_bytes + passing_bytes),
+        SLACK * (part_bytes + FP32 * max(sizes) + passing_bytes),
         stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes),
         outer_bytes=optimizer.outer_bytes(stage),
     )
+
+
+def _group_bytes(stage: StageProfile, group: Sequence[Part], value_bytes: int, hand_bytes: float) -> float:
+    """Peak of a slice's backward pass through a group of parts of a swapping stage."""
+    first, last = stage.first and group[0] is stage.parts[0], stage.last and group[-1] is stage.parts[-1]
+    input_bytes, given_bytes = 0.0 if first else hand_bytes, 0.0 if last else hand_bytes
+    most, gradients = _passing(group, value_bytes, given_bytes)
+    if stage.tied and first:  # the head's gradient comes back, and is added
+        most = max(most, gradients + 2 * stage.parts[0].parameters * value_bytes)
+    most = max(most, gradients + input_bytes)
+    return most + given_bytes + (input_bytes if value_bytes < 4 else 0.0)
 
 
 def kept_activations(need: Need, device: Device, wanted: int) -> int:
