@@ -94,6 +94,13 @@ def test_a_wrong_type_is_refused_saying_where_what_and_what_would_do(override: s
     assert refusal(override) == words
 
 
+@pytest.mark.parametrize("name", ["float16", "fp16", "half"])
+def test_float16_is_refused_with_what_to_use_on_which_card_and_what_it_costs(name: str) -> None:
+    words = refusal(f"train.dtype={name}")
+    assert words.startswith(f"train.dtype = {name!r} is not there: its gradients vanish without loss scaling")
+    assert "train.dtype=float32 on a T4 or V100: products at an eighth of their float16 rate" in words
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

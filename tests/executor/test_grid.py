@@ -132,7 +132,8 @@ def assert_peak_as_planned(seed: int) -> None:
         one.backward_batch(batch)  # from inputs that were kept
     peak = one.resident_bytes + watch.peak
     assert peak <= config.device.memory_bytes, f"seed {seed}: {peak} bytes of {config.device.memory_bytes}"
-    assert peak == pytest.approx(one.plan.device_bytes, rel=OF_PLAN), f"seed {seed}"
+    unseen_bytes = 2 * memory.ALIGN + memory.CPU_SPARE * (config.train.dtype == "bfloat16")
+    assert peak <= one.plan.device_bytes <= (1 + OF_PLAN) * peak + unseen_bytes, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(6))

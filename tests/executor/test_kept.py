@@ -13,6 +13,7 @@ from shoal.config import Config, Data, Device, Model, Network, Run, Train
 from shoal.executor import graphs
 from shoal.executor.delayed import Delayed
 from shoal.executor.resident import Resident
+from shoal.executor.swap.memory import MemoryMeter
 from shoal.kept import STALE, Kept
 from shoal.model.cut import inputs
 from shoal.runtime.tasks import coding
@@ -174,6 +175,16 @@ def test_no_more_than_the_set_number_and_the_memory_left_are_kept() -> None:
     for tokens in BATCH:
         limited.forward(inputs(tokens))
     assert len(limited.graphs.kept) == 2, "room for a third is needed by the backward that runs"
+
+
+def test_the_first_forward_which_is_only_measured_leaves_nothing_in_memory() -> None:
+    one = resident(executor.create(a_config(4), 0))
+    with MemoryMeter("cpu") as meter:
+        one.forward(inputs(BATCH[0]))
+        assert meter.peak > 0
+        assert meter.now == 0
+        one.forward(inputs(BATCH[1]))
+        assert meter.now > 0, "the second one is kept"
 
 
 def test_nothing_is_kept_once_half_of_the_free_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,24 @@ def test_a_refused_microbatch_is_not_weighed(monkeypatch: pytest.MonkeyPatch) ->
         one.apply(torch.zeros(3), 1.0, 0)
 
 
+def test_a_local_step_whose_sum_is_not_finite_changes_nothing_and_later_ones_are_taken() -> None:
+    one = a_replica()
+    book(one, [0])
+    one.sum.fill_(math.inf)  # as of finite gradients that add up to more than fp32 holds
+    book(one, [1])
+    assert not one.contribution().any() and not one.sum.any()
+    book(one, [2, 3])
+    assert one.contribution().isfinite().all() and one.contribution().any()
+
+
+def test_a_local_step_whose_sum_is_not_finite_fails_where_the_run_is_to_stop() -> None:
+    one = a_replica(on_nonfinite="stop")
+    book(one, [0])
+    one.sum.fill_(math.inf)
+    with pytest.raises(NotFinite, match="sum of a local step's gradients"):
+        book(one, [1])
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

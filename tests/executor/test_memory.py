@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -46,6 +48,31 @@ def test_every_limit_is_kept_or_refused_with_one_that_is_enough() -> None:
             assert layout.device_bytes <= limit
             assert [group.start for group in layout.groups[1:]] == [group.stop for group in layout.groups[:-1]]
             assert (layout.groups[0].start, layout.groups[-1].stop) == (0, len(UNITS))
+
+
+def test_groups_whose_trial_runs_out_of_memory_are_passed_over_for_finer_ones() -> None:
+    """Another program may have taken what the limit allows, or there is no limit."""
+
+    def short(start: int, stop: int) -> int:
+        if stop - start > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return live(start, stop)
+
+    layout = plan(SIZES, short, limit=0)
+    assert [(group.start, group.stop) for group in layout.groups] == [(0, 2), (2, 4), (4, 6)]
+
+
+def test_a_device_too_small_for_the_finest_groups_and_other_failures_are_reported() -> None:
+    def fails(error: Exception) -> Callable[[int, int], int]:
+        def live(start: int, stop: int) -> int:
+            raise error
+
+        return live
+
+    with pytest.raises(torch.OutOfMemoryError):
+        plan(SIZES, fails(torch.OutOfMemoryError("CUDA out of memory")), limit=0)
+    with pytest.raises(ZeroDivisionError):
+        plan(SIZES, fails(ZeroDivisionError()), limit=0)
 
 
 def test_a_shared_parameter_lies_in_both_groups_and_is_summed_in_the_first() -> None:

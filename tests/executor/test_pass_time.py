@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from tests import atom
 from tests.executor.test_swapping import a_config, limited
 from tests.planner.test_atom import DEVICES as GPUS
 from tests.planner.test_atom import MODELS as GPTS
@@ -19,7 +20,6 @@ from shoal.executor.swap.modelled import ModelledStreams, Seconds, pass_s
 from shoal.executor.swap.swapping import Swapping
 from shoal.model import sequential
 from shoal.model.cut import inputs
-from shoal.planner.costs import swapping
 
 TABLE = {  # of papers: ATOM at C = ceil(T* / s), for 1.3B, 6.7B, 13B and 175B
     "RTX 3090 PCIe4": (0.988, 0.990, 0.992, 0.996),
@@ -112,7 +112,7 @@ def test_utilisation_where_the_swap_begins_to_hide_is_that_of_the_table(name: st
     one = of_blocks(layers + 2)
     for device, wanted in TABLE.items():
         gpu = GPUS[device]
-        slices = math.ceil(swapping.swap_tokens(model, gpu) / model.tokens)
+        slices = math.ceil(atom.swap_tokens(model, gpu) / model.tokens)
         forward_s = model.tokens * model.block_flops / gpu.flops
         moved_s = model.block_parameters * 2 / gpu.host_Bps  # bf16 both ways
         head_s = model.tokens * 6.0 * model.vocabulary * model.hidden / gpu.flops

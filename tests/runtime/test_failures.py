@@ -17,7 +17,8 @@ from shoal.core import messages as m
 from shoal.core.peer import PeerMachine
 from shoal.executor import base, create
 from shoal.executor.resident import Resident
-from shoal.executor.swap.groups import Runner, Trial
+from shoal.executor.swap.groups import GroupResult, LayerGroup, Runner, Trial
+from shoal.executor.swap.swapping import Swapping
 from shoal.runtime.tasks.failures import SHORT_HOPS
 
 a_runner, text = test_task_runner.a_runner, test_task_runner.text  # fixtures
@@ -54,6 +55,33 @@ def test_a_stage_that_cannot_be_built_for_want_of_memory_ends_its_peer_which_say
     assert "device.sequences=1" in reason and reason.endswith(
         "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
+
+
+def test_a_swapping_stage_whose_coarse_groups_find_no_memory_is_built_of_finer_ones(
+    a_runner: Maker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Runner.back
+    tried: list[int] = []
+
+    def back(runner: Runner, stage: Any, group: LayerGroup, *rest: Any) -> GroupResult:
+        tried.append(group.stop - group.start)
+        # The device holds the parameters of one unit, whatever groups were tried before.
+        bound = [value.numel() for value in runner.row.group(0, len(runner.row.units)).model.parameters()]
+        runner.row.group(group.start, group.stop)
+        one_unit = [sum(runner.shapes[name].numel() for name in unit) for unit in runner.row.units]
+        return short() if sum(bound) > max(one_unit) else real(runner, stage, group, *rest)
+
+    monkeypatch.setattr(Runner, "back", back)
+    held = a_runner(SWAPPING, None)
+    done(held, m.Init("i", 0, 0))
+    monkeypatch.setattr(Runner, "back", real)
+    executor = held._seated().executor
+    assert isinstance(executor, Swapping)
+    assert tried[0] == len(executor._runner.row.units) > 1, "all at once was tried first"
+    assert executor.plan.count > 1
+    done(held, m.Fetch("f", 0, 0, "tokens"))
+    assert done(held, BACKWARD).loss is not None
 
 
 def test_a_peer_whose_machine_has_no_room_for_the_stage_that_it_downloaded_ends_and_does_not_download_it_again(

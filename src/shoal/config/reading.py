@@ -21,6 +21,7 @@ from msgspec import inspect
 from shoal import units
 from shoal.config import describe
 from shoal.config.describe import Key, keys, sections
+from shoal.config.train import FLOAT16, NO_FLOAT16
 from shoal.config.tree import Config, problems, to_tree
 from shoal.escaping import Faults
 
@@ -134,6 +135,8 @@ def _value(key: Key, value: Any) -> Any:
     try:
         return msgspec.convert(value, key.annotation)
     except msgspec.ValidationError:
+        if key.path == "train.dtype" and value in FLOAT16:
+            raise ValueError(f"train.dtype = {value!r} {NO_FLOAT16}") from None
         near = difflib.get_close_matches(str(value), key.choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{key.path} = {value!r} must be {describe.wanted(key)}{hint}") from None

@@ -12,6 +12,12 @@ from shoal.config.run import Run
 from shoal.config.section import Section, nearest_divisor, without_effect
 
 Beta = Annotated[float, Meta(ge=0, lt=1)]
+FLOAT16 = ("float16", "fp16", "half")
+NO_FLOAT16 = (
+    "is not there: its gradients vanish without loss scaling, which all stages would have to agree on;"
+    " try train.dtype=bfloat16 (CPUs, and cards newer than the T4), or train.dtype=float32 on a T4 or V100: products at an eighth of"
+    " their float16 rate, activations and boundary tensors twice as large, of which network.activations=bf16 halves the latter"
+)
 MOST_MICROBATCHES = 2**20  # of a step: what books and messages are made for
 
 

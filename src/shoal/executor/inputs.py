@@ -11,6 +11,8 @@ from torch import Tensor
 
 from shoal.model.cut import Stage
 
+PIECE = 1 << 14  # values, whose fp32 copy stays in the cache
+
 
 def check_input(stage: Stage, x: Tensor) -> Tensor:
     """`x` unchanged. ValueError: it is not tokens at the first stage, or hidden states at a later one."""
@@ -89,3 +91,18 @@ def outcome(stage: Stage, given: BackwardInput, y: Tensor | None = None) -> tupl
     if grad.shape != y.shape:
         raise ValueError(f"gradient {tuple(grad.shape)} of an output {tuple(y.shape)}")
     return y, grad.to(y.dtype), None
+
+
+def add_(into: Tensor, gradient: Tensor) -> None:
+    """Add to fp32 sums. On a CPU torch copies a bf16 gradient to fp32 as a whole, so it is added piece by piece there."""
+    if gradient.dtype == into.dtype or into.device.type != "cpu" or into.numel() <= PIECE:
+        into.add_(gradient)
+        return
+    rows = PIECE // (into.numel() // len(into))
+    parts = (
+        zip(torch.split(into, rows), torch.split(gradient, rows), strict=True)
+        if rows
+        else zip(into, gradient, strict=True)
+    )
+    for part, gradient_part in parts:
+        add_(part, gradient_part)

@@ -13,6 +13,7 @@ the learning rate warms up over the first `train.local_warmup` steps of a round.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 
@@ -23,6 +24,8 @@ from torch import Tensor
 from shoal.config import Config, Train, local_batch, microbatches
 from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of
 from shoal.numerics.optimizer import OptimizerStep, Schedule, learning_rate, nesterov_, norm_sq
+
+log = logging.getLogger(__name__)
 
 MODEL, MOMENTS, OUTER = "model/", "exp_avg", "momentum/"
 
@@ -116,16 +119,20 @@ class LocalSteps:
         self._begin(self._version)
 
     def _local_step(self) -> None:
-        """AdamW on the mean gradient since the last local step; the schedule continues over all rounds."""
+        """AdamW on the mean gradient since the last local step; the schedule continues over all rounds. A sum that is not finite
+        changes nothing, as a step's does, or with on_nonfinite = "stop" fails the round."""
         gradient = self._inner.sum  # where it was computed, and empty after this step
         if self._waiting < self._of_step:
             gradient.mul_(self._of_step / self._waiting)
         whole_norm = math.sqrt(norm_sq(gradient))
-        if not math.isfinite(whole_norm):
+        if math.isfinite(whole_norm):
+            expected = self._train.local_steps
+            step = self._version * expected + min(self._schedule.age, expected - 1)
+            self._inner.apply(gradient, whole_norm, step)
+        elif self._train.on_nonfinite == "stop":
             raise NotFinite("the sum of a local step's gradients is not finite")
-        expected = self._train.local_steps
-        step = self._version * expected + min(self._schedule.age, expected - 1)
-        self._inner.apply(gradient, whole_norm, step)
+        else:
+            log.warning("a local step changed nothing: the sum of its gradients is not finite")
         self._inner.zero()
         self._waiting, self._schedule.age = 0, self._schedule.age + 1
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.config import Config, microbatches, slices
 from shoal.executor.base import DTYPES, NotFinite, out_of_memory
 from shoal.executor.graphs import Graph, Graphs
-from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined, outcome
+from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
 from shoal.model.cut import Stage
 from shoal.numerics import pieces
@@ -83,7 +83,11 @@ class Resident:
         if not finite(*gradients):
             raise NotFinite("the stage's gradient is not finite")
         grad_x = None if self._stage.first else gradients.pop()
-        torch._foreach_add_(self._sums, [part.float() for part in gradients])
+        if self._dtype == torch.float32:
+            torch._foreach_add_(self._sums, gradients)
+        else:
+            for into, gradient in zip(self._sums, gradients, strict=True):
+                add_(into, gradient)
         return grad_x, None if loss is None else float(loss)
 
     def zero(self, step: int = 0) -> None:

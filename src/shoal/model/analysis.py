@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -38,21 +38,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def count(config: Config) -> Profile:
     """The profile of the configuration's model and microbatch. ValueError: no such model, or its code depends on values."""
-    try:
-        return _count(config, _DTYPES[config.train.dtype], 1)
-    except ValueError:
-        if config.train.dtype != "float32":
-            raise
-        # torch has mixture-of-experts kernels for bf16 only; fp32 values take twice the bytes.
-        return _count(config, torch.bfloat16, 2)
-
-
-def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
-    """In `dtype`; bytes are then `larger` times as many."""
+    dtype = _DTYPES[config.train.dtype]
     hf = hf_config(config)
     fused = bool(model_class(hf)._supports_sdpa)
     if fused:  # else the family's own attention runs, which is slower and keeps all scores (Gemma 2 caps them)
-        hf._attn_implementation = _attention()
+        hf._attn_implementation = _attention(packed=config.data.document_end >= 0)
     model: PreTrainedModel = on_meta(hf).eval().to(dtype)
     fake = FakeTensorMode()
     _without_values(model, fake)
@@ -69,21 +59,12 @@ def _count(config: Config, dtype: torch.dtype, factor: int) -> Profile:
             )
         parts_counted.append(msgspec.structs.replace(by_sort[sort], name=f"block {index}"))
     parts_counted.append(_count_part(parts, fake, config, "head", range(0), first=False, last=True))
-    scaled = tuple(
-        msgspec.structs.replace(
-            part,
-            flops=slices(config) * part.flops,
-            activation_bytes=factor * part.activation_bytes,
-            working_bytes=factor * part.working_bytes,
-            input_bytes=factor * part.input_bytes,
-        )
-        for part in parts_counted
-    )
+    counted = tuple(msgspec.structs.replace(part, flops=slices(config) * part.flops) for part in parts_counted)
     sequences, tokens = config.train.microbatch, config.data.sequence
-    boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize * factor
+    boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize
     tied = bool(getattr(hf, "tie_word_embeddings", False))
     return Profile(
-        scaled,
+        counted,
         float(boundary),
         8.0 * sequences * (tokens + 1),
         tied,
@@ -96,44 +77,60 @@ def _count_part(
     parts: Parts, fake: FakeTensorMode, config: Config, name: str, blocks: range, *, first: bool, last: bool
 ) -> Part:
     """Forward and backward of one part alone."""
-    model = parts.model
+    model, end = parts.model, config.data.document_end
     parts.remove_parts()
     parts.insert_parts(blocks, first=first, last=last)
     shape = (config.device.sequences or config.train.microbatch, config.data.sequence)
-    values = sum(parameter.numel() for parameter in model.parameters())
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    flops, memory = FlopCounterMode(display=False), _MemoryMode()
+    passed: dict[int, int] = {}
+    hooks = [parts.blocks[index].register_forward_pre_hook(lambda *_: passed.update(memory.alive)) for index in blocks]
+    with _countable(parts, name), _quiet(), fake, torch.device("meta"):
+        tokens = torch.zeros((shape[0], shape[1] + 1), dtype=torch.int64)
+        hidden = torch.zeros((*shape, model.config.hidden_size + (end >= 0)), dtype=model.dtype)
+        x = tokens[:, 1:].clone() if first else hidden.requires_grad_()
+        stage = HuggingFaceStage(model, first=first, last=last, document_end=end)
+        own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
+        with flops, memory:
+            with saved_by_autograd(own_storages) as saved:
+                y = stage.loss(x, tokens) if last else stage.forward(x)
+            forward, forward_bytes = flops.get_total_flops(), memory.most
+            memory.most = memory.now
+            if y.requires_grad:
+                y.backward(torch.empty_like(y))
+    for hook in hooks:
+        hook.remove()
+    before_bytes = saved.get(x.untyped_storage()._cdata, 0)  # the input, if it is saved, which is not of `memory`
+    passed_bytes = sum(passed.values())
+    shared_bytes = sum(saved[storage] for storage in saved.keys() & passed.keys())
+    own_bytes = sum(saved.values()) - shared_bytes
+    beside = sum(sizes) * model.dtype.itemsize + shared_bytes - before_bytes + (0 if last else y.nbytes)
+    return Part(
+        name,
+        float(sum(sizes)),
+        float(forward),
+        float(own_bytes),
+        float(memory.most - own_bytes - beside),
+        float(max(sizes)),
+        float(x.nbytes) if blocks else 0.0,
+        float(forward_bytes - passed_bytes + x.nbytes),
+        float(shared_bytes),
+        float(passed_bytes),
+    )
+
+
+@contextmanager
+def _countable(parts: Parts, name: str) -> Iterator[None]:
+    """ValueError: the part's code needs values. Frees its gradients."""
     try:
-        with _quiet(), fake, torch.device("meta"):
-            x = torch.zeros(shape, dtype=torch.int64)
-            tokens = torch.zeros((shape[0], shape[1] + 1), dtype=torch.int64)
-            if not first:
-                x = torch.zeros((*shape, model.config.hidden_size), dtype=model.dtype).requires_grad_()
-            stage = HuggingFaceStage(model, first=first, last=last)
-            own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
-            flops, memory = FlopCounterMode(display=False), _MemoryMode()
-            with flops, memory:
-                with saved_by_autograd(own_storages) as saved:
-                    y = stage.loss(x, tokens) if last else stage.forward(x)
-                forward = flops.get_total_flops()
-                if y.requires_grad:
-                    y.backward(torch.empty_like(y))
-        before_bytes = x.nbytes if x.untyped_storage()._cdata in saved else 0  # saved, and not of `memory`
+        yield
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"model.family = {parts.family!r}: {name} cannot be counted without values ({str(error).splitlines()[0]});"
             " try a family with the same sizes that is a plain decoder, such as model.family=llama"
         ) from error
     finally:
-        model.zero_grad(set_to_none=True)
-    saved_bytes = float(sum(saved.values()))
-    return Part(
-        name,
-        float(values),
-        float(forward),
-        saved_bytes,
-        max(0.0, memory.most + before_bytes - saved_bytes - values * model.dtype.itemsize),
-        float(max(parameter.numel() for parameter in model.parameters())),
-        float(x.nbytes) if blocks else 0.0,
-    )
+        parts.model.zero_grad(set_to_none=True)
 
 
 def _without_values(model: nn.Module, fake: FakeTensorMode) -> None:
@@ -145,26 +142,48 @@ def _without_values(model: nn.Module, fake: FakeTensorMode) -> None:
                     table[name] = fake.from_tensor(value)  # type: ignore[assignment]  # a parameter of a parameter
 
 
-def _attention() -> str:
-    """Register an attention that counts as one kernel; returns its name in transformers."""
-    from transformers import AttentionInterface
+def _attention(packed: bool) -> str:
+    """Register an attention that counts as one kernel; returns its name in transformers. `packed`: with the masks of packed documents."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register("shoal_counted", _fused)
-    return "shoal_counted"
+    name = "shoal_counted_packed" if packed else "shoal_counted"
+    AttentionInterface.register(name, _fused)
+    if packed:
+        AttentionMaskInterface.register(name, sdpa_mask)
+    return name
 
 
 def _fused(
     module: object, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, None]:
-    """(B, H, L, D) each, as transformers calls it; (B, L, H, D). Masks change neither FLOPs nor bytes."""
+    """(B, H, L, D) each, as transformers calls it; (B, L, H, D). A mask changes no FLOPs."""
+    from transformers.integrations.sdpa_attention import repeat_kv
+
     width = value.shape[-1]
     if width < query.shape[-1]:
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))  # as transformers does for fused kernels
     if rest[0] is not None:  # with a mask, transformers gives each query head a copy of its keys and values
         repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    if rest[0] is not None:
+        assert isinstance(rest[0], Tensor)
+        out = _Biased.apply(out, rest[0].to(query.dtype))  # type: ignore[no-untyped-call]  # not annotated by torch
     return out[..., :width].transpose(1, 2).contiguous(), None
+
+
+class _Biased(torch.autograd.Function):
+    """Saves the mask as kernels do: as what is added to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(bias)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 @contextmanager
@@ -180,12 +199,12 @@ def _quiet() -> Iterator[None]:
 
 
 class _MemoryMode(TorchDispatchMode):
-    """`now` and `most`: live bytes of the tensors created inside and their peak, gradients of parameters included."""
+    """`now` and `most`: live bytes of the tensors created inside and their peak, gradients of parameters included; `alive`: by storage."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
         self.now, self.most = 0, 0
-        self._known: set[int] = set()
+        self.alive: dict[int, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -195,20 +214,27 @@ class _MemoryMode(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:  # type: ignore[attr-defined]  # a tensor
+            # On the meta device torch has it for bf16 only.
+            bf16 = (
+                value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value for value in args
+            )
+            result: object = func(*bf16, **(kwargs or {})).float()
+        else:
+            result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs | self._known:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs | self.alive.keys():
                 self._watch(leaf.untyped_storage())
         self.most = max(self.most, self.now)
         return result
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         number, nbytes = storage._cdata, storage.nbytes()
-        self._known.add(number)
+        self.alive[number] = nbytes
         self.now += nbytes
 
         def freed() -> None:
-            self._known.discard(number)
+            self.alive.pop(number, None)
             self.now -= nbytes
 
         weakref.finalize(storage, freed)

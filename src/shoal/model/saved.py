@@ -20,7 +20,7 @@ def saved_by_autograd(own: set[int]) -> Iterator[dict[int, int]]:
         if storage._cdata not in own:
             sizes[storage._cdata] = storage.nbytes()
             alive.append(value)
-        return value
+        return value.detach()  # an output would hold its own node, which then holds it: never freed
 
     with saved_tensors_hooks(pack, lambda value: value):
         yield sizes

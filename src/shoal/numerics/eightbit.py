@@ -13,7 +13,7 @@ the other code, which happens to one in a thousand.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,10 +129,7 @@ class EightBit:
             for start in range(0, flat.numel(), PIECE):
                 stop = min(start + PIECE, flat.numel())
                 moments = [moment.piece(start, stop) for moment in self._moments[name]]
-                first, second = (decode(*moment) for moment in moments)
-                adamw_(flat[start:stop], gradient[start:stop], (first, second), factors)
-                for moment, new in zip(moments, (first, second), strict=True):
-                    encode_(moment.codes, moment.scales, new, moment.codebook)
+                _step_piece_(flat[start:stop], gradient[start:stop], moments, factors)
 
     def moments(self) -> dict[str, Tensor]:
         """`exp_avg/NAME`, `exp_avg_sq/NAME`: codes in the parameter's shape, or fp32; then the scales of the encoded ones."""
@@ -147,3 +144,11 @@ class EightBit:
         for at, kind in enumerate(("exp_avg_scale", "exp_avg_sq_scale")):
             tensors |= {f"{kind}/{name}": self._moments[name][at].scales for name in self._coded}
         return tensors
+
+
+def _step_piece_(values: Tensor, gradient: Tensor, moments: Sequence[EncodedMoment], factors: Factors) -> None:
+    """A function, so that the decoded moments of one piece are freed before those of the next exist."""
+    first, second = (decode(*moment) for moment in moments)
+    adamw_(values, gradient, (first, second), factors)
+    for moment, new in zip(moments, (first, second), strict=True):
+        encode_(moment.codes, moment.scales, new, moment.codebook)

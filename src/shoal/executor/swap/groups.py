@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from shoal.config import Config, microbatches, slices
 from shoal.executor.base import DTYPES, boundary, device_of, memory_limit
-from shoal.executor.inputs import BackwardInput, outcome
+from shoal.executor.inputs import BackwardInput, add_, outcome
 from shoal.executor.swap import memory
-from shoal.model.cut import Stage
+from shoal.model.cut import Stage, with_borders
 from shoal.model.units import Row, row
 
 
@@ -103,7 +103,8 @@ class Runner:
             y, grad_y, loss = outcome(stage, BackwardInput(x, grad, tokens))
             y = y if loss is None else y / self._parts
             gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
-        finite = torch.stack([torch.isfinite(part).all() for part in gradients]).all()
+        # Least and largest are finite where all are: one pass, and no memory, of which isfinite takes more than the tensor has.
+        finite = torch.stack([end for part in gradients for end in torch.aminmax(part)]).isfinite().all()
         grad_x = None if stage.first else self.to_host(gradients.pop())
         group.ready()
         for name, part, into in zip(group.names, gradients, group.sums, strict=True):
@@ -111,7 +112,7 @@ class Runner:
             if into is None:
                 shared[name] = self.to_host(whole)  # for the later group that shares it
             else:
-                into.add_(whole)
+                add_(into, whole)
         return GroupResult(grad_x, None if loss is None else self.to_host(loss), self.to_host(finite))
 
     def to_device(self, value: Tensor) -> Tensor:
@@ -131,15 +132,19 @@ class Trial:
     def __init__(self, runner: Runner, config: Config) -> None:
         self._runner = runner
         count = config.device.sequences or config.train.microbatch
+        middle, end = config.data.sequence // 2, config.data.document_end
         self._tokens = torch.zeros(count, config.data.sequence + 1, dtype=torch.int64)
         (_, *rest), dtype = boundary(config)
-        rest[-1] += config.data.document_end >= 0  # the column of borders
         whole = runner.row.group(0, len(runner.row.units))
         first = (
             self._tokens[:, :-1]
             if whole.first and whole.vocabulary is not None
             else torch.zeros((count, *rest), dtype=dtype)
         )
+        if end >= 0:  # two documents, so that there are masks
+            self._tokens[:, middle] = end
+            if first.is_floating_point():
+                first = with_borders(first, torch.arange(config.data.sequence).expand(count, -1) == middle)
         self._inputs = [first]  # of each unit, as far as computed
 
     def live(self, start: int, stop: int) -> int:
@@ -154,15 +159,26 @@ class Trial:
             self._inputs[start], *((None, self._tokens) if stage.last else (self._inputs[stop], None))
         )
         meter = memory.MemoryMeter(runner.device)
-        with meter:
-            runner.back(stage, group, group_input, shared)
-        return meter.peak
+        try:
+            with meter:
+                runner.back(stage, group, group_input, shared)
+        finally:
+            self._free(start, stop)
+        seen_bytes = memory.padded(meter.peak) + memory.ALIGN  # numbers that kernels make tensors of
+        return seen_bytes + memory.unseen_bytes(runner.device, runner.dtype, seen_bytes)
 
     def _output(self, unit: int) -> Tensor:
         self._group(unit, unit + 1)
         with torch.no_grad():
             y = self._runner.row.group(unit, unit + 1).forward(self._runner.to_device(self._inputs[unit]))
+        self._free(unit, unit + 1)
         return y.to("cpu")
+
+    def _free(self, start: int, stop: int) -> None:
+        """Free these units' parameters, which would take room from the next trial."""
+        for unit in range(start, stop):
+            for name in self._runner.row.units[unit]:
+                self._runner.row.bind(unit, name, nn.Parameter(torch.empty(0)))
 
     def _group(self, start: int, stop: int) -> LayerGroup:
         runner = self._runner

@@ -22,7 +22,9 @@ from shoal.planner.inputs.cluster import Device
 from shoal.planner.inputs.profile import FP32_BYTES, MOMENTS_BYTES, Part, StageProfile
 
 SLACK = 1.015  # tables of positions, masks, checks that values are finite; measured: 0.98 to 1.02 without it
-STEPPING_BYTES = 4  # per parameter in an optimizer step: the averaged gradient
+CODEBOOK_BYTES = 2 * ((1 << 20) + 1024)  # of 8-bit moments (numerics/eightbit.py), once per process
+DECODED_BYTES, PIECE = 12, 1 << 18  # of 8-bit moments, while so many values at most of a tensor are stepped
+FP32 = 4  # bytes
 RESERVE_BYTES = 1e9  # context, kernels and allocator slack of an accelerator: papers' rule of thumb
 SMALL_BYTES = 8e9  # a device with less is a CPU process or a small card: it reserves an eighth
 
@@ -34,6 +36,13 @@ class Need(msgspec.Struct, frozen=True):
     host_bytes: float = 0.0
     checkpointed_bytes: float = 0.0  # device_bytes with activation checkpointing; 0: it is no choice
     kept_bytes: float = 0.0  # boundary tensors kept until the step commits, in the host's memory too
+    outer_bytes: float = (
+        0.0  # of local steps: parameters at the start of the round and their momentum, in the host's memory
+    )
+    stepping_bytes: float = (
+        0.0  # of a local or outer step, besides outer_bytes, where device and host share their memory
+    )
+    graph_bytes: float = 0.0  # device bytes of a forward whose activations are kept
 
 
 class StoreLimits(msgspec.Struct, frozen=True):
@@ -57,25 +66,46 @@ def shared(device: Device) -> bool:
 
 def checkpoints(need: Need, device: Device) -> bool:
     """Whether the backward pass does not fit the device without activation checkpointing."""
-    most_bytes = need.device_bytes + _kept_bytes(need, device) + reserve(device)
+    most_bytes = need.device_bytes + _beside_bytes(need, device) + reserve(device)
     return bool(device.memory_bytes and need.checkpointed_bytes) and most_bytes > device.memory_bytes
 
 
 def peak(need: Need, device: Device) -> float:
     """Bytes in the device's memory, what it keeps in the host's included where that is the same."""
     own_bytes = need.checkpointed_bytes if checkpoints(need, device) else need.device_bytes
-    return own_bytes + _kept_bytes(need, device)
+    if shared(device):
+        own_bytes = max(own_bytes, need.stepping_bytes)
+    return own_bytes + _beside_bytes(need, device)
 
 
-def _kept_bytes(need: Need, device: Device) -> float:
-    return need.kept_bytes if shared(device) else 0.0
+def _beside_bytes(need: Need, device: Device) -> float:
+    return need.kept_bytes + need.outer_bytes if shared(device) else 0.0
 
 
 class Optimizer(msgspec.Struct, frozen=True):
-    """What is kept beside the values that compute: train.moments and train.staleness."""
+    """What is kept beside the values that compute: train.moments, train.staleness, and whether train.local_steps is above 1."""
 
     moments: str = "float32"
     staleness: int = 0
+    local: bool = False
+
+    @property
+    def fixed_bytes(self) -> float:
+        return CODEBOOK_BYTES if self.moments == "8bit" else 0.0
+
+    def stepping_bytes(self, stage: StageProfile) -> float:
+        """Of an optimizer step: the averaged gradient, and moments as they are decoded."""
+        decoded = min(PIECE, max(part.matrix for part in stage.parts)) if self.moments == "8bit" else 0.0
+        return FP32 * stage.parameters + DECODED_BYTES * decoded
+
+    def outer_bytes(self, stage: StageProfile) -> float:
+        """Of local steps, on the host: parameters at the start of the round and momentum."""
+        return 2 * FP32 * stage.parameters if self.local else 0.0
+
+    def outer_stepping_bytes(self, stage: StageProfile) -> float:
+        """On the host: the averaged gradient, and as much in the outer step, or the squares of 2^20 values in a local step's norm."""
+        values_bytes = FP32 * stage.parameters
+        return values_bytes + max(values_bytes, 16 * min(stage.parameters, 1 << 20)) if self.local else 0.0
 
     def nbytes(self, value_bytes: int) -> float:
         """Per parameter: fp32 value, sum and moments; with staleness the sum of a second step, the older of two versions as it computes,
@@ -86,46 +116,72 @@ class Optimizer(msgspec.Struct, frozen=True):
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
-    fixed_bytes = stage.parameters * each_bytes
-    stepping_bytes = stage.parameters * STEPPING_BYTES
+    fixed_bytes = stage.parameters * each_bytes + optimizer.fixed_bytes
+    stepping_bytes = optimizer.stepping_bytes(stage)
 
-    def whole(checkpointing: bool) -> float:
+    def peak_bytes(checkpointing: bool) -> float:
         passing_bytes = backward_bytes(stage, boundary_bytes, value_bytes, checkpointing=checkpointing)
-        peak_bytes = passing_bytes + stepping_bytes if optimizer.staleness else max(passing_bytes, stepping_bytes)
-        return SLACK * (fixed_bytes + peak_bytes)
+        return passing_bytes + stepping_bytes if optimizer.staleness else max(passing_bytes, stepping_bytes)
 
-    return Need(whole(False), checkpointed_bytes=whole(True) if whole(True) < whole(False) else 0.0)
+    whole, fewer = peak_bytes(False), peak_bytes(True)
+    return Need(
+        SLACK * (fixed_bytes + whole),
+        checkpointed_bytes=SLACK * (fixed_bytes + fewer) if fewer < whole else 0.0,
+        outer_bytes=optimizer.outer_bytes(stage),
+        stepping_bytes=SLACK * (fixed_bytes + optimizer.outer_stepping_bytes(stage)) if optimizer.local else 0.0,
+        graph_bytes=graph_bytes(stage, boundary_bytes, value_bytes),
+    )
 
 
 def backward_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int, *, checkpointing: bool) -> float:
-    """Peak of a backward pass beyond what a stage always holds; in the end all gradients with, of bf16, their fp32 copies."""
+    """Peak of a backward pass beyond what a stage always holds; in the end all gradients."""
     hand_bytes, others = max(boundary_bytes, stage.input_bytes), 1 - 1 / stage.slices
+    input_bytes = 0.0 if stage.first else hand_bytes
     given_bytes = 0.0 if stage.last else hand_bytes  # the gradient of its output
-    most, gradients = _passing(stage.parts, value_bytes, given_bytes, others, checkpointing)
+    most, gradients = _passing(stage.parts, value_bytes, given_bytes / stage.slices, checkpointing)
     if stage.tied:  # the head's gradient, the embedding's, and their sum
         most = max(most, gradients + stage.parts[0].parameters * value_bytes)
-    copies = 4 * stage.parameters if value_bytes < 4 else 0.0
-    most = max(most, stage.parameters * value_bytes + copies)
-    # Of slices: the sum before, in case a later one fails, and the gradients of their inputs. fp32 blocks save their input itself.
-    inner = 0.0 if stage.first else others + (1.0 if value_bytes < 4 else others)
-    return most + inner * hand_bytes + 4 * stage.parameters * (stage.slices > 1)
+    most = max(most, stage.parameters * value_bytes + input_bytes / stage.slices)  # with the gradient of its input
+    if value_bytes < 4 and not checkpointing:  # else its first block saves it
+        most += input_bytes / stage.slices
+    # Of slices: the sum before, in case a later one fails, the inputs of the others and the gradients of those.
+    return most + given_bytes + 2 * others * input_bytes + FP32 * stage.parameters * (stage.slices > 1)
+
+
+def graph_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int, *, checkpointing: bool = False) -> float:
+    """Of one forward whose activations are kept: its input, which fp32 blocks save themselves, and its output with them."""
+    own_bytes = sum(_kept_bytes_of(stage.parts, checkpointing)) + _shared_bytes(stage.parts, checkpointing)
+    saved = stage.first or checkpointing or value_bytes == 4
+    return stage.slices * own_bytes + boundary_bytes + (0.0 if saved else max(boundary_bytes, stage.input_bytes))
+
+
+def _kept_bytes_of(parts: Sequence[Part], checkpointing: bool) -> list[float]:
+    return [part.input_bytes if checkpointing and part.input_bytes else part.activation_bytes for part in parts]
+
+
+def _shared_bytes(parts: Sequence[Part], checkpointing: bool) -> float:
+    return max((part.passed_bytes if checkpointing else part.shared_bytes for part in parts), default=0.0)
 
 
 def _passing(
-    parts: Sequence[Part], value_bytes: int, given_bytes: float, others: float, checkpointing: bool
+    parts: Sequence[Part], value_bytes: int, output_bytes: float, checkpointing: bool = False
 ) -> tuple[float, float]:
-    """The peak of the parts' backward passes, and the bytes of their gradients: at each part what the parts before keep, what it keeps
-    and works with, and the gradients made so far. One slice of what is given, but not the `others`, is the last part's work."""
+    """The peak of the parts' passes, and the bytes of their gradients: at each part what the parts before keep, what it keeps
+    and works with, and the gradients made so far. Without the gradient of the output, but with the output."""
     most, gradients = 0.0, 0.0
-    kept = [part.input_bytes if checkpointing and part.input_bytes else part.activation_bytes for part in parts]
+    kept, shared = _kept_bytes_of(parts, checkpointing), _shared_bytes(parts, checkpointing)
+    passed = _shared_bytes(parts, True)
     for number in reversed(range(len(parts))):
         part = parts[number]
         gradients += part.parameters * value_bytes
         own_bytes = part.activation_bytes + part.working_bytes
         if checkpointing and value_bytes < 4:
             own_bytes += part.input_bytes  # fp32 blocks save it themselves
-        given = given_bytes * (others if number + 1 == len(parts) and not checkpointing else 1.0)
-        most = max(most, sum(kept[:number]) + own_bytes + gradients + given)
+        if number + 1 < len(parts):  # of the last part, the gradient of the output is among what it works with
+            own_bytes += output_bytes
+        most = max(most, sum(kept[:number]) + own_bytes + gradients + shared)
+        if not (checkpointing and part.input_bytes):
+            most = max(most, sum(kept[:number]) + part.forward_bytes + passed)
     return most, gradients
 
 
@@ -136,24 +192,35 @@ def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optim
         if groups[-1] and sum(each.parameters for each in groups[-1]) + part.parameters > stage.largest_parameters:
             groups.append([])
         groups[-1].append(part)
-    passing_bytes = 0.0
-    for group in groups:
-        most, gradients = _passing(group, value_bytes, hand_bytes, 1.0, False)
-        checking = (2 * value_bytes + 3) * max(part.matrix for part in group)
-        passing_bytes = max(passing_bytes, most, gradients + checking)
-    part_bytes = 2 * stage.largest_parameters * (value_bytes + 4)
+    sizes = [sum(part.parameters for part in group) for group in groups]
+    part_bytes = sum(max(sizes[slot::2], default=0.0) for slot in range(2)) * value_bytes
+    if stage.tied:  # the first group adds up both gradients
+        sizes[-1] -= stage.parts[0].parameters
+    passing_bytes = max(_group_bytes(stage, group, value_bytes, hand_bytes) for group in groups)
     return Need(
-        SLACK * (part_bytes + passing_bytes + hand_bytes),
+        SLACK * (part_bytes + FP32 * max(sizes) + passing_bytes),
         stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes),
+        outer_bytes=optimizer.outer_bytes(stage),
     )
 
 
-def kept_activations(need: Need, device: Device, activation_bytes: float, wanted: int) -> int:
+def _group_bytes(stage: StageProfile, group: Sequence[Part], value_bytes: int, hand_bytes: float) -> float:
+    """Peak of a slice's backward pass through a group of parts of a swapping stage."""
+    first, last = stage.first and group[0] is stage.parts[0], stage.last and group[-1] is stage.parts[-1]
+    input_bytes, given_bytes = 0.0 if first else hand_bytes, 0.0 if last else hand_bytes
+    most, gradients = _passing(group, value_bytes, given_bytes)
+    if stage.tied and first:  # the head's gradient comes back, and is added
+        most = max(most, gradients + 2 * stage.parts[0].parameters * value_bytes)
+    most = max(most, gradients + input_bytes)
+    return most + given_bytes + (input_bytes if value_bytes < 4 else 0.0)
+
+
+def kept_activations(need: Need, device: Device, wanted: int) -> int:
     """Of how many forwards a resident stage keeps the activations, at most `wanted`: in half of what is left, as it does when it runs."""
     if not device.memory_bytes:
         return wanted
     left_bytes = device.memory_bytes - reserve(device) - peak(need, device)
-    return max(0, min(wanted, int(left_bytes / 2 // max(activation_bytes, 1.0))))
+    return max(0, min(wanted, int(left_bytes / 2 // max(need.graph_bytes, 1.0))))
 
 
 def reserve(device: Device) -> float:
@@ -163,6 +230,6 @@ def reserve(device: Device) -> float:
 def lacking(need: Need, device: Device) -> float:
     """Bytes that are missing; 0 when it fits or the device's memory is not stated."""
     on_device = peak(need, device) + reserve(device) - device.memory_bytes if device.memory_bytes else 0.0
-    host_bytes = need.host_bytes + (0.0 if shared(device) else need.kept_bytes)
+    host_bytes = need.host_bytes + (0.0 if shared(device) else need.kept_bytes + need.outer_bytes)
     on_host = host_bytes - device.host_memory_bytes if host_bytes else 0.0
     return max(on_device, on_host, 0.0)

@@ -61,9 +61,12 @@ class Part(msgspec.Struct, frozen=True):
     parameters: float
     flops: float  # of one forward, per microbatch
     activation_bytes: float  # kept for its backward, per microbatch
-    working_bytes: float = 0.0  # beyond that, at the worst moment
+    working_bytes: float = 0.0  # beyond that and its gradients, at the worst moment of its backward
     matrix: float = 0.0  # parameters of its largest tensor
     input_bytes: float = 0.0  # of a block: what activation checkpointing keeps instead of activation_bytes
+    forward_bytes: float = 0.0  # of its forward, at the worst moment, its input included
+    shared_bytes: float = 0.0  # kept once for all blocks of a stage, such as tables of positions
+    passed_bytes: float = 0.0  # made once for all blocks of a stage: those, and masks
 
 
 COUNTED = "FLOPs and bytes counted on the meta device"
@@ -93,6 +96,9 @@ class Profile(msgspec.Struct, frozen=True):
                 activation_bytes=factor * part.activation_bytes,
                 working_bytes=factor * part.working_bytes,
                 input_bytes=factor * part.input_bytes,
+                forward_bytes=factor * part.forward_bytes,
+                shared_bytes=factor * part.shared_bytes,
+                passed_bytes=factor * part.passed_bytes,
             )
             for part in self.parts
         )
@@ -120,7 +126,7 @@ class Profile(msgspec.Struct, frozen=True):
         return StageProfile(
             parameters,
             sum(part.flops for part in held),
-            sum(part.activation_bytes for part in held) + max((part.working_bytes for part in held), default=0.0),
+            sum(part.activation_bytes for part in held) + max((part.shared_bytes for part in held), default=0.0),
             max((part.parameters for part in held), default=0.0),
             tuple(held),
             first,

@@ -57,7 +57,7 @@ def _stage(problem: Problem, option: Option, number: int) -> StagePlan:
     kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
     need = msgspec.structs.replace(need, kept_bytes=kept_bytes)
     kept_activations = min(option.kept[d] for d in group)
-    memory_bytes = max(memory.peak(need, devices[d]) for d in group) + kept_activations * what[0].activation_bytes
+    memory_bytes = max(memory.peak(need, devices[d]) for d in group) + kept_activations * need.graph_bytes
     last = number == option.stages - 1
     slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
     names = tuple(devices[d].name for d in group)

@@ -172,8 +172,7 @@ def _in_progress(problem: Problem, stage_of: tuple[int, ...], stage: int) -> int
 
 def _kept(problem: Problem, span: range, device: Device, wanted: int) -> int:
     most = wanted if problem.kept_activations < 0 else min(wanted, problem.kept_activations)
-    activation_bytes = problem.profile.stage(span).activation_bytes
-    return memory.kept_activations(_resident(problem, span), device, activation_bytes, most)
+    return memory.kept_activations(_resident(problem, span), device, most)
 
 
 def _keeping(problem: Problem, span: range, need: memory.Need) -> memory.Need:

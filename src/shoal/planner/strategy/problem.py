@@ -43,7 +43,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def optimizer(self) -> memory.Optimizer:
-        return memory.Optimizer(self.moments, self.staleness)
+        return memory.Optimizer(self.moments, self.staleness, self.local_steps > 1)
 
     def kept_bytes(self, span: range, microbatches: float) -> float:
         """Of one that serves so many microbatches of a stage, at most; see memory.py."""

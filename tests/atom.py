@@ -1,4 +1,4 @@
-"""When a swap hides behind compute, what fits, and where pipelines, swapping and local steps cross over.
+"""For tests: when a swap hides behind compute, what fits, and where pipelines, swapping and local steps cross over.
 
 Paper: ATOM (arXiv 2403.10504). Claim: when the whole model sits in one host's memory and groups of layers visit the
 device in turn, peers need exchange only gradients, which beats pipelines on poor networks. The formulas are derived

@@ -1,0 +1,78 @@
+"""The memory that stages were planned to take over what they take, in shapes drawn from a seed.
+
+    python benchmarks/memory.py [--seeds 100]
+
+Of each shape (tests/memory_shapes.py) every stage is counted on the meta device and planned, then built on the CPU, where torch's profiler
+sees each allocation: resident over two backward passes and an optimizer step, swapping with the least memory that the planner
+gives it, with half of a resident stage's, and without a limit. The table has a row for each kind of shape. The value is the share of
+figures from 1.00 to 1.05; the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from report import at_least, parse, report
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.memory_shapes
+
+from tests import memory_shapes
+from tests.memory_shapes import Figure
+
+from shoal.config import Config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=memory_shapes.SEEDS)
+    given = parse(parser)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    outside = []
+    for seed in range(given.seeds):
+        config = memory_shapes.drawn(seed)
+        for figure in memory_shapes.figures(config):
+            for kind in kinds(config, figure):
+                ratios[kind].append(figure.ratio)
+            if not 1 <= figure.ratio <= 1 + memory_shapes.ABOVE:
+                outside.append(f"seed {seed}, {figure.what}: {figure.ratio:.3f}")
+                print(outside[-1], flush=True)
+    print(f"{'planned / measured':28} {'figures':>8} {'least':>7} {'mean':>7} {'most':>7}")
+    for kind, values in ratios.items():
+        print(f"{kind:28} {len(values):8} {min(values):7.3f} {sum(values) / len(values):7.3f} {max(values):7.3f}")
+    every = ratios["all"]
+    setting = {"shapes": given.seeds, "figures": len(every), "outside": outside}
+    setting |= {kind: [round(min(values), 3), round(max(values), 3)] for kind, values in ratios.items()}
+    share = 1 - len(outside) / len(every)
+    report(
+        "memory.planned", share, "share of figures from 1.00 to 1.05 of measured", at_least(1.0), setting, given.record
+    )
+
+
+def kinds(config: Config, figure: Figure) -> Iterator[str]:
+    device, train, model = config.device, config.train, config.model
+    yield "all"
+    executor = device.executor
+    if executor == "swapping":
+        executor += ", by the planner" if figure.what.endswith("planner") else ", by the executor"
+    yield f"{executor}, {train.dtype}"
+    names = {
+        "slices": device.sequences,
+        "activation checkpointing": device.checkpointing,
+        "kept activations": device.kept_activations,
+        "tied embeddings": model.tied_embeddings,
+        "experts": model.family == "mixtral",
+        "scores kept (gemma2)": model.family == "gemma2",
+        "packed documents": config.data.document_end >= 0,
+        "8-bit moments": train.moments == "8bit",
+        "delayed updates": train.staleness,
+        "local steps": train.local_steps > 1,
+    }
+    yield from (name for name, applies in names.items() if applies)
+
+
+if __name__ == "__main__":
+    main()
