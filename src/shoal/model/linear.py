@@ -29,7 +29,8 @@ def prefer(model: nn.Module) -> None:
 @cache
 def mkl_is_slow() -> bool:
     """False where it is not known."""
-    if not torch.backends.mkldnn.is_available() or platform.machine() not in ("x86_64", "AMD64"):
+    onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # not annotated by torch
+    if not onednn or platform.machine() not in ("x86_64", "AMD64"):
         return False
     try:
         return "GenuineIntel" not in CPUINFO.read_text()
