@@ -212,7 +212,7 @@ class Server:
         for held in self._early.ripe():
             commands += self._hops.on_hop(held, now)
         commands += self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
-        if self._unreported and not self._hops.running(self.work):  # else the step is not complete, and a beat is soon enough
+        if self._unreported and not self._hops.running(self.work):  # else the step is not complete
             self.changed, self._unreported = True, False
         return commands
 
