@@ -8,6 +8,7 @@ from random import Random
 from shoal.core.leader.rules.checks import STALLED
 from shoal.core.member.notes import SAY_AGAIN_BEATS
 from shoal.core.messages import (
+    BlobRef,
     Booker,
     BookerRequest,
     Command,
@@ -23,6 +24,8 @@ from shoal.core.messages import (
     Peer,
     Received,
     Result,
+    Round,
+    RunBackward,
     Send,
     Settings,
     Tick,
@@ -148,3 +151,23 @@ def test_an_owner_answers_the_leader_and_nobody_else() -> None:
     assert play.answers == []
     play.tell("b", Received("a", ask))
     assert play.answers == [("b", "a", Booker(view.epoch, view.step, index, 0))]
+
+
+def test_a_leader_whose_own_booking_completes_the_step_averages_it_at_once() -> None:
+    """Not with the next message that it receives, which can be a beat later."""
+    leader = PeerMachine("a", Settings(stages=1, microbatches=1, steps=9, peers=1), Random(0), found=True)
+    events: deque[Event] = deque([Tick()])
+    backward = ""
+    for _ in range(100):
+        event = events.popleft() if events else Tick()
+        commands = leader.handle(event, now=1.0)
+        if isinstance(event, Done) and event.id == backward:
+            assert any(isinstance(command, Send) and isinstance(command.message, Round) for command in commands)
+            return
+        for command in commands:
+            if isinstance(command, Send) and command.peer == "a":
+                events.append(Received("a", command.message, tuple(BlobRef(f"r/{name}", 1) for name in command.blobs)))
+            elif isinstance(command, Do):
+                backward = command.task.id if isinstance(command.task, RunBackward) else backward
+                events.append(Done(command.task.id, Result(digest="parameters", length=10, nbytes=1, loss=1.0)))
+    raise AssertionError("no backward pass was asked for")

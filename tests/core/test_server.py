@@ -1277,3 +1277,15 @@ def test_publishing_is_done_once_and_answered_as_often_as_asked() -> None:
     play.hear(OWNER, PublishRequest(0, 1, ("{}", "{}")))
 
     assert play.sends(Published) == [(OWNER, Published(0, 1, "runs/x"), ())] and play.tasks() == []
+
+
+def test_bookings_are_reported_when_no_hop_of_the_step_follows() -> None:
+    """Before that the step is not complete, and the heartbeat of the next beat says it soon enough."""
+    play = Play()
+    play.backward(0, 1)
+    first = play.task(RunBackward)
+    play.backward(2, 1)
+    play.done(first)
+    assert play.booked() == [0] and not play.server.changed
+    play.done(play.task(RunBackward))
+    assert play.booked() == [0, 2] and play.server.changed

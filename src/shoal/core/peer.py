@@ -367,6 +367,8 @@ class PeerMachine:
             if not self.register.leading or self.finished:
                 self.leader_role.end()
                 break
+            if self.server.changed:  # a leader's own books count at once, not with the next message that it receives
+                commands += self._beat(now)
             commands += self._lead(now)
             if not self.register.views.fresh:
                 break

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config, microbatches, slices
-from shoal.model import balance, boundary, vocabulary
+from shoal.model import balance, boundary, linear, vocabulary
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.weights import materialise
@@ -137,6 +137,7 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    linear.prefer(model)
     return HuggingFaceStage(model.eval().to(device), first=first, last=last, document_end=config.data.document_end)
 
 
@@ -169,6 +170,7 @@ def whole(config: Config, source: str | None = None, device: str = "cpu") -> Pre
         boundary.attach(model, config.model.boundary, dict.fromkeys(cuts(config, len(blocks)), ("narrow", "widen")))
         boundary.run_between(model, blocks)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    linear.prefer(model)
     moved: PreTrainedModel = model.eval().to(device)
     return moved
 

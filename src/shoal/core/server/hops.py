@@ -80,6 +80,10 @@ class Hops:
         """A backward is being added to my sum of that step."""
         return self._running is not None and self._running.backward and self._running.message.step == step
 
+    def running(self, step: int) -> bool:
+        """A hop of that step runs."""
+        return self._running is not None and self._running.message.step == step
+
     def books(self, step: int) -> tuple[Booking, ...]:
         """What I have booked of that step."""
         return self._books[step].entries if step in self._books else ()

@@ -72,6 +72,7 @@ class Server:
         self._round: tuple[Peer, Round] | None = None  # received before its view or version, or while a backward ran
         self._retell_at: float | None = None
         self._kept: tuple[Holding, int, str] | None = None  # what I held when I was evicted; its length and digest
+        self._unreported = False  # bookings that the leader gets with the next heartbeat
 
     # ---------------------------------------------------------------------------------------------------- questions
 
@@ -210,7 +211,10 @@ class Server:
         commands = self._try_round(now) + self._catch_up.go_on()
         for held in self._early.ripe():
             commands += self._hops.on_hop(held, now)
-        return commands + self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
+        commands += self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
+        if self._unreported and not self._hops.running(self.work):  # else the step is not complete
+            self.changed, self._unreported = True, False
+        return commands
 
     def _check(self, now: float) -> list[Command]:
         """Say so when the state held here can no longer be brought to the view's step."""
@@ -311,9 +315,10 @@ class Server:
         self._rounds.on_unreachable(peer)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
-        booked, applying = len(self.books) + len(self.closed), self._replica.applying
+        booked, closed, applying = len(self.books), len(self.closed), self._replica.applying
         commands = self._hops.on_done(done, now)
-        self.changed = self.changed or len(self.books) + len(self.closed) > booked
+        self.changed = self.changed or len(self.closed) > closed
+        self._unreported = self._unreported or len(self.books) > booked
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
         if commands is None:
