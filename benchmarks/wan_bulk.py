@@ -32,7 +32,7 @@ ENDPOINT = Path(__file__).parent / "wan/endpoint.py"
 HOSTS = ("a", "b", "c", "d", "e")
 WANTED = 0.95  # of the plain socket
 ABOUT_S = 5.0  # that a transfer should take at the line's rate
-LEAST = 3  # tensors of a transfer
+LEAST = 2  # tensors of a transfer
 FLOWS = ("stream", "turns", "four")
 
 
@@ -58,7 +58,7 @@ LINES = {
 
 
 def transfers(topology: Topology, flow: str, repeats: int) -> list[Transfer]:
-    receivers = [topology.address(host) for host in HOSTS[1 : 5 if flow == "four" else 2]]
+    receivers = [topology.address(host) for host in topology.hosts[1 : 5 if flow == "four" else 2]]
     rate_Bps = units.parse(topology.access[0].up, "_Bps") / len(receivers)
     count = max(LEAST, round(ABOUT_S * rate_Bps / TENSOR_BYTES))
     return [Transfer(receivers, count, {"stream": 4, "turns": 1, "four": 2}[flow])] * repeats
@@ -66,29 +66,39 @@ def transfers(topology: Topology, flow: str, repeats: int) -> list[Transfer]:
 
 def measure(topology: Topology, flow: str, repeats: int, congestion: str) -> dict[str, float]:
     plan = transfers(topology, flow, repeats)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "WAN_CONGESTION": congestion}
-    with tempfile.TemporaryDirectory() as folder, Lab(topology) as lab:
-        Path(folder, "invite").write_text(Authority.new().invite((), time.time() + 3600))
+    with Lab(topology) as lab:
         for host in topology.hosts:
             if congestion:
                 lab.start(host, ["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={congestion}"]).wait()
-        receivers = topology.hosts[1 : 1 + len(plan[0].receivers)]
-        for host in receivers:
-            address = topology.address(host)
-            lab.start(
-                host,
-                [sys.executable, str(ENDPOINT), "receive", folder, address, topology.address("a")],
-                env=environment,
-            )
-        words = [folder, topology.address("a"), msgspec.json.encode(plan).decode()]
-        sender = lab.start(
-            "a", [sys.executable, str(ENDPOINT), "send", *words], env=environment, stdout=subprocess.PIPE
-        )
-        output = sender.communicate()[0]
-        if sender.returncode:
-            raise RuntimeError(f"the sender ended with code {sender.returncode}; its reason stands above")
-    results = [msgspec.json.decode(each, type=Measured) for each in output.splitlines()]
+        results = transferred(lab, plan, congestion)
     return summary(topology, plan[0], results)
+
+
+def transferred(lab: Lab, plan: list[Transfer], congestion: str = "") -> list[Measured]:
+    """The first host sends to the ones after it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "WAN_CONGESTION": congestion}
+    first, *others = lab.topology.hosts
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "invite").write_text(Authority.new().invite((), time.time() + 3600))
+        receivers = []
+        for host in others[: len(plan[0].receivers)]:
+            words = ["receive", folder, lab.topology.address(host), lab.topology.address(first)]
+            receivers.append(lab.start(host, [sys.executable, str(ENDPOINT), *words], env=environment))
+        words = ["send", folder, lab.topology.address(first), msgspec.json.encode(plan).decode()]
+        sender = lab.start(first, [sys.executable, str(ENDPOINT), *words], env=environment, stdout=subprocess.PIPE)
+        output = sender.communicate()[0]
+        for receiver in receivers:
+            lab.kill(receiver)
+    if sender.returncode:
+        raise RuntimeError(f"the sender ended with code {sender.returncode}; its reason stands above")
+    return [msgspec.json.decode(each, type=Measured) for each in output.splitlines()]
+
+
+def plain_Bps(lab: Lab) -> float:
+    """What a plain socket carries from the lab's first host to its second."""
+    plan = [msgspec.structs.replace(each, over=("plain",)) for each in transfers(lab.topology, "stream", 1)]
+    (measured,) = transferred(lab, plan)
+    return plan[0].count * TENSOR_BYTES / measured.seconds
 
 
 def summary(topology: Topology, transfer: Transfer, results: list[Measured]) -> dict[str, float]:

@@ -40,6 +40,7 @@ class Transfer(msgspec.Struct, frozen=True):
     receivers: list[str]
     count: int  # tensors to each
     window: int  # of them at once
+    over: tuple[str, ...] = ("plain", "shoal")
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -128,10 +129,13 @@ async def send(folder: Path, address: str, plan: list[Transfer]) -> None:
     data = os.urandom(TENSOR_BYTES)
     for transfer in plan:
         names = [await learn(folder, ours.transport, each) for each in transfer.receivers]
-        measured = await asyncio.to_thread(plain, transfer, data)
-        print(msgspec.json.encode(measured).decode(), flush=True)
-        measured = await ours.measure(transfer, names, data)
-        print(msgspec.json.encode(measured).decode(), flush=True)
+        for over in transfer.over:
+            measured = (
+                await asyncio.to_thread(plain, transfer, data)
+                if over == "plain"
+                else await ours.measure(transfer, names, data)
+            )
+            print(msgspec.json.encode(measured).decode(), flush=True)
     listening.cancel()
 
 
