@@ -1,9 +1,9 @@
 """Bulk transfer over real networks: our transport beside plain sockets on the lines of the laboratory (docs/wan.md). Needs root.
 
-    python benchmarks/wan_bulk.py [--lines even,20 ...] [--flows stream,turns,four] [--congestion cubic] [--repeats 2]
+    python benchmarks/wan_bulk.py [--lines even,20 ...] [--flows stream,turns,four,bursts] [--congestion cubic] [--repeats 2]
 
 Host a sends tensors of 8 MB: `stream` four at once to one host, `turns` one at a time to one host, `four` two at once to each of four
-hosts. Each flow is measured in turns over plain TCP sockets (the kernel's congestion control, one socket per receiver) and over our
+hosts, `bursts` one at a time to each of four. Each flow is measured in turns over plain TCP sockets (the kernel's congestion control, one socket per receiver) and over our
 transport, in one lab. Value: the smallest ratio of our rate to the plain socket's; the setting has each rate in MB/s, the line's round
 trip, and that of control messages under this load.
 """
@@ -33,7 +33,7 @@ HOSTS = ("a", "b", "c", "d", "e")
 WANTED = 0.95  # of the plain socket
 ABOUT_S = 5.0  # that a transfer should take at the line's rate
 LEAST = 2  # tensors of a transfer
-FLOWS = ("stream", "turns", "four")
+FLOWS = {"stream": 4, "turns": 1, "four": 2, "bursts": 1}  # tensors at once to each receiver
 
 
 def line(rate: str, delay: str, down: str = "", loss: float = 0.0, buffer: str = "200 ms") -> Topology:
@@ -58,10 +58,10 @@ LINES = {
 
 
 def transfers(topology: Topology, flow: str, repeats: int) -> list[Transfer]:
-    receivers = [topology.address(host) for host in topology.hosts[1 : 5 if flow == "four" else 2]]
+    receivers = [topology.address(host) for host in topology.hosts[1 : 5 if flow in ("four", "bursts") else 2]]
     rate_Bps = units.parse(topology.access[0].up, "_Bps") / len(receivers)
     count = max(LEAST, round(ABOUT_S * rate_Bps / TENSOR_BYTES))
-    return [Transfer(receivers, count, {"stream": 4, "turns": 1, "four": 2}[flow])] * repeats
+    return [Transfer(receivers, count, FLOWS[flow])] * repeats
 
 
 def measure(topology: Topology, flow: str, repeats: int, congestion: str) -> dict[str, float]:

@@ -25,7 +25,7 @@ class Line:
         self.queue_bytes = 0.0
         self.pacers = [Pacer() for _ in range(streams)]
         for pacer in self.pacers:
-            pacer.rest(trip_s)
+            pacer.restart(trip_s)
         self.limits = [math.inf] * streams
         self._delivered = [0.0] * streams
         self._due = [(1 + i / streams) * trip_s for i in range(streams)]
@@ -94,6 +94,21 @@ def test_a_stream_keeps_its_place_beside_a_queue_that_others_make() -> None:
     line.queue_bytes = 0.2 * 25 * MB
     line.run(10)
     assert sum(line.limits) > 8 * MB
+
+
+def test_streams_that_share_a_line_come_to_equal_parts_of_it() -> None:
+    line = Line(25 * MB, 0.1, streams=3)
+    line.run(1)
+    line.limits = [20 * MB, 4 * MB, 1 * MB]
+    line.run(6)
+    assert min(line.limits) > 0.5 * max(line.limits)
+
+
+def test_a_stream_fills_the_line_some_round_trips_after_a_pause() -> None:
+    line = Line(25 * MB, 0.1, streams=4)
+    line.run(6)
+    line.pacers, line.limits = line.pacers[:1], [line.pacers[0].restart(0.1)]
+    assert line.run(1.5)[0] > 0.8
 
 
 def test_a_round_without_deliveries_does_not_stop_the_stream() -> None:
