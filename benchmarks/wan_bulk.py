@@ -3,9 +3,9 @@
     python benchmarks/wan_bulk.py [--lines even,20 ...] [--flows stream,turns,four,bursts] [--congestion cubic] [--repeats 2]
 
 Host a sends tensors of 8 MB: `stream` four at once to one host, `turns` one at a time to one host, `four` two at once to each of four
-hosts, `bursts` one at a time to each of four. Each flow is measured in turns over plain TCP sockets (the kernel's congestion control, one socket per receiver) and over our
-transport, in one lab. Value: the smallest ratio of our rate to the plain socket's; the setting has each rate in MB/s, the line's round
-trip, and that of control messages under this load.
+hosts, `bursts` one at a time to each of four. Each flow is measured in turns over plain TCP sockets (the kernel's congestion control, one
+socket per receiver) and over our transport, in one lab. Value: the smallest ratio of our rate to the plain socket's; the setting has each
+rate in MB/s, the line's round trip, and that of control messages under this load.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def line(rate: str, delay: str, down: str = "", loss: float = 0.0, buffer: str =
 LINES = {
     "even": line("200 Mbit/s", "50 ms"),
     "20": line("20 Mbit/s", "50 ms"),
+    "50": line("50 Mbit/s", "50 ms"),
     "100": line("100 Mbit/s", "50 ms"),
     "500": line("500 Mbit/s", "50 ms"),
     "1000": line("1000 Mbit/s", "50 ms"),

@@ -22,7 +22,7 @@ class ByteStream(Protocol):
     def write(self, view: memoryview) -> Steps: ...
 
     def check_open(self) -> None:
-        """Called when nothing waits to be written. ConnectionError when the other side has closed; it sends nothing else."""
+        """Between writes: ConnectionError when the other side has closed; it sends nothing else."""
 
     def paced(self) -> ByteStream:
         """For bulk, after the handshake: the same stream, which leaves room for control on a line that both share."""

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 
 from shoal.transport.base import StreamKind
-from shoal.transport.streams.pacing import SocketPacing
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +316,6 @@ class Channel:
         self._in = ssl.MemoryBIO()
         self._out = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server_side)
-        self._pacing: SocketPacing | None = None  # of bulk
 
     def handshake(self) -> Steps:
         while True:
@@ -363,17 +361,13 @@ class Channel:
             part = view[at : at + WRITE_BYTES]
             self._tls.write(part)
             yield from self._flush()
-            if self._pacing is not None:
-                self._pacing.sent()
             turn += part.nbytes
             if turn >= QUANTUM_BYTES:
                 turn = 0
                 yield WaitFor.AGAIN
 
     def check_open(self) -> None:
-        """Nothing waits to be written. ConnectionError when the other side has closed; it has nothing else to say."""
-        if self._pacing is not None:
-            self._pacing.pause()
+        """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
         assert self._connection.engine is not None
         scratch = self._connection.engine.scratch
         try:
@@ -392,8 +386,7 @@ class Channel:
         raise ConnectionError("closed by the other side")
 
     def paced(self) -> Channel:
-        """Bulk has a connection of its own; pacing keeps its queue out of the line, which control shares."""
-        self._pacing = SocketPacing(self._sock)
+        """Bulk has a connection of its own: the system shares the line."""
         return self
 
     def _fill(self) -> Steps:
